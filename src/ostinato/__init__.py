@@ -1,0 +1,63 @@
+"""Ostinato: CUDA graphs for LLM inference, as a library and a runtime.
+
+The names below are the public ones. They are imported when first used, so that ``import ostinato``
+and the command line start at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AttentionCGSupport": "graphs.modes",
+    "BatchDescriptor": "graphs.descriptor",
+    "BatchShape": "graphs.descriptor",
+    "CUDAGraphMode": "graphs.modes",
+    "CUDAGraphOptions": "graphs.wrapper",
+    "CUDAGraphWrapper": "graphs.wrapper",
+    "CapturePlan": "graphs.plan",
+    "Choice": "graphs.descriptor",
+    "CudaGraphManager": "graphs.manager",
+    "GraphPool": "graphs.pool",
+    "Reason": "graphs.descriptor",
+    "compilation_counter": "graphs.counters",
+    "eager_break": "graphs.segments",
+    "get_forward_context": "graphs.context",
+    "graphed": "graphs.graphed",
+    "resolve_mode": "graphs.modes",
+    "set_forward_context": "graphs.context",
+}
+
+if TYPE_CHECKING:
+    from ostinato.graphs.context import get_forward_context as get_forward_context
+    from ostinato.graphs.context import set_forward_context as set_forward_context
+    from ostinato.graphs.counters import compilation_counter as compilation_counter
+    from ostinato.graphs.descriptor import BatchDescriptor as BatchDescriptor
+    from ostinato.graphs.descriptor import BatchShape as BatchShape
+    from ostinato.graphs.descriptor import Choice as Choice
+    from ostinato.graphs.descriptor import Reason as Reason
+    from ostinato.graphs.graphed import graphed as graphed
+    from ostinato.graphs.manager import CudaGraphManager as CudaGraphManager
+    from ostinato.graphs.modes import AttentionCGSupport as AttentionCGSupport
+    from ostinato.graphs.modes import CUDAGraphMode as CUDAGraphMode
+    from ostinato.graphs.modes import resolve_mode as resolve_mode
+    from ostinato.graphs.plan import CapturePlan as CapturePlan
+    from ostinato.graphs.pool import GraphPool as GraphPool
+    from ostinato.graphs.segments import eager_break as eager_break
+    from ostinato.graphs.wrapper import CUDAGraphOptions as CUDAGraphOptions
+    from ostinato.graphs.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'ostinato' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"ostinato.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The core: capture, dispatch and replay for any PyTorch callable. Knows nothing about models."""

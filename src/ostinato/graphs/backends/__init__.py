@@ -1,0 +1,27 @@
+"""How work is recorded and replayed: on a CUDA device, or on the CPU with the same semantics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.backends.base import Graph, GraphBackend
+
+__all__ = ["Graph", "GraphBackend", "create_backend"]
+
+
+def create_backend(
+    device: torch.device, *, generators: Sequence[torch.Generator] = ()
+) -> GraphBackend:
+    """The backend for ``device``. Each call gives a backend with a memory pool of its own."""
+    if device.type == "cpu":
+        from ostinato.graphs.backends.cpu import CpuBackend
+
+        return CpuBackend(generators=generators)
+    if device.type == "cuda":
+        from ostinato.graphs.backends.cuda import CudaBackend
+
+        return CudaBackend(device, generators=generators)
+    raise ConfigError(f"graphs run on CUDA devices and on the CPU, not on {device}")

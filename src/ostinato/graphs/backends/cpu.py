@@ -1,0 +1,116 @@
+"""The CPU backend: CUDA-graph semantics without a GPU, by recording operators and replaying them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from ostinato.errors import CaptureError
+from ostinato.graphs.backends.arena import Arena
+from ostinato.graphs.backends.guard import HostAccessGuard
+from ostinato.graphs.backends.recorder import Recorder, Step
+
+
+class CpuGraph:
+    """A list of calls on tensors at fixed addresses. No Python of the model runs on replay."""
+
+    def __init__(self, steps: list[Step], num_bytes: int, arena_bytes: int) -> None:
+        self._steps = steps
+        self.num_bytes = num_bytes
+        self.arena_bytes = arena_bytes  # how far into the arena it reaches
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._steps)
+
+    def replay(self) -> None:
+        # Inference mode leaves out the autograd layer of every call. Autocast did its work when the
+        # operators were recorded; the caller's must not do it again.
+        with torch.inference_mode():
+            if torch.is_autocast_enabled("cpu"):
+                with torch.autocast("cpu", enabled=False):
+                    self._run()
+            else:
+                self._run()
+
+    def _run(self) -> None:
+        for step in self._steps:
+            step()
+
+    def close(self) -> None:
+        self._steps = []
+        self.arena_bytes = 0
+
+
+class CpuBackend:
+    """Records into one arena. See ``GraphBackend`` for the contract."""
+
+    def __init__(self, *, generators: Sequence[torch.Generator] = ()) -> None:
+        self.device = torch.device("cpu")
+        self._arena = Arena()
+        self._generators = generators
+        self._recorder: Recorder | None = None
+        self._modes = ExitStack()
+        self._seed = 0
+        self._bytes_before = 0
+        self._graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
+
+    @contextmanager
+    def capture_scope(self) -> Iterator[None]:
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+
+    def begin(self) -> None:
+        self._seed = torch.initial_seed()
+        self._bytes_before = self._arena.peak_bytes
+        self._arena.recent_peak_bytes = 0
+        self._recorder = Recorder(self._arena, self._generators)
+        self._modes.enter_context(self._recorder)
+        self._modes.enter_context(HostAccessGuard())
+
+    def end(self) -> CpuGraph:
+        recorder = self._stop_recording()
+        if torch.initial_seed() != self._seed:
+            raise CaptureError(
+                f"the random seed was set to {torch.initial_seed()} during a capture, which a "
+                "replay would not repeat; seed before the capture"
+            )
+        grown = self._arena.peak_bytes - self._bytes_before
+        graph = CpuGraph(recorder.steps, grown, self._arena.recent_peak_bytes)
+        self._graphs.add(graph)
+        return graph
+
+    def abort(self, error: BaseException) -> BaseException:
+        if self._recorder is not None:
+            self._stop_recording()
+        return error
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return self._arena.owns(tensor)
+
+    def weak(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._arena.weak(tensor) if self._arena.owns(tensor) else tensor
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 0 or tensor.device.type != "cpu":
+            return tensor
+        return self._arena.strong_like(tensor).copy_(tensor)
+
+    def pool_bytes(self) -> int:
+        return self._arena.peak_bytes
+
+    def release_unused(self) -> None:
+        self._arena.trim(max((graph.arena_bytes for graph in self._graphs), default=0))
+
+    def close(self) -> None:
+        # Outputs that somebody still holds keep their mapping; nothing dangles.
+        self._arena = Arena()
+
+    def _stop_recording(self) -> Recorder:
+        assert self._recorder is not None
+        recorder, self._recorder = self._recorder, None
+        self._modes.close()
+        return recorder

@@ -1,0 +1,237 @@
+"""The CUDA backend: ``torch.cuda.CUDAGraph``, driven directly on a stream of our own."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
+from ostinato.graphs.backends.guard import CaptureGuard, source_of_error
+
+try:
+    # Comes with CUDA builds of torch; counts the nodes of a graph.
+    from cuda.bindings import runtime as cuda_runtime
+except ImportError:
+    cuda_runtime = None
+
+
+class _MemoryPool:
+    """A torch memory pool that stays usable.
+
+    torch drops its bookkeeping of a pool when the last graph in it dies, and then fails to capture
+    into that pool again. One tiny graph that lives as long as the pool prevents that. Capturing it
+    also takes the random generator out of the state that an invalidated capture leaves it in.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self.memory = torch.cuda.MemPool()
+        self.handle: Any = (
+            self.memory.id
+        )  # torch types pool handles more narrowly than it uses them
+        self.num_graphs = 0
+        cell = torch.zeros(1, device=device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            self._keeper = torch.cuda.CUDAGraph()
+            self._keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            cell.add_(1)
+            self._keeper.capture_end()
+        stream.synchronize()
+
+    def segments(self) -> list[tuple[int, int]]:
+        """Address and size of every piece of device memory the pool holds."""
+        snapshot: list[dict[str, Any]] = self.memory.snapshot(include_traces=False)
+        return [(segment["address"], segment["total_size"]) for segment in snapshot]
+
+
+class CudaGraph:
+    """One instantiated graph. Keeps its memory pool alive, since the pool must die after it."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, pool: _MemoryPool, num_nodes: int | None, num_bytes: int
+    ) -> None:
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._pool = pool
+        self.num_nodes = num_nodes
+        self.num_bytes = num_bytes
+        # Bound once: this is called for every step.
+        self.replay = graph.replay
+        pool.num_graphs += 1
+
+    def close(self) -> None:
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+            self._pool.num_graphs -= 1
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class CudaBackend:
+    """Records on one CUDA device. See ``GraphBackend`` for the contract.
+
+    Graphs are captured on the backend's own stream and replayed on the caller's current one. The
+    capture mode is thread-local: what other threads do to the device meanwhile is their business.
+    """
+
+    def __init__(self, device: torch.device, *, generators: Sequence[torch.Generator] = ()) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {device} was asked for, but torch sees no CUDA device")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device cuda:{index} does not exist; torch sees {torch.cuda.device_count()}"
+            )
+        self.device = torch.device("cuda", index)
+        self._generators = generators
+        self._stream = torch.cuda.Stream(self.device)
+        with torch.cuda.device(self.device):
+            self._pool = _MemoryPool(self.device, self._stream)
+        self._open: torch.cuda.CUDAGraph | None = None
+        self._guard = CaptureGuard("cuda", generators)
+        self._modes = ExitStack()
+        self._bytes_before = 0
+        self._segments: list[tuple[int, int]] | None = None
+
+    @contextmanager
+    def capture_scope(self) -> Iterator[None]:
+        with torch.cuda.device(self.device), torch.inference_mode(False), torch.no_grad():
+            caller = torch.cuda.current_stream()
+            self._stream.wait_stream(caller)
+            with torch.cuda.stream(self._stream):
+                yield
+            caller.wait_stream(self._stream)
+
+    def begin(self) -> None:
+        self._bytes_before = self.pool_bytes()
+        self._segments = None
+        # Only a kept graph can be looked into.
+        graph = torch.cuda.CUDAGraph(keep_graph=cuda_runtime is not None)
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+        self._open = graph
+        self._guard.last_operator = None
+        self._modes.enter_context(self._guard)
+
+    def end(self) -> CudaGraph:
+        graph, invalidated = self._stop_recording()
+        if invalidated is not None:
+            raise self._translate(invalidated, invalidated)
+        num_nodes = None
+        if cuda_runtime is not None:
+            num_nodes = _count_nodes(graph)
+            graph.instantiate()
+        grown = self.pool_bytes() - self._bytes_before
+        recorded = CudaGraph(graph, self._pool, num_nodes, grown)
+        recorded.replay()
+        return recorded
+
+    def abort(self, error: BaseException) -> BaseException:
+        invalidated = None
+        if self._open is not None:
+            graph, invalidated = self._stop_recording()
+            graph.reset()
+        return self._translate(error, invalidated)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        if not tensor.is_cuda or tensor.numel() == 0:
+            return False
+        if self._segments is None:
+            self._segments = self._pool.segments()
+        address = tensor.data_ptr()
+        return any(start <= address < start + size for start, size in self._segments)
+
+    def weak(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.owns(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        alias = torch._C._construct_storage_from_data_pointer(
+            storage.data_ptr(), tensor.device, storage.nbytes()
+        )
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cuda or tensor.numel() == 0:
+            return tensor
+        with torch.cuda.use_mem_pool(self._pool.memory):
+            copy = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+        self._segments = None
+        return copy.copy_(tensor)
+
+    def pool_bytes(self) -> int:
+        return sum(size for _, size in self._pool.segments())
+
+    def release_unused(self) -> None:
+        # torch frees the memory of a pool only with the pool, so an unused one is replaced.
+        if self._pool.num_graphs == 0:
+            self._replace_pool()
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._replace_pool()
+
+    def _stop_recording(self) -> tuple[torch.cuda.CUDAGraph, RuntimeError | None]:
+        """End the capture. The error is set when the capture had been invalidated."""
+        assert self._open is not None
+        graph, self._open = self._open, None
+        self._modes.close()
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            # torch stops half-way here: the allocator still routes memory to the pool and the
+            # generator still believes in the capture. Both are put right, and the pool, which
+            # torch would refuse to capture into again, is left to the graphs it already has.
+            index, pool_id = self.device.index, self._pool.memory.id
+            torch._C._cuda_endAllocateToPool(index, pool_id)
+            torch._C._cuda_releasePool(index, pool_id)
+            self._replace_pool()
+            return graph, error
+        return graph, None
+
+    def _replace_pool(self) -> None:
+        self._segments = None
+        self._pool = _MemoryPool(self.device, self._stream)
+
+    def _translate(self, error: BaseException, invalidated: RuntimeError | None) -> BaseException:
+        if isinstance(error, CaptureError):
+            return error
+        source = source_of_error(error.__traceback__)
+        first_line = str(error).split("\n", 1)[0]
+        if isinstance(error, torch.OutOfMemoryError):
+            free, total = torch.cuda.mem_get_info(self.device)
+            return CaptureOutOfMemoryError(
+                f"out of memory during a capture, at {source}: {first_line} The graph pool held "
+                f"{self._bytes_before:,} bytes before it; {free:,} of {total:,} are free. Capture "
+                "fewer or smaller sizes, or leave the graphs more memory",
+                operator=self._guard.last_operator,
+                source=source,
+            )
+        if invalidated is None and "captur" not in first_line:
+            return error
+        return CaptureError(
+            f"the capture was broken at {source or 'an unknown line'}, after operator "
+            f"{self._guard.last_operator}: {first_line}. A graph cannot contain synchronisation "
+            "with the host or with uncaptured streams; move that out of the graph, or mark the "
+            "function with @eager_break and capture piecewise",
+            operator=self._guard.last_operator,
+            source=source,
+        )
+
+
+def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    handle = cuda_runtime.cudaGraph_t(init_value=graph.raw_cuda_graph())
+    status, _, count = cuda_runtime.cudaGraphGetNodes(handle)
+    if int(status) != 0:
+        raise CaptureError(f"cudaGraphGetNodes failed with {status} on a graph just captured")
+    return int(count)

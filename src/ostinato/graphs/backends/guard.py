@@ -1,0 +1,205 @@
+"""What a capture forbids, said before it happens, in the same words on every backend.
+
+On CUDA an illegal operation invalidates the capture and leaves torch's random generator and
+allocator half inside it; on the CPU nothing would go wrong at all until a replay gave stale
+results. So both backends record under this guard, which raises ``CaptureError``, naming the
+operator and the user's line, instead of letting the operator run.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ostinato.errors import CaptureError
+
+aten = torch.ops.aten
+
+_OWN_CODE = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
+)
+
+_HOST_READ = "reads a value back to the host"
+_DYNAMIC_SHAPE = "has an output whose shape depends on the data"
+_BOOLEAN_MASK = "selects by a boolean mask, so its shape depends on the data"
+_HOST_DATA = "builds a tensor from host data"
+_HOST_COPY = "copies from the device to the host"
+_REBINDS = "changes which memory a tensor refers to"
+_GENERATOR = "draws from a generator that is not registered with the graph pool"
+_HIGHER_ORDER = "is a higher-order operator, whose control flow cannot be recorded"
+
+_WHAT_TO_DO = {
+    _HOST_READ: "keep the value on the device (torch.where instead of `if`)",
+    _DYNAMIC_SHAPE: "use an operator with a fixed output shape",
+    _BOOLEAN_MASK: "use torch.where or masked_fill",
+    _HOST_DATA: "build the tensor once, before the capture, and keep it",
+    _HOST_COPY: "keep the result on the device and copy it after the replay",
+    _REBINDS: "write into the tensor with copy_ instead",
+    _GENERATOR: "pass it in `generators=` where the pool is made",
+    _HIGHER_ORDER: "call the operator outside the graph",
+}
+
+Rule = Callable[[tuple[Any, ...], dict[str, Any]], str | None]
+
+
+def describe_frame(frame: FrameType, lineno: int) -> str:
+    code = frame.f_code
+    line = linecache.getline(code.co_filename, lineno, frame.f_globals).strip()
+    return f"{code.co_filename}:{lineno} in {code.co_name}" + (f": `{line}`" if line else "")
+
+
+def source_of_caller() -> str | None:
+    """The innermost line on the stack that is neither torch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((*_OWN_CODE, "<")):
+            return describe_frame(frame, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def source_of_error(traceback: TracebackType | None) -> str | None:
+    """The innermost line in a traceback that is neither torch's nor ours."""
+    found = None
+    while traceback is not None:
+        if not traceback.tb_frame.f_code.co_filename.startswith((*_OWN_CODE, "<")):
+            found = describe_frame(traceback.tb_frame, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return found
+
+
+def forbidden(operator: str, problem: str) -> CaptureError:
+    """The error for an operator that cannot be part of a graph."""
+    source = source_of_caller()
+    return CaptureError(
+        f"{operator} {problem}, which a graph cannot contain, at {source or 'an unknown line'}; "
+        f"{_WHAT_TO_DO[problem]}, or mark the function with @eager_break and capture piecewise",
+        operator=operator,
+        source=source,
+    )
+
+
+class CaptureGuard(TorchDispatchMode):
+    """Raises before an operator that no graph can contain. Runs everything else unchanged.
+
+    ``device_type`` says which tensors are the device's: on CUDA, reading a CPU tensor is harmless;
+    on the CPU backend all tensors are on the device.
+    """
+
+    def __init__(self, device_type: str, generators: Sequence[torch.Generator] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.last_operator: str | None = None
+        self._device_type = device_type
+        self._generators = generators
+        self._rules: dict[Any, Rule | None] = {}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Compiled callables run as compiled under this mode; torch would otherwise trace them
+        # eagerly and the graph would silently hold the slower kernels.
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.check(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.last_operator = str(func)
+        try:
+            rule = self._rules[func]
+        except KeyError:
+            rule = self._rules[func] = self._rule_for(func)
+        if rule is not None:
+            problem = rule(args, kwargs)
+            if problem is not None:
+                raise forbidden(str(func), problem)
+
+    def _rule_for(self, func: Any) -> Rule | None:
+        """Which check an operator needs; worked out once per operator. Most need none."""
+        if not isinstance(func, torch._ops.OpOverload):
+            return lambda args, kwargs: _HIGHER_ORDER
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            return self._boolean_mask
+        if torch.Tag.data_dependent_output in func.tags:
+            return lambda args, kwargs: _HOST_READ if self._on_device(args) else None
+        if torch.Tag.dynamic_output_shape in func.tags:
+            return self._dynamic_shape
+        if func in (aten._to_copy.default, aten.copy_.default):
+            return self._host_copy
+        if func.overloadpacket is aten.lift_fresh and self._device_type == "cpu":
+            # A scalar is baked into the kernel's arguments on CUDA, and is harmless there.
+            return lambda args, kwargs: _HOST_DATA if args[0].dim() else None
+        if func.overloadpacket in (aten.set_, aten.resize_):
+            return lambda args, kwargs: _REBINDS
+        if any(argument.name == "generator" for argument in func._schema.arguments):
+            return self._unregistered_generator
+        return None
+
+    def _on_device(self, values: Any) -> bool:
+        if isinstance(values, torch.Tensor):
+            return values.device.type == self._device_type
+        return isinstance(values, (list, tuple)) and any(self._on_device(value) for value in values)
+
+    def _dynamic_shape(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        # repeat_interleave with its output size given has a fixed shape.
+        fixed = kwargs.get("output_size") is not None
+        return None if fixed or not self._on_device(args) else _DYNAMIC_SHAPE
+
+    def _boolean_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        masks = [index for index in args[1] if index is not None]
+        if not any(mask.dtype in (torch.bool, torch.uint8) for mask in masks):
+            return None
+        # x[mask] = scalar becomes a masked fill, which is fine.
+        value = args[2] if len(args) > 2 else kwargs.get("values")
+        if value is not None and value.numel() == 1 and len(masks) == 1:
+            return None
+        return _BOOLEAN_MASK if self._on_device(args) else None
+
+    def _host_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        if self._device_type == "cpu":
+            return None
+        if len(args) > 1:
+            target, source = args[0].device, args[1].device
+            pinned = args[0].device.type == "cpu" and args[0].is_pinned()
+        else:
+            target, source = torch.device(kwargs.get("device") or args[0].device), args[0].device
+            pinned = bool(kwargs.get("pin_memory"))
+        if source.type == self._device_type and target.type == "cpu" and not pinned:
+            return _HOST_COPY
+        return None
+
+    def _unregistered_generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        generator = kwargs.get("generator")
+        generator = generator or next((a for a in args if isinstance(a, torch.Generator)), None)
+        if generator is None or any(generator is known for known in self._generators):
+            return None
+        return _GENERATOR if generator.device.type == self._device_type else None
+
+
+class HostAccessGuard(TorchFunctionMode):
+    """The host reads that dispatch no operator on the CPU: tolist(), numpy(), printing, cpu()."""
+
+    _FORBIDDEN = {
+        torch.Tensor.tolist: _HOST_READ,
+        torch.Tensor.numpy: _HOST_READ,
+        torch.Tensor.__array__: _HOST_READ,
+        torch.Tensor.__repr__: _HOST_READ,
+        torch.Tensor.__format__: _HOST_READ,
+        torch.Tensor.cpu: _HOST_COPY,
+    }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        problem = self._FORBIDDEN.get(func)
+        if problem is not None:
+            raise forbidden(f"Tensor.{func.__name__}", problem)
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,150 @@
+"""Recording on the CPU: every dispatched operator of one run, with outputs in the arena.
+
+Operators run for real while they are recorded, each writing its outputs into arena memory that
+stays theirs for as long as Python holds them. What is kept for replay is a flat list of calls on
+tensors at those fixed addresses. A view is only an address, so it needs no call; an operator with a
+verified out-variant writes in place; any other is run again and its result copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ostinato.errors import CaptureError
+from ostinato.graphs.backends.arena import Arena
+from ostinato.graphs.backends.guard import CaptureGuard, source_of_caller
+from ostinato.graphs.backends.out_variants import out_variant_of
+from ostinato.graphs.tree import map_tensors, tensors_in
+
+aten = torch.ops.aten
+
+Step = Callable[[], object]
+
+# Memory without contents: allocating it is not work that a replay has to do.
+_UNINITIALISED = frozenset(
+    {
+        aten.empty.memory_format,
+        aten.empty_like.default,
+        aten.empty_strided.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+    }
+)
+_COPIES = frozenset({aten.clone.default, aten._to_copy.default})
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Recorder(CaptureGuard):
+    """Collects the steps of one recording. The steps hold no arena memory reserved."""
+
+    def __init__(self, arena: Arena, generators: Sequence[torch.Generator]) -> None:
+        super().__init__("cpu", generators)
+        self.steps: list[Step] = []
+        self._arena = arena
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        # Generated C++ calls no operators, so a compiled callable must be traced eagerly to be seen.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.check(func, args, kwargs)
+        result = func(*args, **kwargs)
+        borrowed = {_storage_id(tensor) for tensor in tensors_in((args, kwargs))}
+        outputs = list(tensors_in(result))
+        fresh = [i for i, tensor in enumerate(outputs) if _storage_id(tensor) not in borrowed]
+        if outputs and not fresh and not func._schema.is_mutable:
+            return result  # a view: nothing to replay
+        placed = {i: self._place(outputs[i], func) for i in fresh}
+        if func not in _UNINITIALISED:
+            replay_args = map_tensors(self._fixed, args)
+            replay_kwargs = map_tensors(self._fixed, kwargs)
+            targets = {i: self._fixed(tensor) for i, tensor in placed.items()}
+            self.steps.append(self._step(func, replay_args, replay_kwargs, outputs, targets))
+        static = iter([placed.get(i, tensor) for i, tensor in enumerate(outputs)])
+        return map_tensors(lambda _: next(static), result)
+
+    def _place(self, tensor: torch.Tensor, func: Any) -> torch.Tensor:
+        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            source = source_of_caller()
+            raise CaptureError(
+                f"{func} made a {tensor.layout} tensor on {tensor.device} at {source}; the CPU "
+                "backend captures dense tensors on the CPU",
+                operator=str(func),
+                source=source,
+            )
+        return tensor if tensor.numel() == 0 else self._arena.strong_like(tensor)
+
+    def _step(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[torch.Tensor],
+        targets: dict[int, torch.Tensor],
+    ) -> Step:
+        """The call that repeats ``func``, writing output ``i`` into ``targets[i]``.
+
+        The targets hold the outputs' values when this returns, as if the step had just run.
+        """
+        step = self._in_place_step(func, args, kwargs, outputs, targets)
+        if step is not None:
+            return step
+        for index, target in targets.items():
+            target.copy_(outputs[index])
+        if func in _COPIES:
+            return partial(aten.copy_.default, targets[0], args[0])
+        if targets:
+            return partial(_run_and_copy, partial(func, *args, **kwargs), targets)
+        return partial(func, *args, **kwargs)
+
+    def _in_place_step(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: list[torch.Tensor],
+        targets: dict[int, torch.Tensor],
+    ) -> Step | None:
+        """The out-variant's call, if there is one and it gives the very same bits here and now."""
+        # A second draw would advance the generator, so random operators are run again and copied.
+        if func in _COPIES or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        variant = out_variant_of(func)
+        if variant is None or len(targets) != len(variant.output_names):
+            return None
+        kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
+        named = dict(zip(variant.output_names, targets.values(), strict=True))
+        step = partial(variant.operator, *args, **kept, **named)
+        for index, target in targets.items():
+            # Start from the opposite of the right answer, so that a byte left alone is seen.
+            torch.bitwise_not(_bits(outputs[index]), out=_bits(target))
+        step()
+        exact = all(torch.equal(_bits(outputs[i]), _bits(target)) for i, target in targets.items())
+        return step if exact else None
+
+    def _fixed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as replay refers to it: without reserving arena memory."""
+        return self._arena.weak(tensor) if self._arena.owns(tensor) else tensor
+
+
+def _run_and_copy(run: Callable[[], Any], targets: dict[int, torch.Tensor]) -> None:
+    outputs = list(tensors_in(run()))
+    for index, target in targets.items():
+        target.copy_(outputs[index])
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes as integers, so that NaN equals itself and -0.0 differs from 0.0."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGER_OF_SIZE[tensor.itemsize])
+
+
+def _storage_id(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)

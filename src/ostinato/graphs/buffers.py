@@ -1,0 +1,122 @@
+"""Static input buffers: fixed addresses that every batch is copied into, with a padding policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.errors import BatchError, ConfigError
+
+
+class StaticBuffer:
+    """One input of all captured sizes, at one address.
+
+    The buffer declares what padding rows hold (``padding``: -1 for slots, 0 for lengths, any valid
+    value for ids), and keeps that true: rows after the batch never show an earlier batch's data.
+
+    ``view(size)`` is dense for every size, with the memory order of the example, whichever
+    dimension the batch is in. All views share the memory of the largest.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        example: torch.Tensor,
+        *,
+        max_rows: int,
+        batch_dim: int = 0,
+        padding: float = 0,
+    ) -> None:
+        if not -example.dim() <= batch_dim < example.dim():
+            raise ConfigError(
+                f"{name!r} has {example.dim()} dimensions, so it has no batch dimension {batch_dim}"
+            )
+        self.name = name
+        self.batch_dim = batch_dim % example.dim()
+        self.padding = padding
+        self._shape = list(example.shape)
+        self._order = _memory_order(example.stride())
+        self._dtype = example.dtype
+        self._device = example.device
+        row_elements = math.prod(n for d, n in enumerate(self._shape) if d != self.batch_dim)
+        with torch.inference_mode(False):
+            self._memory = torch.full(
+                (max_rows * row_elements,), padding, dtype=example.dtype, device=example.device
+            )
+        self._max_rows = max_rows
+        self._views: dict[int, torch.Tensor] = {}
+        self._dirty_rows = 0
+
+    def view(self, size: int) -> torch.Tensor:
+        """The buffer as graphs of ``size`` rows see it. The same object every time."""
+        if size not in self._views:
+            shape = self._shape.copy()
+            shape[self.batch_dim] = size
+            stride = _dense_strides(shape, self._order)
+            self._views[size] = self._memory.as_strided(shape, stride)
+        return self._views[size]
+
+    def rows_of(self, value: torch.Tensor) -> int:
+        """How many rows ``value`` has, after checking that it fits this buffer at all."""
+        shape = value.shape
+        if value.dtype is not self._dtype:
+            raise self._does_not_fit("dtype", value.dtype, self._dtype)
+        if value.device != self._device:
+            raise self._does_not_fit("device", value.device, self._device)
+        if len(shape) != len(self._shape):
+            raise self._does_not_fit("rank", len(shape), len(self._shape))
+        for dim, extent in enumerate(shape):
+            if dim != self.batch_dim and extent != self._shape[dim]:
+                raise self._does_not_fit(f"size {extent} in dimension {dim},", "", self._shape[dim])
+        return shape[self.batch_dim]
+
+    def fill(self, value: torch.Tensor, size: int) -> torch.Tensor:
+        """Copy a batch in and pad it to ``size``. Runs on the current stream."""
+        view = self.view(size)
+        rows = value.shape[self.batch_dim]
+        if rows == size:
+            view.copy_(value)
+        else:
+            view.narrow(self.batch_dim, 0, rows).copy_(value)
+        # Where the batch is not the first dimension, the views of two sizes interleave, and which
+        # elements are still padding is not worth knowing.
+        stale_until = min(self._dirty_rows, size) if self.batch_dim == 0 else size
+        if rows < stale_until:
+            view.narrow(self.batch_dim, rows, stale_until - rows).fill_(self.padding)
+        if rows >= self._dirty_rows or self._dirty_rows <= size:
+            self._dirty_rows = rows
+        return view
+
+    def padded_copy(self, rows: int) -> torch.Tensor:
+        """A separate tensor of ``rows`` rows of padding, for trying a batch size out."""
+        shape = self._shape.copy()
+        shape[self.batch_dim] = rows
+        stride = _dense_strides(shape, self._order)
+        empty = torch.empty_strided(shape, stride, dtype=self._dtype, device=self._device)
+        return empty.fill_(self.padding)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._memory.nbytes
+
+    def _does_not_fit(self, what: str, got: object, expected: object) -> BatchError:
+        return BatchError(
+            f"argument {self.name!r} has {what} {got} but the graphs were captured with "
+            f"{expected}; convert it first, or make another graphed() for it"
+        )
+
+
+def _memory_order(strides: Sequence[int]) -> list[int]:
+    """Dimensions from the slowest-moving to the fastest; channels-last stays channels-last."""
+    return sorted(range(len(strides)), key=lambda dim: -strides[dim])
+
+
+def _dense_strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
+    strides = [0] * len(shape)
+    step = 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return strides

@@ -1,0 +1,133 @@
+"""Walking a plan: every entry in order, with progress, a report, and one policy for failures."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from tqdm import tqdm
+
+from ostinato.errors import CaptureError, CaptureOutOfMemoryError
+from ostinato.graphs.counters import compilation_counter
+from ostinato.graphs.descriptor import Reason
+from ostinato.graphs.dispatch import Dispatcher
+from ostinato.graphs.plan import PlanEntry
+from ostinato.graphs.pool import GraphPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EntryReport:
+    """What capturing one entry took. ``error`` is set if it failed and runs eagerly instead."""
+
+    entry: PlanEntry
+    num_graphs: int
+    num_bytes: int
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(kw_only=True)
+class CaptureReport:
+    """What a capture of a plan took, entry by entry."""
+
+    entries: list[EntryReport] = field(default_factory=list)
+
+    @property
+    def num_graphs(self) -> int:
+        return sum(entry.num_graphs for entry in self.entries)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def seconds(self) -> float:
+        return sum(entry.seconds for entry in self.entries)
+
+
+def capture_entries(
+    entries: Sequence[PlanEntry],
+    capture: Callable[[PlanEntry], None],
+    *,
+    pool: GraphPool,
+    dispatcher: Dispatcher,
+    eager_fallback: bool,
+    show_progress: bool,
+    name: str,
+) -> CaptureReport:
+    """Capture ``entries`` in order with ``capture`` and open each for dispatch.
+
+    If one fails, those before it stay usable, and what the failed one took is given back. With
+    ``eager_fallback`` its batches run eagerly and the walk goes on; otherwise it stops there.
+    """
+    report = CaptureReport()
+    with pool.capturing():
+        for phase, group in itertools.groupby(entries, key=lambda entry: entry.phase):
+            bar = tqdm(list(group), desc=f"{name}: {phase}", disable=not _shown(show_progress))
+            for entry in bar:
+                report.entries.append(
+                    _capture_one(entry, capture, pool, dispatcher, eager_fallback)
+                )
+    return report
+
+
+def _capture_one(
+    entry: PlanEntry,
+    capture: Callable[[PlanEntry], None],
+    pool: GraphPool,
+    dispatcher: Dispatcher,
+    eager_fallback: bool,
+) -> EntryReport:
+    start = time.perf_counter()
+    bytes_before = pool.num_bytes
+    graphs_before = compilation_counter.num_cudagraph_captured
+    message: str | None = None
+    try:
+        capture(entry)
+        if compilation_counter.num_cudagraph_captured == graphs_before:
+            raise CaptureError(
+                "the forward ran, but captured nothing: nothing in it is wrapped for "
+                f"{entry.mode.name} (CUDAGraphWrapper), so this size would always run eagerly"
+            )
+        dispatcher.mark_captured(entry)
+    except Exception as error:
+        pool.discard(entry.mode, entry.descriptor)
+        wrapped = _describe_failure(entry, error, needed=pool.num_bytes - bytes_before)
+        if not eager_fallback:
+            raise wrapped from error
+        dispatcher.mark_refused(entry, Reason.CAPTURE_FAILED)
+        message = str(wrapped)
+        logger.warning("%s; its batches will run eagerly", message)
+    return EntryReport(
+        entry=entry,
+        num_graphs=compilation_counter.num_cudagraph_captured - graphs_before,
+        num_bytes=pool.num_bytes - bytes_before,
+        seconds=time.perf_counter() - start,
+        error=message,
+    )
+
+
+def _describe_failure(entry: PlanEntry, error: Exception, *, needed: int) -> CaptureError:
+    text = f"capturing {entry.descriptor} ({entry.phase}) failed: {error}"
+    if isinstance(error, (CaptureOutOfMemoryError, MemoryError, torch.OutOfMemoryError)):
+        return CaptureOutOfMemoryError(
+            f"{text}. The graphs captured before it are usable; capture smaller sizes or leave the "
+            "graphs more memory"
+        )
+    operator = error.operator if isinstance(error, CaptureError) else None
+    source = error.source if isinstance(error, CaptureError) else None
+    return CaptureError(text, operator=operator, source=source)
+
+
+def _shown(show_progress: bool) -> bool:
+    """Progress belongs on one screen: the first rank's."""
+    if not show_progress:
+        return False
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not distributed or torch.distributed.get_rank() == 0

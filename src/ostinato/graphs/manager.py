@@ -1,0 +1,223 @@
+"""``CudaGraphManager``: captures everything in a plan for one forward, and runs a choice.
+
+The manager is generic over the forward function. It knows batches of tokens and their padded
+shapes, not models: ``prepare`` makes the inputs of one entry, ``forward`` runs on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+
+from ostinato.errors import BatchError, CaptureError, ClosedError
+from ostinato.graphs.capture_loop import CaptureReport, capture_entries
+from ostinato.graphs.context import set_forward_context
+from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice
+from ostinato.graphs.dispatch import Dispatcher
+from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.plan import CapturePlan, PlanEntry
+from ostinato.graphs.pool import GraphPool
+from ostinato.graphs.segments import Tape
+
+Inputs = TypeVar("Inputs")
+Output: TypeAlias = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedBatch(Generic[Inputs]):
+    """The inputs of one captured shape, and what the forward context carries along."""
+
+    inputs: Inputs
+    attn_metadata: Any = None
+    slot_mapping: Any = None
+    num_tokens_across_dp: torch.Tensor | None = None
+
+
+class CudaGraphManager(Generic[Inputs]):
+    """Owns the FULL graphs of one forward, and the dispatch over its whole plan.
+
+    PIECEWISE entries are captured by running the forward under a PIECEWISE context, so that the
+    wrappers inside it capture; the manager keeps only that they exist. The outputs of FULL graphs
+    are copied, inside the graph, into buffers that are allocated once and do not move;
+    ``run_fullgraph`` returns views of them, valid until the next replay.
+    """
+
+    def __init__(
+        self,
+        plan: CapturePlan,
+        pool: GraphPool,
+        *,
+        num_warmups: int = 1,
+        eager_fallback: bool = False,
+        show_progress: bool = True,
+        name: str = "model",
+    ) -> None:
+        self.plan = plan
+        self.pool = pool
+        self.dispatcher = Dispatcher(plan)
+        self._num_warmups = num_warmups
+        self._eager_fallback = eager_fallback
+        self._show_progress = show_progress
+        self._name = name
+        self._tapes: dict[BatchDescriptor, Tape] = {}
+        self._buffers: list[torch.Tensor] = []
+        self._has_aux = False
+        pool.register(self)
+
+    # --- what would run ------------------------------------------------------------------------
+
+    def dispatch(self, shape: BatchShape) -> Choice:
+        return self.dispatcher.dispatch(shape)
+
+    def get_cudagraph_size(self, num_tokens: int, uniform_decode: bool = False) -> int | None:
+        """The padded size a batch would get, or None if it runs eagerly."""
+        # Without graphs of their own, decode batches use the mixed ones, whatever their shape.
+        query_len = self.plan.decode_query_lens[0]
+        if uniform_decode and num_tokens % query_len:
+            raise BatchError(
+                f"{num_tokens} tokens are no uniform decode batch of {query_len} tokens a request"
+            )
+        if uniform_decode:
+            shape = BatchShape(num_tokens, num_tokens // query_len, query_len)
+        else:
+            # A query length that no decode batch has.
+            shape = BatchShape(num_tokens, 1, max(*self.plan.decode_query_lens, num_tokens) + 1)
+        choice = self.dispatch(shape)
+        return None if choice.mode is CUDAGraphMode.NONE else choice.padded_num_tokens
+
+    def get_cudagraph_runtime_mode(
+        self, num_reqs: int, num_tokens: int, max_query_len: int
+    ) -> tuple[CUDAGraphMode, int | None]:
+        """The runtime mode of a batch, and its padded size (None for eager)."""
+        choice = self.dispatch(BatchShape(num_tokens, num_reqs, max_query_len))
+        if choice.mode is CUDAGraphMode.NONE:
+            return choice.mode, None
+        return choice.mode, choice.padded_num_tokens
+
+    # --- capture -------------------------------------------------------------------------------
+
+    def needs_capture(self) -> bool:
+        """Whether an entry of the plan is still neither captured nor given up."""
+        return bool(self._missing())
+
+    def capture(
+        self,
+        forward: Callable[[Inputs], Output],
+        prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
+    ) -> CaptureReport:
+        """Capture what is missing of the plan. ``prepare`` runs outside the graphs."""
+        return capture_entries(
+            self._missing(),
+            lambda entry: self._capture(entry, forward, prepare),
+            pool=self.pool,
+            dispatcher=self.dispatcher,
+            eager_fallback=self._eager_fallback,
+            show_progress=self._show_progress,
+            name=self._name,
+        )
+
+    def _missing(self) -> list[PlanEntry]:
+        return [entry for entry in self.plan.entries if self.dispatcher.is_open(entry)]
+
+    def _capture(
+        self,
+        entry: PlanEntry,
+        forward: Callable[[Inputs], Output],
+        prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
+    ) -> None:
+        batch = prepare(entry)
+
+        def run(mode: CUDAGraphMode) -> Output:
+            with set_forward_context(
+                mode,
+                entry.descriptor,
+                attn_metadata=batch.attn_metadata,
+                slot_mapping=batch.slot_mapping,
+                num_tokens_across_dp=batch.num_tokens_across_dp,
+            ):
+                return forward(batch.inputs)
+
+        output: Output | None = None
+        with self.pool.backend.capture_scope():
+            for _ in range(self._num_warmups):
+                output = run(CUDAGraphMode.NONE)
+            if entry.mode is CUDAGraphMode.PIECEWISE:
+                run(CUDAGraphMode.PIECEWISE)
+                return
+            if not self._buffers:
+                self._allocate_buffers(run(CUDAGraphMode.NONE) if output is None else output)
+        del output  # the warm-up's memory can go before the capture takes its own
+        captured = self.pool.capture(
+            lambda: self._copy_out(run(CUDAGraphMode.FULL), entry.descriptor.num_tokens)
+        )
+        self._tapes[entry.descriptor] = captured.tape
+
+    def _allocate_buffers(self, output: Output) -> None:
+        rows = max(
+            entry.descriptor.num_tokens
+            for entry in self.plan.entries
+            if entry.mode is CUDAGraphMode.FULL
+        )
+        self._has_aux = not isinstance(output, torch.Tensor)
+        self._buffers = [
+            torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+            for tensor in _flatten(output)
+        ]
+
+    def _copy_out(self, output: Output, num_tokens: int) -> None:
+        tensors = _flatten(output)
+        if len(tensors) != len(self._buffers):
+            raise CaptureError(
+                f"the forward returned {len(tensors)} tensors, but {len(self._buffers)} for the "
+                "first size; it must return the same number for every size"
+            )
+        for buffer, tensor in zip(self._buffers, tensors, strict=True):
+            if tensor.shape != (num_tokens, *buffer.shape[1:]) or tensor.dtype != buffer.dtype:
+                raise CaptureError(
+                    f"the forward returned {tuple(tensor.shape)} {tensor.dtype} for a batch padded "
+                    f"to {num_tokens} tokens, where ({num_tokens}, *{tuple(buffer.shape[1:])}) "
+                    f"{buffer.dtype} was expected from the first size"
+                )
+            buffer[:num_tokens].copy_(tensor)
+
+    # --- replay --------------------------------------------------------------------------------
+
+    def run_fullgraph(self, descriptor: BatchDescriptor, num_tokens: int | None = None) -> Output:
+        """Replay a FULL graph; views of the first ``num_tokens`` rows of its output (all: None)."""
+        if self.pool.closed:
+            raise ClosedError(f"cannot replay {descriptor}: the graph pool is closed")
+        tape = self._tapes.get(descriptor)
+        if tape is None:
+            raise BatchError(
+                f"no FULL graph was captured for {descriptor}; run what dispatch() chose"
+            )
+        rows = descriptor.num_tokens if num_tokens is None else num_tokens
+        if not 1 <= rows <= descriptor.num_tokens:
+            raise BatchError(f"{rows} rows were asked for of a graph of {descriptor.num_tokens}")
+        self.pool.replay(tape)
+        hidden, *aux = (buffer[:rows] for buffer in self._buffers)
+        return (hidden, aux) if self._has_aux else hidden
+
+    # --- ownership -----------------------------------------------------------------------------
+
+    def discard(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        if mode is CUDAGraphMode.FULL and descriptor in self._tapes:
+            self._tapes.pop(descriptor).close()
+
+    def clear_graphs(self) -> None:
+        """Drop all FULL graphs; everything dispatches eagerly until it is captured again."""
+        for tape in self._tapes.values():
+            tape.close()
+        self._tapes.clear()
+        self._buffers.clear()
+        self.dispatcher.reset()
+
+
+def _flatten(output: Output) -> Sequence[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    hidden, aux = output
+    return [hidden, *aux]

@@ -1,0 +1,141 @@
+"""The one knob, and what attention makes of it.
+
+``CUDAGraphMode`` says which batches run through graphs and how. ``AttentionCGSupport`` is what an
+attention backend declares about itself. ``resolve_mode`` combines the two, once, at start-up: the
+table in its body is the whole rule.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+from ostinato.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+class CUDAGraphMode(Enum):
+    """Which graphs a model runs through.
+
+    ``NONE``, ``PIECEWISE`` and ``FULL`` are also *runtime* modes: what one batch runs under. The
+    other two are pairs: one runtime mode for uniform decode batches, another for mixed ones.
+    Runtime modes are ordered by how much of the step is a graph (``rank``), so that ranks that must
+    agree can take the least.
+    """
+
+    NONE = "none"
+    PIECEWISE = "piecewise"
+    FULL = "full"
+    FULL_DECODE_ONLY = "full_decode_only"
+    FULL_AND_PIECEWISE = "full_and_piecewise"
+
+    @classmethod
+    def parse(cls, value: str | CUDAGraphMode) -> CUDAGraphMode:
+        """Read a mode from text, ignoring case. Unknown names raise and list the known ones."""
+        if isinstance(value, cls):
+            return value
+        known = ", ".join(mode.name for mode in cls)
+        if not isinstance(value, str):
+            raise ConfigError(f"graph mode must be text or CUDAGraphMode, got {value!r}: {known}")
+        try:
+            return cls(value.strip().lower())
+        except ValueError:
+            raise ConfigError(f"unknown graph mode {value!r}; choose one of {known}") from None
+
+    def decode_mode(self) -> CUDAGraphMode:
+        """The runtime mode of uniform decode batches."""
+        return CUDAGraphMode.FULL if self.separate_routine() else self
+
+    def mixed_mode(self) -> CUDAGraphMode:
+        """The runtime mode of all other batches."""
+        if self is CUDAGraphMode.FULL_DECODE_ONLY:
+            return CUDAGraphMode.NONE
+        return CUDAGraphMode.PIECEWISE if self is CUDAGraphMode.FULL_AND_PIECEWISE else self
+
+    def separate_routine(self) -> bool:
+        """Whether decode batches have graphs of their own, apart from mixed ones."""
+        return self in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
+
+    def is_runtime_mode(self) -> bool:
+        return not self.separate_routine()
+
+    def uses(self, runtime_mode: CUDAGraphMode) -> bool:
+        """Whether some batch can run under ``runtime_mode``."""
+        return runtime_mode in (self.decode_mode(), self.mixed_mode())
+
+    @property
+    def rank(self) -> int:
+        """Order of runtime modes: NONE < PIECEWISE < FULL."""
+        if not self.is_runtime_mode():
+            raise ConfigError(f"{self.name} is a pair of modes and has no rank of its own")
+        return (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL).index(self)
+
+
+class AttentionCGSupport(IntEnum):
+    """What an attention backend can have captured, from least to most."""
+
+    NEVER = 0
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    UNIFORM_BATCH = 2
+    ALWAYS = 3
+
+    @classmethod
+    def weakest(cls, supports: Iterable[AttentionCGSupport]) -> AttentionCGSupport:
+        """The support of a model with several attention backends: that of the weakest."""
+        return min(supports, default=cls.ALWAYS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedMode:
+    """The mode in force, the one asked for, and why they differ (None when they do not)."""
+
+    mode: CUDAGraphMode
+    requested: CUDAGraphMode
+    reason: str | None = None
+
+
+def resolve_mode(
+    requested: CUDAGraphMode,
+    support: AttentionCGSupport,
+    *,
+    decode_query_len: int = 1,
+    piecewise_available: bool,
+) -> ResolvedMode:
+    """The mode that the weakest attention backend allows. A change is logged once, with why."""
+    mode, why = _allowed(requested, support, decode_query_len, piecewise_available)
+    if mode is requested:
+        return ResolvedMode(mode=mode, requested=requested)
+    split = "can" if piecewise_available else "cannot"
+    reason = f"{why}, and the model {split} be split at attention"
+    logger.warning("graph mode %s becomes %s: %s", requested.name, mode.name, reason)
+    return ResolvedMode(mode=mode, requested=requested, reason=reason)
+
+
+def _allowed(
+    requested: CUDAGraphMode,
+    support: AttentionCGSupport,
+    decode_query_len: int,
+    piecewise_available: bool,
+) -> tuple[CUDAGraphMode, str]:
+    if support is AttentionCGSupport.ALWAYS or not requested.uses(CUDAGraphMode.FULL):
+        return requested, ""
+    without_full = CUDAGraphMode.PIECEWISE if piecewise_available else CUDAGraphMode.NONE
+    if support is AttentionCGSupport.NEVER:
+        if requested is CUDAGraphMode.FULL:
+            raise ConfigError(
+                "graph mode FULL needs attention that can be captured, but the attention backend "
+                "declares NEVER; use PIECEWISE or NONE, or another attention backend"
+            )
+        return without_full, "the attention backend can never be captured"
+    if support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE and decode_query_len > 1:
+        why = f"attention is capturable for one token per request, not {decode_query_len}"
+        return without_full, why
+    if requested.separate_routine():
+        return requested, ""
+    decode_only = (
+        CUDAGraphMode.FULL_AND_PIECEWISE if piecewise_available else CUDAGraphMode.FULL_DECODE_ONLY
+    )
+    return decode_only, "attention is capturable for uniform decode batches only"

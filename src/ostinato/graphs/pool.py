@@ -1,0 +1,217 @@
+"""The graph pool: owns the memory that graphs share, and says when capturing is allowed.
+
+Policy lives here, mechanism in the backend: captures are legal only during start-up
+(``with pool.capturing()``) or when lazy capture is switched on, one thread at a time, with garbage
+collection out of the way.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError
+from ostinato.graphs.backends import create_backend
+from ostinato.graphs.descriptor import BatchDescriptor
+from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.segments import Recording, Tape
+from ostinato.graphs.tree import map_tensors
+
+T = TypeVar("T")
+
+
+class WeightOffloader(Protocol):
+    """Weights that travel: its copies must not cross the border of a capture."""
+
+    def sync_prev_onload(self) -> None:
+        """Wait for copies started before; called before every capture and every replay."""
+
+    def join_after_forward(self) -> None:
+        """Join copies started by the forward; called inside the capture, after the forward."""
+
+
+class GraphOwner(Protocol):
+    """Whoever keeps graphs of a pool, so that a failed or closed pool can drop them."""
+
+    def discard(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None: ...
+
+    def clear_graphs(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured(Generic[T]):
+    """A capture that succeeded. ``output`` is the captured run's, strong and with real values."""
+
+    tape: Tape
+    output: T
+    seconds: float
+
+
+class GraphPool:
+    """Memory and capture stream of a set of graphs that are never replayed concurrently.
+
+    All graphs of a pool reuse each other's memory, so the output of one is valid until the next
+    replay or capture in the same pool. Close the pool, or leave its ``with`` block, to give the
+    memory back; tensors that alias it must not be used afterwards.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        lazy_capture: bool = False,
+        generators: Sequence[torch.Generator] = (),
+        offloader: WeightOffloader | None = None,
+    ) -> None:
+        self.backend = create_backend(torch.device(device), generators=generators)
+        self.device = self.backend.device
+        self.lazy_capture = lazy_capture
+        self.offloader = offloader
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._use = threading.RLock()
+        self._sessions = 0
+        self._closed = False
+
+    # --- when capturing is allowed -------------------------------------------------------------
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Start-up: captures are legal inside, garbage is collected once and then left alone."""
+        self._check_open()
+        self._sessions += 1
+        try:
+            with _garbage_collection_paused(collect=True):
+                yield
+        finally:
+            self._sessions -= 1
+
+    @property
+    def capture_allowed(self) -> bool:
+        return self._sessions > 0 or self.lazy_capture
+
+    # --- capture and replay --------------------------------------------------------------------
+
+    def capture(
+        self, run: Callable[[], T], *, split_at_breaks: bool = False, collect_garbage: bool = True
+    ) -> Captured[T]:
+        """Record one call of ``run``. The call takes effect exactly once, as if made eagerly."""
+        self._check_open()
+        if not self.capture_allowed:
+            raise CaptureError(
+                "capturing is not enabled; capture at start-up inside `with pool.capturing()`, or "
+                "build the pool with lazy_capture=True"
+            )
+        with self.exclusive_use():
+            if self.offloader is not None:
+                self.offloader.sync_prev_onload()
+            collect = collect_garbage and self._sessions == 0
+            with _garbage_collection_paused(collect=collect), self.backend.capture_scope():
+                start = time.perf_counter()
+                recording = Recording(self.backend, split_at_breaks=split_at_breaks)
+                with recording.open():
+                    output = run()
+                    if self.offloader is not None:
+                        self.offloader.join_after_forward()
+                seconds = time.perf_counter() - start
+        return Captured(tape=recording.finish(), output=output, seconds=seconds)
+
+    def replay(self, tape: Tape) -> None:
+        """Run captured work on the current stream. Does not synchronise."""
+        # Spelt out rather than `with self.exclusive_use()`: this is the hot path.
+        if not self._use.acquire(False):
+            raise self._concurrent_use()
+        try:
+            if self.offloader is not None:
+                self.offloader.sync_prev_onload()
+            tape.replay()
+        finally:
+            self._use.release()
+
+    def weak(self, value: T) -> T:
+        """``value`` with every tensor in pool memory replaced by an alias that reserves nothing."""
+        return map_tensors(self.backend.weak, value)
+
+    # --- ownership -----------------------------------------------------------------------------
+
+    def register(self, owner: GraphOwner) -> None:
+        """Have ``owner`` told when graphs must go. Held weakly."""
+        self._owners.add(owner)
+
+    def discard(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Drop every graph of one key, with the memory that nothing else needs."""
+        for owner in list(self._owners):
+            owner.discard(mode, descriptor)
+        self.backend.release_unused()
+
+    @property
+    def num_bytes(self) -> int:
+        return self.backend.pool_bytes()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Drop all graphs and their memory. Closing twice is harmless."""
+        if self._closed:
+            return
+        with self.exclusive_use():
+            for owner in list(self._owners):
+                owner.clear_graphs()
+            self._closed = True
+            self.backend.close()
+
+    def __enter__(self) -> GraphPool:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the graph pool is closed; build a new one to capture again")
+
+    @contextmanager
+    def exclusive_use(self) -> Iterator[None]:
+        """Hold the pool for one thread; another that comes meanwhile gets an error, not a race."""
+        if not self._use.acquire(False):
+            raise self._concurrent_use()
+        try:
+            yield
+        finally:
+            self._use.release()
+
+    def _concurrent_use(self) -> ConcurrentUseError:
+        return ConcurrentUseError(
+            f"thread {threading.current_thread().name!r} used a graph pool while another thread "
+            "was capturing or replaying in it; graphs of one pool share memory, so use one thread "
+            "at a time or one pool per thread"
+        )
+
+
+@contextmanager
+def _garbage_collection_paused(*, collect: bool) -> Iterator[None]:
+    """Keep the collector from freeing device objects in the middle of a capture."""
+    if collect:
+        gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,197 @@
+"""One forward as graph segments around eager breaks.
+
+Some operators must not be captured: attention whose launch depends on the batch, a collective, a
+host callback. ``@eager_break`` marks them. A capture that splits at breaks closes its graph there,
+runs the operator eagerly, and opens the next graph, all in one ordinary run of the forward: no
+tracing and no torch.compile. What comes out is a tape of graphs and eager calls. Replaying the tape
+runs no other Python of the model.
+
+In a capture that does not split (a FULL graph), and outside of captures, a marked function is an
+ordinary function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+from ostinato.errors import CaptureError, ReplayMismatchError
+from ostinato.graphs.backends import Graph, GraphBackend
+from ostinato.graphs.counters import compilation_counter
+from ostinato.graphs.tree import map_tensors, tensors_in
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_open_recording: ContextVar[Recording | None] = ContextVar("ostinato_recording", default=None)
+
+
+def eager_break(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function or operator that runs eagerly between two graph segments.
+
+    Between segments it is called with the same tensors, at the same addresses, on every replay, and
+    with the other arguments it had at capture; what changes from batch to batch it reads from the
+    forward context. Results that it writes into its arguments cost nothing. A tensor it returns is
+    copied to where the next segment reads it.
+    """
+
+    @functools.wraps(function)
+    def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+        recording = _open_recording.get()
+        if recording is None or not recording.split_at_breaks:
+            return function(*args, **kwargs)
+        return recording.run_break(function, args, kwargs)
+
+    return marked
+
+
+def is_recording() -> bool:
+    """Whether this thread is inside a recording (and not in an eager break of one)."""
+    return _open_recording.get() is not None
+
+
+class EagerCall:
+    """A break on the tape: one call, and where its results have to be."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        targets: list[torch.Tensor | None],
+    ) -> None:
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
+        self._targets = targets  # per tensor returned; None where it is one of the arguments'
+
+    def replay(self) -> None:
+        result = self._function(*self._args, **self._kwargs)
+        returned = list(tensors_in(result))
+        if len(returned) != len(self._targets):
+            raise self._changed(f"{len(self._targets)} tensors", f"{len(returned)} tensors")
+        for target, value in zip(self._targets, returned, strict=True):
+            if target is None:
+                continue
+            if target.shape != value.shape or target.dtype != value.dtype:
+                was, now = (f"{tuple(t.shape)} {t.dtype}" for t in (target, value))
+                raise self._changed(was, now)
+            target.copy_(value)
+
+    def _changed(self, was: str, now: str) -> ReplayMismatchError:
+        name = getattr(self._function, "__qualname__", repr(self._function))
+        return ReplayMismatchError(
+            f"eager break {name} returned {was} at capture and {now} on replay; the graph after "
+            "it reads the captured shape, so a break must return the same shapes every time"
+        )
+
+
+class Tape:
+    """Captured work: graphs, and the eager calls between them, in order."""
+
+    def __init__(self, steps: list[Graph | EagerCall]) -> None:
+        self._steps = steps
+        # A single graph, the common case, is replayed without a loop around it.
+        self.replay: Callable[[], None] = steps[0].replay if len(steps) == 1 else self._replay_all
+
+    def _replay_all(self) -> None:
+        for step in self._steps:
+            step.replay()
+
+    @property
+    def graphs(self) -> list[Graph]:
+        return [step for step in self._steps if not isinstance(step, EagerCall)]
+
+    @property
+    def num_nodes(self) -> int | None:
+        counts = [graph.num_nodes for graph in self.graphs]
+        return None if None in counts else sum(cast(list[int], counts))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(graph.num_bytes for graph in self.graphs)
+
+    def close(self) -> None:
+        self.replay = _replay_closed
+        for graph in self.graphs:
+            graph.close()
+        self._steps = []
+
+
+class Recording:
+    """The capture in progress. Used as ``with Recording(...).open() as recording``."""
+
+    def __init__(self, backend: GraphBackend, *, split_at_breaks: bool) -> None:
+        self.split_at_breaks = split_at_breaks
+        self._backend = backend
+        self._steps: list[Graph | EagerCall] = []
+
+    @contextmanager
+    def open(self) -> Iterator[Recording]:
+        """Record the block. If it raises, nothing of it is left."""
+        if is_recording():
+            raise CaptureError(
+                "a capture was started inside another capture; capture the outer callable alone "
+                "(its graph will contain the inner work), or the inner one before it"
+            )
+        token = _open_recording.set(self)
+        try:
+            self._backend.begin()
+            yield self
+            self._close_segment(last=True)
+        except BaseException as error:
+            raised = self._backend.abort(error)
+            for graph in Tape(self._steps).graphs if self._steps else ():
+                graph.close()
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            _open_recording.reset(token)
+
+    def run_break(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Any) -> R:
+        """Close the current segment, run ``function`` eagerly, open the next segment."""
+        self._close_segment(last=False)
+        token = _open_recording.set(None)  # captures of its own are legal inside a break
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _open_recording.reset(token)
+        borrowed = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        targets: list[torch.Tensor | None] = []
+
+        def settle(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.untyped_storage()._cdata in borrowed:
+                targets.append(None)
+                return tensor
+            settled = self._backend.adopt(tensor)
+            targets.append(self._backend.weak(settled))
+            return settled
+
+        result = map_tensors(settle, result)
+        weak = self._backend.weak
+        fixed_args, fixed_kwargs = map_tensors(weak, args), map_tensors(weak, dict(kwargs))
+        self._steps.append(EagerCall(function, fixed_args, fixed_kwargs, targets))
+        self._backend.begin()
+        return result
+
+    def finish(self) -> Tape:
+        return Tape(self._steps)
+
+    def _close_segment(self, *, last: bool) -> None:
+        graph = self._backend.end()
+        # Two breaks in a row, or one at either end, leave nothing between them to replay.
+        if graph.num_nodes == 0 and (self._steps or not last):
+            graph.close()
+            return
+        self._steps.append(graph)
+        compilation_counter.num_cudagraph_captured += 1
+
+
+def _replay_closed() -> None:
+    raise ReplayMismatchError("this graph was closed; capture it again before replaying it")

@@ -1,0 +1,175 @@
+"""What a graph was captured with, and the check that a replay is asked for with the same.
+
+The check runs on every replay. Its fast path is one call into torch's C++ guards for type, shape
+and strides, and a comparison of addresses. Whatever the fast path does not accept goes to the full
+comparison, which decides, and names the argument that differs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ostinato.errors import ReplayMismatchError
+from ostinato.graphs.tree import leaves_with_path
+
+# Private to torch; without it every check is a full one.
+_guards = getattr(torch._C._dynamo, "guards", None)
+TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+
+Matcher = Callable[[tuple[Any, ...], dict[str, Any]], bool]
+
+
+class TensorSpec(NamedTuple):
+    """What must not change about a tensor argument."""
+
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+class CallSignature:
+    """The arguments of a captured call. Holds no tensors, only what they looked like."""
+
+    def __init__(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._positional_names = positional_names(function)
+        self._leaves = [
+            (path, TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+            for path, leaf in self._walk(args, kwargs)
+        ]
+        self._addresses = [spec.address for _, spec in self._leaves if isinstance(spec, TensorSpec)]
+        self._num_args = len(args)
+        self._keywords = tuple(kwargs)
+        self.matches = self._fast_path(args, kwargs)
+
+    def check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ``ReplayMismatchError`` unless the call matches the captured one."""
+        if not self.matches(args, kwargs):
+            self._check_all(args, kwargs)
+
+    def _fast_path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Matcher:
+        """A function that accepts the captured call quickly, and may refuse an equal one.
+
+        A closure, because on a path of two microseconds attribute lookups count.
+        """
+        flat = (*args, *kwargs.values())
+        only_tensors = all(isinstance(value, torch.Tensor) for value in flat)
+        if TensorGuards is None or not flat or not only_tensors:
+            return _never
+        same_layout = TensorGuards(
+            *flat,
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in flat],
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in flat],
+        ).check
+        num_args, keywords, addresses = self._num_args, self._keywords, self._addresses
+        unmoved = _address_check(addresses)
+
+        def matches_positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+            return not kwargs and len(args) == num_args and same_layout(*args) and unmoved(args)
+
+        def matches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+            if len(args) != num_args or tuple(kwargs) != keywords:
+                return False
+            flat = (*args, *kwargs.values())
+            return same_layout(*flat) and unmoved(flat)
+
+        return matches if keywords else matches_positional
+
+    def _check_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        now = dict(self._walk(args, kwargs))
+        captured = dict(self._leaves)
+        if now.keys() != captured.keys():
+            missing = sorted(captured.keys() - now.keys())
+            extra = sorted(now.keys() - captured.keys())
+            raise ReplayMismatchError(
+                f"the graph was captured with other arguments: missing {missing}, new {extra}; "
+                "call it the way it was captured, or capture this way of calling it too"
+            )
+        for path, value in now.items():
+            compare_leaf(path, captured[path], value)
+        # The fast path said no for a reason that does not matter, such as inference mode.
+        if tuple(kwargs) == self._keywords:
+            self.matches = self._fast_path(args, kwargs)
+
+    def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+        names = self._positional_names
+        leaves: list[tuple[str, Any]] = []
+        for index, value in enumerate(args):
+            name = names[index] if index < len(names) else f"args[{index}]"
+            leaves.extend(leaves_with_path(value, name))
+        for name, value in kwargs.items():
+            leaves.extend(leaves_with_path(value, name))
+        return leaves
+
+
+def compare_leaf(path: str, captured: Any, value: Any) -> None:
+    if isinstance(captured, TensorSpec) and isinstance(value, torch.Tensor):
+        now = TensorSpec.of(value)
+        for what in ("dtype", "device", "shape", "stride"):
+            was, is_now = getattr(captured, what), getattr(now, what)
+            if was != is_now:
+                raise ReplayMismatchError(
+                    f"argument {path!r} has {what} {_show(is_now)}, but the graph was captured "
+                    f"with {_show(was)}; a graph replays one shape and type only"
+                )
+        if captured.address != now.address:
+            raise ReplayMismatchError(
+                f"argument {path!r} moved: the graph was captured with it at "
+                f"{captured.address:#x}, it is now at {now.address:#x}; keep one buffer and "
+                "write new data into it with copy_"
+            )
+    elif (
+        isinstance(captured, TensorSpec)
+        or isinstance(value, torch.Tensor)
+        or not (captured is value or _equal(captured, value))
+    ):
+        was = "a tensor" if isinstance(captured, TensorSpec) else repr(captured)
+        is_now = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        raise ReplayMismatchError(
+            f"argument {path!r} is {is_now}, but the graph was captured with {was}; values other "
+            "than tensors are part of the graph and cannot change"
+        )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b)
+
+
+def _show(value: Any) -> str:
+    return str(tuple(value)) if isinstance(value, (tuple, torch.Size)) else str(value)
+
+
+def positional_names(function: Callable[..., Any]) -> list[str]:
+    """Names for positional arguments in messages; none where the callable hides its signature."""
+    target = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in positional]
+
+
+def _never(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return False
+
+
+def _address_check(addresses: list[int]) -> Callable[[tuple[torch.Tensor, ...]], bool]:
+    # Only CUDA builds have it: compares all addresses in one call.
+    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if compare is None:
+        address_of = torch.Tensor.data_ptr
+        return lambda tensors: [*map(address_of, tensors)] == addresses
+    indices = list(range(len(addresses)))
+    return lambda tensors: compare(list(tensors), addresses, indices)

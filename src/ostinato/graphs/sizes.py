@@ -1,0 +1,71 @@
+"""Which token counts get a graph: the default ladder, validation, and the padding table."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from ostinato.errors import ConfigError
+
+LARGEST_DEFAULT_SIZE = 512
+# On the CPU a larger batch is bound by arithmetic, and replaying it saves next to nothing.
+LARGEST_DEFAULT_SIZE_CPU = 16
+
+
+def default_sizes(
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    decode_query_len: int = 1,
+    device_type: str = "cuda",
+) -> tuple[int, ...]:
+    """1, 2, 4, multiples of 8 to 256, then of 16, up to twice the decode batch and at most 512."""
+    for name, value in (
+        ("max_num_seqs", max_num_seqs),
+        ("max_num_batched_tokens", max_num_batched_tokens),
+        ("decode_query_len", decode_query_len),
+    ):
+        check_positive_int(name, value)
+    largest = min(2 * max_num_seqs * decode_query_len, LARGEST_DEFAULT_SIZE, max_num_batched_tokens)
+    if device_type == "cpu":
+        largest = min(largest, LARGEST_DEFAULT_SIZE_CPU)
+    ladder = [1, 2, 4, *range(8, 257, 8), *range(272, LARGEST_DEFAULT_SIZE + 1, 16)]
+    return tuple(size for size in ladder if size <= largest)
+
+
+def validate_sizes(sizes: Iterable[int], *, max_num_batched_tokens: int | None) -> tuple[int, ...]:
+    """A user's list, de-duplicated and sorted. What cannot be used raises; nothing is cut."""
+    if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
+        raise ConfigError(f"capture sizes must be a list of positive integers, got {sizes!r}")
+    listed = list(sizes)
+    if not listed:
+        raise ConfigError("capture sizes are empty; give at least one, or use graph mode NONE")
+    for size in listed:
+        check_positive_int("capture size", size)
+    largest = max(listed)
+    if max_num_batched_tokens is not None and largest > max_num_batched_tokens:
+        raise ConfigError(
+            f"capture size {largest} is above max_num_batched_tokens={max_num_batched_tokens}, so "
+            "no batch could ever use it; drop it or raise the limit"
+        )
+    return tuple(sorted(set(listed)))
+
+
+def decode_sizes(
+    sizes: Iterable[int], *, query_len: int, max_num_seqs: int, max_num_batched_tokens: int
+) -> tuple[int, ...]:
+    """Sizes rounded up to whole requests of ``query_len`` tokens, as far as a batch can reach."""
+    largest = min(query_len * max_num_seqs, max_num_batched_tokens)
+    rounded = {-(-size // query_len) * query_len for size in sizes}
+    return tuple(sorted(size for size in rounded if size <= largest))
+
+
+def padding_table(sizes: Sequence[int]) -> list[int]:
+    """For each count from 0 to the largest size, the index of the smallest size that holds it."""
+    return [bisect_left(sizes, count) for count in range(sizes[-1] + 1)] if sizes else []
+
+
+def check_positive_int(name: str, value: object) -> None:
+    # bool is an int to Python, but `True` as a size is a mistake.
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}")

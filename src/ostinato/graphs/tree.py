@@ -1,0 +1,68 @@
+"""Walking nested arguments and outputs: dicts, lists, tuples, named tuples and dataclasses.
+
+torch's own pytree does not enter dataclasses unless each is registered, and names leaves in a way
+that is hard to put into an error message. These two functions are all that is needed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+
+T = TypeVar("T")
+
+
+def leaves_with_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Every leaf of ``value`` with the expression that reaches it, like ``batch['ids'][0]``."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves_with_path(getattr(value, field.name), f"{path}.{field.name}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves_with_path(item, f"{path}[{key!r}]")
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves_with_path(item, f"{path}[{index}]")
+    else:
+        yield path, value
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in ``value``, in order."""
+    for _, leaf in leaves_with_path(value, ""):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: T) -> T:
+    """``value`` rebuilt with ``function`` applied to every tensor; other leaves stay as they are.
+
+    Tensors are visited in the order of ``tensors_in``.
+    """
+    return cast(T, _map(function, value))
+
+
+def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changes = {
+            field.name: _map(function, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+            if field.init
+        }
+        return dataclasses.replace(value, **changes)
+    if isinstance(value, Mapping):
+        items = {key: _map(function, item) for key, item in value.items()}
+        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, (list, tuple)):
+        parts = [_map(function, item) for item in value]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*parts)
+        return parts if type(value) is list else type(value)(parts)
+    return value

@@ -1,0 +1,156 @@
+"""``CUDAGraphWrapper``: capture a callable on first sight of a key, replay it afterwards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from ostinato.errors import CaptureError, ClosedError, ConfigError
+from ostinato.graphs.context import current_forward_context
+from ostinato.graphs.descriptor import BatchDescriptor
+from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.pool import GraphPool
+from ostinato.graphs.segments import Tape
+from ostinato.graphs.signature import CallSignature
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CUDAGraphOptions:
+    """How one wrapper captures.
+
+    ``gc_disable``: do not collect garbage before the capture; for all but the first of many small
+    pieces. ``weak_ref_output``: hold the output weakly already inside the capture, so that the pool
+    can reuse its memory at once; for the last piece, whose output nothing in the graphs reads.
+    """
+
+    debug_log_enable: bool = True
+    gc_disable: bool = False
+    weak_ref_output: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphEntry(Generic[R]):
+    """One captured key: what it was called with, what to replay, and where the output is."""
+
+    signature: CallSignature
+    tape: Tape
+    output: R
+    seconds: float
+
+
+class CUDAGraphWrapper(Generic[R]):
+    """Runs ``runnable`` through graphs when the forward context asks for ``runtime_mode``.
+
+    Under any other mode, or without a context, it calls the runnable and nothing more; so a FULL
+    wrapper around a model and PIECEWISE wrappers around its pieces nest without interfering.
+
+    The wrapper keeps no input buffers and copies no inputs: the caller keeps addresses stable, and
+    a call that does not match the captured one raises. The returned output is the graph's own
+    memory, valid until the next replay in the pool; the first call returns the strong reference,
+    later ones an alias that reserves nothing.
+
+    With ``split_at_breaks`` the runnable is captured as segments around ``@eager_break`` functions.
+    """
+
+    def __init__(
+        self,
+        runnable: Callable[..., R],
+        runtime_mode: CUDAGraphMode,
+        *,
+        pool: GraphPool,
+        options: CUDAGraphOptions | None = None,
+        split_at_breaks: bool = False,
+    ) -> None:
+        runtime_mode = CUDAGraphMode.parse(runtime_mode)
+        if runtime_mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+            raise ConfigError(
+                f"a wrapper is bound to FULL or PIECEWISE, not {runtime_mode.name}; for NONE call "
+                "the runnable itself"
+            )
+        self.runnable = runnable
+        self.runtime_mode = runtime_mode
+        self.pool = pool
+        self.options = options or CUDAGraphOptions()
+        self.split_at_breaks = split_at_breaks
+        self.entries: dict[BatchDescriptor, GraphEntry[R]] = {}
+        pool.register(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        context = current_forward_context()
+        if context is None or context.runtime_mode is not self.runtime_mode:
+            return self.runnable(*args, **kwargs)
+        descriptor = context.descriptor
+        assert descriptor is not None  # the context checks it
+        entry = self.entries.get(descriptor)
+        if entry is None:
+            return self._capture(descriptor, args, kwargs)
+        if not entry.signature.matches(args, kwargs):
+            entry.signature.check(args, kwargs)
+        self.pool.replay(entry.tape)
+        return entry.output
+
+    def _capture(
+        self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> R:
+        if self.pool.closed:
+            raise ClosedError(f"cannot run {descriptor}: the graph pool is closed")
+        if not self.pool.capture_allowed:
+            raise CaptureError(
+                f"no graph was captured for {descriptor} and capturing is not enabled; add it to "
+                "the plan, switch lazy capture on, or run this batch under mode NONE"
+            )
+        weak_inside = self.options.weak_ref_output
+
+        def run() -> R:
+            output = self.runnable(*args, **kwargs)
+            return self.pool.weak(output) if weak_inside else output
+
+        signature = CallSignature(self.runnable, args, kwargs)
+        try:
+            captured = self.pool.capture(
+                run,
+                split_at_breaks=self.split_at_breaks,
+                collect_garbage=not self.options.gc_disable,
+            )
+        except Exception as error:
+            error.add_note(f"while capturing {descriptor} ({self.runtime_mode.name})")
+            raise
+        self.entries[descriptor] = GraphEntry(
+            signature=signature,
+            tape=captured.tape,
+            output=self.pool.weak(captured.output),
+            seconds=captured.seconds,
+        )
+        if self.options.debug_log_enable:
+            logger.debug("captured %s (%s)", descriptor, self.runtime_mode.name)
+        return captured.output
+
+    def unwrap(self) -> Callable[..., R]:
+        return self.runnable
+
+    def discard(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
+        """Drop the graph of one key, if this wrapper has it."""
+        if mode is self.runtime_mode and descriptor in self.entries:
+            self.entries.pop(descriptor).tape.close()
+
+    def clear_graphs(self) -> None:
+        """Drop all graphs; the next call of each key captures again."""
+        for entry in self.entries.values():
+            entry.tape.close()
+        self.entries.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        # Only reached for what the wrapper itself does not have.
+        runnable = self.__dict__.get("runnable")
+        if hasattr(runnable, name):
+            return getattr(runnable, name)
+        raise AttributeError(
+            f"neither CUDAGraphWrapper nor its runnable {type(runnable).__name__} has an "
+            f"attribute {name!r}"
+        )
