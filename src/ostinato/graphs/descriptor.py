@@ -43,7 +43,7 @@ class BatchDescriptor:
     has_lora: bool = False
     num_active_loras: int = 0
     query_len: int | None = None
-    # The key is hashed on every replay; hashing six fields each time would cost more than the lookup.
+    # Hashed on every replay; six fields each time would cost more than the lookup itself.
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

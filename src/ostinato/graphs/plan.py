@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ostinato.errors import ConfigError
@@ -89,7 +89,7 @@ class CapturePlan:
                 f"decode batches of {list(query_lens)} tokens a request, {max_num_seqs} requests "
                 f"and {max_num_batched_tokens} tokens at most; add a smaller size"
             )
-        return cls(**{**vars(draft), "entries": entries})
+        return replace(draft, entries=entries)
 
     @cached_property
     def lora_cases(self) -> tuple[int, ...]:

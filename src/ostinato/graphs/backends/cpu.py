@@ -1,4 +1,4 @@
-"""The CPU backend: CUDA-graph semantics without a GPU, by recording operators and replaying them."""
+"""The CPU backend: CUDA-graph semantics without a GPU, by recording operators."""
 
 from __future__ import annotations
 

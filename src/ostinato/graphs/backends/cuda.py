@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,9 +29,8 @@ class _MemoryPool:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self.memory = torch.cuda.MemPool()
-        self.handle: Any = (
-            self.memory.id
-        )  # torch types pool handles more narrowly than it uses them
+        # Typed by torch more narrowly than it is used.
+        self.handle = cast(Any, self.memory.id)
         self.num_graphs = 0
         cell = torch.zeros(1, device=device)
         stream.wait_stream(torch.cuda.current_stream(device))

@@ -48,7 +48,7 @@ class Recorder(CaptureGuard):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Generated C++ calls no operators, so a compiled callable must be traced eagerly to be seen.
+        # Generated C++ calls no operators; a compiled callable is only seen if it runs eagerly.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
