@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -97,8 +98,9 @@ def _capture_one(
             )
         dispatcher.mark_captured(entry)
     except Exception as error:
+        _release_locals(error)
         pool.discard(entry.mode, entry.descriptor)
-        wrapped = _describe_failure(entry, error, needed=pool.num_bytes - bytes_before)
+        wrapped = _describe_failure(entry, error)
         if not eager_fallback:
             raise wrapped from error
         dispatcher.mark_refused(entry, Reason.CAPTURE_FAILED)
@@ -113,7 +115,14 @@ def _capture_one(
     )
 
 
-def _describe_failure(entry: PlanEntry, error: Exception, *, needed: int) -> CaptureError:
+def _release_locals(error: BaseException | None) -> None:
+    """Drop what the failed run's frames still hold; its tensors would keep the memory taken."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _describe_failure(entry: PlanEntry, error: Exception) -> CaptureError:
     text = f"capturing {entry.descriptor} ({entry.phase}) failed: {error}"
     if isinstance(error, (CaptureOutOfMemoryError, MemoryError, torch.OutOfMemoryError)):
         return CaptureOutOfMemoryError(

@@ -18,7 +18,7 @@ from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, cast, ov
 
 import torch
 
-from ostinato.errors import BatchError, ClosedError, ConfigError
+from ostinato.errors import BatchError, CaptureError, ClosedError, ConfigError
 from ostinato.graphs.capture_loop import CaptureReport, capture_entries
 from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Reason
 from ostinato.graphs.dispatch import Dispatcher
@@ -217,7 +217,10 @@ class GraphedCallable(Generic[P, R]):
         return min(fitting, key=lambda entry: entry.descriptor.num_tokens)
 
     def _capture(self, entries: Sequence[PlanEntry]) -> None:
-        _, dispatcher, pool = self._parts()
+        layout, dispatcher, pool = self._parts()
+        if self._outputs is None and entries:
+            size = entries[0].descriptor.num_tokens
+            self._outputs = OutputLayout.infer(self._function, layout, size)
         report = capture_entries(
             entries,
             self._capture_one,
@@ -234,8 +237,6 @@ class GraphedCallable(Generic[P, R]):
         size = entry.descriptor.num_tokens
         args, kwargs = layout.static_call(size)
         with pool.backend.capture_scope():
-            if self._outputs is None:
-                self._outputs = OutputLayout.infer(self._function, layout, size)
             for _ in range(self._num_warmups):
                 self._function(*args, **kwargs)
         captured = pool.capture(
@@ -309,7 +310,7 @@ class GraphedCallable(Generic[P, R]):
         if self._closed:
             raise ClosedError("this graphed callable is closed; call graphed() again")
         if is_recording():
-            raise BatchError(
+            raise CaptureError(
                 "a graphed callable was called inside another capture; capture the plain function "
                 "there (unwrap()), and its work becomes part of that graph"
             )

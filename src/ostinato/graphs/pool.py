@@ -23,7 +23,7 @@ from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError
 from ostinato.graphs.backends import create_backend
 from ostinato.graphs.descriptor import BatchDescriptor
 from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.segments import Recording, Tape
+from ostinato.graphs.segments import Recording, Tape, is_recording
 from ostinato.graphs.tree import map_tensors
 
 T = TypeVar("T")
@@ -130,6 +130,11 @@ class GraphPool:
         if not self._use.acquire(False):
             raise self._concurrent_use()
         try:
+            if is_recording():
+                raise CaptureError(
+                    "a graph was replayed inside a capture; call the plain function there, and its "
+                    "work becomes part of the graph being captured"
+                )
             if self.offloader is not None:
                 self.offloader.sync_prev_onload()
             tape.replay()

@@ -25,8 +25,8 @@ class CUDAGraphOptions:
     """How one wrapper captures.
 
     ``gc_disable``: do not collect garbage before the capture; for all but the first of many small
-    pieces. ``weak_ref_output``: hold the output weakly already inside the capture, so that the pool
-    can reuse its memory at once; for the last piece, whose output nothing in the graphs reads.
+    pieces. ``weak_ref_output``: let even the first call return a weak output, so that the pool can
+    reuse its memory at once; for the last piece, whose output no other piece reads.
     """
 
     debug_log_enable: bool = True
@@ -105,31 +105,26 @@ class CUDAGraphWrapper(Generic[R]):
                 f"no graph was captured for {descriptor} and capturing is not enabled; add it to "
                 "the plan, switch lazy capture on, or run this batch under mode NONE"
             )
-        weak_inside = self.options.weak_ref_output
-
-        def run() -> R:
-            output = self.runnable(*args, **kwargs)
-            return self.pool.weak(output) if weak_inside else output
-
         signature = CallSignature(self.runnable, args, kwargs)
         try:
             captured = self.pool.capture(
-                run,
+                lambda: self.runnable(*args, **kwargs),
                 split_at_breaks=self.split_at_breaks,
                 collect_garbage=not self.options.gc_disable,
             )
         except Exception as error:
             error.add_note(f"while capturing {descriptor} ({self.runtime_mode.name})")
             raise
+        weak_output = self.pool.weak(captured.output)
         self.entries[descriptor] = GraphEntry(
             signature=signature,
             tape=captured.tape,
-            output=self.pool.weak(captured.output),
+            output=weak_output,
             seconds=captured.seconds,
         )
         if self.options.debug_log_enable:
             logger.debug("captured %s (%s)", descriptor, self.runtime_mode.name)
-        return captured.output
+        return weak_output if self.options.weak_ref_output else captured.output
 
     def unwrap(self) -> Callable[..., R]:
         return self.runnable

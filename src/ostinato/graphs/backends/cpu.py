@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ostinato.errors import CaptureError
+from ostinato.errors import CaptureError, CaptureOutOfMemoryError
 from ostinato.graphs.backends.arena import Arena
-from ostinato.graphs.backends.guard import HostAccessGuard
+from ostinato.graphs.backends.guard import HostAccessGuard, keep_dynamo_out, source_of_error
 from ostinato.graphs.backends.recorder import Recorder, Step
 
 
@@ -64,6 +64,7 @@ class CpuBackend:
             yield
 
     def begin(self) -> None:
+        keep_dynamo_out()
         self._seed = torch.initial_seed()
         self._bytes_before = self._arena.peak_bytes
         self._arena.recent_peak_bytes = 0
@@ -86,6 +87,12 @@ class CpuBackend:
     def abort(self, error: BaseException) -> BaseException:
         if self._recorder is not None:
             self._stop_recording()
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+            source = source_of_error(error.__traceback__)
+            return CaptureOutOfMemoryError(
+                f"out of memory during a capture, at {source}: {error}; capture smaller sizes",
+                source=source,
+            )
         return error
 
     def owns(self, tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
-from ostinato.graphs.backends.guard import CaptureGuard, source_of_error
+from ostinato.graphs.backends.guard import CaptureGuard, keep_dynamo_out, source_of_error
 
 try:
     # Comes with CUDA builds of torch; counts the nodes of a graph.
@@ -107,6 +107,7 @@ class CudaBackend:
             caller.wait_stream(self._stream)
 
     def begin(self) -> None:
+        keep_dynamo_out()
         self._bytes_before = self.pool_bytes()
         self._segments = None
         # Only a kept graph can be looked into.

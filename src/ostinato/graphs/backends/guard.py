@@ -51,6 +51,21 @@ _WHAT_TO_DO = {
 Rule = Callable[[tuple[Any, ...], dict[str, Any]], str | None]
 
 
+_skipped_by_dynamo: set[str] = set()
+
+
+def keep_dynamo_out() -> None:
+    """Have torch.compile leave our frames alone, should it be in use.
+
+    They run inside the frames of compiled functions, and would be compiled along with them.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    package = "ostinato.graphs"
+    if rules is not None and package not in _skipped_by_dynamo:
+        rules.add(package)
+        _skipped_by_dynamo.add(package)
+
+
 def describe_frame(frame: FrameType, lineno: int) -> str:
     code = frame.f_code
     line = linecache.getline(code.co_filename, lineno, frame.f_globals).strip()
@@ -107,6 +122,12 @@ class CaptureGuard(TorchDispatchMode):
         # Compiled callables run as compiled under this mode; torch would otherwise trace them
         # eagerly and the graph would silently hold the slower kernels.
         return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would otherwise import all of torch._dynamo, two seconds of it, on the first call.
+        # Where it is imported anyway, keep_dynamo_out() does the same job.
+        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -181,7 +202,8 @@ class CaptureGuard(TorchDispatchMode):
     def _unregistered_generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         generator = kwargs.get("generator")
         generator = generator or next((a for a in args if isinstance(a, torch.Generator)), None)
-        if generator is None or any(generator is known for known in self._generators):
+        # The dispatcher hands out a new Python object for the same generator each time.
+        if generator is None or any(generator._cdata == g._cdata for g in self._generators):
             return None
         return _GENERATOR if generator.device.type == self._device_type else None
 

@@ -1,0 +1,1 @@
+"""Benchmarks behind ``ostinato bench``. Results are committed under ``benchmarks/results``."""

@@ -1,0 +1,59 @@
+"""Timing, done one way everywhere: warm up, interleave what is compared, report medians."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+
+def median_seconds(
+    subjects: Mapping[str, Callable[[], object]], *, repeats: int, calls: int = 1
+) -> dict[str, float]:
+    """Median seconds per call of each subject, measured in turns so that drift hits all alike."""
+    for subject in subjects.values():
+        subject()
+    samples: dict[str, list[float]] = {name: [] for name in subjects}
+    for _ in range(repeats):
+        for name, subject in subjects.items():
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                subject()
+            elapsed = time.perf_counter() - start
+            samples[name].append(elapsed / calls)
+    synchronize()
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "date": datetime.date.today().isoformat(),
+        "gpu": gpu,
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            names = [line.split(":", 1)[1].strip() for line in lines if "model name" in line]
+        return names[0] if names else platform.machine()
+    except OSError:
+        return platform.machine()

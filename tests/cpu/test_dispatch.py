@@ -1,0 +1,436 @@
+"""Dispatch: a property test against a search over the plan, and every reason a batch can get."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.errors import BatchError, ConfigError
+from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
+from ostinato.graphs.dispatch import Dispatcher
+from ostinato.graphs.modes import AttentionCGSupport, CUDAGraphMode, resolve_mode
+from ostinato.graphs.plan import CapturePlan, PlanEntry
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+MIXED_HALF = {NONE: NONE, PIECEWISE: PIECEWISE, FULL: FULL, DECODE_ONLY: NONE, BOTH: PIECEWISE}
+
+
+# --- the property ------------------------------------------------------------------------------
+
+# Modes without graphs of their own say little, so they come up less often.
+REQUESTED = [BOTH, FULL, DECODE_ONLY, BOTH, FULL, DECODE_ONLY, PIECEWISE, NONE]
+SUPPORT = [AttentionCGSupport.ALWAYS, AttentionCGSupport.ALWAYS, *AttentionCGSupport]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet() -> Iterator[None]:
+    """Thousands of changed modes are no news here."""
+    logger = logging.getLogger("ostinato.graphs.modes")
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(logging.NOTSET)
+
+
+class Setup(NamedTuple):
+    """One random engine: everything a plan follows from."""
+
+    sizes: list[int]
+    query_lens: list[int]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    requested: CUDAGraphMode
+    support: AttentionCGSupport
+    piecewise_available: bool
+    max_loras: int
+
+
+@st.composite
+def setups(draw: st.DrawFn, max_loras: int = 0) -> Setup:
+    limit = draw(st.integers(1, 24))
+    too_large = draw(st.sampled_from([0, 0, 0, 0, 0, 0, 0, 3]))
+    return Setup(
+        sizes=draw(st.lists(st.integers(1, limit + too_large), min_size=1, max_size=6)),
+        query_lens=draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)),
+        max_num_seqs=draw(st.integers(1, 12)),
+        max_num_batched_tokens=limit,
+        requested=draw(st.sampled_from(REQUESTED)),
+        support=draw(st.sampled_from(SUPPORT)),
+        piecewise_available=draw(st.booleans()),
+        max_loras=draw(st.integers(0, max_loras)),
+    )
+
+
+def planned(setup: Setup) -> CapturePlan | None:
+    """The plan of a setup, or None where the documents say there is none."""
+    try:
+        resolved = resolve_mode(
+            setup.requested,
+            setup.support,
+            decode_query_len=max(setup.query_lens),
+            piecewise_available=setup.piecewise_available,
+        )
+    except ConfigError:
+        assert setup.requested is FULL
+        assert setup.support is AttentionCGSupport.NEVER
+        return None
+    try:
+        return CapturePlan.build(
+            resolved.mode,
+            setup.sizes,
+            max_num_seqs=setup.max_num_seqs,
+            max_num_batched_tokens=setup.max_num_batched_tokens,
+            decode_query_lens=setup.query_lens,
+            max_loras=setup.max_loras,
+        )
+    except ConfigError:
+        assert has_no_plan(setup, resolved.mode)
+        return None
+
+
+def has_no_plan(setup: Setup, mode: CUDAGraphMode) -> bool:
+    size_too_large = mode is not NONE and max(setup.sizes) > setup.max_num_batched_tokens
+    no_decode_size = not any(decode_sizes(setup, q) for q in setup.query_lens)
+    return size_too_large or (mode is DECODE_ONLY and no_decode_size)
+
+
+def decode_sizes(setup: Setup, q: int) -> list[int]:
+    """Sizes rounded up to whole requests, as CONTRACT section 4 has it, by counting upwards."""
+    largest = min(q * setup.max_num_seqs, setup.max_num_batched_tokens)
+    return [
+        tokens
+        for tokens in range(q, largest + 1, q)
+        if any(tokens - q < size <= tokens for size in setup.sizes)
+    ]
+
+
+class Oracle:
+    """What CONTRACT sections 1, 2 and 4 say a batch runs through, found by linear search."""
+
+    def __init__(self, setup: Setup, mode: CUDAGraphMode) -> None:
+        self.max_num_seqs = setup.max_num_seqs
+        self.several = len(set(setup.query_lens)) > 1
+        self.mixed = MIXED_HALF[mode]
+        self.mixed_sizes = sorted(set(setup.sizes))
+        self.decode: dict[int, list[int]] = {}
+        if mode in (DECODE_ONLY, BOTH):
+            self.decode = {q: decode_sizes(setup, q) for q in setup.query_lens}
+        below = [case for case in (1, 2, 4, 8) if case < setup.max_loras]
+        self.lora_cases = sorted({0, *below, setup.max_loras})
+
+    def entry(self, shape: BatchShape) -> PlanEntry | None:
+        """The planned entry, or None for eager."""
+        tokens, reqs, query_len, loras, blocked = shape
+        case = smallest(self.lora_cases, loras)
+        if case is None:
+            return None
+        lora: dict[str, Any] = {"has_lora": case > 0, "num_active_loras": case}
+        if not blocked and query_len in self.decode and tokens == query_len * reqs:
+            size = smallest(self.decode[query_len], tokens)
+            if size is not None:
+                key: dict[str, Any] = {"query_len": query_len} if self.several else {}
+                key |= {"num_reqs": size // query_len, "uniform": True}
+                return PlanEntry(mode=FULL, descriptor=BatchDescriptor(size, **key, **lora))
+        size = smallest(self.mixed_sizes, tokens)
+        if size is None or self.mixed is NONE or (self.mixed is FULL and blocked):
+            return None
+        num_reqs = min(size, self.max_num_seqs) if self.mixed is FULL else None
+        descriptor = BatchDescriptor(size, num_reqs=num_reqs, **lora)
+        return PlanEntry(mode=self.mixed, descriptor=descriptor)
+
+
+def smallest(sizes: list[int], at_least: int) -> int | None:
+    return next((size for size in sizes if size >= at_least), None)
+
+
+def legal_shapes(setup: Setup) -> Iterator[BatchShape]:
+    """Uniform and mixed batches of every token count the engine can be asked for."""
+    loras = range(setup.max_loras + 2) if setup.max_loras else (0,)
+    for tokens in range(1, setup.max_num_batched_tokens + 1):
+        most = min(tokens, setup.max_num_seqs)
+        layouts = {(1, tokens), (most, tokens - most + 1), ((most + 1) // 2, tokens)}
+        for q in setup.query_lens:
+            if tokens % q == 0 and tokens // q <= setup.max_num_seqs:
+                layouts.add((tokens // q, q))
+        for (reqs, query_len), active, blocked in product(layouts, loras, (False, True)):
+            yield BatchShape(tokens, reqs, query_len, active, blocked)
+
+
+def check_every_shape(setup: Setup) -> None:
+    plan = planned(setup)
+    if plan is None:
+        return
+    dispatcher, oracle = Dispatcher(plan), Oracle(setup, plan.mode)
+    for entry in plan.entries:
+        dispatcher.mark_captured(entry)
+    entries, reached = set(plan.entries), set()
+    for shape in legal_shapes(setup):
+        choice = dispatcher.dispatch(shape)
+        check_fits(choice, shape)
+        if choice.mode is NONE:
+            assert oracle.entry(shape) is None, shape
+            continue
+        chosen = PlanEntry(mode=choice.mode, descriptor=choice.descriptor)
+        assert chosen in entries, shape
+        assert chosen == oracle.entry(shape), shape
+        reached.add(chosen)
+    assert reached == entries
+
+
+def check_fits(choice: Choice, shape: BatchShape) -> None:
+    key = choice.descriptor
+    assert choice.reason.is_eager == (choice.mode is NONE)
+    assert key.num_tokens >= shape.num_tokens
+    assert key.num_reqs is None or key.num_reqs >= shape.num_reqs
+    if choice.mode is NONE:
+        assert key == BatchDescriptor(shape.num_tokens)
+    if shape.attention_blocks_full:
+        assert choice.mode is not FULL
+
+
+@settings(max_examples=10_000)
+@given(setups())
+def test_every_shape_finds_the_smallest_graph_and_every_graph_a_shape(setup: Setup) -> None:
+    check_every_shape(setup)
+
+
+@settings(max_examples=300)
+@given(setups(max_loras=5))
+def test_the_same_holds_with_adapters(setup: Setup) -> None:
+    check_every_shape(setup)
+
+
+# --- reasons -----------------------------------------------------------------------------------
+
+
+def plan_of(mode: CUDAGraphMode = BOTH, sizes: Any = (2, 4, 8), **limits: Any) -> CapturePlan:
+    limits = {"max_num_seqs": 8, "max_num_batched_tokens": 32, **limits}
+    return CapturePlan.build(mode, sizes, **limits)
+
+
+def captured(plan: CapturePlan) -> Dispatcher:
+    dispatcher = Dispatcher(plan)
+    for entry in plan.entries:
+        dispatcher.mark_captured(entry)
+    return dispatcher
+
+
+def entry_of(plan: CapturePlan, num_tokens: int, *, uniform: bool) -> PlanEntry:
+    return next(
+        entry
+        for entry in plan.entries
+        if entry.descriptor.num_tokens == num_tokens and entry.descriptor.uniform == uniform
+    )
+
+
+DECODE = BatchShape(num_tokens=3, num_reqs=3, max_query_len=1)
+MIXED = BatchShape(num_tokens=3, num_reqs=2, max_query_len=2)
+
+
+def assert_eager(choice: Choice, num_tokens: int, reason: Reason) -> None:
+    expected = Choice(mode=NONE, descriptor=BatchDescriptor(num_tokens), reason=reason)
+    assert choice == expected
+
+
+@pytest.mark.parametrize("mode", [PIECEWISE, FULL, DECODE_ONLY, BOTH])
+def test_before_capture_everything_is_eager(mode: CUDAGraphMode) -> None:
+    dispatcher = Dispatcher(plan_of(mode))
+    for tokens in range(1, 9):
+        shape = BatchShape(tokens, tokens, 1)
+        assert_eager(dispatcher.dispatch(shape), tokens, Reason.NOT_CAPTURED)
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "reason"),
+    [
+        (NONE, DECODE, Reason.MODE_NONE),
+        (NONE, MIXED, Reason.MODE_NONE),
+        (NONE, DECODE._replace(attention_blocks_full=True), Reason.MODE_NONE),
+        (NONE, DECODE._replace(num_active_loras=1), Reason.MODE_NONE),
+        (DECODE_ONLY, MIXED, Reason.MIXED_NOT_PLANNED),
+        (DECODE_ONLY, BatchShape(30, 2, 29), Reason.MIXED_NOT_PLANNED),
+        (DECODE_ONLY, BatchShape(9, 9, 1), Reason.TOO_LARGE),
+        (DECODE_ONLY, DECODE._replace(attention_blocks_full=True), Reason.ATTENTION),
+        (FULL, BatchShape(9, 3, 5), Reason.TOO_LARGE),
+        (FULL, MIXED._replace(attention_blocks_full=True), Reason.ATTENTION),
+        (FULL, MIXED._replace(num_active_loras=1), Reason.TOO_MANY_LORAS),
+        (PIECEWISE, BatchShape(9, 3, 5), Reason.TOO_LARGE),
+        (PIECEWISE, BatchShape(9, 3, 5, attention_blocks_full=True), Reason.TOO_LARGE),
+        (BOTH, BatchShape(9, 9, 1), Reason.TOO_LARGE),
+        (BOTH, DECODE._replace(num_active_loras=1), Reason.TOO_MANY_LORAS),
+    ],
+    ids=str,
+)
+def test_reasons_to_run_eagerly(mode: CUDAGraphMode, shape: BatchShape, reason: Reason) -> None:
+    assert_eager(captured(plan_of(mode)).dispatch(shape), shape.num_tokens, reason)
+
+
+def test_decode_batch_beyond_its_requests_is_too_large() -> None:
+    # The list of sizes goes on, but no decode size holds more than max_num_seqs requests.
+    dispatcher = captured(plan_of(DECODE_ONLY, (2, 8), decode_query_lens=(2,), max_num_seqs=3))
+    assert dispatcher.dispatch(BatchShape(2, 1, 2)).mode is FULL
+    assert_eager(dispatcher.dispatch(BatchShape(6, 3, 2)), 6, Reason.TOO_LARGE)
+
+
+@pytest.mark.parametrize(
+    ("mode", "shape", "expected", "reason"),
+    [
+        (FULL, DECODE, BatchDescriptor(4, num_reqs=4), Reason.MIXED),
+        (FULL, MIXED, BatchDescriptor(4, num_reqs=4), Reason.MIXED),
+        (PIECEWISE, DECODE, BatchDescriptor(4), Reason.MIXED),
+        (PIECEWISE, MIXED._replace(attention_blocks_full=True), BatchDescriptor(4), None),
+        (BOTH, DECODE, BatchDescriptor(4, num_reqs=4, uniform=True), Reason.UNIFORM_DECODE),
+        (BOTH, MIXED, BatchDescriptor(4), Reason.MIXED),
+        (BOTH, DECODE._replace(attention_blocks_full=True), BatchDescriptor(4), None),
+        (DECODE_ONLY, DECODE, BatchDescriptor(4, num_reqs=4, uniform=True), Reason.UNIFORM_DECODE),
+    ],
+    ids=str,
+)
+def test_choices(
+    mode: CUDAGraphMode, shape: BatchShape, expected: BatchDescriptor, reason: Reason | None
+) -> None:
+    choice = captured(plan_of(mode)).dispatch(shape)
+    assert choice.descriptor == expected
+    assert choice.reason is (reason or Reason.FULL_BLOCKED)
+    assert choice.mode is (PIECEWISE if expected.num_reqs is None else FULL)
+
+
+def test_batch_of_another_query_length_is_mixed() -> None:
+    dispatcher = captured(plan_of(decode_query_lens=(3,)))
+    assert dispatcher.dispatch(BatchShape(6, 2, 3)).reason is Reason.UNIFORM_DECODE
+    for not_uniform in (BatchShape(6, 3, 2), BatchShape(5, 2, 3), BatchShape(6, 6, 1)):
+        assert dispatcher.dispatch(not_uniform).reason is Reason.MIXED
+
+
+def test_several_query_lengths_have_graphs_of_their_own() -> None:
+    dispatcher = captured(plan_of(sizes=(6,), decode_query_lens=(1, 3)))
+    one, three = (dispatcher.dispatch(BatchShape(6, 6 // q, q)).descriptor for q in (1, 3))
+    assert one == BatchDescriptor(6, num_reqs=6, uniform=True, query_len=1)
+    assert three == BatchDescriptor(6, num_reqs=2, uniform=True, query_len=3)
+
+
+def test_partial_capture_opens_one_size() -> None:
+    plan = plan_of(DECODE_ONLY)
+    dispatcher = Dispatcher(plan)
+    entry = entry_of(plan, 4, uniform=True)
+    dispatcher.mark_captured(entry)
+    assert dispatcher.captured == {entry}
+    assert dispatcher.dispatch(DECODE).descriptor == entry.descriptor
+    # A larger captured size is no stand-in: which graph runs may not depend on the progress.
+    assert_eager(dispatcher.dispatch(BatchShape(2, 2, 1)), 2, Reason.NOT_CAPTURED)
+    assert_eager(dispatcher.dispatch(BatchShape(5, 5, 1)), 5, Reason.NOT_CAPTURED)
+
+
+def test_decode_without_its_graph_falls_back_to_the_pieces() -> None:
+    plan = plan_of(BOTH)
+    dispatcher = Dispatcher(plan)
+    dispatcher.mark_captured(entry_of(plan, 4, uniform=False))
+    choice = dispatcher.dispatch(DECODE)
+    assert (choice.mode, choice.descriptor) == (PIECEWISE, BatchDescriptor(4))
+    assert choice.reason is Reason.MIXED
+
+
+def test_decode_above_its_own_sizes_uses_the_pieces() -> None:
+    dispatcher = captured(plan_of(BOTH, (2, 8), max_num_seqs=4))
+    choice = dispatcher.dispatch(BatchShape(3, 3, 1))
+    assert (choice.mode, choice.descriptor) == (PIECEWISE, BatchDescriptor(8))
+
+
+@pytest.mark.parametrize("reason", [Reason.CAPTURE_FAILED, Reason.DISABLED])
+def test_refused_entry_runs_eagerly_with_its_reason(reason: Reason) -> None:
+    plan = plan_of(FULL)
+    dispatcher = captured(plan)
+    dispatcher.mark_refused(entry_of(plan, 4, uniform=False), reason)
+    assert_eager(dispatcher.dispatch(DECODE), 3, reason)
+    assert dispatcher.dispatch(BatchShape(2, 1, 2)).mode is FULL
+
+
+def test_refused_decode_entry_uses_the_pieces_while_they_exist() -> None:
+    plan = plan_of(BOTH)
+    dispatcher = captured(plan)
+    dispatcher.mark_refused(entry_of(plan, 4, uniform=True), Reason.DISABLED)
+    assert dispatcher.dispatch(DECODE).mode is PIECEWISE
+    dispatcher.mark_refused(entry_of(plan, 4, uniform=False), Reason.CAPTURE_FAILED)
+    # The reason is that of the first choice, which was the FULL graph.
+    assert_eager(dispatcher.dispatch(DECODE), 3, Reason.DISABLED)
+    assert_eager(dispatcher.dispatch(MIXED), 3, Reason.CAPTURE_FAILED)
+
+
+def test_states_of_an_entry() -> None:
+    plan = plan_of(FULL)
+    dispatcher, entry = Dispatcher(plan), plan.entries[0]
+    assert dispatcher.is_open(entry)
+    dispatcher.mark_refused(entry, Reason.CAPTURE_FAILED)
+    assert not dispatcher.is_open(entry)
+    dispatcher.mark_captured(entry)
+    assert not dispatcher.is_open(entry)
+    assert dispatcher.dispatch(BatchShape(8, 1, 8)).mode is FULL
+    dispatcher.mark_refused(entry, Reason.DISABLED)
+    assert dispatcher.captured == frozenset()
+
+
+def test_reset_forgets_captures_and_refusals() -> None:
+    plan = plan_of(FULL)
+    dispatcher = captured(plan)
+    dispatcher.mark_refused(plan.entries[0], Reason.DISABLED)
+    dispatcher.reset()
+    assert all(dispatcher.is_open(entry) for entry in plan.entries)
+    assert_eager(dispatcher.dispatch(BatchShape(8, 1, 8)), 8, Reason.NOT_CAPTURED)
+
+
+def test_unplanned_entry_cannot_be_marked() -> None:
+    dispatcher = Dispatcher(plan_of(FULL))
+    stranger = PlanEntry(mode=FULL, descriptor=BatchDescriptor(5, num_reqs=5))
+    with pytest.raises(ConfigError, match=r"num_tokens=5.* is not in the plan"):
+        dispatcher.mark_captured(stranger)
+    with pytest.raises(ConfigError, match=r"num_tokens=5.* is not in the plan"):
+        dispatcher.mark_refused(stranger, Reason.DISABLED)
+
+
+def test_refusal_needs_a_reason_to_run_eagerly() -> None:
+    plan = plan_of(FULL)
+    with pytest.raises(ConfigError, match="MIXED is not a reason to run eagerly"):
+        Dispatcher(plan).mark_refused(plan.entries[0], Reason.MIXED)
+
+
+@pytest.mark.parametrize("shape", [(0, 0, 0), (0, 1, 1), (1, 0, 1), (-1, 1, 1), (1, 1, 1, -1)])
+@pytest.mark.parametrize("mode", [NONE, BOTH])
+def test_empty_batch_is_an_error(mode: CUDAGraphMode, shape: tuple[int, ...]) -> None:
+    with pytest.raises(BatchError, match=rf"num_tokens={shape[0]}, num_reqs={shape[1]}.*skip"):
+        captured(plan_of(mode)).dispatch(BatchShape(*shape))
+
+
+# --- adapters ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("active", "case"), [(0, 0), (1, 1), (2, 2), (3, 4), (4, 4), (5, 5), (6, None)]
+)
+@pytest.mark.parametrize("shape", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_batch_uses_the_smallest_case_that_holds_its_adapters(
+    shape: BatchShape, active: int, case: int | None
+) -> None:
+    choice = captured(plan_of(BOTH, max_loras=5)).dispatch(shape._replace(num_active_loras=active))
+    if case is None:
+        assert_eager(choice, 3, Reason.TOO_MANY_LORAS)
+        return
+    assert choice.descriptor.num_tokens == 4
+    assert choice.descriptor.num_active_loras == case
+    assert choice.descriptor.has_lora == (case > 0)
+
+
+def test_adapter_cases_are_captured_one_by_one() -> None:
+    plan = plan_of(FULL, (4,), max_loras=1)
+    dispatcher = Dispatcher(plan)
+    with_adapter, without = plan.entries
+    dispatcher.mark_captured(with_adapter)
+    assert dispatcher.dispatch(MIXED._replace(num_active_loras=1)).mode is FULL
+    assert_eager(dispatcher.dispatch(MIXED), 3, Reason.NOT_CAPTURED)
+    dispatcher.mark_captured(without)
+    assert dispatcher.dispatch(MIXED).descriptor == without.descriptor

@@ -1,0 +1,137 @@
+"""Which overload writes into given tensors, and that it computes what the operator does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.graphs.backends.out_variants import out_variant_of
+
+aten = torch.ops.aten
+
+FACTORY = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+
+@torch.library.custom_op("ostinato_test::with_out", mutates_args=())
+def with_out(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    ("operator", "variant", "names"),
+    [
+        (aten.mm.default, aten.mm.out, ("out",)),
+        (aten.add.Tensor, aten.add.out, ("out",)),
+        (aten.addmm.default, aten.addmm.out, ("out",)),
+        (aten.exp.default, aten.exp.out, ("out",)),
+        (aten.cat.default, aten.cat.out, ("out",)),
+        (aten.sum.dim_IntList, aten.sum.IntList_out, ("out",)),
+        (aten._softmax.default, aten._softmax.out, ("out",)),
+        (aten.topk.default, aten.topk.values, ("values", "indices")),
+        (aten.sort.default, aten.sort.values, ("values", "indices")),
+        (aten.max.dim, aten.max.dim_max, ("max", "max_values")),
+        (aten.native_layer_norm.default, aten.native_layer_norm.out, ("out0", "out1", "out2")),
+    ],
+    ids=str,
+)
+def test_the_variant_takes_the_same_arguments(
+    operator: Any, variant: Any, names: tuple[str, ...]
+) -> None:
+    found = out_variant_of(operator)
+    assert found is not None
+    assert found == (variant, names, frozenset())
+
+
+@pytest.mark.parametrize(
+    ("operator", "variant"),
+    [
+        (aten.zeros.default, aten.zeros.out),
+        (aten.full.default, aten.full.out),
+        (aten.arange.start_step, aten.arange.start_out),
+        (aten.new_zeros.default, aten.new_zeros.out),
+        (aten.ones_like.default, aten.ones_like.out),
+    ],
+    ids=str,
+)
+def test_a_factory_takes_its_type_from_the_tensor(operator: Any, variant: Any) -> None:
+    found = out_variant_of(operator)
+    assert found is not None
+    assert (found.operator, found.dropped) == (variant, FACTORY)
+
+
+@pytest.mark.parametrize(
+    "operator",
+    [
+        aten.add_.Tensor,
+        aten.add.out,
+        aten.index_put_.default,
+        aten._local_scalar_dense.default,
+        torch.ops.ostinato_test.with_out.default,
+    ],
+    ids=str,
+)
+def test_no_variant(operator: Any) -> None:
+    assert out_variant_of(operator) is None
+
+
+def functional_operators() -> list[Any]:
+    packets = (getattr(aten, name) for name in dir(aten))
+    packets = (packet for packet in packets if isinstance(packet, torch._ops.OpOverloadPacket))
+    return [getattr(packet, name) for packet in packets for name in packet.overloads()]
+
+
+def plain_arguments(operator: Any) -> list[tuple[str, str]]:
+    arguments = [argument for argument in operator._schema.arguments if not argument.is_out]
+    return [(argument.name, str(argument.type)) for argument in arguments]
+
+
+def test_every_variant_in_torch_fits_its_operator() -> None:
+    found = [(operator, out_variant_of(operator)) for operator in functional_operators()]
+    found = [(operator, variant) for operator, variant in found if variant is not None]
+    assert len(found) > 500
+    for operator, variant in found:
+        expected = [pair for pair in plain_arguments(operator) if pair[0] not in variant.dropped]
+        assert plain_arguments(variant.operator) == expected, operator
+        assert len(variant.output_names) == len(operator._schema.returns), operator
+
+
+def test_every_output_of_every_variant_is_one_tensor() -> None:
+    # A list of tensors cannot be matched with targets one by one.
+    for operator in functional_operators():
+        variant = out_variant_of(operator)
+        if variant is not None:
+            outputs = [a for a in variant.operator._schema.arguments if a.is_out]
+            assert {str(a.type) for a in outputs} == {"Tensor"}, operator
+
+
+X = torch.linspace(-2, 2, 32).view(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("operator", "args", "kwargs"),
+    [
+        (aten.mm.default, (X, X.t()), {}),
+        (aten.add.Tensor, (X, X), {"alpha": 2}),
+        (aten.sum.dim_IntList, (X, [1]), {"dtype": torch.float64}),
+        (aten.topk.default, (X, 3), {}),
+        (aten.max.dim, (X, 0), {}),
+        (aten.cat.default, ([X, X], 1), {}),
+        (aten.native_layer_norm.default, (X, [8], None, None, 1e-5), {}),
+        (aten.full.default, ([4, 8], 2.5), {"dtype": torch.float64, "device": "cpu"}),
+        (aten.arange.start_step, (1, 9, 2), {"dtype": torch.int32}),
+        (aten.zeros_like.default, (X.t(),), {"memory_format": torch.preserve_format}),
+    ],
+    ids=str,
+)
+def test_the_variant_computes_the_same(operator: Any, args: Any, kwargs: Any) -> None:
+    expected = operator(*args, **kwargs)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    variant = out_variant_of(operator)
+    assert variant is not None
+    targets = [torch.full_like(tensor, 77) for tensor in expected]
+    kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
+    named = dict(zip(variant.output_names, targets, strict=True))
+    variant.operator(*args, **kept, **named)
+    assert all(map(torch.equal, targets, expected))

@@ -1,0 +1,219 @@
+"""The capture plan: its order, its keys, its LoRA cases, and that it is a comparable value."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.descriptor import BatchDescriptor
+from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.plan import CapturePlan, PlanEntry
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+def build(mode: CUDAGraphMode = BOTH, sizes: Any = (1, 2, 4), **limits: Any) -> CapturePlan:
+    return CapturePlan.build(
+        mode, sizes, **{"max_num_seqs": 4, "max_num_batched_tokens": 64, **limits}
+    )
+
+
+def tokens_by_phase(plan: CapturePlan) -> list[tuple[str, int]]:
+    return [(entry.phase, entry.descriptor.num_tokens) for entry in plan.entries]
+
+
+def test_order_is_piecewise_before_full_and_largest_first() -> None:
+    assert tokens_by_phase(build(sizes=(4, 1, 2))) == [
+        ("mixed, PIECEWISE", 4),
+        ("mixed, PIECEWISE", 2),
+        ("mixed, PIECEWISE", 1),
+        ("decode, FULL", 4),
+        ("decode, FULL", 2),
+        ("decode, FULL", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        (NONE, []),
+        (PIECEWISE, [("mixed, PIECEWISE", 8), ("mixed, PIECEWISE", 3)]),
+        (FULL, [("mixed, FULL", 8), ("mixed, FULL", 3)]),
+        (DECODE_ONLY, [("decode, FULL", 4)]),
+        (BOTH, [("mixed, PIECEWISE", 8), ("mixed, PIECEWISE", 3), ("decode, FULL", 4)]),
+    ],
+)
+def test_entries_of_each_mode(mode: CUDAGraphMode, expected: list[tuple[str, int]]) -> None:
+    plan = build(mode, (3, 8), decode_query_lens=(2,), max_num_seqs=3)
+    assert tokens_by_phase(plan) == expected
+
+
+@pytest.mark.parametrize(
+    ("mode", "count"), [(NONE, 0), (DECODE_ONLY, 1), (PIECEWISE, 1), (BOTH, 2)]
+)
+def test_one_size_as_in_the_contract(mode: CUDAGraphMode, count: int) -> None:
+    plan = build(mode, [100], max_num_seqs=128, max_num_batched_tokens=512)
+    assert len(plan.entries) == count
+
+
+def test_piecewise_keys_leave_the_number_of_requests_open() -> None:
+    plan = build(PIECEWISE, (1, 8))
+    assert [entry.descriptor for entry in plan.entries] == [BatchDescriptor(8), BatchDescriptor(1)]
+
+
+def test_full_keys_set_the_number_of_requests() -> None:
+    plan = build(FULL, (2, 8))
+    keys = [BatchDescriptor(8, num_reqs=4), BatchDescriptor(2, num_reqs=2)]
+    assert [entry.descriptor for entry in plan.entries] == keys
+
+
+def test_decode_keys_hold_whole_requests() -> None:
+    plan = build(DECODE_ONLY, (1, 4), decode_query_lens=[3])
+    keys = [
+        BatchDescriptor(6, num_reqs=2, uniform=True),
+        BatchDescriptor(3, num_reqs=1, uniform=True),
+    ]
+    assert [entry.descriptor for entry in plan.entries] == keys
+    assert plan.query_len_of(keys[0]) == 3
+
+
+def test_several_query_lengths_are_part_of_the_key() -> None:
+    plan = build(DECODE_ONLY, (2, 6), decode_query_lens=(3, 1, 3), max_num_seqs=6)
+    keys = [(e.descriptor.num_tokens, e.descriptor.query_len) for e in plan.entries]
+    assert keys == [(6, 3), (6, 1), (3, 3), (2, 1)]
+    assert [e.descriptor.num_reqs for e in plan.entries] == [2, 6, 1, 2]
+    assert [plan.query_len_of(e.descriptor) for e in plan.entries] == [3, 1, 3, 1]
+    assert plan.decode_query_lens == (1, 3)
+
+
+def test_mixed_keys_never_carry_a_query_length() -> None:
+    plan = build(BOTH, (2, 6), decode_query_lens=(1, 3))
+    mixed = [entry.descriptor for entry in plan.entries if not entry.descriptor.uniform]
+    assert [key.query_len for key in mixed] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("max_loras", "cases"),
+    [
+        (0, (0,)),
+        (1, (0, 1)),
+        (2, (0, 1, 2)),
+        (3, (0, 1, 2, 3)),
+        (4, (0, 1, 2, 4)),
+        (5, (0, 1, 2, 4, 5)),
+        (8, (0, 1, 2, 4, 8)),
+        (9, (0, 1, 2, 4, 8, 9)),
+    ],
+)
+def test_lora_cases(max_loras: int, cases: tuple[int, ...]) -> None:
+    plan = build(max_loras=max_loras)
+    assert plan.lora_cases == cases
+    assert len(plan.entries) == (3 + 3) * len(cases)
+
+
+def test_every_phase_has_every_lora_case() -> None:
+    plan = build(BOTH, (4,), max_loras=2)
+    keys = [(e.phase, e.descriptor.num_active_loras, e.descriptor.has_lora) for e in plan.entries]
+    assert keys == [
+        ("mixed, PIECEWISE", 2, True),
+        ("mixed, PIECEWISE", 1, True),
+        ("mixed, PIECEWISE", 0, False),
+        ("decode, FULL", 2, True),
+        ("decode, FULL", 1, True),
+        ("decode, FULL", 0, False),
+    ]
+
+
+def test_no_entry_appears_twice() -> None:
+    plan = build(BOTH, (1, 2, 3, 4), decode_query_lens=(2, 3), max_loras=3)
+    assert len(set(plan.entries)) == len(plan.entries)
+
+
+def test_equal_plans_are_one_value() -> None:
+    plan, twin = build(sizes=[4, 1, 2, 2]), build(sizes=(1, 2, 4))
+    assert plan == twin
+    assert plan.digest == twin.digest
+    assert hash(plan) == hash(twin)
+    assert {plan: "graphs"}[twin] == "graphs"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mode": PIECEWISE},
+        {"sizes": (1, 2)},
+        {"max_num_seqs": 5},
+        {"max_num_batched_tokens": 63},
+        {"decode_query_lens": (2,)},
+        {"decode_query_lens": (1, 2)},
+        {"max_loras": 1},
+    ],
+    ids=str,
+)
+def test_digest_tells_plans_apart(change: dict[str, Any]) -> None:
+    assert build(**change).digest != build().digest
+
+
+def test_digest_is_the_same_in_every_process() -> None:
+    code = (
+        "from ostinato import CapturePlan, CUDAGraphMode;"
+        "print(CapturePlan.build(CUDAGraphMode.FULL_AND_PIECEWISE, (1, 2, 4),"
+        " max_num_seqs=4, max_num_batched_tokens=64).digest)"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONHASHSEED": "1234"},
+    )
+    assert other.stdout.strip() == build().digest
+
+
+def test_mode_none_needs_no_sizes() -> None:
+    plan = build(NONE, ())
+    assert plan.entries == ()
+    assert plan.sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sizes": ()}, "capture sizes are empty"),
+        ({"sizes": (65,)}, "capture size 65 is above max_num_batched_tokens=64"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer, got 0"),
+        ({"max_num_batched_tokens": 1.0}, "max_num_batched_tokens must be a positive integer"),
+        ({"decode_query_lens": ()}, "decode_query_lens is empty"),
+        ({"decode_query_lens": (0,)}, "decode query length must be a positive integer, got 0"),
+        ({"decode_query_lens": (True,)}, "decode query length must be .* got True"),
+        ({"decode_query_lens": (1, True)}, "decode query length must be .* got True"),
+        ({"decode_query_lens": (1, "3")}, "decode query length must be .* got '3'"),
+        ({"max_loras": -1}, "max_loras must be 0 or a positive integer, got -1"),
+        ({"max_loras": True}, "max_loras must be 0 or a positive integer, got True"),
+        ({"mode": "fastest"}, "unknown graph mode 'fastest'"),
+    ],
+    ids=str,
+)
+def test_errors(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build(**change)
+
+
+def test_nothing_to_capture_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="FULL_DECODE_ONLY has nothing to capture") as caught:
+        build(DECODE_ONLY, (8, 16))
+    for value in ("[8, 16]", "[1] tokens a request", "4 requests", "64 tokens"):
+        assert value in str(caught.value)
+
+
+def test_phase_names() -> None:
+    mixed = PlanEntry(mode=PIECEWISE, descriptor=BatchDescriptor(4))
+    decode = PlanEntry(mode=FULL, descriptor=BatchDescriptor(4, num_reqs=4, uniform=True))
+    assert mixed.phase == "mixed, PIECEWISE"
+    assert decode.phase == "decode, FULL"

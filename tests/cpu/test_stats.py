@@ -1,0 +1,59 @@
+"""Counts of what ran: replays by key, padding, eager runs by reason."""
+
+from __future__ import annotations
+
+from ostinato.graphs.descriptor import BatchDescriptor, Choice, Reason
+from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.stats import DispatchStats
+
+EIGHT, FOUR = BatchDescriptor(8), BatchDescriptor(4)
+
+
+def replay_of(descriptor: BatchDescriptor) -> Choice:
+    return Choice(mode=CUDAGraphMode.PIECEWISE, descriptor=descriptor, reason=Reason.MIXED)
+
+
+def eager(num_tokens: int, reason: Reason) -> Choice:
+    descriptor = BatchDescriptor(num_tokens)
+    return Choice(mode=CUDAGraphMode.NONE, descriptor=descriptor, reason=reason)
+
+
+def test_nothing_recorded() -> None:
+    stats = DispatchStats()
+    assert (stats.hits, stats.misses, stats.padding_fraction) == (0, 0, 0.0)
+
+
+def test_replays_are_counted_by_key_with_their_padding() -> None:
+    stats = DispatchStats()
+    stats.record(replay_of(EIGHT), 5)
+    stats.record(replay_of(EIGHT), 8)
+    stats.record(replay_of(FOUR), 3)
+    assert stats.replays == {EIGHT: 2, FOUR: 1}
+    assert (stats.hits, stats.misses) == (3, 0)
+    assert (stats.replayed_tokens, stats.padding_tokens) == (16, 4)
+    assert stats.padding_fraction == 0.2
+
+
+def test_eager_runs_are_counted_by_reason_and_have_no_padding() -> None:
+    stats = DispatchStats()
+    stats.record(eager(9, Reason.TOO_LARGE), 9)
+    stats.record(eager(9, Reason.TOO_LARGE), 9)
+    stats.record(eager(3, Reason.NOT_CAPTURED), 3)
+    assert stats.eager == {Reason.TOO_LARGE: 2, Reason.NOT_CAPTURED: 1}
+    assert (stats.hits, stats.misses) == (0, 3)
+    assert (stats.replayed_tokens, stats.padding_tokens) == (0, 0)
+    assert stats.padding_fraction == 0.0
+
+
+def test_reset_starts_again() -> None:
+    stats = DispatchStats()
+    stats.record(replay_of(EIGHT), 5)
+    stats.record(eager(9, Reason.TOO_LARGE), 9)
+    stats.reset()
+    assert stats == DispatchStats()
+
+
+def test_two_stats_share_nothing() -> None:
+    one, other = DispatchStats(), DispatchStats()
+    one.record(replay_of(EIGHT), 8)
+    assert other == DispatchStats()
