@@ -114,7 +114,7 @@ class CaptureGuard(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.last_operator: str | None = None
         self._device_type = device_type
-        self._generators = generators
+        self._generators = {_identity(generator) for generator in generators}
         self._rules: dict[Any, Rule | None] = {}
 
     @classmethod
@@ -200,12 +200,16 @@ class CaptureGuard(TorchDispatchMode):
         return None
 
     def _unregistered_generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        generator = kwargs.get("generator")
-        generator = generator or next((a for a in args if isinstance(a, torch.Generator)), None)
-        # The dispatcher hands out a new Python object for the same generator each time.
-        if generator is None or any(generator._cdata == g._cdata for g in self._generators):
+        given: Any = (*args, kwargs.get("generator"))
+        generator = next((g for g in given if isinstance(g, torch.Generator)), None)
+        if generator is None or _identity(generator) in self._generators:
             return None
         return _GENERATOR if generator.device.type == self._device_type else None
+
+
+def _identity(generator: Any) -> int:
+    # The dispatcher hands out a new Python object for the same generator each time.
+    return int(generator._cdata)
 
 
 class HostAccessGuard(TorchFunctionMode):
