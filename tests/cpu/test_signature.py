@@ -309,7 +309,12 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize(
     ("function", "names"),
-    [(forward, ["x", "y"]), (anything, []), (shadowed, ["x"]), (Model(), ["ids", "positions"])],
+    [
+        (forward, ["x", "y"]),
+        (anything, []),
+        (shadowed, ["args[0]"]),
+        (Model(), ["ids", "positions"]),
+    ],
 )
 def test_positional_names(function: Callable[..., Any], names: list[str]) -> None:
     assert positional_names(function) == names

@@ -62,14 +62,14 @@ class StaticBuffer:
         """How many rows ``value`` has, after checking that it fits this buffer at all."""
         shape = value.shape
         if value.dtype is not self._dtype:
-            raise self._does_not_fit("dtype", value.dtype, self._dtype)
+            raise self._does_not_fit(f"dtype {value.dtype}", self._dtype)
         if value.device != self._device:
-            raise self._does_not_fit("device", value.device, self._device)
+            raise self._does_not_fit(f"device {value.device}", self._device)
         if len(shape) != len(self._shape):
-            raise self._does_not_fit("rank", len(shape), len(self._shape))
+            raise self._does_not_fit(f"rank {len(shape)}", len(self._shape))
         for dim, extent in enumerate(shape):
             if dim != self.batch_dim and extent != self._shape[dim]:
-                raise self._does_not_fit(f"size {extent} in dimension {dim},", "", self._shape[dim])
+                raise self._does_not_fit(f"size {extent} in dimension {dim}", self._shape[dim])
         return shape[self.batch_dim]
 
     def fill(self, value: torch.Tensor, size: int) -> torch.Tensor:
@@ -80,9 +80,10 @@ class StaticBuffer:
             view.copy_(value)
         else:
             view.narrow(self.batch_dim, 0, rows).copy_(value)
-        # Where the batch is not the first dimension, the views of two sizes interleave, and which
+        # Where the batch is not outermost in memory, the views of two sizes interleave, and which
         # elements are still padding is not worth knowing.
-        stale_until = min(self._dirty_rows, size) if self.batch_dim == 0 else size
+        outermost = self._order[0] == self.batch_dim
+        stale_until = min(self._dirty_rows, size) if outermost else size
         if rows < stale_until:
             view.narrow(self.batch_dim, rows, stale_until - rows).fill_(self.padding)
         if rows >= self._dirty_rows or self._dirty_rows <= size:
@@ -101,9 +102,9 @@ class StaticBuffer:
     def num_bytes(self) -> int:
         return self._memory.nbytes
 
-    def _does_not_fit(self, what: str, got: object, expected: object) -> BatchError:
+    def _does_not_fit(self, what: str, expected: object) -> BatchError:
         return BatchError(
-            f"argument {self.name!r} has {what} {got} but the graphs were captured with "
+            f"argument {self.name!r} has {what} but the graphs were captured with "
             f"{expected}; convert it first, or make another graphed() for it"
         )
 

@@ -56,13 +56,14 @@ class BatchDescriptor:
                 f"BatchDescriptor has has_lora={self.has_lora} with num_active_loras="
                 f"{self.num_active_loras}; has_lora is true exactly when adapters are active"
             )
+        # Integers only: before Python 3.12 the hash of None differs between processes, and a key
+        # that was sent to another rank brings its hash along.
         key = (
             self.num_tokens,
-            self.num_reqs,
+            self.num_reqs or 0,
             self.uniform,
-            self.has_lora,
             self.num_active_loras,
-            self.query_len,
+            self.query_len or 0,
         )
         object.__setattr__(self, "_hash", hash(key))
 

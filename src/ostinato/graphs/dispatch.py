@@ -53,7 +53,8 @@ class Dispatcher:
         else:
             table = self._mixed
         if num_loras >= len(self._lora_case_index):
-            return self._eager_choice(num_tokens, Reason.TOO_MANY_LORAS)
+            why = Reason.TOO_MANY_LORAS if self.plan.entries else Reason.MODE_NONE
+            return self._eager_choice(num_tokens, why)
         answers = table[self._lora_case_index[num_loras]]
         if num_tokens < len(answers):
             return answers[num_tokens]

@@ -62,11 +62,12 @@ class CapturePlan:
         mode = CUDAGraphMode.parse(mode)
         check_positive_int("max_num_seqs", max_num_seqs)
         check_positive_int("max_num_batched_tokens", max_num_batched_tokens)
-        query_lens = tuple(sorted(set(decode_query_lens)))
-        if not query_lens:
+        listed = list(decode_query_lens)
+        if not listed:
             raise ConfigError("decode_query_lens is empty; use (1,) for decode without speculation")
-        for query_len in query_lens:
+        for query_len in listed:
             check_positive_int("decode query length", query_len)
+        query_lens = tuple(sorted(set(listed)))
         if type(max_loras) is not int or max_loras < 0:
             raise ConfigError(f"max_loras must be 0 or a positive integer, got {max_loras!r}")
         # With no graphs, sizes mean nothing; an empty list is then not a mistake.

@@ -143,7 +143,10 @@ def compare_leaf(path: str, captured: Any, value: Any) -> None:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b)
+    try:
+        return type(a) is type(b) and bool(a == b)
+    except (TypeError, ValueError):  # arrays and the like have no single answer
+        return False
 
 
 def _show(value: Any) -> str:
@@ -151,14 +154,22 @@ def _show(value: Any) -> str:
 
 
 def positional_names(function: Callable[..., Any]) -> list[str]:
-    """Names for positional arguments in messages; none where the callable hides its signature."""
+    """Names for positional arguments in messages; none where the callable hides its signature.
+
+    Positional-only names are not used: a keyword of the same name can stand beside them.
+    """
     target = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
         return []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [parameter.name for parameter in parameters if parameter.kind in positional]
+    names = []
+    for index, parameter in enumerate(parameters):
+        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+            names.append(f"args[{index}]")
+        elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            names.append(parameter.name)
+    return names
 
 
 def _never(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

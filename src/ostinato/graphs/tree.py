@@ -6,8 +6,9 @@ that is hard to put into an error message. These two functions are all that is n
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -51,15 +52,20 @@ def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {
-            field.name: _map(function, getattr(value, field.name))
-            for field in dataclasses.fields(value)
-            if field.init
-        }
-        return dataclasses.replace(value, **changes)
+        rebuilt = copy.copy(value)
+        for field in dataclasses.fields(value):
+            mapped = _map(function, getattr(value, field.name))
+            object.__setattr__(rebuilt, field.name, mapped)  # frozen ones too
+        return rebuilt
     if isinstance(value, Mapping):
         items = {key: _map(function, item) for key, item in value.items()}
-        return items if type(value) is dict else type(value)(items)  # type: ignore[call-arg]
+        if type(value) is dict:
+            return items
+        if isinstance(value, MutableMapping):
+            copied = copy.copy(value)
+            copied.update(items)
+            return copied
+        return type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):
         parts = [_map(function, item) for item in value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):

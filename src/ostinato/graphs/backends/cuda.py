@@ -41,6 +41,10 @@ class _MemoryPool:
             self._keeper.capture_end()
         stream.synchronize()
 
+    def __del__(self) -> None:
+        # torch requires that no graph is left when the pool's memory goes.
+        self._keeper.reset()
+
     def segments(self) -> list[tuple[int, int]]:
         """Address and size of every piece of device memory the pool holds."""
         snapshot: list[dict[str, Any]] = self.memory.snapshot(include_traces=False)
