@@ -241,24 +241,20 @@ def test_trim_returns_the_pages() -> None:
     assert_holds(block(arena, 8 * PAGE).fill_(8), 8)
 
 
-def test_tensors_outlive_the_arena() -> None:
+@pytest.mark.parametrize("weak", [False, True], ids=["strong", "weak"])
+def test_a_tensor_outlives_the_arena(weak: bool) -> None:
     arena = Arena()
-    strong = block(arena, 1000).fill_(3)
-    alias = arena.weak(block(arena, 1000).fill_(4))
+    tensor = block(arena, 1 << 20).fill_(3)
+    tensor = arena.weak(tensor) if weak else tensor
     del arena
-    assert_holds(strong, 3)
-    assert_holds(alias, 4)
-    strong.add_(1)
-    assert_holds(strong, 4)
+    assert_holds(tensor.add_(1), 4)
 
 
 def test_outputs_stay_readable_after_the_pool_is_closed() -> None:
     x = torch.randn(64, 64)
     with GraphPool("cpu", lazy_capture=True) as pool:
         output = pool.capture(lambda: x * 2).output
-        alias = pool.weak(output)
     assert torch.equal(output, x * 2)
-    assert torch.equal(alias, x * 2)
 
 
 def test_a_graph_that_is_closed_gives_its_memory_back() -> None:

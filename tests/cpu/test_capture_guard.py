@@ -130,7 +130,6 @@ def assert_still_works(pool: GraphPool) -> None:
     assert captured.output.tolist() == (x @ x.t() + 1).relu().tolist()
     pool.replay(draws.tape)
     assert not torch.equal(draws.output, first)
-    assert torch.rand(3, device=pool.device).numel() == len(torch.tensor([1, 2, 3]))
 
 
 @pytest.mark.parametrize(("function", "operator"), REFUSED.values(), ids=REFUSED)

@@ -14,9 +14,10 @@ aten = torch.ops.aten
 FACTORY = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
-@torch.library.custom_op("ostinato_test::with_out", mutates_args=())
-def with_out(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
+# A custom operator with an overload that looks like an out-variant.
+LIBRARY = torch.library.Library("ostinato_test_out", "DEF")
+LIBRARY.define("doubled(Tensor x) -> Tensor")
+LIBRARY.define("doubled.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_a_factory_takes_its_type_from_the_tensor(operator: Any, variant: Any) -
         aten.add.out,
         aten.index_put_.default,
         aten._local_scalar_dense.default,
-        torch.ops.ostinato_test.with_out.default,
+        torch.ops.ostinato_test_out.doubled.default,
     ],
     ids=str,
 )

@@ -23,7 +23,7 @@ from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError
 from ostinato.graphs.backends import create_backend
 from ostinato.graphs.descriptor import BatchDescriptor
 from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.segments import Recording, Tape, is_recording
+from ostinato.graphs.segments import Recording, Tape, open_recording
 from ostinato.graphs.tree import map_tensors
 
 T = TypeVar("T")
@@ -130,7 +130,7 @@ class GraphPool:
         if not self._use.acquire(False):
             raise self._concurrent_use()
         try:
-            if is_recording():
+            if open_recording() is not None:
                 raise CaptureError(
                     "a graph was replayed inside a capture; call the plain function there, and its "
                     "work becomes part of the graph being captured"

@@ -50,9 +50,13 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     return marked
 
 
+# Bound once: replays ask on every call. None outside recordings, and in their eager breaks.
+open_recording = _open_recording.get
+
+
 def is_recording() -> bool:
     """Whether this thread is inside a recording (and not in an eager break of one)."""
-    return _open_recording.get() is not None
+    return open_recording() is not None
 
 
 class EagerCall:

@@ -49,7 +49,7 @@ class CallSignature:
             for path, leaf in self._walk(args, kwargs)
         ]
         self._addresses = [spec.address for _, spec in self._leaves if isinstance(spec, TensorSpec)]
-        self._num_args = len(args)
+        self._num_args = len(args) + len(kwargs)
         self._keywords = tuple(kwargs)
         self.matches = self._fast_path(args, kwargs)
 
@@ -73,18 +73,20 @@ class CallSignature:
             dynamic_dims_strides=[list(tensor.stride()) for tensor in flat],
         ).check
         num_args, keywords, addresses = self._num_args, self._keywords, self._addresses
-        unmoved = _address_check(addresses)
-
-        def matches_positional(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-            return not kwargs and len(args) == num_args and same_layout(*args) and unmoved(args)
+        address_of = torch.Tensor.data_ptr
 
         def matches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-            if len(args) != num_args or tuple(kwargs) != keywords:
-                return False
-            flat = (*args, *kwargs.values())
-            return same_layout(*flat) and unmoved(flat)
+            if kwargs or keywords:
+                if tuple(kwargs) != keywords:
+                    return False
+                args = (*args, *kwargs.values())
+            return (
+                len(args) == num_args
+                and same_layout(*args)
+                and [*map(address_of, args)] == addresses
+            )
 
-        return matches if keywords else matches_positional
+        return matches
 
     def _check_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         now = dict(self._walk(args, kwargs))
@@ -174,13 +176,3 @@ def positional_names(function: Callable[..., Any]) -> list[str]:
 
 def _never(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return False
-
-
-def _address_check(addresses: list[int]) -> Callable[[tuple[torch.Tensor, ...]], bool]:
-    # Only CUDA builds have it: compares all addresses in one call.
-    compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-    if compare is None:
-        address_of = torch.Tensor.data_ptr
-        return lambda tensors: [*map(address_of, tensors)] == addresses
-    indices = list(range(len(addresses)))
-    return lambda tensors: compare(list(tensors), addresses, indices)

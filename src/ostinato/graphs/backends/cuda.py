@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -17,6 +19,32 @@ try:
     from cuda.bindings import runtime as cuda_runtime
 except ImportError:
     cuda_runtime = None
+
+
+class _CaptureStream:
+    """The stream that all captures on one device run on, one at a time.
+
+    It is shared by all pools, because torch gives every stream that runs a matrix product a cuBLAS
+    workspace (32 MiB on Hopper) and never takes it back. Graphs hold the address of that workspace
+    for good, so it lives in memory of its own, which nothing else is ever placed in, even if
+    somebody has torch drop its workspaces.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.lock = threading.RLock()
+        self._workspaces = torch.cuda.MemPool()
+
+    def prepare_blas(self) -> None:
+        """Have handle and workspace ready: cuBLAS cannot be initialised inside a capture."""
+        with torch.cuda.use_mem_pool(self._workspaces):
+            torch.cuda.current_blas_handle()
+
+
+@cache
+def _capture_stream(device: torch.device) -> _CaptureStream:
+    with torch.cuda.device(device):
+        return _CaptureStream(device)
 
 
 class _MemoryPool:
@@ -78,7 +106,7 @@ class CudaGraph:
 class CudaBackend:
     """Records on one CUDA device. See ``GraphBackend`` for the contract.
 
-    Graphs are captured on the backend's own stream and replayed on the caller's current one. The
+    Graphs are captured on a stream of our own and replayed on the caller's current one. The
     capture mode is thread-local: what other threads do to the device meanwhile is their business.
     """
 
@@ -92,8 +120,9 @@ class CudaBackend:
             )
         self.device = torch.device("cuda", index)
         self._generators = generators
-        self._stream = torch.cuda.Stream(self.device)
-        with torch.cuda.device(self.device):
+        self._capture_stream = _capture_stream(self.device)
+        self._stream = self._capture_stream.stream
+        with self._capture_stream.lock, torch.cuda.device(self.device):
             self._pool = _MemoryPool(self.device, self._stream)
         self._open: torch.cuda.CUDAGraph | None = None
         self._guard = CaptureGuard("cuda", generators)
@@ -103,10 +132,16 @@ class CudaBackend:
 
     @contextmanager
     def capture_scope(self) -> Iterator[None]:
-        with torch.cuda.device(self.device), torch.inference_mode(False), torch.no_grad():
+        with (
+            self._capture_stream.lock,
+            torch.cuda.device(self.device),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             caller = torch.cuda.current_stream()
             self._stream.wait_stream(caller)
             with torch.cuda.stream(self._stream):
+                self._capture_stream.prepare_blas()
                 yield
             caller.wait_stream(self._stream)
 
@@ -205,7 +240,8 @@ class CudaBackend:
 
     def _replace_pool(self) -> None:
         self._segments = None
-        self._pool = _MemoryPool(self.device, self._stream)
+        with self._capture_stream.lock, torch.cuda.device(self.device):
+            self._pool = _MemoryPool(self.device, self._stream)
 
     def _translate(self, error: BaseException, invalidated: RuntimeError | None) -> BaseException:
         if isinstance(error, CaptureError):
