@@ -259,3 +259,19 @@ def test_arguments_on_another_device_are_refused() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="on cpu, cuda:0"):
         graphed(model, sizes=[1])(torch.ones(1, 2, device=CUDA))
+
+
+def test_capture_inside_somebody_elses_capture(pool: GraphPool) -> None:
+    x = torch.randn(4, device=CUDA)
+    graph = torch.cuda.CUDAGraph()
+    refused: list[BaseException] = []
+    with torch.cuda.graph(graph):
+        y = x + 1
+        try:
+            pool.capture(lambda: x * 2)
+        except CaptureError as error:
+            refused.append(error)
+    assert "captured by somebody else" in str(refused[0])
+    graph.replay()
+    assert torch.equal(y, x + 1)
+    check_healthy(pool)

@@ -55,7 +55,8 @@ class StaticBuffer:
             shape = self._shape.copy()
             shape[self.batch_dim] = size
             stride = _dense_strides(shape, self._order)
-            self._views[size] = self._memory.as_strided(shape, stride)
+            with torch.inference_mode(False):
+                self._views[size] = self._memory.as_strided(shape, stride)
         return self._views[size]
 
     def rows_of(self, value: torch.Tensor) -> int:

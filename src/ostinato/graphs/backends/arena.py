@@ -22,6 +22,7 @@ from collections import deque
 import torch
 
 from ostinato.errors import CaptureOutOfMemoryError
+from ostinato.graphs.backends.alias import alias_of
 
 # Kernels are vectorised up to 64 bytes, and a cache line is as long.
 _ALIGNMENT = 64
@@ -56,17 +57,12 @@ class Arena:
         block._mapping = self._mapping  # type: ignore[attr-defined]  # keeps the memory alive
         self._watches[start] = weakref.ref(block, lambda _: self._released.append((start, end)))
         storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-        empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(storage, 0, tensor.shape, tensor.stride())
+        return alias_of(tensor, storage, 0)
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of the same bytes that does not reserve them."""
         offset = (tensor.data_ptr() - self._base) // tensor.itemsize
-        alias = torch.empty(0, dtype=tensor.dtype)
-        alias.set_(self._storage, offset, tensor.shape, tensor.stride())
-        if tensor.is_conj():
-            alias = alias.conj()
-        return torch._neg_view(alias) if tensor.is_neg() else alias
+        return alias_of(tensor, self._storage, offset)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._base <= tensor.data_ptr() < self._base + self._limit

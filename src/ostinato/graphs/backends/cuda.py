@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
+from ostinato.graphs.backends.alias import alias_of
 from ostinato.graphs.backends.guard import CaptureGuard, keep_dynamo_out, source_of_error
 
 try:
@@ -138,6 +139,11 @@ class CudaBackend:
             torch.inference_mode(False),
             torch.no_grad(),
         ):
+            if torch.cuda.is_current_stream_capturing() and self._open is None:
+                raise CaptureError(
+                    "a capture was started while the current stream is being captured by somebody "
+                    "else (torch.cuda.graph, make_graphed_callables, ...); capture before it"
+                )
             caller = torch.cuda.current_stream()
             self._stream.wait_stream(caller)
             with torch.cuda.stream(self._stream):
@@ -190,11 +196,10 @@ class CudaBackend:
         if not self.owns(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        alias = torch._C._construct_storage_from_data_pointer(
+        unowned = torch._C._construct_storage_from_data_pointer(
             storage.data_ptr(), tensor.device, storage.nbytes()
         )
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(alias, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return alias_of(tensor, unowned, int(tensor.storage_offset()))
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cuda or tensor.numel() == 0:

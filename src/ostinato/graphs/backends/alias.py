@@ -1,0 +1,17 @@
+"""A tensor over given memory that looks exactly like another one."""
+
+from __future__ import annotations
+
+import torch
+
+
+def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+    """``tensor``'s shape, strides and type over ``storage``, ``offset`` elements into it.
+
+    Lazy conjugation and negation are properties of the tensor, not of its memory, and come along.
+    """
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    alias.set_(storage, offset, tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        alias = alias.conj()
+    return torch._neg_view(alias) if tensor.is_neg() else alias
