@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 
-def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+def alias_of(tensor: torch.Tensor, storage: Any, offset: int) -> torch.Tensor:
     """``tensor``'s shape, strides and type over ``storage``, ``offset`` elements into it.
 
     Lazy conjugation and negation are properties of the tensor, not of its memory, and come along.
     """
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     alias.set_(storage, offset, tensor.shape, tensor.stride())
     if tensor.is_conj():
         alias = alias.conj()

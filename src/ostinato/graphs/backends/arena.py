@@ -57,7 +57,8 @@ class Arena:
         block._mapping = self._mapping  # type: ignore[attr-defined]  # keeps the memory alive
         self._watches[start] = weakref.ref(block, lambda _: self._released.append((start, end)))
         storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-        return alias_of(tensor, storage, 0)
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(storage, 0, tensor.shape, tensor.stride())
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of the same bytes that does not reserve them."""
