@@ -35,7 +35,6 @@ class Arena:
     def __init__(self) -> None:
         self._mapping = _reserve(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         everything = torch.frombuffer(self._mapping, dtype=torch.uint8)
-        self._storage = everything.untyped_storage()
         self._base = everything.data_ptr()
         self._limit = everything.numel()
         self._free: list[tuple[int, int]] = []  # (start, end) below the top, sorted, never adjacent
@@ -43,6 +42,7 @@ class Arena:
         # Blocks die whenever Python drops a tensor, even in the middle of an allocation.
         self._released: deque[tuple[int, int]] = deque()
         self._watches: dict[int, weakref.ref[ctypes.Array[ctypes.c_char]]] = {}
+        self._unreserved: dict[tuple[int, int], torch.UntypedStorage] = {}
         self.peak_bytes = 0
         # Highest byte used since it was last set to 0.
         self.recent_peak_bytes = 0
@@ -53,20 +53,33 @@ class Arena:
             (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
         )
         start, end = self._allocate(span * tensor.itemsize)
-        block = (ctypes.c_char * (end - start)).from_address(self._base + start)
-        block._mapping = self._mapping  # type: ignore[attr-defined]  # keeps the memory alive
+        block = self._block(start, end)
         self._watches[start] = weakref.ref(block, lambda _: self._released.append((start, end)))
         storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
         empty = torch.empty(0, dtype=tensor.dtype)
         return empty.set_(storage, 0, tensor.shape, tensor.stride())
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of the same bytes that does not reserve them."""
-        offset = (tensor.data_ptr() - self._base) // tensor.itemsize
-        return alias_of(tensor, self._storage, offset)
+        """A view of the same bytes that does not reserve them.
+
+        It can reach its own block and no further: an operator that resizes its output gets an error
+        instead of its neighbours' memory.
+        """
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr() - self._base
+        key = (start, start + storage.nbytes())
+        if key not in self._unreserved:
+            block = self._block(*key)
+            self._unreserved[key] = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
+        return alias_of(tensor, self._unreserved[key], int(tensor.storage_offset()))
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._base <= tensor.data_ptr() < self._base + self._limit
+
+    def _block(self, start: int, end: int) -> ctypes.Array[ctypes.c_char]:
+        block = (ctypes.c_char * (end - start)).from_address(self._base + start)
+        block._mapping = self._mapping  # type: ignore[attr-defined]  # keeps the memory alive
+        return block
 
     def _allocate(self, num_bytes: int) -> tuple[int, int]:
         self._collect_released()

@@ -8,7 +8,8 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
-from ostinato.errors import CaptureError, CaptureOutOfMemoryError
+from ostinato.errors import CaptureOutOfMemoryError
+from ostinato.graphs.backends.ambient import capture_ambient
 from ostinato.graphs.backends.arena import Arena
 from ostinato.graphs.backends.guard import HostAccessGuard, keep_dynamo_out, source_of_error
 from ostinato.graphs.backends.recorder import Recorder, Step
@@ -54,18 +55,16 @@ class CpuBackend:
         self._generators = generators
         self._recorder: Recorder | None = None
         self._modes = ExitStack()
-        self._seed = 0
         self._bytes_before = 0
         self._graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
 
     @contextmanager
     def capture_scope(self) -> Iterator[None]:
-        with torch.inference_mode(False), torch.no_grad():
+        with capture_ambient():
             yield
 
     def begin(self) -> None:
         keep_dynamo_out()
-        self._seed = torch.initial_seed()
         self._bytes_before = self._arena.peak_bytes
         self._arena.recent_peak_bytes = 0
         self._recorder = Recorder(self._arena, self._generators)
@@ -74,11 +73,7 @@ class CpuBackend:
 
     def end(self) -> CpuGraph:
         recorder = self._stop_recording()
-        if torch.initial_seed() != self._seed:
-            raise CaptureError(
-                f"the random seed was set to {torch.initial_seed()} during a capture, which a "
-                "replay would not repeat; seed before the capture"
-            )
+        recorder.check_random_state()
         grown = self._arena.peak_bytes - self._bytes_before
         graph = CpuGraph(recorder.steps, grown, self._arena.recent_peak_bytes)
         self._graphs.add(graph)

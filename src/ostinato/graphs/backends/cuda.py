@@ -13,6 +13,7 @@ import torch
 
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
 from ostinato.graphs.backends.alias import alias_of
+from ostinato.graphs.backends.ambient import capture_ambient
 from ostinato.graphs.backends.guard import CaptureGuard, keep_dynamo_out, source_of_error
 
 try:
@@ -126,7 +127,8 @@ class CudaBackend:
         with self._capture_stream.lock, torch.cuda.device(self.device):
             self._pool = _MemoryPool(self.device, self._stream)
         self._open: torch.cuda.CUDAGraph | None = None
-        self._guard = CaptureGuard("cuda", generators)
+        default = torch.cuda.default_generators[index]
+        self._guard = CaptureGuard("cuda", (default, *generators))
         self._modes = ExitStack()
         self._bytes_before = 0
         self._segments: list[tuple[int, int]] | None = None
@@ -136,8 +138,7 @@ class CudaBackend:
         with (
             self._capture_stream.lock,
             torch.cuda.device(self.device),
-            torch.inference_mode(False),
-            torch.no_grad(),
+            capture_ambient(),
         ):
             if torch.cuda.is_current_stream_capturing() and self._open is None:
                 raise CaptureError(

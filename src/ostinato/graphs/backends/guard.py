@@ -110,6 +110,8 @@ class CaptureGuard(TorchDispatchMode):
     on the CPU backend all tensors are on the device.
     """
 
+    supports_higher_order_operators = True  # to refuse them by name
+
     def __init__(self, device_type: str, generators: Sequence[torch.Generator] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.last_operator: str | None = None
@@ -182,7 +184,8 @@ class CaptureGuard(TorchDispatchMode):
             return None
         # x[mask] = scalar becomes a masked fill, which is fine.
         value = args[2] if len(args) > 2 else kwargs.get("values")
-        if value is not None and value.numel() == 1 and len(masks) == 1:
+        accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
+        if value is not None and value.numel() == 1 and len(masks) == 1 and not accumulates:
             return None
         return _BOOLEAN_MASK if self._on_device(args) else None
 
@@ -219,6 +222,7 @@ class HostAccessGuard(TorchFunctionMode):
         torch.Tensor.tolist: _HOST_READ,
         torch.Tensor.numpy: _HOST_READ,
         torch.Tensor.__array__: _HOST_READ,
+        torch.Tensor.__dlpack__: _HOST_READ,
         torch.Tensor.__repr__: _HOST_READ,
         torch.Tensor.__format__: _HOST_READ,
         torch.Tensor.cpu: _HOST_COPY,

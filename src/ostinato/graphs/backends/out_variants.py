@@ -28,12 +28,16 @@ def out_variant_of(operator: torch._ops.OpOverload) -> OutVariant | None:
     """
     if operator.namespace != "aten" or operator._schema.is_mutable:
         return None
+    if "batch_norm" in operator.name():
+        return None  # updates its running statistics without saying so; must run once, not twice
     wanted = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
     without_factory = [pair for pair in wanted if pair[0] not in _FACTORY_ARGUMENTS]
     for name in operator.overloadpacket.overloads():
         candidate = getattr(operator.overloadpacket, name)
         outputs = [argument for argument in candidate._schema.arguments if argument.is_out]
         if len(outputs) != len(operator._schema.returns) or not outputs:
+            continue
+        if any(str(argument.type) != "Tensor" for argument in outputs):  # lists of outputs
             continue
         taken = [
             (argument.name, str(argument.type))

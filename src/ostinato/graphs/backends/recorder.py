@@ -8,6 +8,7 @@ verified out-variant writes in place; any other is run again and its result copi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -42,8 +43,9 @@ class Recorder(CaptureGuard):
     """Collects the steps of one recording. The steps hold no arena memory reserved."""
 
     def __init__(self, arena: Arena, generators: Sequence[torch.Generator]) -> None:
-        super().__init__("cpu", generators)
+        super().__init__("cpu", (torch.default_generator, *generators))
         self.steps: list[Step] = []
+        self._random_state = torch.get_rng_state()
         self._arena = arena
 
     @classmethod
@@ -54,13 +56,16 @@ class Recorder(CaptureGuard):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.check(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
+        if func is aten.lift_fresh.default:
+            return self._constant(result)
         borrowed = {_storage_id(tensor) for tensor in tensors_in((args, kwargs))}
         outputs = list(tensors_in(result))
+        self._check_dense(func, outputs)
         fresh = [i for i, tensor in enumerate(outputs) if _storage_id(tensor) not in borrowed]
         if outputs and not fresh and not func._schema.is_mutable:
             return result  # a view: nothing to replay
-        placed = {i: self._place(outputs[i], func) for i in fresh}
+        placed = {i: self._place(outputs[i]) for i in fresh}
         if func not in _UNINITIALISED:
             replay_args = map_tensors(self._fixed, args)
             replay_kwargs = map_tensors(self._fixed, kwargs)
@@ -69,16 +74,47 @@ class Recorder(CaptureGuard):
         static = iter([placed.get(i, tensor) for i, tensor in enumerate(outputs)])
         return map_tensors(lambda _: next(static), result)
 
-    def _place(self, tensor: torch.Tensor, func: Any) -> torch.Tensor:
-        if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        self.check_random_state()
+        result = func(*args, **kwargs)
+        self._random_state = torch.get_rng_state()
+        return result
+
+    def check_random_state(self) -> None:
+        """Raise if the generator was touched by anything but recorded operators."""
+        if not torch.equal(torch.get_rng_state(), self._random_state):
             source = source_of_caller()
             raise CaptureError(
-                f"{func} made a {tensor.layout} tensor on {tensor.device} at {source}; the CPU "
-                "backend captures dense tensors on the CPU",
-                operator=str(func),
+                "the random generator was seeded or its state set during a capture, which a replay "
+                f"would not repeat, before {source or 'an unknown line'}; seed before the capture",
                 source=source,
             )
-        return tensor if tensor.numel() == 0 else self._arena.strong_like(tensor)
+
+    def _constant(self, scalar: torch.Tensor) -> torch.Tensor:
+        """A scalar from the host: part of the graph, and set anew by every replay."""
+        placed = self._arena.strong_like(scalar).copy_(scalar)
+        self.steps.append(partial(aten.copy_.default, self._fixed(placed), scalar.clone()))
+        return placed
+
+    def _check_dense(self, func: Any, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+                source = source_of_caller()
+                raise CaptureError(
+                    f"{func} made a {tensor.layout} tensor on {tensor.device} at {source}; the CPU "
+                    "backend captures dense tensors on the CPU",
+                    operator=str(func),
+                    source=source,
+                )
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 0:
+            return tensor
+        if torch._debug_has_internal_overlap(tensor):
+            tensor = tensor.contiguous()  # elements that share memory cannot be written one by one
+        return self._arena.strong_like(tensor)
 
     def _step(
         self,
@@ -124,7 +160,12 @@ class Recorder(CaptureGuard):
         for index, target in targets.items():
             # Start from the opposite of the right answer, so that a byte left alone is seen.
             torch.bitwise_not(_bits(outputs[index]), out=_bits(target))
-        step()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # some variants resize what they are given
+                step()
+        except (RuntimeError, Warning):
+            return None
         exact = all(torch.equal(_bits(outputs[i]), _bits(target)) for i, target in targets.items())
         return step if exact else None
 
