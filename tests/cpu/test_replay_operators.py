@@ -679,6 +679,7 @@ RANDOM = [
     pytest.param(lambda x: torch.randint(1000, (4, 8), device=x.device), id="randint"),
     pytest.param(lambda x: torch.randperm(64, device=x.device), id="randperm"),
     pytest.param(lambda x: x * 1 + draw_by_name(x), id="default_generator_by_name"),
+    pytest.param(lambda x: noisy(x) + torch.rand_like(x), id="custom_operator"),
 ]
 
 
@@ -764,6 +765,11 @@ def many(xs: list[Tensor]) -> list[Tensor]:
 @torch.library.custom_op("ostinato_test::broadcast", mutates_args=())
 def broadcast(x: Tensor) -> Tensor:
     return x.sum().expand(4)
+
+
+@torch.library.custom_op("ostinato_test::noisy", mutates_args=())
+def noisy(x: Tensor) -> Tensor:
+    return x + torch.rand_like(x)
 
 
 @torch.library.custom_op("ostinato_test::square", mutates_args=())

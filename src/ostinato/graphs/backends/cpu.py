@@ -11,7 +11,12 @@ import torch
 from ostinato.errors import CaptureOutOfMemoryError
 from ostinato.graphs.backends.ambient import capture_ambient
 from ostinato.graphs.backends.arena import Arena
-from ostinato.graphs.backends.guard import HostAccessGuard, keep_dynamo_out, source_of_error
+from ostinato.graphs.backends.guard import (
+    HostAccessGuard,
+    compiler_error,
+    keep_dynamo_out,
+    source_of_error,
+)
 from ostinato.graphs.backends.recorder import Recorder, Step
 
 
@@ -88,7 +93,7 @@ class CpuBackend:
                 f"out of memory during a capture, at {source}: {error}; capture smaller sizes",
                 source=source,
             )
-        return error
+        return compiler_error(error) or error
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._arena.owns(tensor)

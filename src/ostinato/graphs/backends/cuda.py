@@ -11,16 +11,31 @@ from typing import Any, cast
 
 import torch
 
-from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
+from ostinato.errors import (
+    CaptureError,
+    CaptureOutOfMemoryError,
+    ConfigError,
+    ReplayMismatchError,
+)
 from ostinato.graphs.backends.alias import alias_of
 from ostinato.graphs.backends.ambient import capture_ambient
-from ostinato.graphs.backends.guard import CaptureGuard, keep_dynamo_out, source_of_error
+from ostinato.graphs.backends.guard import (
+    CaptureGuard,
+    compiler_error,
+    keep_dynamo_out,
+    source_of_error,
+)
 
 try:
     # Comes with CUDA builds of torch; counts the nodes of a graph.
     from cuda.bindings import runtime as cuda_runtime
 except ImportError:
     cuda_runtime = None
+
+
+# torch's allocator of pinned memory goes on asking the graph of a broken capture whether it still
+# captures. These few graphs therefore live as long as the process.
+_broken_captures: list[torch.cuda.CUDAGraph] = []
 
 
 class _CaptureStream:
@@ -35,12 +50,27 @@ class _CaptureStream:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self.lock = threading.RLock()
+        self.capturing = False
         self._workspaces = torch.cuda.MemPool()
+        self._retired: list[object] = []
 
     def prepare_blas(self) -> None:
         """Have handle and workspace ready: cuBLAS cannot be initialised inside a capture."""
         with torch.cuda.use_mem_pool(self._workspaces):
             torch.cuda.current_blas_handle()
+
+    def dispose(self, thing: object) -> None:
+        """Let go of a graph or a memory pool, but not during a capture: that would end the process.
+
+        Python may drop the last reference at any time; what it drops during a capture waits here.
+        """
+        self._retired.append(thing)
+        if not self.capturing and self.lock.acquire(blocking=False):
+            try:
+                while self._retired:
+                    self._retired.pop()
+            finally:
+                self.lock.release()
 
 
 @cache
@@ -57,7 +87,9 @@ class _MemoryPool:
     also takes the random generator out of the state that an invalidated capture leaves it in.
     """
 
-    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+    def __init__(self, device: torch.device, capture_stream: _CaptureStream) -> None:
+        stream = capture_stream.stream
+        self._capture_stream = capture_stream
         self.memory = torch.cuda.MemPool()
         # Typed by torch more narrowly than it is used.
         self.handle = cast(Any, self.memory.id)
@@ -72,13 +104,26 @@ class _MemoryPool:
         stream.synchronize()
 
     def __del__(self) -> None:
-        # torch requires that no graph is left when the pool's memory goes.
-        self._keeper.reset()
+        self._capture_stream.dispose(_PoolRemains(self._keeper, self.memory))
+
+    def dispose(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._capture_stream.dispose(graph)
 
     def segments(self) -> list[tuple[int, int]]:
         """Address and size of every piece of device memory the pool holds."""
         snapshot: list[dict[str, Any]] = self.memory.snapshot(include_traces=False)
         return [(segment["address"], segment["total_size"]) for segment in snapshot]
+
+
+class _PoolRemains:
+    """Takes a memory pool apart in the order that torch needs: first the graph, then the memory."""
+
+    def __init__(self, keeper: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool) -> None:
+        self._parts = [memory, keeper]
+
+    def __del__(self) -> None:
+        while self._parts:
+            self._parts.pop()
 
 
 class CudaGraph:
@@ -88,7 +133,7 @@ class CudaGraph:
         self, graph: torch.cuda.CUDAGraph, pool: _MemoryPool, num_nodes: int | None, num_bytes: int
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
-        self._pool = pool
+        self._pool: _MemoryPool | None = pool
         self.num_nodes = num_nodes
         self.num_bytes = num_bytes
         # Bound once: this is called for every step.
@@ -96,10 +141,12 @@ class CudaGraph:
         pool.num_graphs += 1
 
     def close(self) -> None:
-        if self._graph is not None:
-            self._graph.reset()
-            self._graph = None
-            self._pool.num_graphs -= 1
+        graph, self._graph = self._graph, None
+        pool, self._pool = self._pool, None
+        if graph is not None and pool is not None:
+            self.replay = _replay_closed
+            pool.num_graphs -= 1
+            pool.dispose(graph)
 
     def __del__(self) -> None:
         self.close()
@@ -125,7 +172,7 @@ class CudaBackend:
         self._capture_stream = _capture_stream(self.device)
         self._stream = self._capture_stream.stream
         with self._capture_stream.lock, torch.cuda.device(self.device):
-            self._pool = _MemoryPool(self.device, self._stream)
+            self._pool = _MemoryPool(self.device, self._capture_stream)
         self._open: torch.cuda.CUDAGraph | None = None
         default = torch.cuda.default_generators[index]
         self._guard = CaptureGuard("cuda", (default, *generators))
@@ -162,6 +209,7 @@ class CudaBackend:
             graph.register_generator_state(generator)
         graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
         self._open = graph
+        self._capture_stream.capturing = True
         self._guard.last_operator = None
         self._modes.enter_context(self._guard)
 
@@ -238,16 +286,19 @@ class CudaBackend:
             # generator still believes in the capture. Both are put right, and the pool, which
             # torch would refuse to capture into again, is left to the graphs it already has.
             index, pool_id = self.device.index, self._pool.memory.id
+            self._capture_stream.capturing = False
             torch._C._cuda_endAllocateToPool(index, pool_id)
             torch._C._cuda_releasePool(index, pool_id)
+            _broken_captures.append(graph)
             self._replace_pool()
             return graph, error
+        self._capture_stream.capturing = False
         return graph, None
 
     def _replace_pool(self) -> None:
         self._segments = None
         with self._capture_stream.lock, torch.cuda.device(self.device):
-            self._pool = _MemoryPool(self.device, self._stream)
+            self._pool = _MemoryPool(self.device, self._capture_stream)
 
     def _translate(self, error: BaseException, invalidated: RuntimeError | None) -> BaseException:
         if isinstance(error, CaptureError):
@@ -264,7 +315,7 @@ class CudaBackend:
                 source=source,
             )
         if invalidated is None and "captur" not in first_line:
-            return error
+            return compiler_error(error) or error
         return CaptureError(
             f"the capture was broken at {source or 'an unknown line'}, after operator "
             f"{self._guard.last_operator}: {first_line}. A graph cannot contain synchronisation "
@@ -273,6 +324,10 @@ class CudaBackend:
             operator=self._guard.last_operator,
             source=source,
         )
+
+
+def _replay_closed() -> None:
+    raise ReplayMismatchError("this graph was closed; capture it again before replaying it")
 
 
 def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:

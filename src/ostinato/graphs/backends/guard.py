@@ -103,6 +103,20 @@ def forbidden(operator: str, problem: str) -> CaptureError:
     )
 
 
+def compiler_error(error: BaseException) -> CaptureError | None:
+    """The error to raise for one that torch's compiler raised inside a capture."""
+    if not type(error).__module__.startswith("torch._dynamo"):
+        return None
+    source = source_of_error(error.__traceback__)
+    first_line = str(error).split("\n", 1)[0]
+    return CaptureError(
+        f"torch's compiler started inside a capture, at {source or 'an unknown line'}, and failed: "
+        f"{first_line}. Higher-order operators cannot be captured; a function to be compiled must "
+        "have run once before",
+        source=source,
+    )
+
+
 class CaptureGuard(TorchDispatchMode):
     """Raises before an operator that no graph can contain. Runs everything else unchanged.
 

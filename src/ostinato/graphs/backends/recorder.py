@@ -31,6 +31,7 @@ _UNINITIALISED = frozenset(
         aten.empty.memory_format,
         aten.empty_like.default,
         aten.empty_strided.default,
+        aten.empty_permuted.default,
         aten.new_empty.default,
         aten.new_empty_strided.default,
     }
@@ -75,7 +76,8 @@ class Recorder(CaptureGuard):
         return map_tensors(lambda _: next(static), result)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        # Custom operators may draw without saying so.
+        if func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         self.check_random_state()
         result = func(*args, **kwargs)
@@ -171,6 +173,8 @@ class Recorder(CaptureGuard):
 
     def _fixed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as replay refers to it: without reserving arena memory."""
+        if tensor.numel() == 0:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return self._arena.weak(tensor) if self._arena.owns(tensor) else tensor
 
 
