@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -86,6 +87,7 @@ def _capture_one(
     eager_fallback: bool,
 ) -> EntryReport:
     start = time.perf_counter()
+    outer_error = sys.exception()
     bytes_before = pool.num_bytes
     graphs_before = compilation_counter.num_cudagraph_captured
     message: str | None = None
@@ -98,9 +100,9 @@ def _capture_one(
             )
         dispatcher.mark_captured(entry)
     except Exception as error:
-        _release_locals(error)
-        pool.discard(entry.mode, entry.descriptor)
         wrapped = _describe_failure(entry, error)
+        _drop_frames(error, until=outer_error)
+        pool.discard(entry.mode, entry.descriptor)
         if not eager_fallback:
             raise wrapped from error
         dispatcher.mark_refused(entry, Reason.CAPTURE_FAILED)
@@ -115,14 +117,24 @@ def _capture_one(
     )
 
 
-def _release_locals(error: BaseException | None) -> None:
-    """Drop what the failed run's frames still hold; its tensors would keep the memory taken."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
+def _drop_frames(error: BaseException | None, *, until: BaseException | None) -> None:
+    """Let the failed run's frames go: the tensors they hold would keep the memory taken.
+
+    Not by clearing the frames: in Python 3.12 that crashes for frames of finished generators.
+    """
+    while error is not None and error is not until:
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
 def _describe_failure(entry: PlanEntry, error: Exception) -> CaptureError:
+    """The error to raise, with the traceback of the failed run as text, since its frames must go."""
+    described = _named_failure(entry, error)
+    described.add_note("".join(traceback.format_exception(error)))
+    return described
+
+
+def _named_failure(entry: PlanEntry, error: Exception) -> CaptureError:
     text = f"capturing {entry.descriptor} ({entry.phase}) failed: {error}"
     if isinstance(error, (CaptureOutOfMemoryError, MemoryError, torch.OutOfMemoryError)):
         return CaptureOutOfMemoryError(
