@@ -82,7 +82,7 @@ REFUSED = {
         "aten.uniform_.default",
     ),
     "to_sparse": (lambda x: x.to_sparse(), {"cpu": "aten._to_sparse.default"}),
-    "cond": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), {"cpu": "cond"}),
+    "cond": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), {}),
 }
 # On the CPU only: on CUDA torch itself refuses these, with or without a capture.
 REFUSED_ON_CPU = {

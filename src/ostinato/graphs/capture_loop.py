@@ -128,7 +128,7 @@ def _drop_frames(error: BaseException | None, *, until: BaseException | None) ->
 
 
 def _describe_failure(entry: PlanEntry, error: Exception) -> CaptureError:
-    """The error to raise, with the traceback of the failed run as text, since its frames must go."""
+    """The error to raise, with the failed run's traceback as text, since its frames must go."""
     described = _named_failure(entry, error)
     described.add_note("".join(traceback.format_exception(error)))
     return described

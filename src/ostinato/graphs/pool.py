@@ -105,6 +105,11 @@ class GraphPool:
     ) -> Captured[T]:
         """Record one call of ``run``. The call takes effect exactly once, as if made eagerly."""
         self._check_open()
+        if open_recording() is not None:
+            raise CaptureError(
+                "a capture was started inside another capture; capture the outer callable alone "
+                "(its graph will contain the inner work), or the inner one before it"
+            )
         if not self.capture_allowed:
             raise CaptureError(
                 "capturing is not enabled; capture at start-up inside `with pool.capturing()`, or "

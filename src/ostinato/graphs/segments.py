@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from ostinato.errors import CaptureError, ReplayMismatchError
+from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.backends import Graph, GraphBackend
 from ostinato.graphs.counters import compilation_counter
 from ostinato.graphs.tree import map_tensors, tensors_in
@@ -138,11 +138,6 @@ class Recording:
     @contextmanager
     def open(self) -> Iterator[Recording]:
         """Record the block. If it raises, nothing of it is left."""
-        if is_recording():
-            raise CaptureError(
-                "a capture was started inside another capture; capture the outer callable alone "
-                "(its graph will contain the inner work), or the inner one before it"
-            )
         token = _open_recording.set(self)
         try:
             self._backend.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,3 +24,16 @@ def capture_ambient() -> Iterator[None]:
             yield
     finally:
         torch.set_autocast_cache_enabled(caching)
+
+
+@contextmanager
+def compiled_functions_run_eagerly() -> Iterator[None]:
+    """torch.compile out of the way, if it is in use at all.
+
+    The code it generates for the CPU calls no operators, and would be invisible to a recording.
+    """
+    if "torch._dynamo" not in sys.modules:  # then nothing was compiled, and importing it is slow
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

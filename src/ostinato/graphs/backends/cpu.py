@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from ostinato.errors import CaptureOutOfMemoryError
-from ostinato.graphs.backends.ambient import capture_ambient
+from ostinato.graphs.backends.ambient import capture_ambient, compiled_functions_run_eagerly
 from ostinato.graphs.backends.arena import Arena
 from ostinato.graphs.backends.guard import (
     HostAccessGuard,
@@ -65,7 +65,7 @@ class CpuBackend:
 
     @contextmanager
     def capture_scope(self) -> Iterator[None]:
-        with capture_ambient():
+        with capture_ambient(), compiled_functions_run_eagerly():
             yield
 
     def begin(self) -> None:

@@ -111,8 +111,13 @@ class _MemoryPool:
 
     def segments(self) -> list[tuple[int, int]]:
         """Address and size of every piece of device memory the pool holds."""
-        snapshot: list[dict[str, Any]] = self.memory.snapshot(include_traces=False)
-        return [(segment["address"], segment["total_size"]) for segment in snapshot]
+        # Not MemPool.snapshot(): torch 2.11 corrupts Python's heap when it is given a pool.
+        snapshot: list[dict[str, Any]] = torch.cuda.memory._snapshot()["segments"]
+        return [
+            (segment["address"], segment["total_size"])
+            for segment in snapshot
+            if tuple(segment["segment_pool_id"]) == tuple(self.memory.id)
+        ]
 
 
 class _PoolRemains:
@@ -178,7 +183,9 @@ class CudaBackend:
         self._guard = CaptureGuard("cuda", (default, *generators))
         self._modes = ExitStack()
         self._bytes_before = 0
-        self._segments: list[tuple[int, int]] | None = None
+        self._segments: list[tuple[int, int]] = []
+        self._segments_seen_at = -1  # bytes that torch had reserved when they were listed
+        self._segments_fresh = False
 
     @contextmanager
     def capture_scope(self) -> Iterator[None]:
@@ -202,7 +209,7 @@ class CudaBackend:
     def begin(self) -> None:
         keep_dynamo_out()
         self._bytes_before = self.pool_bytes()
-        self._segments = None
+        self._segments_fresh = False
         # Only a kept graph can be looked into.
         graph = torch.cuda.CUDAGraph(keep_graph=cuda_runtime is not None)
         for generator in self._generators:
@@ -236,10 +243,8 @@ class CudaBackend:
     def owns(self, tensor: torch.Tensor) -> bool:
         if not tensor.is_cuda or tensor.numel() == 0:
             return False
-        if self._segments is None:
-            self._segments = self._pool.segments()
         address = tensor.data_ptr()
-        return any(start <= address < start + size for start, size in self._segments)
+        return any(start <= address < start + size for start, size in self._pool_segments())
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.owns(tensor):
@@ -257,11 +262,12 @@ class CudaBackend:
             copy = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
-        self._segments = None
+        self._segments_fresh = False
         return copy.copy_(tensor)
 
     def pool_bytes(self) -> int:
-        return sum(size for _, size in self._pool.segments())
+        self._segments_fresh = False
+        return sum(size for _, size in self._pool_segments())
 
     def release_unused(self) -> None:
         # torch frees the memory of a pool only with the pool, so an unused one is replaced.
@@ -273,6 +279,16 @@ class CudaBackend:
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
         self._replace_pool()
+
+    def _pool_segments(self) -> list[tuple[int, int]]:
+        """The pool's memory. Listing it is slow, so it is done when torch reserved some more."""
+        if not self._segments_fresh or self._segments_seen_at < 0:
+            reserved = torch.cuda.memory_reserved(self.device)
+            if reserved != self._segments_seen_at:
+                self._segments = self._pool.segments()
+                self._segments_seen_at = reserved
+            self._segments_fresh = True
+        return self._segments
 
     def _stop_recording(self) -> tuple[torch.cuda.CUDAGraph, RuntimeError | None]:
         """End the capture. The error is set when the capture had been invalidated."""
@@ -296,7 +312,7 @@ class CudaBackend:
         return graph, None
 
     def _replace_pool(self) -> None:
-        self._segments = None
+        self._segments_seen_at = -1
         with self._capture_stream.lock, torch.cuda.device(self.device):
             self._pool = _MemoryPool(self.device, self._capture_stream)
 
