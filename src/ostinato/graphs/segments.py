@@ -116,10 +116,6 @@ class Tape:
         counts = [graph.num_nodes for graph in self.graphs]
         return None if None in counts else sum(cast(list[int], counts))
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(graph.num_bytes for graph in self.graphs)
-
     def close(self) -> None:
         self.replay = _replay_closed
         for graph in self.graphs:

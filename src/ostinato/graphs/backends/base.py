@@ -20,10 +20,6 @@ class Graph(Protocol):
     def num_nodes(self) -> int | None:
         """Operations replayed (kernels on CUDA, operators on the CPU); None if unknown."""
 
-    @property
-    def num_bytes(self) -> int:
-        """How much the memory pool grew for this graph."""
-
     def replay(self) -> None:
         """Run the recorded work on the current stream. Does not synchronise."""
 

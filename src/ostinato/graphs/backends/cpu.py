@@ -23,9 +23,8 @@ from ostinato.graphs.backends.recorder import Recorder, Step
 class CpuGraph:
     """A list of calls on tensors at fixed addresses. No Python of the model runs on replay."""
 
-    def __init__(self, steps: list[Step], num_bytes: int, arena_bytes: int) -> None:
+    def __init__(self, steps: list[Step], arena_bytes: int) -> None:
         self._steps = steps
-        self.num_bytes = num_bytes
         self.arena_bytes = arena_bytes  # how far into the arena it reaches
 
     @property
@@ -60,7 +59,6 @@ class CpuBackend:
         self._generators = generators
         self._recorder: Recorder | None = None
         self._modes = ExitStack()
-        self._bytes_before = 0
         self._graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
 
     @contextmanager
@@ -70,7 +68,6 @@ class CpuBackend:
 
     def begin(self) -> None:
         keep_dynamo_out()
-        self._bytes_before = self._arena.peak_bytes
         self._arena.recent_peak_bytes = 0
         self._recorder = Recorder(self._arena, self._generators)
         self._modes.enter_context(self._recorder)
@@ -79,8 +76,7 @@ class CpuBackend:
     def end(self) -> CpuGraph:
         recorder = self._stop_recording()
         recorder.check_random_state()
-        grown = self._arena.peak_bytes - self._bytes_before
-        graph = CpuGraph(recorder.steps, grown, self._arena.recent_peak_bytes)
+        graph = CpuGraph(recorder.steps, self._arena.recent_peak_bytes)
         self._graphs.add(graph)
         return graph
 

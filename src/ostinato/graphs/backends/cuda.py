@@ -111,7 +111,8 @@ class _MemoryPool:
 
     def segments(self) -> list[tuple[int, int]]:
         """Address and size of every piece of device memory the pool holds."""
-        # Not MemPool.snapshot(): torch 2.11 corrupts Python's heap when it is given a pool.
+        # Not MemPool.snapshot(): with torch 2.11 and Python 3.12, processes that called it a few
+        # thousand times crashed in unrelated Python code. Listing all pools did not do that.
         snapshot: list[dict[str, Any]] = torch.cuda.memory._snapshot()["segments"]
         return [
             (segment["address"], segment["total_size"])
@@ -135,12 +136,11 @@ class CudaGraph:
     """One instantiated graph. Keeps its memory pool alive, since the pool must die after it."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, pool: _MemoryPool, num_nodes: int | None, num_bytes: int
+        self, graph: torch.cuda.CUDAGraph, pool: _MemoryPool, num_nodes: int | None
     ) -> None:
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._pool: _MemoryPool | None = pool
         self.num_nodes = num_nodes
-        self.num_bytes = num_bytes
         # Bound once: this is called for every step.
         self.replay = graph.replay
         pool.num_graphs += 1
@@ -182,7 +182,6 @@ class CudaBackend:
         default = torch.cuda.default_generators[index]
         self._guard = CaptureGuard("cuda", (default, *generators))
         self._modes = ExitStack()
-        self._bytes_before = 0
         self._segments: list[tuple[int, int]] = []
         self._segments_seen_at = -1  # bytes that torch had reserved when they were listed
         self._segments_fresh = False
@@ -208,7 +207,6 @@ class CudaBackend:
 
     def begin(self) -> None:
         keep_dynamo_out()
-        self._bytes_before = self.pool_bytes()
         self._segments_fresh = False
         # Only a kept graph can be looked into.
         graph = torch.cuda.CUDAGraph(keep_graph=cuda_runtime is not None)
@@ -228,8 +226,7 @@ class CudaBackend:
         if cuda_runtime is not None:
             num_nodes = _count_nodes(graph)
             graph.instantiate()
-        grown = self.pool_bytes() - self._bytes_before
-        recorded = CudaGraph(graph, self._pool, num_nodes, grown)
+        recorded = CudaGraph(graph, self._pool, num_nodes)
         recorded.replay()
         return recorded
 
@@ -283,7 +280,8 @@ class CudaBackend:
     def _pool_segments(self) -> list[tuple[int, int]]:
         """The pool's memory. Listing it is slow, so it is done when torch reserved some more."""
         if not self._segments_fresh or self._segments_seen_at < 0:
-            reserved = torch.cuda.memory_reserved(self.device)
+            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+            reserved = int(stats["reserved_bytes"]["all"]["current"])
             if reserved != self._segments_seen_at:
                 self._segments = self._pool.segments()
                 self._segments_seen_at = reserved
@@ -324,9 +322,9 @@ class CudaBackend:
         if isinstance(error, torch.OutOfMemoryError):
             free, total = torch.cuda.mem_get_info(self.device)
             return CaptureOutOfMemoryError(
-                f"out of memory during a capture, at {source}: {first_line} The graph pool held "
-                f"{self._bytes_before:,} bytes before it; {free:,} of {total:,} are free. Capture "
-                "fewer or smaller sizes, or leave the graphs more memory",
+                f"out of memory during a capture, at {source}: {first_line} The graph pool holds "
+                f"{self.pool_bytes():,} bytes; {free:,} of {total:,} are free. Capture fewer or "
+                "smaller sizes, or leave the graphs more memory",
                 operator=self._guard.last_operator,
                 source=source,
             )
