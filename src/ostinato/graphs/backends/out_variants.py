@@ -30,6 +30,8 @@ def out_variant_of(operator: torch._ops.OpOverload) -> OutVariant | None:
         return None
     if "batch_norm" in operator.name():
         return None  # updates its running statistics without saying so; must run once, not twice
+    if any(argument.name == "reduction" for argument in operator._schema.arguments):
+        return None  # the out-variants of losses resize what they are given
     wanted = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
     without_factory = [pair for pair in wanted if pair[0] not in _FACTORY_ARGUMENTS]
     for name in operator.overloadpacket.overloads():
