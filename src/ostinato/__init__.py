@@ -1,4 +1,4 @@
-"""Ostinato: CUDA graphs for LLM inference, as a library and a runtime.
+"""Ostinato: CUDA graphs for LLM inference, as a library.
 
 The names below are the public ones. They are imported when first used, so that ``import ostinato``
 and the command line start at once.
@@ -12,6 +12,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "ReplayMismatchError": "errors",
+    "OstinatoError": "errors",
+    "ContextError": "errors",
+    "ConfigError": "errors",
+    "ConcurrentUseError": "errors",
+    "ClosedError": "errors",
+    "CaptureOutOfMemoryError": "errors",
+    "CaptureError": "errors",
+    "BatchError": "errors",
     "AttentionCGSupport": "graphs.modes",
     "BatchDescriptor": "graphs.descriptor",
     "BatchShape": "graphs.descriptor",
@@ -32,6 +41,15 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    from ostinato.errors import BatchError as BatchError
+    from ostinato.errors import CaptureError as CaptureError
+    from ostinato.errors import CaptureOutOfMemoryError as CaptureOutOfMemoryError
+    from ostinato.errors import ClosedError as ClosedError
+    from ostinato.errors import ConcurrentUseError as ConcurrentUseError
+    from ostinato.errors import ConfigError as ConfigError
+    from ostinato.errors import ContextError as ContextError
+    from ostinato.errors import OstinatoError as OstinatoError
+    from ostinato.errors import ReplayMismatchError as ReplayMismatchError
     from ostinato.graphs.context import get_forward_context as get_forward_context
     from ostinato.graphs.context import set_forward_context as set_forward_context
     from ostinato.graphs.counters import compilation_counter as compilation_counter

@@ -41,7 +41,7 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("failing", [8, 4, 1])
 def test_first_middle_and_last_size_may_fail(device: torch.device, failing: int) -> None:
-    """Sizes are captured 8, 4, 2, 1; the cause disappears and the next call completes them."""
+    """Sizes are captured 8, 4, 2, 1; the rest is captured when it is needed and works."""
 
     def fragile(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
@@ -57,6 +57,8 @@ def test_first_middle_and_last_size_may_fail(device: torch.device, failing: int)
         assert fast.stats().graphs == sum(size > failing for size in (8, 4, 2, 1))
         broken = False
         assert torch.equal(fast(x), x * 2)
+        one_of_it = torch.randn(failing, device=device)  # needs the size that failed
+        assert torch.equal(fast(one_of_it), one_of_it * 2)
         assert fast.stats().graphs == 4
 
 

@@ -47,7 +47,6 @@ class StaticBuffer:
             )
         self._max_rows = max_rows
         self._views: dict[int, torch.Tensor] = {}
-        self._dirty_rows = 0
 
     def view(self, size: int) -> torch.Tensor:
         """The buffer as graphs of ``size`` rows see it. The same object every time."""
@@ -81,15 +80,14 @@ class StaticBuffer:
             view.copy_(value)
         else:
             view.narrow(self.batch_dim, 0, rows).copy_(value)
-        # Where the batch is not outermost in memory, the views of two sizes interleave, and which
-        # elements are still padding is not worth knowing.
-        outermost = self._order[0] == self.batch_dim
-        stale_until = min(self._dirty_rows, size) if outermost else size
-        if rows < stale_until:
-            view.narrow(self.batch_dim, rows, stale_until - rows).fill_(self.padding)
-        if rows >= self._dirty_rows or self._dirty_rows <= size:
-            self._dirty_rows = rows
+        if rows < size:
+            # On every call, since the graph itself may have written to these rows.
+            view.narrow(self.batch_dim, rows, size - rows).fill_(self.padding)
         return view
+
+    def reset(self) -> None:
+        """Padding everywhere."""
+        self._memory.fill_(self.padding)
 
     def padded_copy(self, rows: int) -> torch.Tensor:
         """A separate tensor of ``rows`` rows of padding, for trying a batch size out."""

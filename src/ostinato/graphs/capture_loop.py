@@ -88,21 +88,24 @@ def _capture_one(
 ) -> EntryReport:
     start = time.perf_counter()
     outer_error = sys.exception()
-    bytes_before = pool.num_bytes
+    bytes_before, serial_before = pool.num_bytes, pool.serial
     graphs_before = compilation_counter.num_cudagraph_captured
     message: str | None = None
     try:
         capture(entry)
-        if compilation_counter.num_cudagraph_captured == graphs_before:
+        if pool.serial == serial_before:
             raise CaptureError(
                 "the forward ran, but captured nothing: nothing in it is wrapped for "
                 f"{entry.mode.name} (CUDAGraphWrapper), so this size would always run eagerly"
             )
         dispatcher.mark_captured(entry)
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception):  # an interrupt: nothing to explain
+            pool.discard(range(serial_before + 1, pool.serial + 1))
+            raise
         wrapped = _describe_failure(entry, error)
         _drop_frames(error, until=outer_error)
-        pool.discard(entry.mode, entry.descriptor)
+        pool.discard(range(serial_before + 1, pool.serial + 1))
         if not eager_fallback:
             raise wrapped from error
         dispatcher.mark_refused(entry, Reason.CAPTURE_FAILED)
@@ -110,7 +113,7 @@ def _capture_one(
         logger.warning("%s; its batches will run eagerly", message)
     return EntryReport(
         entry=entry,
-        num_graphs=compilation_counter.num_cudagraph_captured - graphs_before,
+        num_graphs=0 if message else compilation_counter.num_cudagraph_captured - graphs_before,
         num_bytes=pool.num_bytes - bytes_before,
         seconds=time.perf_counter() - start,
         error=message,

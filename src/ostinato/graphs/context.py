@@ -62,7 +62,7 @@ class set_forward_context:  # noqa: N801  (used like a function: `with set_forwa
 
     def __init__(
         self,
-        runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        runtime_mode: CUDAGraphMode | str = CUDAGraphMode.NONE,
         descriptor: BatchDescriptor | None = None,
         *,
         attn_metadata: Any = None,
@@ -71,7 +71,7 @@ class set_forward_context:  # noqa: N801  (used like a function: `with set_forwa
     ) -> None:
         self._token: Token[ForwardContext | None] | None = None
         self.context = ForwardContext(
-            runtime_mode=runtime_mode,
+            runtime_mode=CUDAGraphMode.parse(runtime_mode),
             descriptor=descriptor,
             attn_metadata=attn_metadata,
             slot_mapping=slot_mapping,

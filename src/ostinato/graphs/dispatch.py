@@ -39,10 +39,10 @@ class Dispatcher:
     def dispatch(self, shape: BatchShape) -> Choice:
         """The graph that runs ``shape``, or eager, with the reason."""
         num_tokens, num_reqs, max_query_len, num_loras, blocked = shape
-        if num_tokens < 1 or num_reqs < 1 or num_loras < 0:
+        if not 1 <= num_reqs <= num_tokens or num_loras < 0:
             raise BatchError(
-                f"cannot dispatch {shape}: a batch has at least one request and one token, and no "
-                "negative number of adapters; skip the step when there is nothing to run"
+                f"cannot dispatch {shape}: a batch has at least one request, a token or more for "
+                "each, and no negative number of adapters; skip the step if there is nothing to run"
             )
         if self._stale:
             self._rebuild()
@@ -57,7 +57,14 @@ class Dispatcher:
             return self._eager_choice(num_tokens, why)
         answers = table[self._lora_case_index[num_loras]]
         if num_tokens < len(answers):
-            return answers[num_tokens]
+            choice = answers[num_tokens]
+            limit = choice.descriptor.num_reqs
+            if limit is not None and num_reqs > limit:
+                raise BatchError(
+                    f"cannot dispatch {shape}: the plan is for at most {self.plan.max_num_seqs} "
+                    "requests"
+                )
+            return choice
         return self._eager_choice(num_tokens, self._beyond_tables(shape))
 
     def mark_captured(self, entry: PlanEntry) -> None:

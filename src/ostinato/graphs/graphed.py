@@ -11,8 +11,10 @@ and replays. A batch above the largest size runs eagerly, and the statistics say
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, cast, overload
 
@@ -20,12 +22,12 @@ import torch
 
 from ostinato.errors import BatchError, CaptureError, ClosedError, ConfigError
 from ostinato.graphs.capture_loop import CaptureReport, capture_entries
-from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Reason
+from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
 from ostinato.graphs.dispatch import Dispatcher
 from ostinato.graphs.graphed_call import BatchDim, CallLayout, OutputLayout
 from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.plan import CapturePlan, PlanEntry
-from ostinato.graphs.pool import GraphPool
+from ostinato.graphs.pool import GraphPool, concurrent_use
 from ostinato.graphs.segments import Tape, is_recording
 from ostinato.graphs.sizes import default_sizes, validate_sizes
 from ostinato.graphs.stats import DispatchStats
@@ -60,6 +62,12 @@ class GraphedStats:
         ]
         lines += [f"  {count:>6} x {reason}" for reason, count in self.eager_calls.items()]
         return "\n".join(lines)
+
+
+# Methods of a module that change it in place and return it.
+_CHANGES_MODEL = frozenset(
+    {"eval", "train", "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "requires_grad_"}
+)
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,7 @@ class GraphedCallable(Generic[P, R]):
         self._owns_pool = pool is None
         self._show_progress = show_progress
         self._closed = False
+        self._use = threading.RLock()
         self._stats = DispatchStats()
         self._report = CaptureReport()
         self._graphs: dict[BatchDescriptor, _SizeGraph] = {}
@@ -124,43 +133,66 @@ class GraphedCallable(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         self._check_usable()
-        if self._layout is None:
-            self._prepare(args, kwargs)
-        layout, dispatcher, pool = self._parts()
-        values = layout.values(args, kwargs)
-        rows = layout.batch_size(values)
-        with pool.exclusive_use(), torch.no_grad():
-            if not self._lazy and self._missing():
-                self._capture(self._missing())
-            choice = dispatcher.dispatch(BatchShape(rows, rows, 1))
-            if self._lazy and choice.reason is Reason.NOT_CAPTURED:
-                self._capture([self._entry_for(rows)])
-                choice = dispatcher.dispatch(BatchShape(rows, rows, 1))
-            self._stats.record(choice, rows)
-            if choice.mode is CUDAGraphMode.NONE:
-                return self._function(*args, **kwargs)
-            size = choice.descriptor.num_tokens
-            layout.fill(values, size)
-            graph = self._graphs[choice.descriptor]
-            pool.replay(graph.tape)
-            assert self._outputs is not None
-            output = self._outputs.cut(graph.output, rows, size)
-            if self._copy_outputs:
-                output = map_tensors(torch.clone, output)
-            return cast(R, output)
+        if not self._use.acquire(False):
+            raise concurrent_use()
+        try:
+            if self._layout is None:
+                self._prepare(args, kwargs)
+            layout, _, pool = self._parts()
+            values = layout.values(args, kwargs)
+            rows = layout.batch_size(values)
+            with pool.exclusive_use(), torch.no_grad():
+                choice, values = self._choose(rows, values)
+                self._stats.record(choice, rows)
+                if choice.mode is CUDAGraphMode.NONE:
+                    return self._function(*args, **kwargs)
+                return self._replay(choice.descriptor, rows, values)
+        finally:
+            self._use.release()
+
+    def _choose(self, rows: int, values: list[Any]) -> tuple[Choice, list[Any]]:
+        """The graph for this many rows, captured now if need be, and the values to give it."""
+        _, dispatcher, pool = self._parts()
+        shape = BatchShape(rows, rows, 1)
+        choice = dispatcher.dispatch(shape)
+        if choice.reason is Reason.NOT_CAPTURED:
+            # Arguments that are results of other graphs of the pool would not survive the capture.
+            values = [_kept(value, pool) for value in values]
+            self._capture([self._entry_for(rows)] if self._lazy else self._missing())
+            choice = dispatcher.dispatch(shape)
+        return choice, values
+
+    def _replay(self, descriptor: BatchDescriptor, rows: int, values: list[Any]) -> R:
+        layout, _, pool = self._parts()
+        size = descriptor.num_tokens
+        layout.fill(values, size)
+        graph = self._graphs[descriptor]
+        pool.replay(graph.tape)
+        assert self._outputs is not None
+        output = self._outputs.cut(graph.output, rows, size)
+        if self._copy_outputs:
+            output = map_tensors(torch.clone, output)
+        return cast(R, output)
 
     # --- set-up --------------------------------------------------------------------------------
 
     def capture(self, *args: P.args, **kwargs: P.kwargs) -> CaptureReport:
-        """Capture all sizes now, from arguments like those of later calls. Nothing is returned of
-        the callable itself; on the device it runs on padding only."""
+        """Capture all sizes now, from arguments like those of later calls.
+
+        Only their shapes are used: the callable runs on padding.
+        """
         self._check_usable()
-        if self._layout is None:
-            self._prepare(args, kwargs)
-        _, _, pool = self._parts()
-        with pool.exclusive_use(), torch.no_grad():
-            self._capture(self._missing())
-        return self._report
+        if not self._use.acquire(False):
+            raise concurrent_use()
+        try:
+            if self._layout is None:
+                self._prepare(args, kwargs)
+            _, _, pool = self._parts()
+            with pool.exclusive_use(), torch.no_grad():
+                self._capture(self._missing())
+            return self._report
+        finally:
+            self._use.release()
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make buffers, plan and pool for arguments like these."""
@@ -234,8 +266,8 @@ class GraphedCallable(Generic[P, R]):
 
     def _capture_one(self, entry: PlanEntry) -> None:
         layout, _, pool = self._parts()
-        size = entry.descriptor.num_tokens
-        args, kwargs = layout.static_call(size)
+        layout.reset()
+        args, kwargs = layout.static_call(entry.descriptor.num_tokens)
         with pool.backend.capture_scope():
             for _ in range(self._num_warmups):
                 self._function(*args, **kwargs)
@@ -263,9 +295,11 @@ class GraphedCallable(Generic[P, R]):
     def unwrap(self) -> Callable[P, R]:
         return self._function
 
-    def discard(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        if mode is self._mode and descriptor in self._graphs:
-            self._graphs.pop(descriptor).tape.close()
+    def discard(self, serials: range) -> None:
+        """Drop the graphs whose tapes have these numbers."""
+        for descriptor, graph in list(self._graphs.items()):
+            if graph.tape.serial in serials:
+                self._graphs.pop(descriptor).tape.close()
 
     def clear_graphs(self) -> None:
         """Drop all graphs; the next call captures again."""
@@ -300,11 +334,20 @@ class GraphedCallable(Generic[P, R]):
     def __getattr__(self, name: str) -> Any:
         # What the graphed callable does not have comes from the model: parameters(), config, ...
         function = self.__dict__.get("_function")
+        if isinstance(function, torch.nn.Module) and name in _CHANGES_MODEL:
+            return partial(self._change_model, name)
         if hasattr(function, name):
             return getattr(function, name)
         raise AttributeError(
             f"neither GraphedCallable nor its {type(function).__name__} has an attribute {name!r}"
         )
+
+    def _change_model(self, method: str, *args: Any, **kwargs: Any) -> GraphedCallable[P, R]:
+        """Have the model changed as a whole. Its graphs hold the old state, and go."""
+        getattr(self._function, method)(*args, **kwargs)
+        self.clear_graphs()
+        self._layout = self._outputs = None
+        return self
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -320,6 +363,11 @@ class GraphedCallable(Generic[P, R]):
         assert self._dispatcher is not None
         assert self._pool is not None
         return self._layout, self._dispatcher, self._pool
+
+
+def _kept(value: Any, pool: GraphPool) -> Any:
+    in_pool = isinstance(value, torch.Tensor) and pool.backend.owns(value)
+    return value.clone() if in_pool else value
 
 
 class GraphedOptions(TypedDict, total=False):
@@ -356,7 +404,12 @@ def graphed(
     """Give a function or module with a changing batch size one graph per size.
 
     Inference only: calls run without autograd. Arguments and results may be nested in dicts, lists,
-    tuples and dataclasses.
+    tuples and dataclasses. Rows must not depend on each other: a result that is computed across the
+    batch (a mean, a loss) would include the padding.
+
+    To capture, the callable is run on padding, twice to see its results' shapes and then
+    ``num_warmups + 1`` times per size, with whatever it does to static arguments and to state of
+    its own. What it writes into other arguments is lost: it works on copies.
 
     Args:
         function: The callable; left out, ``graphed`` is a decorator.

@@ -10,7 +10,7 @@ import torch
 
 from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.buffers import StaticBuffer
-from ostinato.graphs.signature import TensorSpec, compare_leaf, positional_names
+from ostinato.graphs.signature import TensorSpec, compare_leaf, fixed, positional_names
 from ostinato.graphs.tree import leaves_with_path, map_tensors
 
 BatchDim: TypeAlias = int | Literal["static"] | None
@@ -72,6 +72,13 @@ class CallLayout:
             for path, leaf in leaves_with_path(value, name):
                 self._paths.append(path)
                 self._targets.append(_target(path, leaf, batch_dim, pad, max_rows))
+        # A copy of the structure: the caller's containers may change, and its tensors may go.
+        self._arguments = {
+            name: value
+            if batch_dims.get(name, 0) == "static"
+            else map_tensors(lambda tensor: tensor.new_empty(0), value)
+            for name, value in self._arguments.items()
+        }
         self._buffers = [
             (index, target)
             for index, target in enumerate(self._targets)
@@ -147,6 +154,11 @@ class CallLayout:
 
     # --- for capture ---------------------------------------------------------------------------
 
+    def reset(self) -> None:
+        """Padding in all batched buffers."""
+        for _, buffer in self._buffers:
+            buffer.reset()
+
     def static_call(self, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments made of the static memory, as graphs of ``size`` rows see it."""
         return self._call(lambda buffer: buffer.view(size))
@@ -221,7 +233,7 @@ class OutputLayout:
 
     def cut(self, output: Any, rows: int, size: int) -> Any:
         """Views of the real rows of a padded result."""
-        if rows == size:
+        if rows == size and isinstance(output, torch.Tensor):
             return output
         scaling = iter(self.scaling)
 
@@ -230,6 +242,8 @@ class OutputLayout:
                 tensor = tensor.narrow(dim, 0, rows * per_row)
             return tensor
 
+        # Containers are made anew even where nothing is cut: the caller may change them.
+
         return map_tensors(cut_one, output)
 
 
@@ -237,7 +251,7 @@ def _target(
     path: str, leaf: Any, batch_dim: BatchDim, padding: float, max_rows: int
 ) -> StaticBuffer | _WholeBuffer | TensorSpec | Any:
     if not isinstance(leaf, torch.Tensor):
-        return leaf
+        return fixed(path, leaf)
     if batch_dim == "static":
         return TensorSpec.of(leaf)
     if leaf.requires_grad and torch.is_grad_enabled():

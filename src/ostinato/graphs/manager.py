@@ -63,6 +63,7 @@ class CudaGraphManager(Generic[Inputs]):
         self._show_progress = show_progress
         self._name = name
         self._tapes: dict[BatchDescriptor, Tape] = {}
+        self._captured: list[range] = []  # serials of all captures made for this plan
         self._buffers: list[torch.Tensor] = []
         self._has_aux = False
         pool.register(self)
@@ -74,7 +75,6 @@ class CudaGraphManager(Generic[Inputs]):
 
     def get_cudagraph_size(self, num_tokens: int, uniform_decode: bool = False) -> int | None:
         """The padded size a batch would get, or None if it runs eagerly."""
-        # Without graphs of their own, decode batches use the mixed ones, whatever their shape.
         query_len = self.plan.decode_query_lens[0]
         if uniform_decode and num_tokens % query_len:
             raise BatchError(
@@ -128,7 +128,16 @@ class CudaGraphManager(Generic[Inputs]):
         forward: Callable[[Inputs], Output],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
     ) -> None:
-        batch = prepare(entry)
+        before = self.pool.serial
+        self._capture_entry(entry, forward, prepare(entry))
+        self._captured.append(range(before + 1, self.pool.serial + 1))
+
+    def _capture_entry(
+        self,
+        entry: PlanEntry,
+        forward: Callable[[Inputs], Output],
+        batch: PreparedBatch[Inputs],
+    ) -> None:
 
         def run(mode: CUDAGraphMode) -> Output:
             with set_forward_context(
@@ -203,15 +212,18 @@ class CudaGraphManager(Generic[Inputs]):
 
     # --- ownership -----------------------------------------------------------------------------
 
-    def discard(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        if mode is CUDAGraphMode.FULL and descriptor in self._tapes:
-            self._tapes.pop(descriptor).close()
+    def discard(self, serials: range) -> None:
+        """Drop the FULL graphs whose tapes have these numbers."""
+        for descriptor, tape in list(self._tapes.items()):
+            if tape.serial in serials:
+                self._tapes.pop(descriptor).close()
 
     def clear_graphs(self) -> None:
-        """Drop all FULL graphs; everything dispatches eagerly until it is captured again."""
-        for tape in self._tapes.values():
-            tape.close()
-        self._tapes.clear()
+        """Drop all graphs of the plan, those of the wrappers in the forward too; everything
+        dispatches eagerly until it is captured again."""
+        for serials in self._captured:
+            self.pool.discard(serials)
+        self._captured.clear()
         self._buffers.clear()
         self.dispatcher.reset()
 

@@ -8,6 +8,7 @@ collection out of the way.
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -21,8 +22,7 @@ import torch
 
 from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError
 from ostinato.graphs.backends import create_backend
-from ostinato.graphs.descriptor import BatchDescriptor
-from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.context import ForwardContext, current_forward_context
 from ostinato.graphs.segments import Recording, Tape, open_recording
 from ostinato.graphs.tree import map_tensors
 
@@ -42,7 +42,8 @@ class WeightOffloader(Protocol):
 class GraphOwner(Protocol):
     """Whoever keeps graphs of a pool, so that a failed or closed pool can drop them."""
 
-    def discard(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None: ...
+    def discard(self, serials: range) -> None:
+        """Drop the graphs whose tapes have these numbers."""
 
     def clear_graphs(self) -> None: ...
 
@@ -80,6 +81,15 @@ class GraphPool:
         self._use = threading.RLock()
         self._sessions = 0
         self._closed = False
+        self.serial = 0  # of the last capture that succeeded
+        # In an eager break, of a recording or of a replay: the captures that may be replayed there.
+        self._inside: range | None = None
+        self._replaying_breaks = False
+        # Forward contexts by identity: the last one captured under, with the serial before it, and
+        # the last one replayed under.
+        self._capture_context: ForwardContext | None = None
+        self._serial_before_context = 0
+        self._replay_context: ForwardContext | None = None
 
     # --- when capturing is allowed -------------------------------------------------------------
 
@@ -116,35 +126,89 @@ class GraphPool:
                 "build the pool with lazy_capture=True"
             )
         with self.exclusive_use():
+            self._check_memory_order()
+            before = self.serial
             if self.offloader is not None:
                 self.offloader.sync_prev_onload()
             collect = collect_garbage and self._sessions == 0
             with _garbage_collection_paused(collect=collect), self.backend.capture_scope():
                 start = time.perf_counter()
                 recording = Recording(self.backend, split_at_breaks=split_at_breaks)
-                with recording.open():
-                    output = run()
-                    if self.offloader is not None:
-                        self.offloader.join_after_forward()
+                outer, self._inside = self._inside, range(before + 1, sys.maxsize)
+                try:
+                    with recording.open():
+                        output = run()
+                        if self.offloader is not None:
+                            self.offloader.join_after_forward()
+                except BaseException:
+                    # A forward is captured as a whole or not at all: see _check_memory_order.
+                    self.discard(range(self._serial_before_context + 1, self.serial + 1))
+                    raise
+                finally:
+                    self._inside = outer
                 seconds = time.perf_counter() - start
-        return Captured(tape=recording.finish(), output=output, seconds=seconds)
+            tape = recording.finish()
+            tape.inner = range(before + 1, self.serial + 1)
+            self.serial += 1
+            tape.serial = self.serial
+        return Captured(tape=tape, output=output, seconds=seconds)
+
+    def _check_memory_order(self) -> None:
+        """Refuse a capture that would place its tensors on memory that is in use.
+
+        What a replay returns reserves no memory. A capture that follows in the same forward, or
+        that runs in the middle of a replay, would take that memory for its own.
+        """
+        context = current_forward_context()
+        if self._replaying_breaks:
+            raise CaptureError(
+                "a graph was captured in an eager break while the graph around it was replayed; "
+                "capture it beforehand in a pool of its own"
+            )
+        if context is not None and context is self._replay_context:
+            raise CaptureError(
+                f"{context.descriptor} is captured for one part of the forward and not for another "
+                "that comes later; the parts of a forward share memory and must be captured "
+                "together: clear_graphs() of all its wrappers, and run it again"
+            )
+        if context is None or context is not self._capture_context:
+            self._capture_context = context
+            self._serial_before_context = self.serial
 
     def replay(self, tape: Tape) -> None:
         """Run captured work on the current stream. Does not synchronise."""
         # Spelt out rather than `with self.exclusive_use()`: this is the hot path.
         if not self._use.acquire(False):
-            raise self._concurrent_use()
+            raise concurrent_use()
         try:
             if open_recording() is not None:
                 raise CaptureError(
                     "a graph was replayed inside a capture; call the plain function there, and its "
                     "work becomes part of the graph being captured"
                 )
+            if self._inside is not None and tape.serial not in self._inside:
+                raise CaptureError(
+                    "a graph was replayed in an eager break of another graph of the same pool, "
+                    "which may use the same memory; give the inner one a pool of its own"
+                )
+            self._replay_context = current_forward_context()
             if self.offloader is not None:
                 self.offloader.sync_prev_onload()
-            tape.replay()
+            if tape.has_breaks:
+                self._replay_with_breaks(tape)
+            else:
+                tape.replay()
         finally:
             self._use.release()
+
+    def _replay_with_breaks(self, tape: Tape) -> None:
+        outer = self._inside, self._replaying_breaks
+        self._inside, self._replaying_breaks = tape.inner, True
+        try:
+            with torch.no_grad():  # as at capture
+                tape.replay()
+        finally:
+            self._inside, self._replaying_breaks = outer
 
     def weak(self, value: T) -> T:
         """``value`` with every tensor in pool memory replaced by an alias that reserves nothing."""
@@ -156,10 +220,10 @@ class GraphPool:
         """Have ``owner`` told when graphs must go. Held weakly."""
         self._owners.add(owner)
 
-    def discard(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Drop every graph of one key, with the memory that nothing else needs."""
+    def discard(self, serials: range) -> None:
+        """Drop the captures with these numbers, and the memory that nothing else needs."""
         for owner in list(self._owners):
-            owner.discard(mode, descriptor)
+            owner.discard(serials)
         self.backend.release_unused()
 
     @property
@@ -199,18 +263,20 @@ class GraphPool:
     def exclusive_use(self) -> Iterator[None]:
         """Hold the pool for one thread; another that comes meanwhile gets an error, not a race."""
         if not self._use.acquire(False):
-            raise self._concurrent_use()
+            raise concurrent_use()
         try:
             yield
         finally:
             self._use.release()
 
-    def _concurrent_use(self) -> ConcurrentUseError:
-        return ConcurrentUseError(
-            f"thread {threading.current_thread().name!r} used a graph pool while another thread "
-            "was capturing or replaying in it; graphs of one pool share memory, so use one thread "
-            "at a time or one pool per thread"
-        )
+
+def concurrent_use() -> ConcurrentUseError:
+    """The error for the second of two threads."""
+    return ConcurrentUseError(
+        f"thread {threading.current_thread().name!r} used graphs while another thread was "
+        "capturing or replaying them; graphs of one pool share memory, so use one thread at a time "
+        "or one pool per thread"
+    )
 
 
 @contextmanager

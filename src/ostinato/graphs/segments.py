@@ -22,8 +22,10 @@ import torch
 
 from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.backends import Graph, GraphBackend
+from ostinato.graphs.backends.base import replay_closed
 from ostinato.graphs.counters import compilation_counter
-from ostinato.graphs.tree import map_tensors, tensors_in
+from ostinato.graphs.signature import TensorSpec, same_value
+from ostinato.graphs.tree import leaves_with_path, map_tensors, tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,31 +69,43 @@ class EagerCall:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        targets: list[torch.Tensor | None],
+        expected: list[Any],
     ) -> None:
         self._function = function
         self._args = args
         self._kwargs = kwargs
-        self._targets = targets  # per tensor returned; None where it is one of the arguments'
+        # Per leaf returned: the tensor that the next segment reads, to be copied into; the
+        # TensorSpec of a result that is an argument's memory, which must be it again; or a value.
+        self._expected = expected
+
+    @property
+    def num_copies(self) -> int:
+        """Results that have to be copied to where the next segment reads them."""
+        return sum(isinstance(leaf, torch.Tensor) for leaf in self._expected)
 
     def replay(self) -> None:
         result = self._function(*self._args, **self._kwargs)
-        returned = list(tensors_in(result))
-        if len(returned) != len(self._targets):
-            raise self._changed(f"{len(self._targets)} tensors", f"{len(returned)} tensors")
-        for target, value in zip(self._targets, returned, strict=True):
-            if target is None:
-                continue
-            if target.shape != value.shape or target.dtype != value.dtype:
-                was, now = (f"{tuple(t.shape)} {t.dtype}" for t in (target, value))
-                raise self._changed(was, now)
-            target.copy_(value)
+        returned = [leaf for _, leaf in leaves_with_path(result, "")]
+        if len(returned) != len(self._expected):
+            raise self._changed(f"{len(self._expected)} values", f"{len(returned)} values")
+        for expected, value in zip(self._expected, returned, strict=True):
+            if isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor):
+                if expected.shape != value.shape or expected.dtype != value.dtype:
+                    was, now = (f"{tuple(t.shape)} {t.dtype}" for t in (expected, value))
+                    raise self._changed(was, now)
+                expected.copy_(value)
+            elif isinstance(expected, TensorSpec) and isinstance(value, torch.Tensor):
+                if expected != TensorSpec.of(value):
+                    raise self._changed("one part of its arguments", "another tensor")
+            elif isinstance(value, torch.Tensor) or not same_value(expected, value):
+                raise self._changed(repr(expected), repr(value))
 
     def _changed(self, was: str, now: str) -> ReplayMismatchError:
         name = getattr(self._function, "__qualname__", repr(self._function))
         return ReplayMismatchError(
-            f"eager break {name} returned {was} at capture and {now} on replay; the graph after "
-            "it reads the captured shape, so a break must return the same shapes every time"
+            f"eager break {name} returned {was} at capture and {now} on replay; the graph after it "
+            "was captured with the former, so what a break returns may change in the contents of "
+            "tensors only"
         )
 
 
@@ -100,6 +114,10 @@ class Tape:
 
     def __init__(self, steps: list[Graph | EagerCall]) -> None:
         self._steps = steps
+        self.has_breaks = any(isinstance(step, EagerCall) for step in steps)
+        # Its number among the captures of its pool, and the numbers of those made inside it.
+        self.serial = 0
+        self.inner = range(0)
         # A single graph, the common case, is replayed without a loop around it.
         self.replay: Callable[[], None] = steps[0].replay if len(steps) == 1 else self._replay_all
 
@@ -117,7 +135,7 @@ class Tape:
         return None if None in counts else sum(cast(list[int], counts))
 
     def close(self) -> None:
-        self.replay = _replay_closed
+        self.replay = replay_closed
         for graph in self.graphs:
             graph.close()
         self._steps = []
@@ -158,25 +176,29 @@ class Recording:
         finally:
             _open_recording.reset(token)
         borrowed = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-        targets: list[torch.Tensor | None] = []
 
         def settle(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.untyped_storage()._cdata in borrowed:
-                targets.append(None)
-                return tensor
-            settled = self._backend.adopt(tensor)
-            targets.append(self._backend.weak(settled))
-            return settled
+            in_place = tensor.untyped_storage()._cdata in borrowed
+            return tensor if in_place else self._backend.adopt(tensor)
+
+        def expect(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            in_place = leaf.untyped_storage()._cdata in borrowed
+            return TensorSpec.of(leaf) if in_place else self._backend.weak(leaf)
 
         result = map_tensors(settle, result)
+        expected = [expect(leaf) for _, leaf in leaves_with_path(result, "")]
         weak = self._backend.weak
         fixed_args, fixed_kwargs = map_tensors(weak, args), map_tensors(weak, dict(kwargs))
-        self._steps.append(EagerCall(function, fixed_args, fixed_kwargs, targets))
+        self._steps.append(EagerCall(function, fixed_args, fixed_kwargs, expected))
         self._backend.begin()
         return result
 
     def finish(self) -> Tape:
-        return Tape(self._steps)
+        tape = Tape(self._steps)
+        compilation_counter.num_cudagraph_captured += len(tape.graphs)
+        return tape
 
     def _close_segment(self, *, last: bool) -> None:
         graph = self._backend.end()
@@ -185,8 +207,3 @@ class Recording:
             graph.close()
             return
         self._steps.append(graph)
-        compilation_counter.num_cudagraph_captured += 1
-
-
-def _replay_closed() -> None:
-    raise ReplayMismatchError("this graph was closed; capture it again before replaying it")

@@ -7,13 +7,16 @@ comparison, which decides, and names the argument that differs.
 
 from __future__ import annotations
 
+import enum
+import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from ostinato.errors import ReplayMismatchError
+from ostinato.errors import CaptureError, ReplayMismatchError
 from ostinato.graphs.tree import leaves_with_path
 
 # Private to torch; without it every check is a full one.
@@ -31,10 +34,20 @@ class TensorSpec(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    conjugated: bool
+    negated: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        return cls(
+            tensor.data_ptr(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
 
 class CallSignature:
@@ -45,7 +58,7 @@ class CallSignature:
     ) -> None:
         self._positional_names = positional_names(function)
         self._leaves = [
-            (path, TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+            (path, TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else fixed(path, leaf))
             for path, leaf in self._walk(args, kwargs)
         ]
         self._addresses = [spec.address for _, spec in self._leaves if isinstance(spec, TensorSpec)]
@@ -118,7 +131,7 @@ class CallSignature:
 def compare_leaf(path: str, captured: Any, value: Any) -> None:
     if isinstance(captured, TensorSpec) and isinstance(value, torch.Tensor):
         now = TensorSpec.of(value)
-        for what in ("dtype", "device", "shape", "stride"):
+        for what in ("dtype", "device", "shape", "stride", "conjugated", "negated"):
             was, is_now = getattr(captured, what), getattr(now, what)
             if was != is_now:
                 raise ReplayMismatchError(
@@ -134,7 +147,7 @@ def compare_leaf(path: str, captured: Any, value: Any) -> None:
     elif (
         isinstance(captured, TensorSpec)
         or isinstance(value, torch.Tensor)
-        or not (captured is value or _equal(captured, value))
+        or not same_value(captured, value)
     ):
         was = "a tensor" if isinstance(captured, TensorSpec) else repr(captured)
         is_now = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
@@ -144,11 +157,45 @@ def compare_leaf(path: str, captured: Any, value: Any) -> None:
         )
 
 
-def _equal(a: Any, b: Any) -> bool:
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except (TypeError, ValueError):  # arrays and the like have no single answer
-        return False
+def same_value(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and bool(a == b))
+
+
+# What cannot change behind our back: plain values, and things whose identity is what matters.
+_FIXED_TYPES = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    frozenset,
+    range,
+    slice,
+    type(None),
+    type,
+    enum.Enum,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Generator,
+    torch.nn.Module,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+)
+
+
+def fixed(path: str, leaf: Any) -> Any:
+    """``leaf``, if a later call can be compared with it; an object with hidden contents cannot."""
+    if isinstance(leaf, _FIXED_TYPES):
+        return leaf
+    raise CaptureError(
+        f"argument {path!r} is a {type(leaf).__qualname__}, whose contents cannot be checked on "
+        "replay; pass tensors and plain values in dicts, lists, tuples or dataclasses, or have an "
+        "@eager_break function read it from the forward context"
+    )
 
 
 def _show(value: Any) -> str:

@@ -52,10 +52,15 @@ def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {
+            field.name: _map(function, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        }
+        if isinstance(value, Mapping):  # as transformers' outputs are; its items must follow
+            return dataclasses.replace(value, **fields)
         rebuilt = copy.copy(value)
-        for field in dataclasses.fields(value):
-            mapped = _map(function, getattr(value, field.name))
-            object.__setattr__(rebuilt, field.name, mapped)  # frozen ones too
+        for name, mapped in fields.items():
+            object.__setattr__(rebuilt, name, mapped)  # frozen ones too
         return rebuilt
     if isinstance(value, Mapping):
         items = {key: _map(function, item) for key, item in value.items()}

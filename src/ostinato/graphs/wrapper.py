@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from ostinato.errors import CaptureError, ClosedError, ConfigError
 from ostinato.graphs.context import current_forward_context
 from ostinato.graphs.descriptor import BatchDescriptor
@@ -14,6 +16,7 @@ from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.pool import GraphPool
 from ostinato.graphs.segments import Tape
 from ostinato.graphs.signature import CallSignature
+from ostinato.graphs.tree import map_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +96,9 @@ class CUDAGraphWrapper(Generic[R]):
         if not entry.signature.matches(args, kwargs):
             entry.signature.check(args, kwargs)
         self.pool.replay(entry.tape)
-        return entry.output
+        output = entry.output
+        # Containers are made anew: what the caller does to them must not show in later results.
+        return output if isinstance(output, torch.Tensor) else map_tensors(_itself, output)
 
     def _capture(
         self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -129,10 +134,11 @@ class CUDAGraphWrapper(Generic[R]):
     def unwrap(self) -> Callable[..., R]:
         return self.runnable
 
-    def discard(self, mode: CUDAGraphMode, descriptor: BatchDescriptor) -> None:
-        """Drop the graph of one key, if this wrapper has it."""
-        if mode is self.runtime_mode and descriptor in self.entries:
-            self.entries.pop(descriptor).tape.close()
+    def discard(self, serials: range) -> None:
+        """Drop the graphs whose tapes have these numbers."""
+        for descriptor, entry in list(self.entries.items()):
+            if entry.tape.serial in serials:
+                self.entries.pop(descriptor).tape.close()
 
     def clear_graphs(self) -> None:
         """Drop all graphs; the next call of each key captures again."""
@@ -149,3 +155,7 @@ class CUDAGraphWrapper(Generic[R]):
             f"neither CUDAGraphWrapper nor its runnable {type(runnable).__name__} has an "
             f"attribute {name!r}"
         )
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

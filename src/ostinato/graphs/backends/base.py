@@ -12,6 +12,8 @@ from typing import Protocol
 
 import torch
 
+from ostinato.errors import ReplayMismatchError
+
 
 class Graph(Protocol):
     """Recorded work. Owns nothing of the pool's memory: the backend does."""
@@ -67,3 +69,8 @@ class GraphBackend(Protocol):
 
     def close(self) -> None:
         """Drop the pool. All its graphs must have been closed."""
+
+
+def replay_closed() -> None:
+    """What a closed graph has in place of its replay."""
+    raise ReplayMismatchError("this graph was closed; capture it again before replaying it")

@@ -15,10 +15,10 @@ from ostinato.errors import (
     CaptureError,
     CaptureOutOfMemoryError,
     ConfigError,
-    ReplayMismatchError,
 )
 from ostinato.graphs.backends.alias import alias_of
 from ostinato.graphs.backends.ambient import capture_ambient
+from ostinato.graphs.backends.base import replay_closed
 from ostinato.graphs.backends.guard import (
     CaptureGuard,
     compiler_error,
@@ -149,7 +149,7 @@ class CudaGraph:
         graph, self._graph = self._graph, None
         pool, self._pool = self._pool, None
         if graph is not None and pool is not None:
-            self.replay = _replay_closed
+            self.replay = replay_closed
             pool.num_graphs -= 1
             pool.dispose(graph)
 
@@ -200,10 +200,12 @@ class CudaBackend:
                 )
             caller = torch.cuda.current_stream()
             self._stream.wait_stream(caller)
-            with torch.cuda.stream(self._stream):
-                self._capture_stream.prepare_blas()
-                yield
-            caller.wait_stream(self._stream)
+            try:
+                with torch.cuda.stream(self._stream):
+                    self._capture_stream.prepare_blas()
+                    yield
+            finally:
+                caller.wait_stream(self._stream)
 
     def begin(self) -> None:
         keep_dynamo_out()
@@ -315,7 +317,7 @@ class CudaBackend:
             self._pool = _MemoryPool(self.device, self._capture_stream)
 
     def _translate(self, error: BaseException, invalidated: RuntimeError | None) -> BaseException:
-        if isinstance(error, CaptureError):
+        if isinstance(error, CaptureError) or not isinstance(error, Exception):
             return error
         source = source_of_error(error.__traceback__)
         first_line = str(error).split("\n", 1)[0]
@@ -328,7 +330,8 @@ class CudaBackend:
                 operator=self._guard.last_operator,
                 source=source,
             )
-        if invalidated is None and "captur" not in first_line:
+        from_torch = isinstance(error, RuntimeError) and "captur" in first_line
+        if invalidated is None and not from_torch:
             return compiler_error(error) or error
         return CaptureError(
             f"the capture was broken at {source or 'an unknown line'}, after operator "
@@ -338,10 +341,6 @@ class CudaBackend:
             operator=self._guard.last_operator,
             source=source,
         )
-
-
-def _replay_closed() -> None:
-    raise ReplayMismatchError("this graph was closed; capture it again before replaying it")
 
 
 def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
