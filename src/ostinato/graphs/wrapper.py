@@ -44,6 +44,7 @@ class GraphEntry(Generic[R]):
     signature: CallSignature
     tape: Tape
     output: R
+    is_bare_tensor: bool
     seconds: float
 
 
@@ -96,9 +97,10 @@ class CUDAGraphWrapper(Generic[R]):
         if not entry.signature.matches(args, kwargs):
             entry.signature.check(args, kwargs)
         self.pool.replay(entry.tape)
-        output = entry.output
+        if entry.is_bare_tensor:
+            return entry.output
         # Containers are made anew: what the caller does to them must not show in later results.
-        return output if isinstance(output, torch.Tensor) else map_tensors(_itself, output)
+        return map_tensors(_itself, entry.output)
 
     def _capture(
         self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -125,6 +127,7 @@ class CUDAGraphWrapper(Generic[R]):
             signature=signature,
             tape=captured.tape,
             output=weak_output,
+            is_bare_tensor=isinstance(weak_output, torch.Tensor),
             seconds=captured.seconds,
         )
         if self.options.debug_log_enable:
