@@ -162,6 +162,12 @@ def test_lazily_captured_on_its_own_result(device: torch.device) -> None:
         assert fast(y[1:2]).tolist() == [13.0]
 
 
+def test_lazy_captures_between_replays_in_one_context(device: torch.device) -> None:
+    with graphed(lambda x: x * 3, sizes=[1, 2, 4], lazy=True) as fast, set_forward_context():
+        for rows in (4, 4, 1, 2, 1):
+            assert fast(torch.ones(rows, device=device)).tolist() == [3.0] * rows
+
+
 def test_captures_run_on_padding_only(device: torch.device) -> None:
     cache = torch.zeros(9, device=device)  # the last row takes what padding writes
 

@@ -23,6 +23,7 @@ import torch
 from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError
 from ostinato.graphs.backends import create_backend
 from ostinato.graphs.context import ForwardContext, current_forward_context
+from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.segments import Recording, Tape, open_recording
 from ostinato.graphs.tree import map_tensors
 
@@ -160,6 +161,8 @@ class GraphPool:
         that runs in the middle of a replay, would take that memory for its own.
         """
         context = current_forward_context()
+        if context is not None and context.runtime_mode is CUDAGraphMode.NONE:
+            context = None  # no wrapper acts on it, so it does not mark out one forward
         if self._replaying_breaks:
             raise CaptureError(
                 "a graph was captured in an eager break while the graph around it was replayed; "
