@@ -347,6 +347,9 @@ class GraphedCallable(Generic[P, R]):
         getattr(self._function, method)(*args, **kwargs)
         self.clear_graphs()
         self._layout = self._outputs = None
+        if self._owns_pool and self._pool is not None:
+            self._pool.close()  # the model may be on another device now
+            self._pool = None
         return self
 
     def _check_usable(self) -> None:
