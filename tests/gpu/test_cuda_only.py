@@ -116,7 +116,7 @@ def test_real_out_of_memory(pool: GraphPool) -> None:
         pool.capture(too_much)
     del error
     gc.collect()
-    pool.backend.release_unused()
+    pool.release_unused()
     assert torch.cuda.mem_get_info()[0] > free * 0.9  # what the failed capture took is back
     check_healthy(pool)
 

@@ -106,6 +106,7 @@ def _capture_one(
         wrapped = _describe_failure(entry, error)
         _drop_frames(error, until=outer_error)
         pool.discard(range(serial_before + 1, pool.serial + 1))
+        pool.release_unused()
         if not eager_fallback:
             raise wrapped from error
         dispatcher.mark_refused(entry, Reason.CAPTURE_FAILED)

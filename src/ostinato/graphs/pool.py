@@ -224,9 +224,12 @@ class GraphPool:
         self._owners.add(owner)
 
     def discard(self, serials: range) -> None:
-        """Drop the captures with these numbers, and the memory that nothing else needs."""
+        """Drop the captures with these numbers. Their memory stays in the pool for others."""
         for owner in list(self._owners):
             owner.discard(serials)
+
+    def release_unused(self) -> None:
+        """Give back memory that no graph needs, as far as the device allows."""
         self.backend.release_unused()
 
     @property
