@@ -124,7 +124,7 @@ def _capture_one(
 def _drop_frames(error: BaseException | None, *, until: BaseException | None) -> None:
     """Let the failed run's frames go: the tensors they hold would keep the memory taken.
 
-    Not by clearing the frames: in Python 3.12 that crashes for frames of finished generators.
+    Errors that were being handled before the run (``until``) keep theirs.
     """
     while error is not None and error is not until:
         error.__traceback__ = None
