@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import ostinato
@@ -69,6 +70,8 @@ def test_bench_core_shows_a_table_and_writes_json(
     assert json.loads(printed.output) == RESULTS
 
 
-def test_bench_measures_what_it_says() -> None:
-    """Small runs of the real measurements: plausible numbers, not timings to hold."""
-    assert 0 < bench_core.dispatch_microseconds(4) < 1000
+def test_bench_runs_its_measurements() -> None:
+    """That they run; what they measure is for `ostinato bench`."""
+    assert bench_core.dispatch_microseconds(4) > 0
+    cost = bench_core.wrapper_microseconds(torch.device("cpu"))
+    assert cost["own_cost"] == pytest.approx(cost["wrapped"] - cost["bare_replay"])

@@ -30,38 +30,13 @@ from ostinato.graphs.plan import CapturePlan, PlanEntry
 from ostinato.graphs.pool import GraphPool, concurrent_use
 from ostinato.graphs.segments import Tape, is_recording
 from ostinato.graphs.sizes import default_sizes, validate_sizes
-from ostinato.graphs.stats import DispatchStats
+from ostinato.graphs.stats import DispatchStats, GraphedStats
 from ostinato.graphs.tree import map_tensors, tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _DEFAULT_LARGEST = 64
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphedStats:
-    """What a graphed callable did so far. ``str()`` of it is a small table."""
-
-    graphs: int
-    hits: int
-    padding_rows: int
-    padding_fraction: float
-    eager_calls: dict[str, int]
-    pool_bytes: int
-    buffer_bytes: int
-    capture_seconds: float
-
-    def __str__(self) -> str:
-        lines = [
-            f"graphs captured   {self.graphs} in {self.capture_seconds:.3f} s",
-            f"replays           {self.hits}",
-            f"padding           {self.padding_rows} rows ({self.padding_fraction:.1%})",
-            f"memory            {self.pool_bytes:,} B pool + {self.buffer_bytes:,} B buffers",
-            f"eager calls       {sum(self.eager_calls.values())}",
-        ]
-        lines += [f"  {count:>6} x {reason}" for reason, count in self.eager_calls.items()]
-        return "\n".join(lines)
 
 
 # Methods of a module that change it in place and return it.

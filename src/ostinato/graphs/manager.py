@@ -138,7 +138,6 @@ class CudaGraphManager(Generic[Inputs]):
         forward: Callable[[Inputs], Output],
         batch: PreparedBatch[Inputs],
     ) -> None:
-
         def run(mode: CUDAGraphMode) -> Output:
             with set_forward_context(
                 mode,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +54,6 @@ class Captured(Generic[T]):
 
     tape: Tape
     output: T
-    seconds: float
 
 
 class GraphPool:
@@ -133,7 +131,6 @@ class GraphPool:
                 self.offloader.sync_prev_onload()
             collect = collect_garbage and self._sessions == 0
             with _garbage_collection_paused(collect=collect), self.backend.capture_scope():
-                start = time.perf_counter()
                 recording = Recording(self.backend, split_at_breaks=split_at_breaks)
                 outer, self._inside = self._inside, range(before + 1, sys.maxsize)
                 try:
@@ -147,12 +144,11 @@ class GraphPool:
                     raise
                 finally:
                     self._inside = outer
-                seconds = time.perf_counter() - start
             tape = recording.finish()
             tape.inner = range(before + 1, self.serial + 1)
             self.serial += 1
             tape.serial = self.serial
-        return Captured(tape=tape, output=output, seconds=seconds)
+        return Captured(tape=tape, output=output)
 
     def _check_memory_order(self) -> None:
         """Refuse a capture that would place its tensors on memory that is in use.

@@ -159,7 +159,7 @@ class Recording:
             self._close_segment(last=True)
         except BaseException as error:
             raised = self._backend.abort(error)
-            for graph in Tape(self._steps).graphs if self._steps else ():
+            for graph in Tape(self._steps).graphs:
                 graph.close()
             if raised is error:
                 raise
@@ -176,20 +176,18 @@ class Recording:
         finally:
             _open_recording.reset(token)
         borrowed = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        weak, adopt = self._backend.weak, self._backend.adopt
 
-        def settle(tensor: torch.Tensor) -> torch.Tensor:
-            in_place = tensor.untyped_storage()._cdata in borrowed
-            return tensor if in_place else self._backend.adopt(tensor)
+        def in_place(tensor: torch.Tensor) -> bool:
+            return tensor.untyped_storage()._cdata in borrowed
 
         def expect(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            in_place = leaf.untyped_storage()._cdata in borrowed
-            return TensorSpec.of(leaf) if in_place else self._backend.weak(leaf)
+            return TensorSpec.of(leaf) if in_place(leaf) else weak(leaf)
 
-        result = map_tensors(settle, result)
+        result = map_tensors(lambda tensor: tensor if in_place(tensor) else adopt(tensor), result)
         expected = [expect(leaf) for _, leaf in leaves_with_path(result, "")]
-        weak = self._backend.weak
         fixed_args, fixed_kwargs = map_tensors(weak, args), map_tensors(weak, dict(kwargs))
         self._steps.append(EagerCall(function, fixed_args, fixed_kwargs, expected))
         self._backend.begin()

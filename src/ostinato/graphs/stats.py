@@ -47,3 +47,28 @@ class DispatchStats:
         self.replays.clear()
         self.eager.clear()
         self.replayed_tokens = self.padding_tokens = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphedStats:
+    """What a graphed callable did so far. ``str()`` of it is a small table."""
+
+    graphs: int
+    hits: int
+    padding_rows: int
+    padding_fraction: float
+    eager_calls: dict[str, int]
+    pool_bytes: int
+    buffer_bytes: int
+    capture_seconds: float
+
+    def __str__(self) -> str:
+        lines = [
+            f"graphs captured   {self.graphs} in {self.capture_seconds:.3f} s",
+            f"replays           {self.hits}",
+            f"padding           {self.padding_rows} rows ({self.padding_fraction:.1%})",
+            f"memory            {self.pool_bytes:,} B pool + {self.buffer_bytes:,} B buffers",
+            f"eager calls       {sum(self.eager_calls.values())}",
+        ]
+        lines += [f"  {count:>6} x {reason}" for reason, count in self.eager_calls.items()]
+        return "\n".join(lines)

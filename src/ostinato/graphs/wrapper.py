@@ -45,7 +45,6 @@ class GraphEntry(Generic[R]):
     tape: Tape
     output: R
     is_bare_tensor: bool
-    seconds: float
 
 
 class CUDAGraphWrapper(Generic[R]):
@@ -128,7 +127,6 @@ class CUDAGraphWrapper(Generic[R]):
             tape=captured.tape,
             output=weak_output,
             is_bare_tensor=isinstance(weak_output, torch.Tensor),
-            seconds=captured.seconds,
         )
         if self.options.debug_log_enable:
             logger.debug("captured %s (%s)", descriptor, self.runtime_mode.name)

@@ -33,8 +33,8 @@ except ImportError:
     cuda_runtime = None
 
 
-# torch's allocator of pinned memory goes on asking the graph of a broken capture whether it still
-# captures. These few graphs therefore live as long as the process.
+# torch's allocator of pinned memory still counts a broken capture as under way, and may ask its
+# graph about it. These few graphs therefore live as long as the process.
 _broken_captures: list[torch.cuda.CUDAGraph] = []
 
 
@@ -60,9 +60,10 @@ class _CaptureStream:
             torch.cuda.current_blas_handle()
 
     def dispose(self, thing: object) -> None:
-        """Let go of a graph or a memory pool, but not during a capture: that would end the process.
+        """Let go of a graph or a memory pool, but not during a capture.
 
-        Python may drop the last reference at any time; what it drops during a capture waits here.
+        A pool that dies during one ends the process (an assertion in torch), and Python may drop
+        the last reference at any time; what it drops during a capture waits here.
         """
         self._retired.append(thing)
         if not self.capturing and self.lock.acquire(blocking=False):
