@@ -11,7 +11,6 @@ and replays. A batch above the largest size runs eagerly, and the statistics say
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from ostinato.graphs.dispatch import Dispatcher
 from ostinato.graphs.graphed_call import BatchDim, CallLayout, OutputLayout
 from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.plan import CapturePlan, PlanEntry
-from ostinato.graphs.pool import GraphPool, concurrent_use
+from ostinato.graphs.pool import ExclusiveUse, GraphPool
 from ostinato.graphs.segments import Tape, is_recording
 from ostinato.graphs.sizes import default_sizes, validate_sizes
 from ostinato.graphs.stats import DispatchStats, GraphedStats
@@ -97,7 +96,7 @@ class GraphedCallable(Generic[P, R]):
         self._owns_pool = pool is None
         self._show_progress = show_progress
         self._closed = False
-        self._use = threading.RLock()
+        self._exclusive_use = ExclusiveUse()
         self._stats = DispatchStats()
         self._report = CaptureReport()
         self._graphs: dict[BatchDescriptor, _SizeGraph] = {}
@@ -108,22 +107,18 @@ class GraphedCallable(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         self._check_usable()
-        if not self._use.acquire(False):
-            raise concurrent_use()
-        try:
+        with self._exclusive_use:
             if self._layout is None:
                 self._prepare(args, kwargs)
             layout, _, pool = self._parts()
             values = layout.values(args, kwargs)
             rows = layout.batch_size(values)
-            with pool.exclusive_use(), torch.no_grad():
+            with pool.exclusive_use, torch.no_grad():
                 choice, values = self._choose(rows, values)
                 self._stats.record(choice, rows)
                 if choice.mode is CUDAGraphMode.NONE:
                     return self._function(*args, **kwargs)
                 return self._replay(choice.descriptor, rows, values)
-        finally:
-            self._use.release()
 
     def _choose(self, rows: int, values: list[Any]) -> tuple[Choice, list[Any]]:
         """The graph for this many rows, captured now if need be, and the values to give it."""
@@ -157,17 +152,13 @@ class GraphedCallable(Generic[P, R]):
         Only their shapes are used: the callable runs on padding.
         """
         self._check_usable()
-        if not self._use.acquire(False):
-            raise concurrent_use()
-        try:
+        with self._exclusive_use:
             if self._layout is None:
                 self._prepare(args, kwargs)
             _, _, pool = self._parts()
-            with pool.exclusive_use(), torch.no_grad():
+            with pool.exclusive_use, torch.no_grad():
                 self._capture(self._missing())
             return self._report
-        finally:
-            self._use.release()
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make buffers, plan and pool for arguments like these."""
