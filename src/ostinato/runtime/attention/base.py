@@ -1,0 +1,100 @@
+"""What attention is to the rest of the runtime: a spec per layer, metadata per batch, a backend.
+
+A model's layers call ``attend``; it finds the batch in the forward context, so that it can be
+called from inside modules that other people wrote. The backend writes the new keys and values into
+the paged cache and attends over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ostinato.graphs.context import get_forward_context
+from ostinato.graphs.modes import AttentionCGSupport
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """One attention layer: its place in the KV cache and what is fixed about its computation.
+
+    A query at position p sees the keys at positions p - window + 1 to p (``window`` None: all up to
+    p). ``soft_cap`` c turns scores s into c * tanh(s / c).
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """One batch as attention sees it; R requests, T tokens, both padded.
+
+    ``query_start_loc`` [R + 1] int32: request r owns the tokens from entry r to entry r + 1.
+    ``seq_lens`` [R] int32: keys of each request, this batch's tokens included; 0 for padding.
+    ``block_table`` [R, blocks] int32. ``slot_mapping`` [T] int64: where each token's key and value
+    go (block * block_size + offset), -1 for padding tokens, which are never written.
+    ``max_query_len`` and ``max_seq_len`` are upper limits known to the host.
+
+    The tensors may be read by graphs: a replay finds new contents at the same addresses.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    # Per layer: keys [num_blocks, block_size, num_kv_heads, head_dim], values likewise. Block 0 is
+    # nobody's: no request ever holds it.
+    kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    backend: AttentionBackend
+
+
+class AttentionBackend(Protocol):
+    """Attention over the paged cache."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def support(self) -> AttentionCGSupport:
+        """Which batches it can be captured for."""
+
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Store ``key`` and ``value``, then attend.
+
+        ``query`` [T, num_heads, head_dim], ``key`` [T, num_kv_heads, head_dim], ``value`` [T,
+        num_kv_heads, value_dim] -> [T, num_heads, value_dim]. Rows of tokens that belong to no
+        request are zero. ``sinks`` [num_heads]: one more logit per head in the softmax, with no
+        value.
+        """
+
+
+def attend(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one layer for the batch in the forward context."""
+    metadata: AttentionMetadata = get_forward_context().attn_metadata
+    return metadata.backend.forward(spec, query, key, value, metadata, sinks)

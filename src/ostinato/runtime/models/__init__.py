@@ -1,0 +1,1 @@
+"""Language models: the native decoder, and any other causal LM through transformers' modules."""

@@ -1,0 +1,31 @@
+"""What the runner needs of a language model, whichever way it is implemented."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ostinato.runtime.attention.base import AttentionSpec
+
+
+class CausalLM(Protocol):
+    """A causal language model over a flat row of tokens.
+
+    The tokens of all requests stand in one row; ``positions`` says where each belongs in its own
+    sequence, and attention (``attend``) keeps the requests apart by the forward context.
+    """
+
+    attention_specs: Sequence[AttentionSpec]
+    vocab_size: int
+    hidden_size: int
+    max_position: int  # the longest sequence that the model can take
+    dtype: torch.dtype
+    device: torch.device
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of tokens ``input_ids`` [T] at ``positions`` [T]."""
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, vocab_size] in float32 of hidden states [B, hidden_size]."""
