@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ostinato.errors import ConfigError
@@ -100,7 +100,11 @@ def _check_int(name: str, value: object, *, at_least: int) -> None:
         raise ConfigError(f"{name} must be an integer of at least {at_least}, got {value!r}")
 
 
-def _check_number(name: str, value: object, allowed: str, holds: object) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not holds(value):  # type: ignore[arg-type,operator]
+def _check_number(name: str, value: object, allowed: str, holds: Callable[[float], bool]) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or not holds(value)
+    ):
         raise ConfigError(f"{name} must be a number {allowed}, got {value!r}")
