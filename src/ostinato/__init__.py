@@ -1,4 +1,4 @@
-"""Ostinato: CUDA graphs for LLM inference, as a library.
+"""Ostinato: CUDA graphs for LLM inference, as a library and a runtime.
 
 The names below are the public ones. They are imported when first used, so that ``import ostinato``
 and the command line start at once.
@@ -13,6 +13,9 @@ __version__ = "0.1.0"
 
 _HOME = {
     "ReplayMismatchError": "errors",
+    "RequestError": "errors",
+    "OutOfBlocksError": "errors",
+    "ModelLoadError": "errors",
     "OstinatoError": "errors",
     "ContextError": "errors",
     "ConfigError": "errors",
@@ -35,6 +38,10 @@ _HOME = {
     "compilation_counter": "graphs.counters",
     "eager_break": "graphs.segments",
     "get_forward_context": "graphs.context",
+    "GraphConfig": "runtime.config",
+    "LLM": "runtime.llm",
+    "RequestOutput": "runtime.outputs",
+    "SamplingParams": "runtime.sampling_params",
     "graphed": "graphs.graphed",
     "resolve_mode": "graphs.modes",
     "set_forward_context": "graphs.context",
@@ -48,8 +55,11 @@ if TYPE_CHECKING:
     from ostinato.errors import ConcurrentUseError as ConcurrentUseError
     from ostinato.errors import ConfigError as ConfigError
     from ostinato.errors import ContextError as ContextError
+    from ostinato.errors import ModelLoadError as ModelLoadError
     from ostinato.errors import OstinatoError as OstinatoError
+    from ostinato.errors import OutOfBlocksError as OutOfBlocksError
     from ostinato.errors import ReplayMismatchError as ReplayMismatchError
+    from ostinato.errors import RequestError as RequestError
     from ostinato.graphs.context import get_forward_context as get_forward_context
     from ostinato.graphs.context import set_forward_context as set_forward_context
     from ostinato.graphs.counters import compilation_counter as compilation_counter
@@ -67,6 +77,10 @@ if TYPE_CHECKING:
     from ostinato.graphs.segments import eager_break as eager_break
     from ostinato.graphs.wrapper import CUDAGraphOptions as CUDAGraphOptions
     from ostinato.graphs.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
+    from ostinato.runtime.config import GraphConfig as GraphConfig
+    from ostinato.runtime.llm import LLM as LLM
+    from ostinato.runtime.outputs import RequestOutput as RequestOutput
+    from ostinato.runtime.sampling_params import SamplingParams as SamplingParams
 
 __all__ = ["__version__", *_HOME]
 

@@ -20,6 +20,10 @@ class BatchError(OstinatoError, ValueError):
     """A batch or an argument does not fit what the graphs were built for."""
 
 
+class RequestError(OstinatoError, ValueError):
+    """A request cannot be run: an empty or too long prompt, a token id that does not exist."""
+
+
 class ContextError(OstinatoError, RuntimeError):
     """The forward context was read where none is set."""
 
@@ -52,3 +56,15 @@ class ClosedError(OstinatoError, RuntimeError):
 
 class ConcurrentUseError(OstinatoError, RuntimeError):
     """Two threads used the graphs of one pool at the same time."""
+
+
+class OutOfBlocksError(OstinatoError, RuntimeError):
+    """The KV cache has fewer free blocks than were asked for; none was taken."""
+
+
+class SchedulingError(OstinatoError, RuntimeError):
+    """The scheduler or its blocks were used out of order: a block freed twice, a plan skipped."""
+
+
+class ModelLoadError(OstinatoError, RuntimeError):
+    """A model could not be loaded: not found, incomplete, damaged, or too large for the device."""

@@ -209,6 +209,11 @@ class CudaGraphManager(Generic[Inputs]):
         hidden, *aux = (buffer[:rows] for buffer in self._buffers)
         return (hidden, aux) if self._has_aux else hidden
 
+    def num_nodes(self, entry: PlanEntry) -> int | None:
+        """Nodes of an entry's FULL graph: operators on the CPU, kernels and copies on CUDA."""
+        tape = self._tapes.get(entry.descriptor)
+        return None if tape is None else tape.num_nodes
+
     # --- ownership -----------------------------------------------------------------------------
 
     def discard(self, serials: range) -> None:

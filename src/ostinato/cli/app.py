@@ -1,0 +1,43 @@
+"""The commands put together, and how their errors are shown."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from ostinato.cli import bench, model
+from ostinato.errors import OstinatoError
+
+
+class _App(typer.Typer):
+    """Our own errors are meant for the user: one line in red instead of a traceback."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().__call__(*args, **kwargs)
+        except OstinatoError as error:
+            Console(stderr=True).print(f"[red]{type(error).__name__}:[/red] {error}", markup=True)
+            sys.exit(1)
+
+
+app = _App(no_args_is_help=True, add_completion=False, help="CUDA graphs for LLM inference.")
+app.add_typer(bench.app, name="bench")
+app.command()(model.generate)
+app.command()(model.capture)
+app.command()(model.explain)
+
+
+@app.callback()
+def main() -> None:
+    """CUDA graphs for LLM inference."""
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from ostinato import __version__
+
+    Console().print(__version__)

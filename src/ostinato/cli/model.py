@@ -1,0 +1,178 @@
+"""Commands that run a model, or say how one would run: generate, capture, explain."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ostinato.cli import options
+
+if TYPE_CHECKING:
+    from ostinato.runtime.llm import LLM
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to complete, or to answer with --chat.")],
+    model: options.Model = None,
+    random_weights: options.RandomWeights = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
+    top_p: Annotated[float, typer.Option(help="In (0, 1].")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    mode: options.Mode = None,
+    sizes: options.Sizes = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory: options.KVCacheMemory = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Complete a prompt; text appears as it is generated."""
+    from ostinato.runtime.sampling_params import SamplingParams
+
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
+    )
+    with _open(
+        model=model,
+        random_weights=random_weights,
+        device=device,
+        dtype=dtype,
+        mode=mode,
+        sizes=sizes,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        kv_cache_memory=kv_cache_memory,
+        quiet=quiet or as_json,
+    ) as llm:
+        question: Any = [{"role": "user", "content": prompt}]
+        asked = llm.render_chat(question) if chat else _as_prompt(llm, prompt)
+        if as_json:
+            (result,) = llm.generate(asked, params)
+            sys.stdout.write(json.dumps(asdict(result)) + "\n")
+            return
+        for delta in llm.stream(asked, params):
+            sys.stdout.write(delta.text if llm.tokenizer else f"{delta.token_ids} ")
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+
+
+def capture(
+    model: options.Model = None,
+    random_weights: options.RandomWeights = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    mode: options.Mode = None,
+    sizes: options.Sizes = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory: options.KVCacheMemory = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Capture the graphs of a model, and show each: key, nodes, bytes, milliseconds."""
+    with _open(
+        model=model,
+        random_weights=random_weights,
+        device=device,
+        dtype=dtype,
+        mode=mode,
+        sizes=sizes,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        kv_cache_memory=kv_cache_memory,
+        quiet=quiet or as_json,
+    ) as llm:
+        rows = [
+            {
+                "phase": report.entry.phase,
+                "num_tokens": report.entry.descriptor.num_tokens,
+                "num_reqs": report.entry.descriptor.num_reqs,
+                "graphs": report.num_graphs,
+                "nodes": llm.engine.runner.graphs.num_nodes(report.entry),
+                "bytes": report.num_bytes,
+                "ms": round(report.seconds * 1e3, 2),
+            }
+            for report in llm.engine.runner.capture_report.entries
+        ]
+        resolved = llm.engine.resolved_mode
+    if as_json:
+        sys.stdout.write(json.dumps({"mode": resolved.mode.name, "graphs": rows}) + "\n")
+        return
+    table = Table(title=f"{len(rows)} sizes captured, mode {resolved.mode.name}")
+    for column in rows[0] if rows else ("nothing captured",):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for row in rows:
+        table.add_row(*(_cell(value) for value in row.values()))
+    Console().print(table)
+
+
+def explain(
+    tokens: Annotated[int, typer.Option(help="Tokens in the batch, before padding.")],
+    reqs: Annotated[int, typer.Option(help="Requests in the batch.")],
+    max_query_len: Annotated[
+        int | None, typer.Option(help="Most tokens of one request; default: an even split.")
+    ] = None,
+    device: options.Device = "auto",
+    mode: options.Mode = None,
+    sizes: options.Sizes = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    as_json: options.Json = False,
+) -> None:
+    """Which graph would run a batch, and why. Loads no model."""
+    from ostinato.runtime.explain import explain_batch
+
+    config = options.engine_config(
+        model=None,
+        device=device,
+        mode=mode,
+        sizes=sizes,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    explanation = explain_batch(
+        config, num_tokens=tokens, num_reqs=reqs, max_query_len=max_query_len
+    )
+    if as_json:
+        sys.stdout.write(json.dumps(explanation) + "\n")
+        return
+    table = Table(show_header=False)
+    for name, value in explanation.items():
+        table.add_row(name.replace("_", " "), _cell(value))
+    Console().print(table)
+
+
+@contextmanager
+def _open(**settings: Any) -> Iterator[LLM]:
+    from ostinato.runtime.llm import LLM
+
+    with LLM.from_config(options.engine_config(**settings)) as llm:
+        yield llm
+
+
+def _as_prompt(llm: LLM, prompt: str) -> Any:
+    """Models without a tokenizer take token ids on the command line too: "1,2,3"."""
+    return prompt if llm.tokenizer else options.integers(prompt, "the prompt of this model")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(str(item) for item in value)
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,141 @@
+"""What the user asks for, checked when it is built, before anything is loaded.
+
+"auto" and None stand for "choose"; the methods of ``EngineConfig`` make those choices for a device.
+What depends on the model as well (its length limit, the KV cache) is decided by the engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.sizes import check_positive_int, default_sizes, validate_sizes
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# On the CPU there is no telling how much memory may be used; on CUDA, what is left is used.
+CPU_KV_CACHE_BYTES = 512 * 2**20
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphConfig:
+    """Which graphs are captured.
+
+    ``mode`` None: graphs for decode batches, and for mixed batches where the model can be captured
+    piecewise. ``capture_sizes`` None: the default ladder of the device. With ``eager_fallback`` a
+    size whose capture fails runs eagerly instead of stopping the start-up.
+    """
+
+    mode: CUDAGraphMode | str | None = None
+    capture_sizes: Sequence[int] | None = None
+    num_warmups: int = 1
+    eager_fallback: bool = False
+
+    def __post_init__(self) -> None:
+        if self.mode is not None:
+            object.__setattr__(self, "mode", CUDAGraphMode.parse(self.mode))
+        if self.capture_sizes is not None:
+            sizes = validate_sizes(self.capture_sizes, max_num_batched_tokens=None)
+            object.__setattr__(self, "capture_sizes", sizes)
+        if type(self.num_warmups) is not int or self.num_warmups < 0:
+            raise ConfigError(f"num_warmups must be 0 or more, got {self.num_warmups!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from, as the user gave it."""
+
+    model: str | None = None
+    device: str = "auto"
+    dtype: str | torch.dtype = "auto"
+    graphs: GraphConfig = field(default_factory=GraphConfig)
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_model_len: int | None = None
+    kv_cache_memory: int | str | None = None
+    gpu_memory_utilization: float = 0.9
+    block_size: int = 16
+    prefix_reuse: bool = True
+    prefill_chunk: int | None = None
+    random_weights: bool = False
+    seed: int = 0
+    show_progress: bool = True
+
+    def __post_init__(self) -> None:
+        limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefill_chunk")
+        for name in limits:
+            if getattr(self, name) is not None:
+                check_positive_int(name, getattr(self, name))
+        check_positive_int("block_size", self.block_size)
+        if type(self.seed) is not int or self.seed < 0:
+            raise ConfigError(f"seed must be a non-negative integer, got {self.seed!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
+            )
+        if self.kv_cache_memory is not None:
+            object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
+        if self.model is not None and not str(self.model):
+            raise ConfigError("model is empty; name a directory, a hub model or a shape, or None")
+
+    def torch_device(self) -> torch.device:
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise ConfigError(f"unknown device {self.device!r}: {error}") from None
+        if device.type not in ("cpu", "cuda"):
+            raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(f"device {self.device!r} was asked for, but torch finds no CUDA GPU")
+        return device
+
+    def torch_dtype(self, device: torch.device) -> torch.dtype:
+        if self.dtype == "auto":
+            return torch.bfloat16 if device.type == "cuda" else torch.float32
+        dtype = DTYPES.get(self.dtype) if isinstance(self.dtype, str) else self.dtype
+        if dtype is None or dtype not in DTYPES.values():
+            raise ConfigError(f"unknown dtype {self.dtype!r}; choose auto, {', '.join(DTYPES)}")
+        return dtype
+
+    def batch_limits(self, device: torch.device) -> tuple[int, int]:
+        """The most requests and the most tokens that one step takes."""
+        on_gpu = device.type == "cuda"
+        max_num_seqs = self.max_num_seqs or (256 if on_gpu else 16)
+        max_tokens = self.max_num_batched_tokens or max(8192 if on_gpu else 512, max_num_seqs)
+        if max_tokens < max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens {max_tokens} is below max_num_seqs {max_num_seqs}: a step "
+                "could not take one token of every request; raise the former or lower the latter"
+            )
+        return max_num_seqs, max_tokens
+
+    def capture_sizes(self, device: torch.device) -> tuple[int, ...]:
+        max_num_seqs, max_tokens = self.batch_limits(device)
+        if self.graphs.capture_sizes is not None:
+            return validate_sizes(self.graphs.capture_sizes, max_num_batched_tokens=max_tokens)
+        return default_sizes(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_tokens,
+            device_type=device.type,
+        )
+
+
+def parse_bytes(value: int | str) -> int:
+    """A number of bytes: 1073741824, "1GiB", "512M"."""
+    if type(value) is int and value > 0:
+        return value
+    match = re.fullmatch(r"([\d.]+)\s*([kmgt]?)(i?b)?", str(value).strip().lower())
+    try:
+        count = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
+    except ValueError:
+        count = 0
+    if count <= 0 or isinstance(value, bool):
+        raise ConfigError(f"not an amount of memory: {value!r}; write 1073741824, '1GiB' or '512M'")
+    return count

@@ -1,0 +1,261 @@
+"""The engine: requests in, tokens out, one step at a time. ``step`` is the page to read first."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from ostinato.errors import ClosedError, RequestError
+from ostinato.runtime import startup
+from ostinato.runtime.block_allocator import BlockAllocator
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.detokenizer import Detokenizer
+from ostinato.runtime.outputs import CompletionOutput, Logprob
+from ostinato.runtime.request import FinishReason, Request
+from ostinato.runtime.sampler import SamplerOutput
+from ostinato.runtime.sampling_params import SamplingParams
+from ostinato.runtime.scheduler import Scheduler, TokenEvent
+
+_SEEDS = 2**63
+
+
+@dataclass(eq=False)
+class Completion:
+    """One sequence on its way through the engine, and what has come out of it so far."""
+
+    request: Request
+    output: CompletionOutput
+    detokenizer: Detokenizer | None
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finished
+
+
+class Engine:
+    """Owns the model, the runner and the scheduler. For one thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        loaded = startup.load(config)
+        self.model = loaded.model
+        self.model_path = loaded.path
+        self.model_config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self.eos_token_ids = loaded.eos_token_ids
+        self.runner, self.resolved_mode = startup.build_runner(config, loaded.model)
+        cache, plan = self.runner.cache, self.runner.plan
+        self.max_model_len = cache.max_model_len
+        self.scheduler = Scheduler(
+            BlockAllocator(cache.num_blocks, cache.block_size, prefix_reuse=config.prefix_reuse),
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_model_len=cache.max_model_len,
+            prefill_chunk=config.prefill_chunk,
+        )
+        self._completions: dict[str, Completion] = {}
+        self._seeds = random.Random(config.seed)
+        self._numbers = itertools.count()
+        self._closed = False
+
+    # --- requests ------------------------------------------------------------------------------
+
+    def prepare_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> list[Completion]:
+        """Check a request and make its ``params.n`` sequences. Starts nothing."""
+        self._check_open()
+        prompt = list(prompt_token_ids)
+        self._check_prompt(prompt)
+        self._check_params(params)
+        limit = self.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt) + params.max_tokens)
+        stop = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop |= self.eos_token_ids
+        seed = self._seeds.randrange(_SEEDS) if params.seed is None else params.seed
+        name = f"request-{next(self._numbers)}"
+        return [
+            Completion(
+                request=Request(
+                    request_id=f"{name}.{index}",
+                    prompt_token_ids=prompt,
+                    params=params,
+                    max_total_tokens=limit,
+                    seed=(seed + index) % _SEEDS,
+                    stop_token_ids=frozenset(stop),
+                ),
+                output=CompletionOutput(
+                    index=index,
+                    logprobs=None if params.logprobs is None else [],
+                    cumulative_logprob=None if params.logprobs is None else 0.0,
+                ),
+                detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, params),
+            )
+            for index in range(params.n)
+        ]
+
+    def add(self, completion: Completion) -> None:
+        """Put a prepared sequence in the queue."""
+        self._completions[completion.request.request_id] = completion
+        self.scheduler.add(completion.request)
+
+    def abort(self, completion: Completion) -> None:
+        """End a sequence now, whatever it is doing; its blocks are free again."""
+        request = completion.request
+        if self._completions.pop(request.request_id, None) is not None:
+            self.scheduler.abort(request.request_id)
+            completion.output.finish_reason = FinishReason.ABORT.value
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def _check_prompt(self, prompt: list[int]) -> None:
+        if not prompt:
+            raise RequestError("the prompt is empty; give at least one token")
+        vocab_size = self.model.vocab_size
+        for token in prompt:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"the prompt contains {token!r}; token ids are integers from 0 to "
+                    f"{vocab_size - 1}"
+                )
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, but a sequence has at most "
+                f"{self.max_model_len} (max_model_len), one of them generated; shorten the prompt "
+                "or raise the limit"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab_size = self.model.vocab_size
+        named = {"logit_bias": params.logit_bias or {}, "stop_token_ids": params.stop_token_ids}
+        for name, tokens in named.items():
+            for token in tokens:
+                if token >= vocab_size:
+                    raise RequestError(
+                        f"{name} names token {token}; token ids go from 0 to {vocab_size - 1}"
+                    )
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                f"stop strings {list(params.stop)} need a tokenizer, and this model has none; use "
+                "stop_token_ids"
+            )
+
+    # --- one step ------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Run one batch; the sequences that got a token or ended.
+
+        If it raises or is interrupted, no token is lost: the requests of the batch are computed
+        again from what they had.
+        """
+        self._check_open()
+        plan = self.scheduler.schedule()
+        try:
+            choice = self.runner.dispatch(plan.shape)
+            batch = self.runner.prepare(plan, choice)
+            hidden = self.runner.forward(batch)
+            sampled = self.runner.sample(batch, hidden)
+            tokens = [] if sampled is None else sampled.token_ids.tolist()
+        except BaseException:
+            self.scheduler.rollback(plan)
+            raise
+        return self._emit(self.scheduler.commit(plan, tokens), sampled)
+
+    def _emit(
+        self, events: Sequence[TokenEvent], sampled: SamplerOutput | None
+    ) -> list[Completion]:
+        logprobs = _LogprobRows(sampled)
+        updated = []
+        for event in events:
+            completion = self._completions[event.request.request_id]
+            self._append(completion, event, logprobs)
+            if completion.finished:
+                del self._completions[event.request.request_id]
+            updated.append(completion)
+        return updated
+
+    def _append(self, completion: Completion, event: TokenEvent, logprobs: _LogprobRows) -> None:
+        request, output, detokenizer = completion.request, completion.output, completion.detokenizer
+        output.token_ids.append(event.token_id)
+        if output.logprobs is not None:
+            row = logprobs.row(event.index, request.params.logprobs or 0)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + row[0][1]
+            output.logprobs.append(
+                {
+                    token: Logprob(logprob=value, decoded_token=self._decode_token(token))
+                    for token, value in row
+                }
+            )
+        if detokenizer is not None:
+            enough = len(output.token_ids) >= request.params.min_tokens
+            found = detokenizer.add(event.token_id, check_stop=enough)
+            if found is not None:
+                if not event.finished:
+                    self.scheduler.finish(request, FinishReason.STOP, stop_reason=found)
+                else:
+                    request.finish_reason, request.stop_reason = FinishReason.STOP, found
+            elif event.finished:
+                detokenizer.finish()
+            output.text = detokenizer.text
+        if request.finish_reason is not None:
+            output.finish_reason = request.finish_reason.value
+            output.stop_reason = request.stop_reason
+
+    def _decode_token(self, token: int) -> str | None:
+        return None if self.tokenizer is None else str(self.tokenizer.decode([token]))
+
+    # --- ownership -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back the graphs, the KV cache and the weights. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self._completions.clear()
+        self.runner.close()
+        del self.model, self.runner.model
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine is closed; build a new one")
+
+
+class _LogprobRows:
+    """The step's log-probabilities on the host, read when somebody asks for them."""
+
+    def __init__(self, sampled: SamplerOutput | None) -> None:
+        self._sampled = sampled
+        self._rows: tuple[list[list[int]], list[list[float]]] | None = None
+
+    def row(self, index: int, num_top: int) -> list[tuple[int, float]]:
+        """The sampled token and the ``num_top`` most likely ones of one row."""
+        if self._rows is None:
+            sampled = self._sampled
+            assert sampled is not None
+            assert sampled.logprobs is not None
+            assert sampled.logprob_token_ids is not None
+            self._rows = sampled.logprob_token_ids.tolist(), sampled.logprobs.tolist()
+        tokens, values = self._rows
+        kept = 1 + num_top
+        return list(zip(tokens[index][:kept], values[index][:kept], strict=True))

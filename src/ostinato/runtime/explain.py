@@ -1,0 +1,52 @@
+"""How a batch would run, and why, without loading a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ostinato.errors import BatchError
+from ostinato.graphs.descriptor import BatchShape
+from ostinato.graphs.dispatch import Dispatcher
+from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.runtime.attention.torch_paged import TorchPagedAttention
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.startup import plan_graphs
+
+
+def explain_batch(
+    config: EngineConfig, *, num_tokens: int, num_reqs: int, max_query_len: int | None = None
+) -> dict[str, Any]:
+    """The choice for one batch, once everything in the plan is captured."""
+    if num_tokens < 1 or not 1 <= num_reqs <= num_tokens:
+        raise BatchError(
+            f"a batch of {num_tokens} tokens and {num_reqs} requests does not exist: every request "
+            "has at least one token"
+        )
+    least = -(-num_tokens // num_reqs)
+    longest = max_query_len or least
+    if not least <= longest <= num_tokens - num_reqs + 1:
+        raise BatchError(
+            f"{num_reqs} requests with {num_tokens} tokens have a longest query of {least} to "
+            f"{num_tokens - num_reqs + 1} tokens, not {longest}"
+        )
+    device = config.torch_device()
+    backend = TorchPagedAttention()
+    plan, resolved = plan_graphs(config, device, backend)
+    dispatcher = Dispatcher(plan)
+    for entry in plan.entries:
+        dispatcher.mark_captured(entry)
+    choice = dispatcher.dispatch(BatchShape(num_tokens, num_reqs, longest))
+    eager = choice.mode is CUDAGraphMode.NONE
+    return {
+        "batch": f"{num_tokens} tokens, {num_reqs} requests, longest query {longest}",
+        "requested_mode": resolved.requested.name,
+        "mode_in_force": resolved.mode.name,
+        "mode_changed_because": resolved.reason or "-",
+        "attention": f"{backend.name}, capturable: {backend.support.name}",
+        "runs": "eagerly" if eager else f"{choice.mode.name} graph",
+        "padded_to": num_tokens if eager else choice.padded_num_tokens,
+        "padding": 0 if eager else choice.padded_num_tokens - num_tokens,
+        "key": "-" if eager else str(choice.descriptor),
+        "reason": choice.reason.value,
+        "captured_sizes": list(plan.sizes),
+    }

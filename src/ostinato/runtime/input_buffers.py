@@ -1,0 +1,134 @@
+"""The static inputs of a step, and how they are filled from the state of the requests.
+
+The host says only who runs and how many tokens each (two small copies). Everything per token is
+worked out on the device from the request state, with shapes that depend on the padded size alone;
+so the filling could itself be part of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.graphs.capture_inputs import TokenBuffers
+from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata
+from ostinato.runtime.kv_cache import CacheSize, KVCache
+from ostinato.runtime.request_state import RequestState
+
+PADDING_SLOT_MAPPING = -1
+
+
+class InputBuffers:
+    """Fixed addresses for the inputs of every batch. Padding: no slot, length 0, ids valid."""
+
+    def __init__(
+        self, *, max_num_seqs: int, max_num_tokens: int, cache: CacheSize, device: torch.device
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.block_size = cache.block_size
+        self.slots = zeros(max_num_seqs)
+        self.query_lens = zeros(max_num_seqs, dtype=torch.int32)
+        self.tokens = TokenBuffers(
+            query_start_loc=zeros(max_num_seqs + 1, dtype=torch.int32),
+            seq_lens=zeros(max_num_seqs, dtype=torch.int32),
+            block_tables=[zeros(max_num_seqs, cache.blocks_per_request, dtype=torch.int32)],
+            slot_mappings=zeros(1, max_num_tokens),
+            positions=zeros(max_num_tokens),
+            input_ids=zeros(max_num_tokens),
+        )
+        self.token_range = torch.arange(max_num_tokens, device=device, dtype=torch.int32)
+        self._host = torch.zeros(
+            (2, max_num_seqs), dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        self.reset()
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        assert self.tokens.input_ids is not None
+        return self.tokens.input_ids
+
+    def reset(self) -> None:
+        """Padding everywhere, as a capture needs it: nothing may be written to the KV cache."""
+        tokens = self.tokens
+        for buffer in (
+            self.slots,
+            self.query_lens,
+            tokens.query_start_loc,
+            tokens.seq_lens,
+            *tokens.block_tables,
+            tokens.positions,
+            self.input_ids,
+        ):
+            buffer.zero_()
+        tokens.slot_mappings.fill_(PADDING_SLOT_MAPPING)
+
+    def fill(
+        self,
+        state: RequestState,
+        slots: Sequence[int],
+        query_lens: Sequence[int],
+        *,
+        num_reqs: int,
+        num_tokens: int,
+    ) -> None:
+        """Fill ``num_reqs`` rows and ``num_tokens`` tokens (both padded) from the state."""
+        self._copy_rows(slots, query_lens, state.padding_slot, num_reqs)
+        tokens = self.tokens
+        rows, lens = self.slots[:num_reqs], self.query_lens[:num_reqs]
+        starts = tokens.query_start_loc[: num_reqs + 1]
+        torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])
+        computed = state.num_computed[rows]
+        # Padding rows have query length 0, and the state's padding row has computed nothing.
+        torch.add(computed, lens, out=tokens.seq_lens[:num_reqs])
+        table = tokens.block_tables[0][:num_reqs]
+        torch.index_select(state.block_table, 0, rows, out=table)
+
+        index = self.token_range[:num_tokens]
+        owner = torch.searchsorted(starts[1:], index, right=True)
+        is_padding = owner == num_reqs
+        owner = owner.clamp_(max=num_reqs - 1)
+        offset = (index - starts[owner]).masked_fill_(is_padding, 0)
+        position = (computed[owner] + offset).to(torch.int64)
+        tokens.positions[:num_tokens].copy_(position)
+        self.input_ids[:num_tokens].copy_(state.token_ids[rows[owner], position])
+        block = table[owner, position // self.block_size].to(torch.int64)
+        slot = block * self.block_size + position % self.block_size
+        tokens.slot_mappings[0, :num_tokens].copy_(
+            slot.masked_fill_(is_padding, PADDING_SLOT_MAPPING)
+        )
+
+    def _copy_rows(
+        self, slots: Sequence[int], query_lens: Sequence[int], padding_slot: int, num_reqs: int
+    ) -> None:
+        host = self._host[:, :num_reqs]
+        host[0].fill_(padding_slot)
+        host[1].zero_()
+        host[:, : len(slots)].copy_(torch.tensor([slots, query_lens], dtype=torch.int64))
+        self.slots[:num_reqs].copy_(host[0], non_blocking=True)
+        self.query_lens[:num_reqs].copy_(host[1], non_blocking=True)
+
+    def metadata(
+        self,
+        *,
+        num_reqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        kv_cache: KVCache,
+        backend: AttentionBackend,
+    ) -> AttentionMetadata:
+        """The filled batch as attention sees it: views of these buffers."""
+        tokens = self.tokens
+        return AttentionMetadata(
+            query_start_loc=tokens.query_start_loc[: num_reqs + 1],
+            seq_lens=tokens.seq_lens[:num_reqs],
+            block_table=tokens.block_tables[0][:num_reqs],
+            slot_mapping=tokens.slot_mappings[0, :num_tokens],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            kv_caches=kv_cache.layers,
+            backend=backend,
+        )

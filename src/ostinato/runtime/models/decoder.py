@@ -1,0 +1,219 @@
+"""The native decoder: one dense transformer for Llama, Mistral, Qwen2, Qwen3 and their kin.
+
+Inference only, over a flat row of tokens, with few operators per layer: queries, keys and values
+come from one matrix product, gate and up from another, and queries and keys are rotated together.
+What differs between the families is in ``DecoderConfig``; loading weights is in ``load.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import skip_init
+
+from ostinato.errors import ConfigError
+from ostinato.runtime.attention.base import AttentionSpec, attend
+from ostinato.runtime.models.decoder_config import DecoderConfig
+from ostinato.runtime.models.norm import RMSNorm
+from ostinato.runtime.models.rotary import angles_at, rotate
+
+
+class WeightSlot(NamedTuple):
+    """Where a checkpoint's tensor goes: ``shape`` in the file, broadcast into ``target``.
+
+    ``target`` is a view of a parameter, which may hold several of the checkpoint's tensors.
+    """
+
+    name: str
+    target: torch.Tensor
+    shape: torch.Size
+
+
+class DecoderLayer(nn.Module):
+    """One block: attention, then SwiGLU, each behind a norm and added to its input."""
+
+    def __init__(
+        self, config: DecoderConfig, layer: int, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.spec = AttentionSpec(
+            layer=layer,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            value_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+            window=config.windows[layer],
+        )
+        self._head_counts = (config.num_heads, config.num_kv_heads)
+        hidden, rms_norm_eps = config.hidden_size, config.rms_norm_eps
+        queries = config.num_heads * config.head_dim
+        keys = config.num_kv_heads * config.head_dim
+
+        def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
+            return _empty_linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+
+        def norm(*shape: int) -> RMSNorm:
+            return RMSNorm(shape, rms_norm_eps, device=device, dtype=dtype)
+
+        self.input_norm = norm(hidden)
+        self.qkv_proj = linear(hidden, queries + 2 * keys, config.qkv_bias)
+        self.qk_norm = norm(sum(self._head_counts), config.head_dim) if config.qk_norm else None
+        self.o_proj = linear(queries, hidden, config.output_bias)
+        self.post_attention_norm = norm(hidden)
+        self.gate_up_proj = linear(hidden, 2 * config.intermediate_size, config.mlp_bias)
+        self.down_proj = linear(config.intermediate_size, hidden, config.mlp_bias)
+
+    def forward(
+        self, hidden: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor
+    ) -> torch.Tensor:
+        hidden = hidden + self._attention(self.input_norm(hidden), cos, signed_sin)
+        gate, up = self.gate_up_proj(self.post_attention_norm(hidden)).chunk(2, dim=-1)
+        down: torch.Tensor = self.down_proj(F.silu(gate) * up)
+        return hidden + down
+
+    def _attention(
+        self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor
+    ) -> torch.Tensor:
+        num_heads, num_kv_heads = self._head_counts
+        heads = self.qkv_proj(x).unflatten(-1, (-1, self.spec.head_dim))
+        queries_keys, value = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        if self.qk_norm is not None:
+            queries_keys = self.qk_norm(queries_keys)
+        query, key = rotate(queries_keys, cos, signed_sin).split(self._head_counts, dim=1)
+        mixed = attend(self.spec, query, key, value)
+        return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """The layer's tensors as checkpoints name them."""
+        num_heads, num_kv_heads = self._head_counts
+        head_dim = self.spec.head_dim
+        sizes = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim}
+        sizes["v"] = sizes["k"]
+        qkv = {f"self_attn.{name}_proj": size for name, size in sizes.items()}
+        half = self.down_proj.in_features
+        yield from _linear_slots(prefix, self.qkv_proj, qkv)
+        yield from _linear_slots(
+            prefix, self.o_proj, {"self_attn.o_proj": self.o_proj.out_features}
+        )
+        yield from _linear_slots(
+            prefix, self.gate_up_proj, {"mlp.gate_proj": half, "mlp.up_proj": half}
+        )
+        yield from _linear_slots(
+            prefix, self.down_proj, {"mlp.down_proj": self.down_proj.out_features}
+        )
+        yield _slot(f"{prefix}.input_layernorm.weight", self.input_norm.weight)
+        yield _slot(f"{prefix}.post_attention_layernorm.weight", self.post_attention_norm.weight)
+        if self.qk_norm is not None:  # one weight for all heads, repeated for each
+            per_head = self.qk_norm.weight.detach().split(self._head_counts)
+            for name, target in zip(("q_norm", "k_norm"), per_head, strict=True):
+                shape = torch.Size([head_dim])
+                yield WeightSlot(f"{prefix}.self_attn.{name}.weight", target, shape)
+
+
+class Decoder(nn.Module):
+    """A ``CausalLM``. Its parameters hold no values until they are loaded or drawn.
+
+    ``max_position`` limits the table of angles to the sequences that will be run; the default is
+    the model's own limit. The device may be ``meta``, to count parameters without memory.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_position: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.max_position = _checked_max_position(config, max_position)
+        self.dtype = dtype
+        self.device = device
+        self.embed_tokens = skip_init(
+            nn.Embedding, config.vocab_size, config.hidden_size, device=device, dtype=dtype
+        ).requires_grad_(False)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, layer, device=device, dtype=dtype)
+            for layer in range(config.num_layers)
+        )
+        self.norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, device=device, dtype=dtype)
+        self.lm_head = (
+            None
+            if config.tied_head
+            else _empty_linear(
+                config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
+            )
+        )
+        # float32 whatever the dtype: a position of 100,000 does not exist in bfloat16.
+        table = config.rotary.table(self.max_position, device)
+        self.register_buffer("rotary_table", table, persistent=False)
+        self.rotary_table: torch.Tensor
+        self.attention_specs: Sequence[AttentionSpec] = [layer.spec for layer in self._layers()]
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, hidden_size], normed, of tokens ``input_ids`` at ``positions``."""
+        hidden = F.embedding(input_ids, self.embed_tokens.weight)
+        cos, signed_sin = angles_at(self.rotary_table, positions, self.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, signed_sin)
+        return self.norm(hidden)  # type: ignore[no-any-return]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, vocab_size] in float32 of hidden states [B, hidden_size]."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return F.linear(hidden, head.weight).float()
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        """Every tensor that a checkpoint of this model must have, and where it goes."""
+        yield _slot("model.embed_tokens.weight", self.embed_tokens.weight)
+        for index, layer in enumerate(self._layers()):
+            yield from layer.weight_slots(f"model.layers.{index}")
+        yield _slot("model.norm.weight", self.norm.weight)
+        if self.lm_head is not None:
+            yield _slot("lm_head.weight", self.lm_head.weight)
+
+    def _layers(self) -> Iterator[DecoderLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
+            yield layer
+
+
+def _checked_max_position(config: DecoderConfig, asked: int | None) -> int:
+    if asked is None:
+        return config.max_position
+    if not 1 <= asked <= config.max_position:
+        raise ConfigError(
+            f"a longest sequence of {asked} tokens was asked for; this model's positions are "
+            f"right from 1 to {config.max_position} tokens; choose a length in that range"
+        )
+    return asked
+
+
+def _empty_linear(
+    inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype
+) -> nn.Linear:
+    linear = skip_init(nn.Linear, inputs, outputs, bias=bias, device=device, dtype=dtype)
+    assert isinstance(linear, nn.Linear)
+    return linear.requires_grad_(False)
+
+
+def _slot(name: str, parameter: torch.Tensor) -> WeightSlot:
+    return WeightSlot(name, parameter.detach(), parameter.shape)
+
+
+def _linear_slots(prefix: str, linear: nn.Linear, sizes: dict[str, int]) -> Iterator[WeightSlot]:
+    """The parts of a fused linear, which stand in it in the order of ``sizes``."""
+    start = 0
+    for name, size in sizes.items():
+        yield _slot(f"{prefix}.{name}.weight", linear.weight[start : start + size])
+        if linear.bias is not None:
+            yield _slot(f"{prefix}.{name}.bias", linear.bias[start : start + size])
+        start += size

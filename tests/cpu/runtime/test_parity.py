@@ -1,0 +1,131 @@
+"""Greedy tokens and logits equal transformers', which nobody here wrote, in every mode.
+
+The checkpoints are tiny and random; prompts of different lengths are batched together. transformers
+runs each prompt alone, through its own ``generate`` with its own attention and cache.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY_GENERIC, TINY_NATIVE, VOCAB_SIZE, save_tiny
+from transformers import AutoModelForCausalLM
+
+from ostinato import LLM, GraphConfig, SamplingParams
+
+NEW_TOKENS = 64
+LENGTHS = (1, 5, 23, 40)  # in the order that a batch has them: single tokens first
+MODES = ("NONE", "FULL_DECODE_ONLY", "FULL")
+ARCHITECTURES = {**TINY_NATIVE, **TINY_GENERIC}
+
+
+def prompts_for(name: str) -> list[list[int]]:
+    source = random.Random(name)
+    return [[source.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+class Reference:
+    """What transformers makes of a checkpoint: its tokens, and its logits for any tokens."""
+
+    def __init__(self, directory: Path, device: torch.device, prompts: list[list[int]]) -> None:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        )
+        self._model = model.to(device).eval()
+        self._model.generation_config.eos_token_id = None
+        self.tokens = [self._generate(prompt) for prompt in prompts]
+
+    def _generate(self, prompt: list[int]) -> list[int]:
+        ids = torch.tensor([prompt], device=self._model.device)
+        output = self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        tokens: list[int] = output[0, len(prompt) :].tolist()
+        return tokens
+
+    def logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+        """Of every generated token, in one pass over the whole sequence."""
+        ids = torch.tensor([prompt + tokens], device=self._model.device)
+        with torch.no_grad():
+            output = self._model(ids, use_cache=False).logits[0].float()
+        return output[len(prompt) - 1 : -1]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, torch.device], tuple[Path, Reference]]:
+    made: dict[tuple[str, str], tuple[Path, Reference]] = {}
+
+    def make(name: str, device: torch.device) -> tuple[Path, Reference]:
+        if (name, device.type) not in made:
+            directory = tmp_path_factory.mktemp(name)
+            save_tiny(ARCHITECTURES[name](), directory)
+            made[name, device.type] = directory, Reference(directory, device, prompts_for(name))
+        return made[name, device.type]
+
+    return make
+
+
+def open_llm(directory: Path, device: torch.device, mode: str) -> LLM:
+    return LLM(
+        directory,
+        device=str(device),
+        dtype="float32",
+        max_num_seqs=8,
+        max_num_batched_tokens=96,
+        max_model_len=128,
+        kv_cache_memory="64M",
+        graphs=GraphConfig(mode=mode, capture_sizes=[4, 96] if mode == "FULL" else [1, 2, 4]),
+        show_progress=False,
+    )
+
+
+def record_logits(llm: LLM) -> list[torch.Tensor]:
+    """Every row of logits that tokens were sampled from, in order."""
+    rows: list[torch.Tensor] = []
+    compute = llm.engine.model.compute_logits
+
+    def recorded(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        rows.append(logits.clone())
+        return logits
+
+    llm.engine.model.compute_logits = recorded  # type: ignore[method-assign]
+    return rows
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_and_logits(
+    name: str,
+    mode: str,
+    device: torch.device,
+    checkpoint: Callable[[str, torch.device], tuple[Path, Reference]],
+) -> None:
+    directory, reference = checkpoint(name, device)
+    prompts = prompts_for(name)
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with open_llm(directory, device, mode) as llm:
+        rows = record_logits(llm)
+        results = llm.generate(prompts, params)
+        tokens = [result.outputs[0].token_ids for result in results]
+        assert tokens == reference.tokens
+        assert len({tuple(row) for row in tokens}) == len(prompts)  # the prompts matter
+        # All prompts fit into the first step, so every step has one row per prompt.
+        steps = torch.stack(rows)
+        assert steps.shape[:2] == (NEW_TOKENS, len(prompts))
+        for row, (prompt, its_tokens) in enumerate(zip(prompts, tokens, strict=True)):
+            expected = reference.logits(prompt, its_tokens)
+            assert (steps[:, row] - expected).abs().max() < 1e-4 * expected.abs().max()
+        replays = {"NONE": 0, "FULL_DECODE_ONLY": NEW_TOKENS - 1, "FULL": NEW_TOKENS}
+        assert llm.engine.runner.stats.hits == replays[mode]

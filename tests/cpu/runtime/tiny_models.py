@@ -1,0 +1,258 @@
+"""Tiny checkpoints with random weights, one per architecture, for tests that compare with
+transformers.
+
+The configs keep what makes an architecture itself (soft caps, alternating windows, sinks, latent
+attention, expert routing) and shrink the rest. Windows are shorter than the tests' prompts. Nothing
+here is downloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+VOCAB_SIZE = 128
+WINDOW = 8
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GROUPED = {**_COMMON, "num_key_value_heads": 2}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+
+
+def _gpt2() -> PretrainedConfig:
+    return transformers.GPT2Config(
+        vocab_size=VOCAB_SIZE,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        n_positions=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+def _opt() -> PretrainedConfig:
+    # The embedding is narrower than the layers, as in OPT-350m: hidden states are projected out.
+    sizes = {name: value for name, value in _COMMON.items() if name != "intermediate_size"}
+    return transformers.OPTConfig(**sizes, ffn_dim=96, word_embed_proj_dim=32)
+
+
+def _gpt_neox() -> PretrainedConfig:
+    return transformers.GPTNeoXConfig(**_COMMON)
+
+
+def _gemma2() -> PretrainedConfig:
+    return transformers.Gemma2Config(
+        **_GROUPED,
+        tie_word_embeddings=False,  # tied, with embeddings this large, it would repeat its input
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=10.0,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+    )
+
+
+def _gemma3() -> PretrainedConfig:
+    return transformers.Gemma3TextConfig(
+        **_GROUPED,
+        tie_word_embeddings=False,  # tied, with embeddings this large, it would repeat its input
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+    )
+
+
+def _phi3() -> PretrainedConfig:
+    return transformers.Phi3Config(**_GROUPED, sliding_window=WINDOW)
+
+
+def _stablelm() -> PretrainedConfig:
+    return transformers.StableLmConfig(**_GROUPED, qk_layernorm=True, use_qkv_bias=True)
+
+
+def _olmo2() -> PretrainedConfig:
+    return transformers.Olmo2Config(**_GROUPED)
+
+
+def _granite() -> PretrainedConfig:
+    return transformers.GraniteConfig(
+        **_GROUPED,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.2,
+        logits_scaling=4.0,
+    )
+
+
+def _cohere() -> PretrainedConfig:
+    return transformers.CohereConfig(**_GROUPED, logit_scale=0.5, use_qk_norm=True)
+
+
+def _glm4() -> PretrainedConfig:
+    return transformers.Glm4Config(**_GROUPED, head_dim=16, attention_bias=True)
+
+
+def _mixtral() -> PretrainedConfig:
+    return transformers.MixtralConfig(
+        **_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
+    )
+
+
+def _qwen3_moe() -> PretrainedConfig:
+    return transformers.Qwen3MoeConfig(
+        **_GROUPED,
+        head_dim=16,
+        moe_intermediate_size=32,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+    )
+
+
+def _deepseek_v3() -> PretrainedConfig:
+    return transformers.DeepseekV3Config(
+        **_COMMON,
+        num_key_value_heads=4,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+    )
+
+
+def _gpt_oss() -> PretrainedConfig:
+    return transformers.GptOssConfig(
+        **_GROUPED,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+    )
+
+
+def _llama() -> PretrainedConfig:
+    return transformers.LlamaConfig(**_GROUPED)
+
+
+def _llama3() -> PretrainedConfig:
+    return transformers.LlamaConfig(
+        **_GROUPED,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    )
+
+
+def _mistral() -> PretrainedConfig:
+    return transformers.MistralConfig(**_GROUPED, sliding_window=WINDOW)
+
+
+def _qwen2() -> PretrainedConfig:
+    return transformers.Qwen2Config(**_GROUPED, tie_word_embeddings=True)
+
+
+def _qwen3() -> PretrainedConfig:
+    return transformers.Qwen3Config(**_GROUPED, head_dim=32)
+
+
+# Run through transformers' own modules.
+TINY_GENERIC: dict[str, Callable[[], PretrainedConfig]] = {
+    "gpt2": _gpt2,
+    "opt": _opt,
+    "gpt_neox": _gpt_neox,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "stablelm": _stablelm,
+    "olmo2": _olmo2,
+    "granite": _granite,
+    "cohere": _cohere,
+    "glm4": _glm4,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen3_moe,
+    "deepseek_v3": _deepseek_v3,
+    "gpt_oss": _gpt_oss,
+}
+
+# Run by the native decoder.
+TINY_NATIVE: dict[str, Callable[[], PretrainedConfig]] = {
+    "llama": _llama,
+    "llama3_rope": _llama3,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+}
+
+
+def save_tiny(config: PretrainedConfig, directory: Path, seed: int = 0) -> Path:
+    """Save a model of ``config`` with seeded float32 weights as safetensors in ``directory``.
+
+    Weights are large enough for well separated logits, so that greedy tokens vary with the prompt;
+    norms, biases, sinks and router corrections are moved off the constants they start with, so that
+    leaving one out shows.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        embedding = model.get_input_embeddings().weight
+        with torch.no_grad():
+            for parameter in model.parameters():
+                # A large embedding would outweigh the layers: models with tied weights would say
+                # their input again.
+                _randomize(parameter, gain=1.0 if parameter is embedding else 2.0)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _randomize(parameter: torch.Tensor, gain: float) -> None:
+    if parameter.dim() > 1:
+        parameter.normal_(0.0, gain / parameter.shape[-1] ** 0.5)
+    else:
+        parameter.add_(torch.randn_like(parameter), alpha=0.2)
