@@ -15,9 +15,9 @@ import torch
 WORD_MASK = 0xFFFFFFFF
 # Words are 52 bits. The highest 32 are random to the eye; those below only make them finer.
 WORD_BITS = 52
-# Large batches are hashed a few columns at a time: int64 temporaries of all columns would take four
-# times the memory of the logits, and small ones stay in the cache.
-PIECE_ELEMENTS = 1 << 22
+# Large batches are hashed some columns at a time: int64 temporaries of all columns would take four
+# times the memory of the logits.
+PIECE_ELEMENTS = 1 << 24
 
 _GOLDEN = 0x9E3779B1
 _LAST_MULTIPLIER = 0x7FEB352D
@@ -58,7 +58,7 @@ def random_words(
     columns ^= columns >> 15  # multiples alone would line up with some rows' multipliers
     columns.mul_(0x21F0AAAD).bitwise_and_(WORD_MASK)
     # The part that is paid per row and column: few operations, in place.
-    words = columns ^ offset
+    words: torch.Tensor = columns ^ offset
     words *= multiplier
     words ^= words >> 32
     words &= WORD_MASK

@@ -40,9 +40,6 @@ class InputBuffers:
             input_ids=zeros(max_num_tokens),
         )
         self.token_range = torch.arange(max_num_tokens, device=device, dtype=torch.int32)
-        self._host = torch.zeros(
-            (2, max_num_seqs), dtype=torch.int64, pin_memory=device.type == "cuda"
-        )
         self.reset()
 
     @property
@@ -103,12 +100,13 @@ class InputBuffers:
     def _copy_rows(
         self, slots: Sequence[int], query_lens: Sequence[int], padding_slot: int, num_reqs: int
     ) -> None:
-        host = self._host[:, :num_reqs]
-        host[0].fill_(padding_slot)
-        host[1].zero_()
-        host[:, : len(slots)].copy_(torch.tensor([slots, query_lens], dtype=torch.int64))
-        self.slots[:num_reqs].copy_(host[0], non_blocking=True)
-        self.query_lens[:num_reqs].copy_(host[1], non_blocking=True)
+        padding = num_reqs - len(slots)
+        # From pageable memory: the copy is staged before it returns, so nothing waits for the GPU
+        # and nothing can be overwritten while it is still being read.
+        rows = torch.tensor([*slots, *[padding_slot] * padding], dtype=torch.int64)
+        lens = torch.tensor([*query_lens, *[0] * padding], dtype=torch.int32)
+        self.slots[:num_reqs].copy_(rows, non_blocking=True)
+        self.query_lens[:num_reqs].copy_(lens, non_blocking=True)
 
     def metadata(
         self,

@@ -131,7 +131,7 @@ class ModelRunner:
             num_tokens=num_tokens,
             sampled_tokens=sampled_tokens,
             sampled_slots=sampled_slots,
-            features=SamplingFeatures.of(item.request.params for item in requests if item.samples),
+            features=self.state.sampling.features(item.slot for item in requests if item.samples),
         )
 
     def _sampled_rows(self, plan: SchedulePlan) -> tuple[torch.Tensor | None, torch.Tensor]:

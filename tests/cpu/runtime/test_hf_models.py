@@ -198,6 +198,14 @@ def test_the_callers_config_is_left_alone(checkpoint: CheckpointFinder) -> None:
     assert config.pad_token_id == 0
 
 
+def test_a_config_that_asks_for_attention_weights_is_taken(checkpoint: CheckpointFinder) -> None:
+    config = transformers.AutoConfig.from_pretrained(checkpoint("olmo2"))
+    config.output_attentions = True
+    path = checkpoint("olmo2")
+    model = HFCausalLM.from_pretrained(path, config=config, device=CPU, dtype=torch.float32)
+    torch.testing.assert_close(logits_of(model, prompt(9)), reference_logits(path, prompt(9)))
+
+
 # --- random weights ------------------------------------------------------------------------------
 
 _SMALL: dict[str, Any] = {

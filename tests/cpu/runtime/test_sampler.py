@@ -173,10 +173,10 @@ def test_the_hash_gives_these_numbers(device: torch.device) -> None:
     keys = keys_of([0, 1, 2**32, 2**63 - 1], device)
     positions = torch.tensor([0, 1, 131_071, 2**31 - 1], dtype=torch.int32, device=device)
     assert random_words(keys, positions, 128_000, 128_003).tolist() == [
-        [3898105211, 1500941033, 2058111012],
-        [3807612126, 4113037139, 3114016359],
-        [1966872865, 4094988100, 1131052148],
-        [3856922214, 1281971670, 2929679361],
+        [3197046286460957, 953079078429441, 4068701420412350],
+        [711856472436916, 2461378614436286, 1706438738764734],
+        [1946505472428524, 4220645840658536, 3457772750391238],
+        [719050843285420, 462461845681432, 814578189204482],
     ]
 
 
@@ -239,7 +239,7 @@ def test_words_are_uniform_and_unrelated(rows: Callable[[int], tuple[int, int]])
     num_rows, num_columns = 256, 8192
     seeds, positions = zip(*map(rows, range(num_rows)), strict=True)
     words = random_words(keys_of(seeds), torch.tensor(positions), 0, num_columns)
-    assert 0 <= words.min()
+    assert words.min() >= 0
     assert words.max() < 2**52
     words >>= 20  # the part that matters
     for shift in (0, 8, 16, 24):  # every byte
@@ -672,7 +672,7 @@ def test_these_tokens_on_every_device(device: torch.device) -> None:
         for n in range(4)
     ]
     tokens = torch.tensor(Batch(rows, device).tokens()).reshape(4, 4).tolist()
-    assert tokens == [[55, 53, 48, 20], [20, 55, 62, 13], [11, 24, 39, 11], [3, 11, 52, 55]]
+    assert tokens == [[53, 17, 31, 25], [3, 19, 62, 41], [45, 39, 32, 4], [55, 33, 13, 27]]
 
 
 def test_inputs_are_left_as_they_are(device: torch.device) -> None:
