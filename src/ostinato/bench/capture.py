@@ -12,10 +12,8 @@ from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.llm import LLM
 
-DEFAULT_MODES = ("FULL_DECODE_ONLY", "FULL")
 
-
-def run(config: EngineConfig, *, modes: Sequence[str] = DEFAULT_MODES) -> dict[str, Any]:
+def run(config: EngineConfig, *, modes: Sequence[str]) -> dict[str, Any]:
     """Build the engine once per mode; the first build of the process pays for imports as well."""
     rows = []
     for mode in modes:

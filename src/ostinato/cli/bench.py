@@ -17,6 +17,7 @@ from ostinato.cli import options
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
 
+_MODES = "FULL_DECODE_ONLY,PIECEWISE,FULL_AND_PIECEWISE,FULL"
 Output = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 
 
@@ -77,7 +78,7 @@ def decode(
 
 @app.command()
 def capture(
-    modes: Annotated[str, typer.Option(help="Graph modes to compare.")] = "FULL_DECODE_ONLY,FULL",
+    modes: Annotated[str, typer.Option(help="Graph modes to compare.")] = _MODES,
     model: options.Model = None,
     random_weights: options.RandomWeights = False,
     device: options.Device = "auto",

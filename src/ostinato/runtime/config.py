@@ -26,9 +26,9 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 class GraphConfig:
     """Which graphs are captured.
 
-    ``mode`` None: graphs for decode batches, and for mixed batches where the model can be captured
-    piecewise. ``capture_sizes`` None: the default ladder of the device. With ``eager_fallback`` a
-    size whose capture fails runs eagerly instead of stopping the start-up.
+    ``mode`` None is FULL_AND_PIECEWISE: full graphs for decode batches, piecewise ones, broken at
+    attention, for all others. ``capture_sizes`` None: the default ladder of the device. With
+    ``eager_fallback`` a size whose capture fails runs eagerly instead of stopping the start-up.
     """
 
     mode: CUDAGraphMode | str | None = None

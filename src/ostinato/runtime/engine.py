@@ -223,7 +223,7 @@ class Engine:
         self._closed = True
         self._completions.clear()
         self.runner.close()
-        del self.model, self.runner.model
+        del self.model
 
     def __enter__(self) -> Engine:
         return self

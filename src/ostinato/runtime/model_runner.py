@@ -23,6 +23,7 @@ from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.plan import CapturePlan, PlanEntry
 from ostinato.graphs.pool import GraphPool
 from ostinato.graphs.stats import DispatchStats
+from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata
 from ostinato.runtime.config import GraphConfig
 from ostinato.runtime.input_buffers import InputBuffers
@@ -92,6 +93,11 @@ class ModelRunner:
             eager_fallback=graphs.eager_fallback,
             show_progress=show_progress,
         )
+        # Captures and replays under PIECEWISE, in segments around attention; otherwise it is the
+        # model's own forward.
+        self._forward = CUDAGraphWrapper(
+            model.forward, CUDAGraphMode.PIECEWISE, pool=self.pool, split_at_breaks=True
+        )
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
@@ -158,7 +164,7 @@ class ModelRunner:
             return hidden
         with set_forward_context(choice.mode, choice.descriptor, attn_metadata=step.metadata):
             padded = choice.padded_num_tokens
-            hidden = self.model.forward(
+            hidden = self._forward(
                 self.buffers.input_ids[:padded], self.buffers.tokens.positions[:padded]
             )
         return hidden[: step.num_tokens]
@@ -206,7 +212,7 @@ class ModelRunner:
 
     def _forward_captured(self, inputs: CaptureInputs) -> torch.Tensor:
         assert inputs.input_ids is not None
-        return self.model.forward(inputs.input_ids, inputs.positions)
+        return self._forward(inputs.input_ids, inputs.positions)
 
     def _prepare_captured(self, entry: PlanEntry) -> PreparedBatch[CaptureInputs]:
         max_model_len = self.cache.max_model_len
@@ -243,6 +249,8 @@ class ModelRunner:
         return self.pool.num_bytes
 
     def close(self) -> None:
-        """Drop the graphs, their memory and the KV cache. Closing twice is harmless."""
+        """Drop the graphs, their memory, the KV cache and the model. Closing twice is harmless."""
         self.pool.close()
         self.kv_cache.layers.clear()
+        if hasattr(self, "model"):
+            del self.model, self._forward

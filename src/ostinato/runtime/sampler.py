@@ -6,7 +6,7 @@ is summed over the vocabulary to find a limit is summed in integers.
 
 In order: logit bias, min_tokens and penalties change the logits; top-k, then top-p on what is left,
 then min-p, each under the temperature, cut them; Gumbel noise scaled by the temperature decides.
-Temperature 0 scales the noise away, which leaves the plain argmax.
+Temperature 0 scales the noise away, which leaves the plain argmax: no filter removes that token.
 """
 
 from __future__ import annotations
@@ -138,7 +138,6 @@ def _penalise(
 
     penalised = torch.where(logits > 0, logits / rows.repetition, logits * rows.repetition)
     scores = torch.where(seen > 0, penalised, logits)
-    # Both are 0 or a small integer times the penalty, so this adds up as if done one by one.
     return scores - rows.frequency * counts - rows.presence * (counts > 0)
 
 

@@ -143,20 +143,16 @@ class SamplingState:
         only work enqueued for the slot's previous owner could notice.
         """
         params = request.params
-        # What a greedy request says about filters must not touch its argmax.
-        top_k, top_p, min_p = params.top_k, params.top_p, params.min_p
-        if params.is_greedy:
-            top_k, top_p, min_p = 0, 1.0, 0.0
         floats = (
             min(params.temperature, _LARGEST),
-            top_p,
-            min_p,
+            params.top_p,
+            params.min_p,
             params.presence_penalty,
             params.frequency_penalty,
             min(max(params.repetition_penalty, _SMALLEST), _LARGEST),
         )
         min_tokens = min(params.min_tokens, _LARGEST_INT)
-        top_k = min(max(top_k, 0), _LARGEST_INT)
+        top_k = min(max(params.top_k, 0), _LARGEST_INT)
         ints = (top_k, spread_seed(request.seed), len(request.prompt_token_ids), min_tokens)
         self._floats.write(slot, floats)
         self._ints.write(slot, ints)

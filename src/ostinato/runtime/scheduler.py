@@ -162,13 +162,14 @@ class Scheduler:
         request.finish_reason = reason
         request.stop_reason = stop_reason
         request.status = RequestStatus.FINISHED
+        if status is RequestStatus.FINISHED:
+            return
         if status is RequestStatus.RUNNING:
-            del self._requests[name]
             self._running.remove(request)
             self._vacate(request)
-        elif status is RequestStatus.WAITING:
-            del self._requests[name]
+        else:
             del self._waiting[name]
+        del self._requests[name]  # last, so that rollback() finds one whose end was interrupted
 
     def schedule(self) -> SchedulePlan:
         """Plan the next step. The plan is empty only if there is no unfinished request.
@@ -236,6 +237,8 @@ class Scheduler:
         if plan is not None and plan is not self._open:
             return
         for name, request in list(self._requests.items()):
+            request.block_ids = []
+            request.slot = None
             if request.status is RequestStatus.FINISHED:
                 del self._requests[name]
                 continue
@@ -243,8 +246,6 @@ class Scheduler:
                 request.num_preemptions += 1
             request.status = RequestStatus.WAITING
             request.num_computed_tokens = 0
-            request.block_ids = []
-            request.slot = None
         self._waiting = OrderedDict(self._requests)
         self._running = []
         self._free_slots = list(range(self.max_num_seqs))

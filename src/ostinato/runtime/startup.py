@@ -49,14 +49,10 @@ def plan_graphs(
     max_num_seqs, max_num_batched_tokens = config.batch_limits(device)
     requested = config.graphs.mode
     if requested is None:
-        requested = CUDAGraphMode.FULL_DECODE_ONLY
+        requested = CUDAGraphMode.FULL_AND_PIECEWISE
     assert isinstance(requested, CUDAGraphMode)
-    resolved = resolve_mode(requested, backend.support, piecewise_available=False)
-    if resolved.mode.uses(CUDAGraphMode.PIECEWISE):
-        raise ConfigError(
-            f"graph mode {resolved.mode.name} needs a model that can be split at attention; use "
-            "FULL, FULL_DECODE_ONLY or NONE"
-        )
+    # Every model calls attention through ``attend``, and its graphs can be broken there.
+    resolved = resolve_mode(requested, backend.support, piecewise_available=True)
     sizes = () if resolved.mode is CUDAGraphMode.NONE else config.capture_sizes(device)
     plan = CapturePlan.build(
         resolved.mode,

@@ -90,8 +90,8 @@ class DenseCausal:
     """Attention over the batch itself, as one request."""
 
     def forward(
-        self, spec: Any, query: Any, key: Any, value: Any, metadata: Any, sinks: Any
-    ) -> Any:
+        self, spec: Any, query: Any, key: Any, value: Any, metadata: Any, out: Any, sinks: Any
+    ) -> None:
         groups = spec.num_heads // spec.num_kv_heads
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key).float() * spec.scale
@@ -99,7 +99,7 @@ class DenseCausal:
         distance = positions[:, None] - positions
         seen = (distance >= 0) & (distance < (spec.window or query.shape[0]))
         weights = scores.masked_fill(~seen, float("-inf")).softmax(-1).to(value.dtype)
-        return torch.einsum("hqk,khd->qhd", weights, value)
+        out.copy_(torch.einsum("hqk,khd->qhd", weights, value))
 
 
 def reference(config: Any, path: Path) -> torch.nn.Module:
@@ -264,11 +264,11 @@ class CountWork(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("name", "most"), [("llama", 21), ("qwen3", 26)])
+@pytest.mark.parametrize(("name", "most"), [("llama", 22), ("qwen3", 27)])
 def test_few_operators_per_layer(name: str, most: int) -> None:
     class Free:
-        def forward(self, spec: Any, query: Any, *rest: Any) -> Any:
-            return query.reshape(query.shape)
+        def forward(self, *args: Any) -> None:
+            pass
 
     counts = []
     for num_layers in (1, 2):

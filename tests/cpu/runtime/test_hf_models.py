@@ -37,8 +37,9 @@ class DenseAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: Any,
+        out: torch.Tensor,
         sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> None:
         num_tokens = query.shape[0]
         assert query.shape == (num_tokens, spec.num_heads, spec.head_dim)
         assert key.shape == (num_tokens, spec.num_kv_heads, spec.head_dim)
@@ -58,7 +59,7 @@ class DenseAttention:
         if sinks is not None:
             scores = torch.cat([scores, sinks[:, None, None].expand(-1, num_tokens, 1)], -1)
         weights = scores.softmax(-1)[..., :num_tokens]
-        return torch.einsum("hqk,khd->qhd", weights, value).contiguous()
+        out.copy_(torch.einsum("hqk,khd->qhd", weights, value))
 
 
 def row_of(*lengths: int, device: torch.device = CPU) -> set_forward_context:

@@ -27,6 +27,7 @@ from ostinato.runtime.engine import Engine
 PROMPTS = [[1, 2, 3], list(range(10, 45)), [7], [100, 90, 80, 70, 60, 50]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 NAN = float("nan")
+MODES = ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE"]
 
 
 def open_tiny(device: torch.device, **settings: Any) -> LLM:
@@ -63,7 +64,7 @@ def expected(device: torch.device) -> list[list[int]]:
         return [tokens_of(llm, prompt)[0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL"])
+@pytest.mark.parametrize("mode", MODES)
 def test_tokens_do_not_depend_on_the_mode(
     mode: str, device: torch.device, expected: list[list[int]]
 ) -> None:
@@ -72,7 +73,7 @@ def test_tokens_do_not_depend_on_the_mode(
         assert tokens_of(llm, PROMPTS) == expected
         stats = llm.engine.runner.stats
         assert (stats.hits > 0) == (mode != "NONE")
-        if mode == "FULL":
+        if mode not in ("NONE", "FULL_DECODE_ONLY"):
             assert stats.misses == 0
 
 
@@ -177,7 +178,7 @@ def test_several_completions_of_one_prompt(llm: LLM) -> None:
     assert [o.token_ids for o in again.outputs] == [o.token_ids for o in result.outputs]
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL_DECODE_ONLY", "FULL"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_seed_fixes_the_tokens(mode: str, device: torch.device) -> None:
     """Whatever else is in the batch, and in every mode."""
     params = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=11, max_tokens=10)
@@ -445,7 +446,14 @@ def twelve_layers(directory: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("mode", "triggers", "graphs"), [("NONE", 0, 0), ("FULL_DECODE_ONLY", 1, 1), ("FULL", 1, 1)]
+    ("mode", "triggers", "graphs"),
+    [
+        ("NONE", 0, 0),
+        ("FULL_DECODE_ONLY", 1, 1),
+        ("FULL", 1, 1),
+        ("PIECEWISE", 1, 13),
+        ("FULL_AND_PIECEWISE", 1, 14),
+    ],
 )
 def test_counters(mode: str, triggers: int, graphs: int, tmp_path: Path) -> None:
     with compilation_counter.expect(
@@ -482,7 +490,7 @@ def test_capture_returns_and_logs_what_it_took(
         runner.pool.release_unused()
         taken = runner.capture_model()
         assert taken == runner.capture_bytes > 0
-        assert f"captured {len(runner.plan.entries)} graphs in" in caplog.text
+        assert f"captured {runner.capture_report.num_graphs} graphs in" in caplog.text
         assert "GiB" in caplog.text
 
 

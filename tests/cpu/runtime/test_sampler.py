@@ -88,7 +88,10 @@ class Batch:
     def put(self, index: int, slot: int, row: Row) -> None:
         tokens = row.request.all_token_ids
         self.state.write(slot, row.request)
-        self.token_ids[slot] = -7
+        # After the end: the tokens of an earlier request, and what is no token at all.
+        self.token_ids[slot, 0::3] = 2
+        self.token_ids[slot, 1::3] = 7
+        self.token_ids[slot, 2::3] = -7
         self.token_ids[slot, : len(tokens)] = torch.tensor(tokens)
         self.logits[index] = row.logits
         self.slots[index] = slot

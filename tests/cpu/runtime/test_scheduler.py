@@ -182,6 +182,8 @@ def check_state(scheduler: Scheduler, arrivals: list[Request]) -> None:
         if request.status is not RequestStatus.RUNNING:
             assert request.slot is None
             assert not request.block_ids
+        if request.status is RequestStatus.WAITING:
+            assert request.num_computed_tokens == 0
     if running and waiting:
         assert arrivals.index(running[-1]) < arrivals.index(waiting[0]), "first come first served"
     check_sharing(allocator.block_size, running)
@@ -297,16 +299,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.rollback(plan)
         assert self.scheduler.num_running == 0 or not plan.requests
 
-    @rule(calls=st.integers(0, 3), method=st.sampled_from(["allocate", "release", "take"]))
-    def interrupt_the_scheduler(self, calls: int, method: str) -> None:
+    @rule(
+        calls=st.integers(0, 3),
+        method=st.sampled_from(["allocate", "release", "take", "publish"]),
+        before=st.booleans(),
+    )
+    def interrupt_the_scheduler(self, calls: int, method: str, before: bool) -> None:
         allocator, original = self.scheduler.allocator, getattr(BlockAllocator, method)
         left = [calls]
 
         def interrupted(*arguments: Any) -> Any:
-            if not left[0]:
-                raise KeyboardInterrupt
             left[0] -= 1
-            return original(allocator, *arguments)
+            if left[0] < 0 and before:
+                raise KeyboardInterrupt
+            result = original(allocator, *arguments)
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return result
 
         setattr(allocator, method, interrupted)
         try:
@@ -628,6 +637,28 @@ def test_rollback_loses_nothing_and_reuses_what_was_computed() -> None:
     assert scheduler.num_running == 1
     drain(scheduler, device, [request], None)
     check_output(request)
+
+
+def test_rollback_drops_a_request_whose_end_was_interrupted() -> None:
+    scheduler = make_scheduler()
+    ended, other = make_request("a", [0, 1]), make_request("b", [0, 1])
+    scheduler.add(ended)
+    scheduler.add(other)
+    run_step(scheduler, Device(scheduler))
+    ended.status = RequestStatus.FINISHED  # what finish() does first
+    scheduler.rollback()
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 1)
+    assert [row.request for row in scheduler.schedule().requests] == [other]
+
+
+def test_a_plan_does_not_change_afterwards() -> None:
+    scheduler = make_scheduler(block_size=1)
+    device = Device(scheduler)
+    scheduler.add(make_request("a", [0, 1]))
+    plan, _ = run_step(scheduler, device)
+    blocks = list(plan.requests[0].new_blocks)
+    run_step(scheduler, device)
+    assert plan.requests[0].new_blocks == blocks
 
 
 def test_plans_are_committed_once_and_in_turn() -> None:

@@ -18,10 +18,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato import GraphPool
+from ostinato import GraphPool, set_forward_context
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.runtime.attention import paged_cpu, paged_cuda
-from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from ostinato.runtime.attention.base import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    attend,
+)
 from ostinato.runtime.attention.torch_paged import TorchPagedAttention
 
 NOWHERE = 1 << 30
@@ -470,7 +475,6 @@ def test_replay_equals_eager_bit_for_bit(
     rules: dict[str, Any],
 ) -> None:
     """Captured once, on a batch with no real token; replayed on others of its size."""
-    backend = TorchPagedAttention()
     static = build(padded(mixes[0], num_tokens, 0, **rules), device, min_blocks=16)
     static.max_seq_len = 64
     static.slot_mapping.fill_(-1)
@@ -478,7 +482,7 @@ def test_replay_equals_eager_bit_for_bit(
     metadata, spec = static.metadata(), static.spec()
 
     def step() -> Tensor:
-        return backend.forward(spec, static.query, static.key, static.value, metadata, static.sinks)
+        return forward(spec, static.query, static.key, static.value, metadata, static.sinks)
 
     if device.type == "cuda":
         step()  # libraries want a first call
@@ -497,13 +501,26 @@ def test_replay_equals_eager_bit_for_bit(
 # --- the operator and the backend -----------------------------------------------------------------
 
 
+def forward(
+    spec: AttentionSpec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    metadata: AttentionMetadata,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """The way a model's layer calls it."""
+    with set_forward_context(attn_metadata=metadata):
+        return attend(spec, query, key, value, sinks)
+
+
 def test_backend_is_the_operator(device: torch.device) -> None:
     backend: AttentionBackend = TorchPagedAttention()
     assert backend.name == "torch"
     assert backend.support is AttentionCGSupport.ALWAYS
     layout = Layout(requests=((3, 2), (1, 7)), group=2, sinks=True, soft_cap=3.0, window=4)
     one, two = build(layout, device), build(layout, device)
-    out = backend.forward(one.spec(), one.query, one.key, one.value, one.metadata(), one.sinks)
+    out = forward(one.spec(), one.query, one.key, one.value, one.metadata(), one.sinks)
     assert_same_bits(out, two.run(operator))
     assert_same_bits(one.key_cache, two.key_cache)
 
@@ -511,7 +528,7 @@ def test_backend_is_the_operator(device: torch.device) -> None:
 def test_the_cache_does_not_remember_gradients(device: torch.device) -> None:
     batch = build(Layout(requests=((3, 2),)), device)
     query, key = batch.query.requires_grad_(), batch.key.requires_grad_()
-    out = TorchPagedAttention().forward(batch.spec(), query, key, batch.value, batch.metadata())
+    out = forward(batch.spec(), query, key, batch.value, batch.metadata())
     assert not out.requires_grad
     assert not batch.key_cache.requires_grad
 

@@ -15,6 +15,7 @@ import torch
 
 from ostinato.graphs.context import get_forward_context
 from ostinato.graphs.modes import AttentionCGSupport
+from ostinato.graphs.segments import eager_break
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,9 @@ class AttentionMetadata:
     ``seq_lens`` [R] int32: keys of each request, this batch's tokens included; 0 for padding.
     ``block_table`` [R, blocks] int32. ``slot_mapping`` [T] int64: where each token's key and value
     go (block * block_size + offset), -1 for padding tokens, which are never written.
-    ``max_query_len`` and ``max_seq_len`` are upper limits known to the host.
+    ``max_seq_len`` is an upper limit known to the host. ``max_query_len`` describes the batch, but
+    is no limit inside a graph: a graph of mixed batches is captured with an even split, and
+    replayed with any.
 
     The tensors may be read by graphs: a replay finds new contents at the same addresses.
     """
@@ -77,14 +80,15 @@ class AttentionBackend(Protocol):
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: AttentionMetadata,
+        out: torch.Tensor,
         sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Store ``key`` and ``value``, then attend.
+    ) -> None:
+        """Store ``key`` and ``value``, then attend and write all of ``out``.
 
         ``query`` [T, num_heads, head_dim], ``key`` [T, num_kv_heads, head_dim], ``value`` [T,
-        num_kv_heads, value_dim] -> [T, num_heads, value_dim]. Rows of tokens that belong to no
-        request are zero. ``sinks`` [num_heads]: one more logit per head in the softmax, with no
-        value.
+        num_kv_heads, value_dim], ``out`` [T, num_heads, value_dim]. The inputs may be strided.
+        Rows of tokens that belong to no request become zero. ``sinks`` [num_heads]: one more logit
+        per head in the softmax, with no value.
         """
 
 
@@ -95,6 +99,24 @@ def attend(
     value: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of one layer for the batch in the forward context."""
+    """Attention of one layer for the batch in the forward context -> [T, num_heads, value_dim].
+
+    In a piecewise graph it is where the graph breaks: the result is allocated by the segment
+    before, filled by the eager call, and read by the segment after, at one address, with no copy.
+    """
+    out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
+    _attend_into(spec, query, key, value, out, sinks)
+    return out
+
+
+@eager_break
+def _attend_into(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> None:
     metadata: AttentionMetadata = get_forward_context().attn_metadata
-    return metadata.backend.forward(spec, query, key, value, metadata, sinks)
+    metadata.backend.forward(spec, query, key, value, metadata, out, sinks)

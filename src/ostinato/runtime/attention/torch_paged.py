@@ -57,10 +57,10 @@ class TorchPagedAttention:
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: AttentionMetadata,
+        out: torch.Tensor,
         sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> None:
         key_cache, value_cache = metadata.kv_caches[spec.layer]
-        out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
         _paged_attention(
             query,
             key,
@@ -78,4 +78,3 @@ class TorchPagedAttention:
             spec.soft_cap,
             metadata.max_seq_len,
         )
-        return out

@@ -130,9 +130,10 @@ class TokenByToken:
         key: torch.Tensor,
         value: torch.Tensor,
         metadata: AttentionMetadata,
+        out: torch.Tensor,
         sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.attend(query, key, value)
+    ) -> None:
+        out.copy_(self.attend(query, key, value))
 
     @staticmethod
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
