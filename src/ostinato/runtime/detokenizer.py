@@ -12,16 +12,17 @@ from typing import Any
 from ostinato.runtime.sampling_params import SamplingParams
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer makes of half a character
-_LONGEST_CHARACTER = 4  # bytes; more tokens than that are not one character any more
-# Tokens whose text can change with what follows: a few bytes of one character, and the space that
-# some tokenizers drop at the beginning.
-_CONTEXT = 6
+_LONGEST_CHARACTER = 4  # bytes, and so tokens
+# What is decoded again with every token is at least that many tokens long: text can depend on what
+# stands before it (some tokenizers drop the space at the beginning).
+_CONTEXT = 8
 
 
 class Detokenizer:
     """The text of one completion.
 
-    ``text`` is what can be shown. ``add`` returns the stop string that ended it, if one did.
+    ``text`` is what can be shown; it only ever grows. ``add`` returns the stop string that ended
+    it, if one did.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
@@ -30,64 +31,96 @@ class Detokenizer:
         self._skip_special_tokens = params.skip_special_tokens
         self._stop: Sequence[str] = params.stop
         self._include_stop = params.include_stop_str_in_output
-        self._held_back = max((len(stop) for stop in self._stop), default=1) - 1
-        self._token_ids: list[int] = []
-        self._decoded = ""  # all text so far, whole characters only
-        self._context_start = 0  # tokens from here on are decoded again with each new one
-        self._context_end = 0  # tokens up to here are in _decoded
+        self._decoded = ""  # all final text, stop strings or not
+        self._window: list[int] = []  # the last tokens, which are decoded again with each new one
+        self._taken = 0  # characters of the window's text that are in _decoded
+        self._cut = 0  # where the window will be cut once enough follows
+        self._unfinished = 0  # tokens since the text last ended in a whole character
 
     def add(self, token_id: int, *, check_stop: bool) -> str | None:
-        self._token_ids.append(token_id)
+        """Take the next token. Only a stop string that a checked token completes is found."""
+        self._window.append(token_id)
         before = len(self._decoded)
         self._decode()
         if check_stop:
             found = self._find_stop(before)
             if found is not None:
                 return found
-        self.text = self._decoded[: len(self._decoded) - self._held_back]
+        self.text = self._decoded[: len(self._decoded) - self._num_held_back()]
         return None
 
     def finish(self) -> None:
         """Nothing more comes: hand out what was held back, half a character included."""
-        if self._context_end < len(self._token_ids):
-            self._decoded += self._decode_since(self._context_start)[len(self._context_text()) :]
-            self._context_end = len(self._token_ids)
+        self._decoded += self._decode_ids(self._window)[self._taken :]
+        self._window, self._taken = [], 0
         self.text = self._decoded
 
     def _decode(self) -> None:
-        text = self._decode_since(self._context_start)
-        pending = len(self._token_ids) - self._context_end
-        if text.endswith(_INCOMPLETE) and pending < _LONGEST_CHARACTER:
-            return
-        self._decoded += text[len(self._context_text()) :]
-        self._context_end = len(self._token_ids)
-        self._context_start = max(self._context_start, self._context_end - _CONTEXT)
+        """Move what is final from the window's text to ``_decoded``."""
+        text = self._decode_ids(self._window)
+        end = len(text)
+        if not text.endswith(_INCOMPLETE):
+            self._unfinished = 0
+        else:
+            self._unfinished += 1
+            # Tokenizers make one or several marks of half a character, so all of them wait. If that
+            # takes too long they are marks of garbage, and only the last can become a character.
+            waiting = self._unfinished < _LONGEST_CHARACTER
+            end = len(text.rstrip(_INCOMPLETE)) if waiting else len(text) - 1
+        self._decoded += text[self._taken : end]
+        self._taken = max(self._taken, end)
+        enough = len(self._window) - self._cut >= _CONTEXT
+        if enough and (not self._unfinished or self._unfinished >= _LONGEST_CHARACTER):
+            self._shorten(num_waiting=len(text) - self._taken)
 
-    def _context_text(self) -> str:
-        return self._decode_range(self._context_start, self._context_end)
+    def _shorten(self, num_waiting: int) -> None:
+        """Cut the window between two characters, if what is left has text to be a context."""
+        tail = self._window[self._cut :]
+        text = self._decode_ids(tail)
+        if num_waiting and len(text) < _LONGEST_CHARACTER:
+            return  # garbage may be cut anywhere, as long as it ends in a character of its own
+        # Tokens without text (special ones) are no context; what stands before them stays it.
+        self._window = tail if text else self._window[: self._cut]
+        self._cut = len(self._window)
+        self._taken = len(self._decode_ids(self._window)) - num_waiting
 
-    def _decode_since(self, start: int) -> str:
-        return self._decode_range(start, len(self._token_ids))
-
-    def _decode_range(self, start: int, end: int) -> str:
+    def _decode_ids(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(
-            self._token_ids[start:end], skip_special_tokens=self._skip_special_tokens
+            token_ids,
+            skip_special_tokens=self._skip_special_tokens,
+            # It would remove spaces that were shown already.
+            clean_up_tokenization_spaces=False,
         )
         return text
 
     def _find_stop(self, before: int) -> str | None:
-        """The stop string that begins first in the new text, cut off unless it is wanted."""
-        start = max(before - self._held_back, 0)
-        hits = [
-            (position, -len(stop), stop)
-            for stop in self._stop
-            if (position := self._decoded.find(stop, start)) >= 0
-        ]
+        """The stop string that ends first in the new text, cut off unless it is wanted.
+
+        It is the one that somebody who reads character by character would find, so it does not
+        depend on how the text was cut into tokens. Of two that end together the longer counts.
+        """
+        hits = []
+        for stop in self._stop:
+            position = self._decoded.find(stop, max(before - len(stop) + 1, 0))
+            if position >= 0:
+                hits.append((position + len(stop), position, stop))
         if not hits:
             return None
-        position, _, stop = min(hits)
-        self._decoded = self._decoded[: position + (len(stop) if self._include_stop else 0)]
-        self._token_ids = []
-        self._context_start = self._context_end = 0
+        end, position, stop = min(hits)
+        self._decoded = self._decoded[: end if self._include_stop else position]
+        self._window, self._taken = [], 0
         self.text = self._decoded
         return stop
+
+    def _num_held_back(self) -> int:
+        """Characters at the end with which a stop string may begin."""
+        text = self._decoded
+        return max(
+            (
+                length
+                for stop in self._stop
+                for length in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:length])
+            ),
+            default=0,
+        )

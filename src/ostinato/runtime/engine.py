@@ -19,7 +19,7 @@ from ostinato.runtime.outputs import CompletionOutput, Logprob
 from ostinato.runtime.request import FinishReason, Request
 from ostinato.runtime.sampler import SamplerOutput
 from ostinato.runtime.sampling_params import SamplingParams
-from ostinato.runtime.scheduler import Scheduler, TokenEvent
+from ostinato.runtime.scheduler import SchedulePlan, Scheduler, TokenEvent
 
 _SEEDS = 2**63
 
@@ -159,17 +159,19 @@ class Engine:
         again from what they had.
         """
         self._check_open()
-        plan = self.scheduler.schedule()
+        plan: SchedulePlan | None = None
         try:
+            plan = self.scheduler.schedule()
             choice = self.runner.dispatch(plan.shape)
             batch = self.runner.prepare(plan, choice)
             hidden = self.runner.forward(batch)
             sampled = self.runner.sample(batch, hidden)
             tokens = [] if sampled is None else sampled.token_ids.tolist()
+            events = self.scheduler.commit(plan, tokens)
         except BaseException:
             self.scheduler.rollback(plan)
             raise
-        return self._emit(self.scheduler.commit(plan, tokens), sampled)
+        return self._emit(events, sampled)
 
     def _emit(
         self, events: Sequence[TokenEvent], sampled: SamplerOutput | None

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ostinato.errors import ConfigError
 
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGPROBS = 64
+_LARGEST_FLOAT = sys.float_info.max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,16 +73,18 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         # Kept as plain immutable values: a request outlives the caller's lists.
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         if any(not isinstance(text, str) or not text for text in stop):
             raise ConfigError(f"stop must be non-empty strings, got {self.stop!r}")
         object.__setattr__(self, "stop", stop)
-        ids = tuple(self.stop_token_ids)
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         if any(type(token) is not int or token < 0 for token in ids):
             raise ConfigError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r}")
         if len(ids) > MAX_STOP_TOKEN_IDS:
             raise ConfigError(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(ids)}")
         object.__setattr__(self, "stop_token_ids", ids)
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise ConfigError(f"logit_bias maps token ids to numbers, got {self.logit_bias!r}")
         bias = dict(self.logit_bias or {})
         if len(bias) > MAX_LOGIT_BIAS:
             raise ConfigError(f"at most {MAX_LOGIT_BIAS} tokens in logit_bias, got {len(bias)}")
@@ -95,6 +99,14 @@ class SamplingParams:
         return self.temperature == 0
 
 
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name} must be a list, got {value!r}")
+    return tuple(value)
+
+
 def _check_int(name: str, value: object, *, at_least: int) -> None:
     if type(value) is not int or value < at_least:
         raise ConfigError(f"{name} must be an integer of at least {at_least}, got {value!r}")
@@ -104,7 +116,7 @@ def _check_number(name: str, value: object, allowed: str, holds: Callable[[float
     if (
         isinstance(value, bool)
         or not isinstance(value, (int, float))
-        or not math.isfinite(value)
+        or not abs(value) <= _LARGEST_FLOAT
         or not holds(value)
     ):
         raise ConfigError(f"{name} must be a number {allowed}, got {value!r}")

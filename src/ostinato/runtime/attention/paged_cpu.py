@@ -7,8 +7,10 @@ what lies in the others (padding, stale blocks) cannot matter.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -28,34 +30,24 @@ class _Rules(NamedTuple):
 class _Queries(NamedTuple):
     """The queries of one request: ``query_len`` rows of the batch from ``start`` on.
 
-    The last of them stands at the last of the request's ``seq_len`` keys.
+    The last of them stands at the last of the request's ``seq_len`` keys. Position 0 of the request
+    is at row ``origin`` of the cache, or, where its blocks do not follow each other, of the
+    ``blocks`` gathered; ``origin`` is negative where the first positions were left out.
     """
 
-    request: int
     start: int
     query_len: int
     seq_len: int
-
-
-class _Rows(NamedTuple):
-    """Keys or values of one request: ``tokens`` [N, num_kv_heads, dim], position 0 at ``origin``.
-
-    ``origin`` is negative where the first positions were left out.
-    """
-
-    tokens: torch.Tensor
     origin: int
+    blocks: torch.Tensor | None
 
-    def between(self, first: int, last: int, group: int) -> torch.Tensor:
-        """Positions from ``first`` to before ``last``: a view [num_kv_heads, group, ..., dim]."""
-        tokens = self.tokens
-        per_token, per_head, per_element = tokens.stride()
-        # One call where slicing and transposing would be four; this is most of a short request.
-        return tokens.as_strided(
-            (tokens.shape[1], group, last - first, tokens.shape[2]),
-            (per_head, 0, per_token, per_element),
-            tokens.storage_offset() + (self.origin + first) * per_token,
-        )
+
+class _Layout(NamedTuple):
+    """What a batch's integers say. ``written``: the tokens to store, None for all of them."""
+
+    queries: tuple[_Queries, ...]
+    written: torch.Tensor | None
+    has_padding: bool
 
 
 def paged_attention_cpu(
@@ -77,78 +69,121 @@ def paged_attention_cpu(
 ) -> None:
     """Store ``key`` and ``value``, attend over the cache, and write all of ``out``."""
     block_size = key_cache.shape[1]
-    keys = key_cache.view(-1, *key_cache.shape[2:])
-    values = value_cache.view(-1, *value_cache.shape[2:])
-    _store(key, value, keys, values, slot_mapping)
-
-    capacity = block_table.shape[1] * block_size
-    batch = _queries_of(query_start_loc.tolist(), seq_lens.tolist(), capacity)
-    if sum(queries.query_len for queries in batch) < out.shape[0]:
-        out.zero_()  # rows that belong to no request
-    if not batch:
-        return
-    rules = _Rules(scale, window, soft_cap, sinks)
-    num_blocks = -(-max(queries.seq_len for queries in batch) // block_size)
-    tables: list[list[int]] = block_table[: batch[-1].request + 1, :num_blocks].tolist()
-    for queries in batch:
-        first = _first_visible(queries.seq_len - queries.query_len, window) // block_size
-        last = -(-queries.seq_len // block_size)
-        blocks = tables[queries.request][first:last]
-        if blocks == list(range(blocks[0], blocks[0] + len(blocks))):
-            origin = (blocks[0] - first) * block_size
-            request_keys, request_values = _Rows(keys, origin), _Rows(values, origin)
-        else:
-            index = block_table[queries.request, first:last]
-            origin = -first * block_size
-            request_keys = _Rows(key_cache.index_select(0, index).flatten(0, 1), origin)
-            request_values = _Rows(value_cache.index_select(0, index).flatten(0, 1), origin)
-        _attend(queries, query, request_keys, request_values, out, rules)
-
-
-def _store(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    if min(slot_mapping.tolist(), default=0) < 0:
-        written = (slot_mapping >= 0).nonzero().squeeze(1)
-        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+    needed = -(-max(seq_lens.tolist(), default=0) // block_size)
+    # All layers of a step see the same integers: they are made sense of once, and compared after.
+    layout = _layout(
+        query_start_loc.numpy().tobytes(),
+        seq_lens.numpy().tobytes(),
+        block_table[:, :needed].numpy().tobytes(),
+        slot_mapping.numpy().tobytes(),
+        block_table.shape[1] * block_size,
+        block_size,
+        window,
+    )
+    if layout.written is not None:
+        key, value = key[layout.written], value[layout.written]
+        slot_mapping = slot_mapping[layout.written]
     keys.index_copy_(0, slot_mapping, key)
     values.index_copy_(0, slot_mapping, value)
+    if layout.has_padding:
+        out.zero_()  # rows that belong to no request
+    rules = _Rules(scale, window, soft_cap, sinks)
+    for queries in layout.queries:
+        its_keys, its_values = keys, values
+        if queries.blocks is not None:
+            its_keys = key_cache.index_select(0, queries.blocks).flatten(0, 1)
+            its_values = value_cache.index_select(0, queries.blocks).flatten(0, 1)
+        if queries.query_len == 1 and soft_cap is None and sinks is None:
+            _attend_one(queries, query, its_keys, its_values, out, rules)
+        else:
+            _attend(queries, query, its_keys, its_values, out, rules)
 
 
-def _queries_of(starts: list[int], seq_lens: list[int], capacity: int) -> list[_Queries]:
+@lru_cache(maxsize=4)  # one per window in use
+def _layout(
+    query_start_loc: bytes,
+    seq_lens: bytes,
+    block_table: bytes,
+    slot_mapping: bytes,
+    capacity: int,
+    block_size: int,
+    window: int | None,
+) -> _Layout:
     """The requests that have something to compute.
 
     A batch made up for a capture may claim more keys than a block table can hold: it gets those
     that fit, and queries that stand before the first key get none.
     """
-    batch = []
-    for request, seq_len in enumerate(seq_lens):
-        seq_len = min(seq_len, capacity)
-        end = starts[request + 1]
+    starts = np.frombuffer(query_start_loc, np.int32).tolist()
+    lens = np.frombuffer(seq_lens, np.int32).tolist()
+    slots = np.frombuffer(slot_mapping, np.int64)
+    tables = np.frombuffer(block_table, np.int32).reshape(len(lens), -1 if lens else 0)
+    queries = []
+    for request, length in enumerate(lens):
+        seq_len, end = min(length, capacity), starts[request + 1]
         query_len = min(end - starts[request], seq_len)
         if query_len > 0:
-            batch.append(_Queries(request, end - query_len, query_len, seq_len))
-    return batch
+            first = _first_visible(seq_len - query_len, window) // block_size
+            blocks = tables[request][first : -(-seq_len // block_size)]
+            consecutive = bool((np.diff(blocks) == 1).all())
+            origin = ((int(blocks[0]) if consecutive else 0) - first) * block_size
+            index = None if consecutive else torch.from_numpy(blocks.copy())
+            queries.append(_Queries(end - query_len, query_len, seq_len, origin, index))
+    is_written = slots >= 0
+    return _Layout(
+        queries=tuple(queries),
+        written=None if is_written.all() else torch.from_numpy(is_written.nonzero()[0]),
+        has_padding=sum(each.query_len for each in queries) < len(slots),
+    )
+
+
+def _between(tokens: torch.Tensor, origin: int, first: int, last: int, group: int) -> torch.Tensor:
+    """Positions from ``first`` to before ``last`` of a request whose position 0 is at ``origin`` of
+    ``tokens`` [N, num_kv_heads, dim]: a view [num_kv_heads, group, last - first, dim]."""
+    per_token, per_head, per_element = tokens.stride()
+    # One call where slicing and transposing would be four; this is most of a short request.
+    return tokens.as_strided(
+        (tokens.shape[1], group, last - first, tokens.shape[2]),
+        (per_head, 0, per_token, per_element),
+        tokens.storage_offset() + (origin + first) * per_token,
+    )
 
 
 def _first_visible(position: int, window: int | None) -> int:
     return 0 if window is None else max(0, position - window + 1)
 
 
+def _attend_one(
+    queries: _Queries,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    rules: _Rules,
+) -> None:
+    """One query: two products and a softmax take less time than torch's fused attention."""
+    num_kv_heads, end = keys.shape[1], queries.seq_len
+    first = _first_visible(end - 1, rules.window)
+    q = _by_kv_head(query, queries.start, 1, num_kv_heads).squeeze(1)
+    k = _between(keys, queries.origin, first, end, 1).squeeze(1)
+    v = _between(values, queries.origin, first, end, 1).squeeze(1)
+    scores = torch.bmm(q, k.transpose(1, 2))
+    weights = (scores.float() * rules.scale).softmax(-1).to(v.dtype)
+    result = _by_kv_head(out, queries.start, 1, num_kv_heads).squeeze(1)
+    result.copy_(torch.bmm(weights, v))
+
+
 def _attend(
     queries: _Queries,
     query: torch.Tensor,
-    keys: _Rows,
-    values: _Rows,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     out: torch.Tensor,
     rules: _Rules,
 ) -> None:
     """The attention of one request, some rows at a time."""
-    num_kv_heads = keys.tokens.shape[1]
+    num_kv_heads = keys.shape[1]
     context = queries.seq_len - queries.query_len
     plain = rules.soft_cap is None and rules.sinks is None
     # torch knows one mask by name: as many keys as queries, each sees those up to its own.
@@ -160,7 +195,8 @@ def _attend(
         start, position = queries.start + row, context + row
         first, end = _first_visible(position, rules.window), position + count
         q = _by_kv_head(query, start, count, num_kv_heads)
-        k, v = keys.between(first, end, q.shape[1]), values.between(first, end, q.shape[1])
+        k = _between(keys, queries.origin, first, end, q.shape[1])
+        v = _between(values, queries.origin, first, end, q.shape[1])
         mask = None
         if count > 1 and not causal:
             mask = _visible(count, end - first, position - first, rules.window)

