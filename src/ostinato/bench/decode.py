@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ostinato.bench.measure import machine, synchronize
 from ostinato.errors import ConfigError
+from ostinato.graphs.sizes import check_positive_int
 from ostinato.runtime.config import EngineConfig, GraphConfig
 from ostinato.runtime.llm import LLM
 from ostinato.runtime.sampling_params import SamplingParams
@@ -39,14 +41,11 @@ def run(
     repeats: int = 3,
 ) -> dict[str, Any]:
     """Measure every batch size with the graphs and with each baseline, in turns."""
+    _check_counts(batches, prompt_len=prompt_len, new_tokens=new_tokens, repeats=repeats)
     unknown = sorted(set(baselines) - set(BASELINES))
     if unknown:
         raise ConfigError(f"unknown baselines {unknown}; choose from {list(BASELINES)}")
-    config = replace(
-        config,
-        max_num_seqs=config.max_num_seqs or max(batches),
-        max_model_len=config.max_model_len or prompt_len + SHORT + new_tokens,
-    )
+    config = _with_room(config, num_seqs=max(batches), length=prompt_len + SHORT + new_tokens)
     with ExitStack() as stack:
         llm = stack.enter_context(LLM.from_config(config))
         subjects: dict[str, Generate] = {"ostinato": _engine(llm)}
@@ -56,9 +55,20 @@ def run(
         if "hf" in baselines:
             subjects["hf"] = _transformers(llm)
         rows = [
-            _measure(subjects, llm.engine.model.vocab_size, batch, prompt_len, new_tokens, repeats)
+            _measure(
+                subjects,
+                llm.engine.model.vocab_size,
+                batch,
+                prompt_len,
+                new_tokens,
+                repeats,
+                config.random_weights,
+            )
             for batch in batches
         ]
+        if "hf" in subjects and _checkpoint(llm) is None:
+            for row in rows:
+                row["same_tokens_as"]["hf"] = None  # its weights are others
         model = llm.engine.model
         return {
             "command": "ostinato bench decode",
@@ -74,6 +84,33 @@ def run(
         }
 
 
+def _check_counts(batches: Sequence[int], **counts: int) -> None:
+    if not batches:
+        raise ConfigError("there are no batch sizes to measure; give at least one")
+    for batch in batches:
+        check_positive_int("batch size", batch)
+    for name, count in counts.items():
+        check_positive_int(name, count)
+
+
+def _with_room(config: EngineConfig, *, num_seqs: int, length: int) -> EngineConfig:
+    """The limits that were not given follow from the batches; those that were must hold them."""
+    for name, limit, needed in (
+        ("max_num_seqs", config.max_num_seqs, num_seqs),
+        ("max_model_len", config.max_model_len, length),
+    ):
+        if limit is not None and limit < needed:
+            raise ConfigError(
+                f"{name} {limit} is too small to measure this: {needed} are needed (sequences have "
+                f"prompt_len + {SHORT} + new_tokens tokens); raise it or measure less"
+            )
+    return replace(
+        config,
+        max_num_seqs=config.max_num_seqs or num_seqs,
+        max_model_len=config.max_model_len or length,
+    )
+
+
 def _measure(
     subjects: dict[str, Generate],
     vocab_size: int,
@@ -81,6 +118,7 @@ def _measure(
     prompt_len: int,
     new_tokens: int,
     repeats: int,
+    random_weights: bool,
 ) -> dict[str, Any]:
     # Other tokens in every repetition: the prefix cache must not save what the baselines compute.
     source = random.Random(batch)
@@ -104,7 +142,11 @@ def _measure(
         "tpot_ms": {name: seconds * 1e3 for name, seconds in times.items()},
         "tokens_per_s": {name: batch / seconds for name, seconds in times.items()},
         "speedup_over": {name: times[name] / times["ostinato"] for name in others},
-        "same_tokens_as": {name: tokens[name] == tokens["ostinato"] for name in others},
+        # transformers has random weights of its own, so there its tokens say nothing.
+        "same_tokens_as": {
+            name: None if random_weights and name == "hf" else tokens[name] == tokens["ostinato"]
+            for name in others
+        },
     }
 
 
@@ -124,13 +166,18 @@ def _engine(llm: LLM) -> Generate:
     return generate
 
 
+def _checkpoint(llm: LLM) -> Path | None:
+    """Where the weights come from; None for random ones."""
+    return None if llm.config.random_weights else llm.model_path
+
+
 def _transformers(llm: LLM) -> Generate:
     """transformers' own ``generate``: same checkpoint, or same shape with weights of its own."""
     from transformers import AutoModelForCausalLM
 
     ours = llm.engine.model
-    if llm.model_path is not None and not llm.config.random_weights:
-        model: Any = AutoModelForCausalLM.from_pretrained(llm.model_path, dtype=ours.dtype)
+    if (path := _checkpoint(llm)) is not None:
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=ours.dtype)
         model = model.to(ours.device)
     else:
         with ours.device:

@@ -7,6 +7,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from ostinato.cli import bench, model
 from ostinato.errors import OstinatoError
@@ -19,7 +20,11 @@ class _App(typer.Typer):
         try:
             return super().__call__(*args, **kwargs)
         except OstinatoError as error:
-            Console(stderr=True).print(f"[red]{type(error).__name__}:[/red] {error}", markup=True)
+            # As text, since a message may contain what looks like markup; and not wrapped, so that
+            # it can be searched and copied.
+            name, message = type(error).__name__, " ".join(str(error).splitlines())
+            line = Text.assemble((f"{name}:", "red"), f" {message}")
+            Console(stderr=True).print(line, soft_wrap=True, highlight=False)
             sys.exit(1)
 
 

@@ -139,22 +139,21 @@ def _core_tables(results: dict[str, Any]) -> list[Table]:
 
 
 def _decode_tables(results: dict[str, Any]) -> list[Table]:
-    names = list(results["rows"][0]["tpot_ms"]) if results["rows"] else []
-    title = f"{results['model']}, {results['dtype']}, {results['mode']}: time per output token"
+    title = f"{results['model']}, {results['dtype']}, {results['mode']}"
     table = Table(title=title)
-    table.add_column("batch", justify="right")
-    for name in names:
-        table.add_column(f"{name}, ms", justify="right")
-    table.add_column("tokens/s", justify="right")
-    for name in names[1:]:
-        table.add_column(f"speed-up over {name}", justify="right")
-        table.add_column(f"tokens equal {name}", justify="right")
+    for column in ("batch", "", "per token", "tokens/s", "ostinato is", "same tokens"):
+        table.add_column(column, justify="left" if not column else "right")
     for row in results["rows"]:
-        cells = [f"{row['tpot_ms'][name]:.2f}" for name in names]
-        for name in names[1:]:
-            cells += [f"{row['speedup_over'][name]:.2f}x", str(row["same_tokens_as"][name])]
-        cells.insert(len(names), f"{row['tokens_per_s']['ostinato']:.1f}")
-        table.add_row(str(row["batch"]), *cells)
+        for name, milliseconds in row["tpot_ms"].items():
+            same = row["same_tokens_as"].get(name)
+            table.add_row(
+                str(row["batch"]),
+                name,
+                f"{milliseconds:.2f} ms",
+                f"{row['tokens_per_s'][name]:.1f}",
+                f"{row['speedup_over'][name]:.2f}x" if name in row["speedup_over"] else "",
+                "" if same is None else ("yes" if same else "NO"),
+            )
     return [table]
 
 

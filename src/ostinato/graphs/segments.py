@@ -134,6 +134,11 @@ class Tape:
         counts = [graph.num_nodes for graph in self.graphs]
         return None if None in counts else sum(cast(list[int], counts))
 
+    @property
+    def num_copies(self) -> int:
+        """Results of eager calls that each replay has to copy to where the next graph reads."""
+        return sum(step.num_copies for step in self._steps if isinstance(step, EagerCall))
+
     def close(self) -> None:
         self.replay = replay_closed
         for graph in self.graphs:

@@ -72,12 +72,11 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))
         check_positive_int("block_size", self.block_size)
-        if type(self.seed) is not int or self.seed < 0:
-            raise ConfigError(f"seed must be a non-negative integer, got {self.seed!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}"
-            )
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
+        share = self.gpu_memory_utilization
+        if not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
         if self.kv_cache_memory is not None:
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if self.model is not None and not str(self.model):
@@ -88,12 +87,17 @@ class EngineConfig:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         try:
             device = torch.device(self.device)
-        except RuntimeError as error:
-            raise ConfigError(f"unknown device {self.device!r}: {error}") from None
+        except (RuntimeError, TypeError):
+            raise ConfigError(f"unknown device {self.device!r}; choose auto, cpu or cuda") from None
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"device must be cpu or cuda, got {self.device!r}")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(f"device {self.device!r} was asked for, but torch finds no CUDA GPU")
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device {self.device!r} was asked for, but torch finds "
+                f"{torch.cuda.device_count()} CUDA GPUs, numbered from 0"
+            )
         return device
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
@@ -106,9 +110,11 @@ class EngineConfig:
 
     def batch_limits(self, device: torch.device) -> tuple[int, int]:
         """The most requests and the most tokens that one step takes."""
-        on_gpu = device.type == "cuda"
-        max_num_seqs = self.max_num_seqs or (256 if on_gpu else 16)
-        max_tokens = self.max_num_batched_tokens or max(8192 if on_gpu else 512, max_num_seqs)
+        default_seqs, default_tokens = (256, 8192) if device.type == "cuda" else (16, 512)
+        max_num_seqs, max_tokens = self.max_num_seqs, self.max_num_batched_tokens
+        # One that was not given makes room for the one that was.
+        max_num_seqs = max_num_seqs or min(default_seqs, max_tokens or default_seqs)
+        max_tokens = max_tokens or max(default_tokens, max_num_seqs)
         if max_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {max_tokens} is below max_num_seqs {max_num_seqs}: a step "
@@ -134,7 +140,7 @@ def parse_bytes(value: int | str) -> int:
     match = re.fullmatch(r"([\d.]+)\s*([kmgt]?)(i?b)?", str(value).strip().lower())
     try:
         count = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
-    except ValueError:
+    except (ValueError, OverflowError):
         count = 0
     if count <= 0 or isinstance(value, bool):
         raise ConfigError(f"not an amount of memory: {value!r}; write 1073741824, '1GiB' or '512M'")

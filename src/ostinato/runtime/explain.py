@@ -23,7 +23,7 @@ def explain_batch(
             "has at least one token"
         )
     least = -(-num_tokens // num_reqs)
-    longest = max_query_len or least
+    longest = least if max_query_len is None else max_query_len
     if not least <= longest <= num_tokens - num_reqs + 1:
         raise BatchError(
             f"{num_reqs} requests with {num_tokens} tokens have a longest query of {least} to "
@@ -36,9 +36,15 @@ def explain_batch(
     for entry in plan.entries:
         dispatcher.mark_captured(entry)
     choice = dispatcher.dispatch(BatchShape(num_tokens, num_reqs, longest))
+    fits = num_tokens <= plan.max_num_batched_tokens and num_reqs <= plan.max_num_seqs
+    limits = (
+        f"a step takes at most {plan.max_num_batched_tokens} tokens (max_num_batched_tokens) and "
+        f"{plan.max_num_seqs} requests (max_num_seqs)"
+    )
     eager = choice.mode is CUDAGraphMode.NONE
     return {
         "batch": f"{num_tokens} tokens, {num_reqs} requests, longest query {longest}",
+        "fits_one_step": "yes" if fits else f"no: {limits}",
         "requested_mode": resolved.requested.name,
         "mode_in_force": resolved.mode.name,
         "mode_changed_because": resolved.reason or "-",

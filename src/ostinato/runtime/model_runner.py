@@ -95,7 +95,7 @@ class ModelRunner:
         )
         # Captures and replays under PIECEWISE, in segments around attention; otherwise it is the
         # model's own forward.
-        self._forward = CUDAGraphWrapper(
+        self.piecewise = CUDAGraphWrapper(
             model.forward, CUDAGraphMode.PIECEWISE, pool=self.pool, split_at_breaks=True
         )
         self.stats = DispatchStats()
@@ -164,7 +164,7 @@ class ModelRunner:
             return hidden
         with set_forward_context(choice.mode, choice.descriptor, attn_metadata=step.metadata):
             padded = choice.padded_num_tokens
-            hidden = self._forward(
+            hidden = self.piecewise(
                 self.buffers.input_ids[:padded], self.buffers.tokens.positions[:padded]
             )
         return hidden[: step.num_tokens]
@@ -212,7 +212,7 @@ class ModelRunner:
 
     def _forward_captured(self, inputs: CaptureInputs) -> torch.Tensor:
         assert inputs.input_ids is not None
-        return self._forward(inputs.input_ids, inputs.positions)
+        return self.piecewise(inputs.input_ids, inputs.positions)
 
     def _prepare_captured(self, entry: PlanEntry) -> PreparedBatch[CaptureInputs]:
         max_model_len = self.cache.max_model_len
@@ -253,4 +253,4 @@ class ModelRunner:
         self.pool.close()
         self.kv_cache.layers.clear()
         if hasattr(self, "model"):
-            del self.model, self._forward
+            del self.model, self.piecewise

@@ -118,6 +118,26 @@ def test_half_a_character_at_the_end_is_shown_when_nothing_follows(tokenizer: An
     stream = Stream(tokenizer)
     stream.feed(ids)
     assert [stream.shown[-2], stream.text] == ["a", f"a{HALF}"]
+    stream.detokenizer.finish()
+    assert stream.detokenizer.text == f"a{HALF}"
+
+
+def test_a_character_with_special_tokens_inside(tokenizer: Any) -> None:
+    """They have no text, so its parts belong together."""
+    ids = []
+    for part in tokenizer.encode("🎉", add_special_tokens=False) * 4:
+        ids += [part, *[tokenizer.eos_token_id] * 20]
+    stream = Stream(tokenizer)
+    stream.feed(ids)
+    assert stream.text == "🎉🎉🎉🎉"
+    stream.check_never_taken_back()
+
+
+def test_garbage_does_not_wait_for_ever(tokenizer: Any) -> None:
+    (half, *_) = tokenizer.encode("🎉", add_special_tokens=False)
+    stream = Stream(tokenizer)
+    stream.feed([half] * 100)
+    assert [stream.shown[count] for count in (3, 4, 100)] == ["", HALF * 3, HALF * 99]
 
 
 @pytest.mark.parametrize("text", ["", "Hello", "🎉"])
@@ -172,6 +192,7 @@ def byte_fallback() -> Any:
         max_size=40,
     )
 )
+@example(pieces=["\u2581the", *["</s>"] * 30, "\u2581the"])
 @example(pieces=["\u2581the", *["<0xF0> <0x9F> <0x8E> <0x89>"] * 12, "."])
 def test_words_with_spaces_and_characters_in_bytes(byte_fallback: Any, pieces: list[str]) -> None:
     tokens = " ".join(pieces).split(" ") if pieces else []

@@ -501,3 +501,25 @@ def test_tokens_are_right_after_capturing_again(llm: LLM, expected: list[list[in
     llm.engine.runner.capture_model()
     assert tokens_of(llm, PROMPTS) == expected
     assert llm.engine.runner.stats.eager  # the middle run
+
+
+def test_attention_between_pieces_costs_no_copy(device: torch.device) -> None:
+    """It writes where the next piece reads: at the same address in every replay of a size."""
+    graphs = GraphConfig(mode="PIECEWISE", capture_sizes=[8, 64])
+    with open_tiny(device, graphs=graphs, prefix_reuse=False) as llm:
+        runner = llm.engine.runner
+        written: list[tuple[int, int, int]] = []
+        forward = runner.backend.forward
+
+        def recorded(
+            spec: Any, q: Any, k: Any, v: Any, metadata: Any, out: Any, *rest: Any
+        ) -> None:
+            written.append((len(out), spec.layer, out.data_ptr()))
+            forward(spec, q, k, v, metadata, out, *rest)
+
+        runner.backend.forward = recorded  # type: ignore[method-assign]
+        tokens_of(llm, PROMPTS)
+        tapes = [entry.tape for entry in runner.piecewise.entries.values()]
+        assert [tape.num_copies for tape in tapes] == [0, 0]
+        layers = len(llm.engine.model.attention_specs)
+        assert len(set(written)) == 2 * layers < len(written)

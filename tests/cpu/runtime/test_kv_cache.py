@@ -1,0 +1,127 @@
+"""How many blocks there are, and the memory behind them."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ostinato import ConfigError
+from ostinato.runtime.attention.base import AttentionSpec
+from ostinato.runtime.attention.torch_paged import TorchPagedAttention
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
+from ostinato.runtime.startup import kv_cache_budget, plan_graphs
+
+# Two layers that differ, with values narrower than keys.
+SPECS = [
+    AttentionSpec(layer=0, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, scale=1.0),
+    AttentionSpec(layer=1, num_heads=4, num_kv_heads=1, head_dim=24, value_dim=8, scale=1.0),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_block_costs_is_what_is_allocated(device: torch.device, dtype: torch.dtype) -> None:
+    cache = KVCache(SPECS, num_blocks=7, block_size=4, dtype=dtype, device=device)
+    assert [[tuple(tensor.shape) for tensor in layer] for layer in cache.layers] == [
+        [(7, 4, 2, 16), (7, 4, 2, 16)],
+        [(7, 4, 1, 24), (7, 4, 1, 8)],
+    ]
+    tensors = [tensor for layer in cache.layers for tensor in layer]
+    assert all(tensor.dtype is dtype and tensor.device == device for tensor in tensors)
+    assert not any(tensor.any() for tensor in tensors)
+    per_block = bytes_per_block(SPECS, 4, dtype)
+    assert per_block == 4 * (2 * 32 + 32) * dtype.itemsize
+    assert cache.num_bytes == 7 * per_block == sum(tensor.nbytes for tensor in tensors)
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(1, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
+def test_blocks_of_a_request(length: int, blocks: int) -> None:
+    assert CacheSize(num_blocks=9, block_size=16, max_model_len=length).blocks_per_request == blocks
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "budget": st.integers(0, 20_000),
+        "bytes_per_block": st.integers(1, 500),
+        "block_size": st.integers(1, 40),
+        "model_limit": st.integers(1, 3000),
+        "max_model_len": st.none() | st.integers(1, 3000),
+        "max_num_seqs": st.integers(1, 20),
+    }
+)
+
+
+def cost_of_one(num_tokens: int, asked: dict[str, Any]) -> int:
+    """Bytes for one request of that length, and the block that is nobody's."""
+    return (1 + -(-num_tokens // asked["block_size"])) * int(asked["bytes_per_block"])
+
+
+def why_not(asked: dict[str, Any]) -> list[str]:
+    """What the error must say, if the length asked for (or any at all) cannot be had."""
+    length, limit, budget = asked["max_model_len"], asked["model_limit"], asked["budget"]
+    if length is not None and length > limit:
+        return [f"max_model_len {length} is above what the model can take, {limit}"]
+    if budget >= cost_of_one(length or 1, asked):
+        return []
+    needed = cost_of_one(length or limit, asked)
+    return [f"{budget:,} bytes", f"one request of {length or limit} tokens", f"({needed:,} bytes"]
+
+
+@settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(asked=SETTINGS)
+def test_any_budget(asked: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    caplog.clear()
+    if texts := why_not(asked):
+        with pytest.raises(ConfigError) as error:
+            size_cache(**asked)
+        assert all(text in str(error.value) for text in texts)
+        return
+    size = size_cache(**asked)
+    budget, limit, length = asked["budget"], asked["model_limit"], size.max_model_len
+    # All that can be used, as far as it can be afforded; and the longest request fits alone.
+    useful = 1 + asked["max_num_seqs"] * size.blocks_per_request
+    assert size.block_size == asked["block_size"]
+    assert size.num_blocks == min(useful, budget // asked["bytes_per_block"])
+    assert size.num_blocks > size.blocks_per_request > 0
+    # The length asked for, the model's own, or the longest that fits, with a warning.
+    if asked["max_model_len"] is not None or budget >= cost_of_one(limit, asked):
+        assert length == (asked["max_model_len"] or limit)
+        assert not caplog.records
+        return
+    assert cost_of_one(length, asked) <= budget < cost_of_one(length + 1, asked)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"becomes {length} instead of the model's {limit}" in record.message
+
+
+def test_the_errors_say_what_to_do() -> None:
+    asked = {"bytes_per_block": 100, "block_size": 16, "model_limit": 4096, "max_num_seqs": 8}
+    message = (
+        "the KV cache has 1,050 bytes, room for 9 blocks of 16 tokens, but one request of 2048 "
+        "tokens takes 128 blocks (12,900 bytes with the spare one); raise kv_cache_memory or lower "
+        "max_model_len"
+    )
+    with pytest.raises(ConfigError) as error:
+        size_cache(1050, max_model_len=2048, **asked)
+    assert str(error.value) == message
+    # Nothing was asked for, but not even one block is left.
+    with pytest.raises(ConfigError, match=r"has 199 bytes, room for 0 blocks of 16 tokens"):
+        size_cache(199, max_model_len=None, **asked)
+
+
+@pytest.mark.parametrize(
+    ("given_memory", "budget"), [(None, 512 * 2**20), (12345, 12345), ("2MiB", 2 * 2**20)]
+)
+def test_the_budget_on_the_cpu(given_memory: int | str | None, budget: int) -> None:
+    """A setting or a constant; the model is not run for it."""
+    config = EngineConfig(device="cpu", kv_cache_memory=given_memory)
+    device, backend = torch.device("cpu"), TorchPagedAttention()
+    plan, _ = plan_graphs(config, device, backend)
+    model: Any = SimpleNamespace(device=device)
+    assert kv_cache_budget(config, model, plan, backend) == budget

@@ -1,0 +1,385 @@
+"""The ``ostinato`` command: what it prints, what it returns, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato import LLM, SamplingParams, cli
+
+TINY = ["--model", "tiny", "--random-weights", "--device", "cpu", "--max-model-len", "64"]
+PROMPT = "1,2,3"
+
+
+@dataclass(frozen=True)
+class Result:
+    exit_code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """All of the standard output, which must be JSON and nothing else."""
+        assert self.exit_code == 0, self.err
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def ostinato(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the command in this process, the way the installed script does."""
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer replaces it
+
+    def run(*arguments: str) -> Result:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.app(list(arguments))
+        return Result(int(end.value.code or 0), *capfd.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[int]:
+    """The tokens that the library generates for the same prompt."""
+    with LLM(
+        "tiny", random_weights=True, device="cpu", max_model_len=64, show_progress=False
+    ) as llm:
+        (result,) = llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=6))
+        return result.outputs[0].token_ids
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+def test_generate_json(ostinato: Run, expected: list[int]) -> None:
+    result = ostinato("generate", PROMPT, *TINY, "--max-tokens", "6", "--json")
+    answer = result.json
+    assert answer["prompt_token_ids"] == [1, 2, 3]
+    (output,) = answer["outputs"]
+    assert output["token_ids"] == expected
+    assert output["finish_reason"] == "length"
+    assert result.err == ""  # no progress bars where a program reads
+
+
+@pytest.mark.parametrize("mode", ["NONE", "full", "PIECEWISE"])
+def test_generate_streams(ostinato: Run, expected: list[int], mode: str) -> None:
+    result = ostinato("generate", PROMPT, *TINY, "--max-tokens", "6", "--mode", mode, "--quiet")
+    assert result.exit_code == 0
+    assert result.out == "".join(f"[{token}] " for token in expected) + "\n"
+    assert "it/s" not in result.err
+
+
+def test_generate_shows_progress_apart_from_the_text(ostinato: Run) -> None:
+    result = ostinato("generate", PROMPT, *TINY, "--max-tokens", "1", "--sizes", "1,2")
+    assert "decode, FULL" in result.err
+    assert "decode" not in result.out
+
+
+def test_generate_samples_with_a_seed(ostinato: Run, expected: list[int]) -> None:
+    options = ["--temperature", "2.0", "--top-k", "40", "--top-p", "0.9", "--max-tokens", "6"]
+    answers = [
+        ostinato("generate", PROMPT, *TINY, *options, "--seed", seed, "--json").json["outputs"]
+        for seed in ("3", "3", "4")
+    ]
+    assert answers[0] == answers[1] != answers[2]
+    assert answers[0][0]["token_ids"] != expected
+
+
+# --- with a tokenizer -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint whose tokens are words: w0, w1, ..."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("talking")
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.chat_template = "w7 {{ messages[0]['content'] }} w9"
+    tokenizer.save_pretrained(directory)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            max_position_embeddings=64,
+            eos_token_id=None,
+        )
+        LlamaForCausalLM(config).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.mark.parametrize(("chat", "ids"), [([], [4, 5]), (["--chat"], [7, 4, 5, 9])])
+def test_generate_takes_and_gives_text(
+    ostinato: Run, talking: str, chat: list[str], ids: list[int]
+) -> None:
+    command = [
+        "generate",
+        "w4 w5",
+        "--model",
+        talking,
+        "--device",
+        "cpu",
+        "--max-tokens",
+        "5",
+        *chat,
+    ]
+    answer = ostinato(*command, "--json").json
+    assert answer["prompt_token_ids"] == ids
+    (output,) = answer["outputs"]
+    assert output["text"].split() == [f"w{token}" for token in output["token_ids"]]
+    shown = ostinato(*command, "--quiet")
+    assert shown.out == output["text"] + "\n"
+
+
+# --- capture --------------------------------------------------------------------------------------
+
+
+def test_capture_json(ostinato: Run) -> None:
+    result = ostinato("capture", *TINY, "--sizes", "1,4", "--max-num-seqs", "4", "--json")
+    answer = result.json
+    assert answer["mode"] == "FULL_AND_PIECEWISE"
+    shapes = [(row["phase"], row["num_tokens"], row["num_reqs"]) for row in answer["graphs"]]
+    assert shapes == [
+        ("mixed, PIECEWISE", 4, None),
+        ("mixed, PIECEWISE", 1, None),
+        ("decode, FULL", 4, 4),
+        ("decode, FULL", 1, 1),
+    ]
+    assert [row["graphs"] for row in answer["graphs"]] == [3, 3, 1, 1]  # two layers, two breaks
+    assert all(row["nodes"] > 10 for row in answer["graphs"] if row["phase"] == "decode, FULL")
+    assert sum(row["bytes"] for row in answer["graphs"]) > 0
+    assert all(row["ms"] > 0 for row in answer["graphs"])
+    assert result.err == ""
+
+
+def test_capture_table(ostinato: Run) -> None:
+    result = ostinato("capture", *TINY, "--sizes", "2", "--mode", "PIECEWISE", "--quiet")
+    assert result.exit_code == 0
+    assert "1 sizes captured, mode PIECEWISE" in result.out
+    header, row = (line for line in result.out.splitlines() if line[:1] in "┃│")
+    assert header.strip("┃").replace(" ", "").split("┃") == [
+        "phase", "num_tokens", "num_reqs", "graphs", "nodes", "bytes", "ms",
+    ]  # fmt: skip
+    assert row.strip("│").replace(" ", "").split("│")[:5] == ["mixed,PIECEWISE", "2", "-", "3", "-"]
+
+
+def test_capture_of_nothing(ostinato: Run) -> None:
+    assert ostinato("capture", *TINY, "--mode", "NONE", "--json").json == {
+        "mode": "NONE",
+        "graphs": [],
+    }
+    table = ostinato("capture", *TINY, "--mode", "NONE")
+    assert table.exit_code == 0
+    assert "nothing captured" in table.out
+
+
+# --- explain --------------------------------------------------------------------------------------
+
+
+def test_explain_a_graph(ostinato: Run) -> None:
+    answer = ostinato(
+        "explain", "--tokens", "5", "--reqs", "5", "--device", "cpu", "--sizes", "1,8", "--json"
+    ).json
+    assert (answer["runs"], answer["padded_to"], answer["padding"]) == ("FULL graph", 8, 3)
+    assert answer["reason"] == "uniform decode batch with a captured graph"
+    assert answer["captured_sizes"] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--mode", "NONE"], "graph mode is NONE"),
+        (["--sizes", "1,4"], "more tokens than the largest captured size"),
+        (["--mode", "full_decode_only"], "the graph mode has graphs for uniform decode batches"),
+    ],
+)
+def test_explain_an_eager_batch(ostinato: Run, options: list[str], reason: str) -> None:
+    batch = ["--tokens", "9", "--reqs", "2", "--max-query-len", "8", "--device", "cpu"]
+    answer = ostinato("explain", *batch, *options, "--json").json
+    assert (answer["runs"], answer["padded_to"], answer["key"]) == ("eagerly", 9, "-")
+    assert answer["reason"].startswith(reason)
+    table = ostinato("explain", *batch, *options)
+    assert table.exit_code == 0
+    for text in ("9 tokens, 2 requests, longest query 8", "eagerly", "mode in force"):
+        assert text in table.out
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+EXPLAIN = ["explain", "--device", "cpu", "--tokens", "4", "--reqs", "2"]
+GENERATE = ["generate", PROMPT, *TINY]
+DECODE = ["bench", "decode", *TINY[:-2], "--batch", "2", "--prompt-len", "4", "--new-tokens", "2"]
+ERRORS: list[tuple[list[str], str]] = [
+    ([*EXPLAIN, "--mode", "fullish"], "ConfigError: unknown graph mode 'fullish'; choose one of "),
+    ([*EXPLAIN, "--mode", "[/red]"], "ConfigError: unknown graph mode '[/red]'; choose one of "),
+    ([*EXPLAIN, "--mode", "[bold]"], "ConfigError: unknown graph mode '[bold]'; choose one of "),
+    ([*EXPLAIN, "--sizes", "1;2"], "ConfigError: --sizes takes integers separated by commas, got "),
+    ([*EXPLAIN, "--sizes", ""], "ConfigError: --sizes takes integers separated by commas, got ''"),
+    ([*EXPLAIN, "--sizes", "0"], "ConfigError: capture size must be a positive integer, got 0"),
+    ([*EXPLAIN, "--device", "tpu"], "ConfigError: unknown device 'tpu'; choose auto, cpu or cuda"),
+    ([*EXPLAIN, "--max-query-len", "1"], "BatchError: 2 requests with 4 tokens have a longest "),
+    ([*GENERATE[:1], "hello", *TINY], "ConfigError: the prompt of this model takes integers "),
+    ([*GENERATE[:1], "1,512", *TINY], "RequestError: the prompt contains 512; token ids are "),
+    ([*GENERATE, "--chat"], "RequestError: this model has no chat template"),
+    ([*GENERATE, "--top-p", "0"], "ConfigError: top_p must be a number in (0, 1], got 0.0"),
+    ([*GENERATE, "--kv-cache-memory", "lots"], "ConfigError: not an amount of memory: 'lots'"),
+    ([*GENERATE, "--max-model-len", "9999"], "ConfigError: a longest sequence of 9999 tokens "),
+    (["generate", "hi", "--model", "no/such/model/here"], "ModelLoadError: "),
+    ([*DECODE, "--baselines", "vllm"], "ConfigError: unknown baselines ['vllm']; choose from "),
+    ([*DECODE, "--batch", "x"], "ConfigError: --batch takes integers separated by commas, got 'x'"),
+    ([*DECODE, "--batch", "1,0"], "ConfigError: batch size must be a positive integer, got 0"),
+    ([*DECODE, "--prompt-len", "0"], "ConfigError: prompt_len must be a positive integer, got 0"),
+    ([*DECODE, "--new-tokens", "0"], "ConfigError: new_tokens must be a positive integer, got 0"),
+    ([*DECODE, "--repeats", "0"], "ConfigError: repeats must be a positive integer, got 0"),
+    ([*DECODE, "--max-num-seqs", "1"], "ConfigError: max_num_seqs 1 is too small to measure this"),
+    ([*DECODE, "--max-model-len", "22"], "ConfigError: max_model_len 22 is too small to measure"),
+    (["bench", "capture", *TINY, "--modes", "FULL,HALF"], "ConfigError: unknown graph mode 'HALF'"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), ERRORS, ids=str)
+def test_errors_are_one_line(
+    ostinato: Run, monkeypatch: pytest.MonkeyPatch, command: list[str], message: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")  # narrow, and still one line
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = ostinato(*command, *(["--quiet"] if command[0] == "generate" else []))
+    assert result.exit_code == 1
+    assert result.out == ""
+    assert result.err.startswith(message)
+    assert result.err.count("\n") == 1
+
+
+def test_errors_of_the_installed_command() -> None:
+    """In a process of its own: one line, exit code 1, no traceback."""
+    command = [sys.executable, "-m", "ostinato.cli", "explain", "--tokens", "1", "--reqs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == (
+        "BatchError: a batch of 1 tokens and 2 requests does not exist: every request has at least "
+        "one token\n"
+    )
+
+
+def test_errors_that_are_not_ours_are_not_hidden(
+    ostinato: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ostinato.runtime import explain
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise ZeroDivisionError("a mistake of ours")
+
+    monkeypatch.setattr(explain, "explain_batch", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.app(EXPLAIN)
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+MODES = "NONE,FULL_DECODE_ONLY,PIECEWISE,FULL_AND_PIECEWISE,FULL"
+
+
+def test_bench_capture(ostinato: Run, tmp_path: Path) -> None:
+    path = tmp_path / "capture.json"
+    options = [*TINY, "--sizes", "1,4", "--modes", MODES, "--output", str(path)]
+    answer = ostinato("bench", "capture", *options, "--json").json
+    assert answer == json.loads(path.read_text())
+    assert answer["model"] == "tiny"
+    assert answer["machine"]["torch"] == torch.__version__
+    assert [(row["mode"], row["graphs"]) for row in answer["rows"]] == [
+        ("NONE", 0),
+        ("FULL_DECODE_ONLY", 2),
+        ("PIECEWISE", 6),
+        ("FULL_AND_PIECEWISE", 8),
+        ("FULL", 2),
+    ]
+    for row in answer["rows"]:
+        assert 0 <= row["capture_s"] < row["ready_s"]
+        assert (row["bytes"] > 0) == (row["mode"] != "NONE")
+
+
+def test_bench_capture_table(ostinato: Run) -> None:
+    result = ostinato("bench", "capture", *TINY, "--sizes", "1", "--modes", "FULL")
+    assert result.exit_code == 0
+    assert "tiny: capture" in result.out
+    assert f"torch {torch.__version__}" in result.out
+    assert "FULL" in result.out
+
+
+def test_bench_decode(ostinato: Run) -> None:
+    options = ["--batch", "1,3", "--prompt-len", "5", "--new-tokens", "8", "--repeats", "2"]
+    answer = ostinato("bench", "decode", *TINY, *options, "--json").json
+    assert (answer["prompt_len"], answer["new_tokens"], answer["repeats"]) == (5, 8, 2)
+    assert (answer["model"], answer["random_weights"]) == ("tiny", True)
+    assert (answer["dtype"], answer["mode"]) == ("float32", "FULL_AND_PIECEWISE")
+    assert [row["batch"] for row in answer["rows"]] == [1, 3]
+    for row in answer["rows"]:
+        times = row["tpot_ms"]
+        assert list(times) == list(row["tokens_per_s"]) == ["ostinato", "eager", "hf"]
+        for name, milliseconds in times.items():
+            rate = row["batch"] * 1e3 / milliseconds
+            assert row["tokens_per_s"][name] == pytest.approx(rate)
+        for name in ("eager", "hf"):
+            ratio = times[name] / times["ostinato"]
+            assert row["speedup_over"][name] == pytest.approx(ratio)
+        # Random weights of transformers' own are others, so there is nothing to compare.
+        assert row["same_tokens_as"] == {"eager": True, "hf": None}
+
+
+def test_bench_decode_of_a_checkpoint(ostinato: Run, talking: str) -> None:
+    """The same weights: the tokens must be those of transformers."""
+    options = ["--batch", "2", "--prompt-len", "5", "--new-tokens", "4", "--repeats", "1"]
+    command = ["bench", "decode", "--model", talking, "--device", "cpu", *options]
+    (row,) = ostinato(*command, "--baselines", "hf", "--json").json["rows"]
+    assert row["same_tokens_as"] == {"hf": True}
+    table = ostinato(*command)
+    assert table.exit_code == 0
+    header = [line for line in table.out.splitlines() if line.startswith("┃")]
+    assert "…" not in "".join(header)  # all names fit into 80 columns
+    row = next(line for line in table.out.splitlines() if line.startswith("│"))
+    assert row.count("yes") == 2
+
+
+def test_bench_decode_without_baselines(ostinato: Run) -> None:
+    options = ["--batch", "1", "--prompt-len", "3", "--new-tokens", "2", "--repeats", "1"]
+    answer = ostinato("bench", "decode", *TINY, *options, "--baselines", "", "--json").json
+    (row,) = answer["rows"]
+    assert list(row["tpot_ms"]) == ["ostinato"]
+    assert row["speedup_over"] == row["same_tokens_as"] == {}
+
+
+# --- the commands themselves ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [[], ["bench"]])
+def test_help(ostinato: Run, group: list[str]) -> None:
+    result = ostinato(*group, "--help")
+    assert result.exit_code == 0
+    names = ("core", "decode", "capture") if group else ("generate", "capture", "explain", "bench")
+    assert all(name in result.out for name in names)
+
+
+def test_unknown_options_are_refused(ostinato: Run) -> None:
+    result = ostinato("explain", "--tokens", "1", "--reqs", "1", "--size", "3")
+    assert result.exit_code == 2
+    assert "--size" in result.err
