@@ -142,6 +142,6 @@ def parse_bytes(value: int | str) -> int:
         count = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
     except (ValueError, OverflowError):
         count = 0
-    if count <= 0 or isinstance(value, bool):
+    if count <= 0:
         raise ConfigError(f"not an amount of memory: {value!r}; write 1073741824, '1GiB' or '512M'")
     return count

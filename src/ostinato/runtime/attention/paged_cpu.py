@@ -163,15 +163,26 @@ def _attend_one(
     rules: _Rules,
 ) -> None:
     """One query: two products and a softmax take less time than torch's fused attention."""
-    num_kv_heads, end = keys.shape[1], queries.seq_len
-    first = _first_visible(end - 1, rules.window)
-    q = _by_kv_head(query, queries.start, 1, num_kv_heads).squeeze(1)
-    k = _between(keys, queries.origin, first, end, 1).squeeze(1)
-    v = _between(values, queries.origin, first, end, 1).squeeze(1)
-    scores = torch.bmm(q, k.transpose(1, 2))
-    weights = (scores.float() * rules.scale).softmax(-1).to(v.dtype)
-    result = _by_kv_head(out, queries.start, 1, num_kv_heads).squeeze(1)
-    result.copy_(torch.bmm(weights, v))
+    num_kv_heads, dim = keys.shape[1:]
+    first = _first_visible(queries.seq_len - 1, rules.window)
+    seen, origin = queries.seq_len - first, queries.origin + first
+    per_token, per_head, per_element = keys.stride()
+    # Views in one call each: at this size the calls are what takes the time.
+    transposed_keys = keys.as_strided(
+        (num_kv_heads, dim, seen),
+        (per_head, per_element, per_token),
+        keys.storage_offset() + origin * per_token,
+    )
+    per_token, per_head, per_element = values.stride()
+    its_values = values.as_strided(
+        (num_kv_heads, seen, values.shape[2]),
+        (per_head, per_token, per_element),
+        values.storage_offset() + origin * per_token,
+    )
+    query = query[queries.start].unflatten(0, (num_kv_heads, -1))
+    weights = torch.bmm(query, transposed_keys).float().mul_(rules.scale).softmax(-1)
+    result = torch.bmm(weights.to(its_values.dtype), its_values)
+    out[queries.start].copy_(result.flatten(0, 1))
 
 
 def _attend(
