@@ -15,6 +15,9 @@ import torch
 
 T = TypeVar("T")
 
+# Leaves, seen at a glance.
+_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+
 
 def leaves_with_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Every leaf of ``value`` with the expression that reaches it, like ``batch['ids'][0]``."""
@@ -35,9 +38,20 @@ def leaves_with_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in ``value``, in order."""
-    for _, leaf in leaves_with_path(value, ""):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
+    # Apart from leaves_with_path: a capture asks for every operator, and paths cost more than it.
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif type(value) in _PLAIN:
+        return
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: T) -> T:
@@ -51,6 +65,8 @@ def map_tensors(function: Callable[[torch.Tensor], Any], value: T) -> T:
 def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return function(value)
+    if type(value) in _PLAIN:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
             field.name: _map(function, getattr(value, field.name))
