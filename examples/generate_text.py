@@ -14,7 +14,6 @@ from ostinato import LLM, GraphConfig, SamplingParams
 QUESTION = "What is an ostinato in music? Answer in two sentences."
 PROMPTS = [
     "The capital of France is",
-    "Water boils at",
     "A CUDA graph is",
     "Once upon a time",
     "The three primary colours are",

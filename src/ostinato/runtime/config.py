@@ -27,13 +27,15 @@ class GraphConfig:
     """Which graphs are captured.
 
     ``mode`` None is FULL_AND_PIECEWISE: full graphs for decode batches, piecewise ones, broken at
-    attention, for all others. ``capture_sizes`` None: the default ladder of the device. With
-    ``eager_fallback`` a size whose capture fails runs eagerly instead of stopping the start-up.
+    attention, for all others. ``capture_sizes`` None: the default ladder of the device.
+    ``num_warmups`` None: one run of each size before its capture on CUDA, and none on the CPU,
+    which has nothing to warm up. With ``eager_fallback`` a size whose capture fails runs eagerly
+    instead of stopping the start-up.
     """
 
     mode: CUDAGraphMode | str | None = None
     capture_sizes: Sequence[int] | None = None
-    num_warmups: int = 1
+    num_warmups: int | None = None
     eager_fallback: bool = False
 
     def __post_init__(self) -> None:
@@ -42,8 +44,15 @@ class GraphConfig:
         if self.capture_sizes is not None:
             sizes = validate_sizes(self.capture_sizes, max_num_batched_tokens=None)
             object.__setattr__(self, "capture_sizes", sizes)
-        if type(self.num_warmups) is not int or self.num_warmups < 0:
+        if self.num_warmups is not None and (
+            type(self.num_warmups) is not int or self.num_warmups < 0
+        ):
             raise ConfigError(f"num_warmups must be 0 or more, got {self.num_warmups!r}")
+
+    def warmups_on(self, device: torch.device) -> int:
+        if self.num_warmups is None:
+            return 1 if device.type == "cuda" else 0
+        return self.num_warmups
 
 
 @dataclass(frozen=True, kw_only=True)

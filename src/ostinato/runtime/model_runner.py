@@ -89,7 +89,7 @@ class ModelRunner:
         self.graphs: CudaGraphManager[CaptureInputs] = CudaGraphManager(
             plan,
             self.pool,
-            num_warmups=graphs.num_warmups,
+            num_warmups=graphs.warmups_on(device),
             eager_fallback=graphs.eager_fallback,
             show_progress=show_progress,
         )
