@@ -326,6 +326,19 @@ def test_bench_capture_table(ostinato: Run) -> None:
     assert "FULL" in result.out
 
 
+def test_bench_prefill(ostinato: Run) -> None:
+    options = ["--lengths", "4,9", "--sizes", "4", "--modes", "PIECEWISE", "--repeats", "2"]
+    answer = ostinato("bench", "prefill", *TINY, *options, "--json").json
+    assert [row["prompt_len"] for row in answer["rows"]] == [4, 9]
+    for row in answer["rows"]:
+        assert list(row["ttft_ms"]) == ["NONE", "PIECEWISE"]
+        assert row["same_tokens_as_eager"] == {"NONE": True, "PIECEWISE": True}
+        assert row["fraction_of_eager"]["NONE"] == 1
+    first, second = (row["steps"]["PIECEWISE"] for row in answer["rows"])
+    assert first == {"replayed": 3}  # two measured, one to warm up
+    assert second == {"replayed": 3, "TOO_LARGE": 3}
+
+
 def test_bench_decode(ostinato: Run) -> None:
     options = ["--batch", "1,3", "--prompt-len", "5", "--new-tokens", "8", "--repeats", "2"]
     answer = ostinato("bench", "decode", *TINY, *options, "--json").json

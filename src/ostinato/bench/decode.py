@@ -55,15 +55,7 @@ def run(
         if "hf" in baselines:
             subjects["hf"] = _transformers(llm)
         rows = [
-            _measure(
-                subjects,
-                llm.engine.model.vocab_size,
-                batch,
-                prompt_len,
-                new_tokens,
-                repeats,
-                config.random_weights,
-            )
+            _measure(subjects, llm.engine.model.vocab_size, batch, prompt_len, new_tokens, repeats)
             for batch in batches
         ]
         if "hf" in subjects and _checkpoint(llm) is None:
@@ -118,7 +110,6 @@ def _measure(
     prompt_len: int,
     new_tokens: int,
     repeats: int,
-    random_weights: bool,
 ) -> dict[str, Any]:
     # Other tokens in every repetition: the prefix cache must not save what the baselines compute.
     source = random.Random(batch)
@@ -142,11 +133,7 @@ def _measure(
         "tpot_ms": {name: seconds * 1e3 for name, seconds in times.items()},
         "tokens_per_s": {name: batch / seconds for name, seconds in times.items()},
         "speedup_over": {name: times[name] / times["ostinato"] for name in others},
-        # transformers has random weights of its own, so there its tokens say nothing.
-        "same_tokens_as": {
-            name: None if random_weights and name == "hf" else tokens[name] == tokens["ostinato"]
-            for name in others
-        },
+        "same_tokens_as": {name: tokens[name] == tokens["ostinato"] for name in others},
     }
 
 

@@ -110,14 +110,57 @@ def capture(
     _report(run(config, modes=modes.split(",")), _capture_tables, as_json, output)
 
 
+@app.command()
+def prefill(
+    lengths: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "16,64,128,256,512",
+    modes: Annotated[str, typer.Option(help="Beside eager.")] = "PIECEWISE,FULL_AND_PIECEWISE",
+    repeats: Annotated[int, typer.Option(help="Medians over this many.")] = 10,
+    model: options.Model = None,
+    random_weights: options.RandomWeights = False,
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    sizes: options.Sizes = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    max_model_len: options.MaxModelLen = None,
+    kv_cache_memory: options.KVCacheMemory = None,
+    as_json: options.Json = False,
+    output: Output = None,
+) -> None:
+    """Time to first token of one prompt, eagerly and in each mode, in turns."""
+    from ostinato.bench.prefill import run
+
+    config = options.engine_config(
+        model=model,
+        random_weights=random_weights,
+        device=device,
+        dtype=dtype,
+        mode=None,
+        sizes=sizes,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        kv_cache_memory=kv_cache_memory,
+        quiet=True,
+    )
+    prompt_lengths = options.integers(lengths, "--lengths") or []
+    results = run(config, lengths=prompt_lengths, modes=modes.split(","), repeats=repeats)
+    _report(results, _prefill_tables, as_json, output)
+
+
 def _report(
     results: dict[str, Any],
     tables: Callable[[dict[str, Any]], list[Table]],
     as_json: bool,
     output: Path | None,
 ) -> None:
-    # The command as it was given, so that a result file says how to make it again.
-    results["command"] = " ".join(["ostinato", *sys.argv[1:]])
+    # The command as it was given, so that a result file says how to make it again; where the file
+    # went is nobody's business.
+    given = sys.argv[1:]
+    if "--output" in given:
+        place = given.index("--output")
+        given = given[:place] + given[place + 2 :]
+    results["command"] = " ".join(["ostinato", *given])
     text = json.dumps(results, indent=2) + "\n"
     if output is not None:
         output.write_text(text, encoding="utf-8")
@@ -169,6 +212,22 @@ def _capture_tables(results: dict[str, Any]) -> list[Table]:
             f"{row['bytes'] / 2**20:.1f} MiB",
             f"{row['ready_s']:.2f} s",
         )
+    return [table]
+
+
+def _prefill_tables(results: dict[str, Any]) -> list[Table]:
+    table = Table(title=f"{results['model']}: time to first token")
+    for column in ("prompt", "mode", "median", "of eager", "same token"):
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    for row in results["rows"]:
+        for name, milliseconds in row["ttft_ms"].items():
+            table.add_row(
+                str(row["prompt_len"]),
+                name,
+                f"{milliseconds:.2f} ms",
+                f"{row['fraction_of_eager'][name]:.2f}",
+                "yes" if row["same_tokens_as_eager"][name] else "NO",
+            )
     return [table]
 
 

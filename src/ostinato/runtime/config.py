@@ -17,6 +17,7 @@ from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.sizes import check_positive_int, default_sizes, validate_sizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+ATTENTION_BACKENDS = ("auto", "torch", "triton")
 # On the CPU there is no telling how much memory may be used; on CUDA, what is left is used.
 CPU_KV_CACHE_BYTES = 512 * 2**20
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
@@ -68,6 +69,7 @@ class EngineConfig:
     max_model_len: int | None = None
     kv_cache_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
+    attention: str = "auto"
     block_size: int = 16
     prefix_reuse: bool = True
     prefill_chunk: int | None = None
@@ -81,6 +83,9 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))
         check_positive_int("block_size", self.block_size)
+        if self.attention not in ATTENTION_BACKENDS:
+            known = ", ".join(ATTENTION_BACKENDS)
+            raise ConfigError(f"unknown attention {self.attention!r}; choose one of {known}")
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
         share = self.gpu_memory_utilization

@@ -8,7 +8,7 @@ from ostinato.errors import BatchError
 from ostinato.graphs.descriptor import BatchShape
 from ostinato.graphs.dispatch import Dispatcher
 from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
+from ostinato.runtime.attention import create_attention
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.startup import plan_graphs
 
@@ -30,7 +30,7 @@ def explain_batch(
             f"{num_tokens - num_reqs + 1} tokens, not {longest}"
         )
     device = config.torch_device()
-    backend = TorchPagedAttention()
+    backend = create_attention(config.attention, device)
     plan, resolved = plan_graphs(config, device, backend)
     dispatcher = Dispatcher(plan)
     for entry in plan.entries:

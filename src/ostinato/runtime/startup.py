@@ -15,8 +15,8 @@ from ostinato.graphs.context import set_forward_context
 from ostinato.graphs.descriptor import BatchDescriptor
 from ostinato.graphs.modes import CUDAGraphMode, ResolvedMode, resolve_mode
 from ostinato.graphs.plan import CapturePlan, PlanEntry
+from ostinato.runtime.attention import create_attention
 from ostinato.runtime.attention.base import AttentionBackend
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
 from ostinato.runtime.config import CPU_KV_CACHE_BYTES, EngineConfig
 from ostinato.runtime.input_buffers import InputBuffers
 from ostinato.runtime.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
@@ -65,7 +65,7 @@ def plan_graphs(
 
 def build_runner(config: EngineConfig, model: CausalLM) -> tuple[ModelRunner, ResolvedMode]:
     """Size the KV cache, allocate everything, capture the graphs."""
-    backend = TorchPagedAttention()
+    backend = create_attention(config.attention, model.device)
     plan, resolved = plan_graphs(config, model.device, backend)
     per_block = bytes_per_block(model.attention_specs, config.block_size, model.dtype)
     cache = size_cache(

@@ -77,6 +77,22 @@ def test_tokens_do_not_depend_on_the_mode(
             assert stats.misses == 0
 
 
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE", "FULL"])
+def test_prompts_around_the_captured_sizes(mode: str, device: torch.device) -> None:
+    """Size 1, one under, exactly, one over, and more than the largest."""
+    prompts = [list(range(3, 3 + length)) for length in (1, 7, 8, 9, 20, 31, 32, 33, 50)]
+    with open_tiny(device, graphs=GraphConfig(mode="NONE"), prefix_reuse=False) as llm:
+        alone = [tokens_of(llm, [prompt])[0] for prompt in prompts]
+    graphs = GraphConfig(mode=mode, capture_sizes=[8, 32])
+    with open_tiny(device, graphs=graphs, prefix_reuse=False) as llm:
+        for prompt, expected_tokens in zip(prompts, alone, strict=True):
+            before = llm.engine.runner.stats.misses
+            assert tokens_of(llm, [prompt])[0] == expected_tokens
+            assert llm.engine.runner.stats.misses - before == (len(prompt) > 32)
+        reasons = {reason.name for reason in llm.engine.runner.stats.eager}
+        assert reasons == {"TOO_LARGE"}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -335,6 +351,8 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "int8"}, "unknown dtype 'int8'"),
     ({"gpu_memory_utilization": 2.0}, "gpu_memory_utilization"),
     ({"block_size": 0}, "block_size"),
+    ({"attention": "flash"}, "unknown attention 'flash'; choose one of auto, torch, triton"),
+    ({"attention": "triton"}, "needs a CUDA device"),
     ({"seed": -1}, "seed"),
     ({"graphs": GraphConfig(capture_sizes=[128])}, "128"),
 ]
