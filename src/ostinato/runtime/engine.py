@@ -19,7 +19,8 @@ from ostinato.runtime.outputs import CompletionOutput, Logprob
 from ostinato.runtime.request import FinishReason, Request
 from ostinato.runtime.sampler import SamplerOutput
 from ostinato.runtime.sampling_params import SamplingParams
-from ostinato.runtime.scheduler import SchedulePlan, Scheduler, TokenEvent
+from ostinato.runtime.schedule_plan import SchedulePlan, TokenEvent
+from ostinato.runtime.scheduler import Scheduler
 
 _SEEDS = 2**63
 

@@ -31,7 +31,7 @@ from ostinato.runtime.kv_cache import CacheSize, KVCache
 from ostinato.runtime.models.base import CausalLM
 from ostinato.runtime.request_state import RequestState
 from ostinato.runtime.sampler import SamplerOutput, SamplingFeatures, sample
-from ostinato.runtime.scheduler import SchedulePlan
+from ostinato.runtime.schedule_plan import SchedulePlan
 
 logger = logging.getLogger(__name__)
 

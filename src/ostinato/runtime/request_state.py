@@ -13,7 +13,7 @@ import torch
 
 from ostinato.runtime.kv_cache import CacheSize
 from ostinato.runtime.sampler import SamplingState
-from ostinato.runtime.scheduler import ScheduledRequest
+from ostinato.runtime.schedule_plan import ScheduledRequest
 
 
 class RequestState:

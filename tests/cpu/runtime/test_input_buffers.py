@@ -17,7 +17,7 @@ from ostinato.runtime.input_buffers import InputBuffers
 from ostinato.runtime.kv_cache import CacheSize, KVCache
 from ostinato.runtime.request import Request
 from ostinato.runtime.request_state import RequestState
-from ostinato.runtime.scheduler import ScheduledRequest
+from ostinato.runtime.schedule_plan import ScheduledRequest
 
 MAX_NUM_SEQS = 6
 MAX_NUM_TOKENS = 40

@@ -21,7 +21,8 @@ from ostinato.graphs.descriptor import BatchShape
 from ostinato.runtime.block_allocator import BlockAllocator
 from ostinato.runtime.request import FinishReason, Request, RequestStatus
 from ostinato.runtime.sampling_params import SamplingParams
-from ostinato.runtime.scheduler import SchedulePlan, Scheduler, TokenEvent
+from ostinato.runtime.schedule_plan import SchedulePlan, TokenEvent
+from ostinato.runtime.scheduler import Scheduler
 
 VOCAB = 3  # few tokens, so that prompts often begin alike
 MAX_LEN = 12
