@@ -23,6 +23,9 @@ Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Mode = Annotated[
     str | None, typer.Option("--mode", help="Graph mode: NONE, FULL, FULL_DECODE_ONLY, ...")
 ]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Split and compile the model with torch.compile.")
+]
 Sizes = Annotated[str | None, typer.Option("--sizes", help="Sizes to capture: 1,2,4,8.")]
 MaxNumSeqs = Annotated[int | None, typer.Option(help="Most requests in one step.")]
 MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Most tokens in one step.")]
@@ -42,10 +45,10 @@ def integers(text: str | None, option: str) -> list[int] | None:
         raise ConfigError(f"{option} takes integers separated by commas, got {text!r}") from None
 
 
-def graph_config(mode: str | None, sizes: str | None) -> GraphConfig:
+def graph_config(mode: str | None, sizes: str | None, compiled: bool) -> GraphConfig:
     from ostinato.runtime.config import GraphConfig
 
-    return GraphConfig(mode=mode, capture_sizes=integers(sizes, "--sizes"))
+    return GraphConfig(mode=mode, capture_sizes=integers(sizes, "--sizes"), compile=compiled)
 
 
 def engine_config(
@@ -56,6 +59,7 @@ def engine_config(
     dtype: str = "auto",
     mode: str | None,
     sizes: str | None,
+    compiled: bool = False,
     max_num_seqs: int | None,
     max_num_batched_tokens: int | None,
     max_model_len: int | None = None,
@@ -70,7 +74,7 @@ def engine_config(
         random_weights=random_weights,
         device=device,
         dtype=dtype,
-        graphs=graph_config(mode, sizes),
+        graphs=graph_config(mode, sizes, compiled),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ostinato.compile.backend import PiecewiseModel, compile_piecewise
 from ostinato.graphs.capture_inputs import CaptureInputs, prepare_capture_inputs
 from ostinato.graphs.capture_loop import CaptureReport
 from ostinato.graphs.context import set_forward_context
@@ -29,6 +30,7 @@ from ostinato.runtime.config import GraphConfig
 from ostinato.runtime.input_buffers import InputBuffers
 from ostinato.runtime.kv_cache import CacheSize, KVCache
 from ostinato.runtime.models.base import CausalLM
+from ostinato.runtime.models.embedded import cache_directory
 from ostinato.runtime.request_state import RequestState
 from ostinato.runtime.sampler import SamplerOutput, SamplingFeatures, sample
 from ostinato.runtime.schedule_plan import SchedulePlan
@@ -93,11 +95,22 @@ class ModelRunner:
             eager_fallback=graphs.eager_fallback,
             show_progress=show_progress,
         )
-        # Captures and replays under PIECEWISE, in segments around attention; otherwise it is the
-        # model's own forward.
-        self.piecewise = CUDAGraphWrapper(
-            model.forward, CUDAGraphMode.PIECEWISE, pool=self.pool, split_at_breaks=True
-        )
+        # Captures and replays under PIECEWISE, in pieces around attention; otherwise it is the
+        # model's own forward, or what was compiled from it.
+        self.piecewise: CUDAGraphWrapper[torch.Tensor] | PiecewiseModel
+        if graphs.compiler is None:
+            self.piecewise = CUDAGraphWrapper(
+                model.forward, CUDAGraphMode.PIECEWISE, pool=self.pool, split_at_breaks=True
+            )
+        else:
+            self.piecewise = compile_piecewise(
+                model.forward,
+                pool=self.pool,
+                compiler=graphs.compiler,
+                eager_fallback=graphs.eager_fallback,
+                cache_dir=cache_directory() / "compiled",
+                model_key=type(model).__name__,
+            )
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
@@ -184,6 +197,12 @@ class ModelRunner:
         return output
 
     # --- capture -------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def compile_model(self) -> None:
+        """Trace and compile, if that was asked for; nothing is compiled after this."""
+        if isinstance(self.piecewise, PiecewiseModel):
+            self.piecewise.trace(self.buffers.input_ids[:2], self.buffers.tokens.positions[:2])
 
     @torch.inference_mode()
     def capture_model(self) -> int:

@@ -85,6 +85,7 @@ def build_runner(config: EngineConfig, model: CausalLM) -> tuple[ModelRunner, Re
         show_progress=config.show_progress,
     )
     try:
+        runner.compile_model()
         runner.capture_model()
     except BaseException:
         runner.close()

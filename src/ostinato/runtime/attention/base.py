@@ -7,12 +7,14 @@ the paged cache and attends over it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from ostinato.compile.operators import splitting_operator
 from ostinato.graphs.context import get_forward_context
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.graphs.segments import eager_break
@@ -105,6 +107,23 @@ def attend(
     before, filled by the eager call, and read by the segment after, at one address, with no copy.
     """
     out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
+    if torch.compiler.is_compiling():
+        _attend_operator(
+            query,
+            key,
+            value,
+            out,
+            sinks,
+            spec.layer,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.value_dim,
+            spec.scale,
+            spec.window,
+            spec.soft_cap,
+        )
+        return out
     _attend_into(spec, query, key, value, out, sinks)
     return out
 
@@ -120,3 +139,49 @@ def _attend_into(
 ) -> None:
     metadata: AttentionMetadata = get_forward_context().attn_metadata
     metadata.backend.forward(spec, query, key, value, metadata, out, sinks)
+
+
+@functools.cache
+def _spec_of(
+    layer: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> AttentionSpec:
+    return AttentionSpec(
+        layer=layer,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+    )
+
+
+def _attend_with_fields(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *spec: Any,
+) -> None:
+    _attend_into(_spec_of(*spec), query, key, value, out, sinks)
+
+
+# Attention as torch.compile sees it, and where a compiled model is split: an operator takes plain
+# values, so a spec is passed field by field.
+_attend_operator = splitting_operator(
+    """attend(
+    Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor? sinks,
+    int layer, int num_heads, int num_kv_heads, int head_dim, int value_dim,
+    float scale, int? window, float? soft_cap
+) -> ()""",
+    _attend_with_fields,
+)

@@ -1,0 +1,255 @@
+"""Piecewise graphs by torch.compile.
+
+A model is traced once, with a symbol for the number of tokens; the trace is split at attention (and
+at whatever else is named); each piece between is compiled and wrapped in a PIECEWISE
+``CUDAGraphWrapper``. What comes out is called like the model, and Dynamo is out of the way: nothing
+is traced or compiled again. A FULL wrapper may go around the whole.
+
+The other way to piecewise graphs, ``graphs.segments``, traces nothing and generates no code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from ostinato.compile.cache import CompileCache
+from ostinato.compile.pieces import Compiler, bind, compile_piece
+from ostinato.compile.split import Piece, SplitModel, split
+from ostinato.compile.trace import Trace, name_of, trace
+from ostinato.errors import BatchError, CaptureError, ConfigError
+from ostinato.graphs.counters import compilation_counter
+from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.pool import GraphPool
+from ostinato.graphs.segments import is_recording
+from ostinato.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
+
+logger = logging.getLogger(__name__)
+
+# A prime, so that it is no model's width by accident; a guard that compares the two would tie the
+# number of tokens to it.
+_EXAMPLE_SIZE = 127
+
+
+@dataclass(kw_only=True, eq=False)
+class _Variant:
+    """One trace, ready to run, for the layouts of arguments that it was made for."""
+
+    trace: Trace
+    arguments: list[int]
+    layouts: list[tuple[Any, ...]]
+    run: Callable[..., Any]
+    sizes: dict[int, bool]  # known answers of trace.serves
+
+    def serves(self, layouts: list[tuple[Any, ...]], num_tokens: int) -> bool:
+        if layouts != self.layouts:
+            return False
+        served = self.sizes.get(num_tokens)
+        if served is None:
+            served = self.sizes[num_tokens] = self.trace.serves(num_tokens)
+        return served
+
+
+class PiecewiseModel:
+    """A model split and compiled: see ``compile_piecewise``. Called with the model's arguments.
+
+    ``num_recompiles`` counts traces after the first; each is also logged as a warning.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        pool: GraphPool,
+        splitting_ops: tuple[str, ...],
+        compiler: Compiler,
+        eager_fallback: bool,
+        cache: CompileCache | None,
+    ) -> None:
+        self.function = function
+        self.pool = pool
+        self.pieces: list[Piece] = []
+        self.wrappers: list[CUDAGraphWrapper[Any]] = []
+        self.num_recompiles = 0
+        self._splitting_ops = splitting_ops
+        self._compiler: Compiler = compiler
+        self._eager_fallback = eager_fallback
+        self._cache = cache
+        self._variants: list[_Variant] = []
+
+    def __call__(self, *args: torch.Tensor) -> Any:
+        variant = self._variant_for(args)
+        outputs = variant.run(*[args[index] for index in variant.arguments])
+        return variant.trace.result(outputs, args)
+
+    def trace(self, *args: torch.Tensor) -> None:
+        """Trace and compile, unless that was done, without running anything.
+
+        Needed before a FULL capture if the model did not run before.
+        """
+        self._variant_for(args)
+
+    def clear_graphs(self) -> None:
+        """Drop the graphs of all pieces; what was compiled stays."""
+        for wrapper in self.wrappers:
+            wrapper.clear_graphs()
+
+    def _variant_for(self, args: Sequence[torch.Tensor]) -> _Variant:
+        num_tokens = args[0].shape[0] if args else 0
+        layouts = [(arg.dtype, arg.device, arg.shape[1:]) for arg in args]
+        for variant in self._variants:
+            if variant.serves(layouts, num_tokens):
+                break
+        else:
+            variant = self._compile(args, layouts, num_tokens)
+        for index, arg in enumerate(args):
+            if arg.shape[0] != num_tokens or not arg.is_contiguous():
+                raise BatchError(
+                    f"argument {index} has shape {tuple(arg.shape)} and strides {arg.stride()}; a "
+                    f"compiled model takes contiguous tensors, here with {num_tokens} rows each"
+                )
+        return variant
+
+    def _compile(
+        self, args: Sequence[torch.Tensor], layouts: list[tuple[Any, ...]], num_tokens: int
+    ) -> _Variant:
+        if not args or not all(arg.dim() for arg in args):
+            raise BatchError("a compiled model takes tensors with one row per token, by position")
+        if is_recording():
+            raise CaptureError(
+                f"{num_tokens} tokens would have to be traced inside a capture, where "
+                "torch.compile cannot run; call trace() with such arguments before"
+            )
+        known = [variant for variant in self._variants if variant.layouts == layouts]
+        if self._variants:
+            self._report_recompile(num_tokens, layouts, known)
+        else:
+            compilation_counter.num_models_seen += 1
+        made = [self._compile_size(args, layouts, num_tokens if known else _EXAMPLE_SIZE)]
+        if not known and not made[0].trace.serves(1):
+            # Decided while it was traced, by the model's own code or by torch for its operators.
+            logger.info("a single token gets a trace of its own; the other is %s", made[0].trace)
+            made.append(self._compile_size(args, layouts, 1, fixed=True))
+        for variant in made:
+            if variant.serves(layouts, num_tokens):
+                self._variants.extend(made)
+                return variant
+        raise CaptureError(
+            f"the model cannot be traced for {num_tokens} tokens; all there is is {made[0].trace}"
+        )
+
+    def _report_recompile(
+        self, num_tokens: int, layouts: list[tuple[Any, ...]], known: list[_Variant]
+    ) -> None:
+        self.num_recompiles += 1
+        reason = (
+            f"there is {known[-1].trace}"
+            if known
+            else f"it was traced for arguments {self._variants[-1].layouts}, not {layouts}"
+        )
+        logger.warning(
+            "the model is compiled again (recompile %d) for %d tokens: %s",
+            self.num_recompiles,
+            num_tokens,
+            reason,
+        )
+
+    def _compile_size(
+        self,
+        args: Sequence[torch.Tensor],
+        layouts: list[tuple[Any, ...]],
+        size: int,
+        *,
+        fixed: bool = False,
+    ) -> _Variant:
+        traced = trace(self.function, args, size=size, fixed=fixed)
+        compilation_counter.num_graphs_seen += 1
+        with self._cache.in_use() if self._cache else nullcontext():
+            arguments, run = self._build(split(traced, self._splitting_ops))
+        return _Variant(trace=traced, arguments=arguments, layouts=layouts, run=run, sizes={})
+
+    def _build(self, model: SplitModel) -> tuple[list[int], Callable[..., Any]]:
+        """Compile and wrap the pieces, and put them where the model calls them."""
+        if model.missing_ops:
+            logger.warning(
+                "the model is not split at %s, which it does not call", ", ".join(model.missing_ops)
+            )
+        capturable = [piece for piece in model.pieces if not piece.is_splitting]
+        compilation_counter.num_piecewise_graphs_seen += len(model.pieces)
+        compilation_counter.num_piecewise_capturable_graphs_seen += len(capturable)
+        callables: dict[str, Callable[..., Any]] = {}
+        for piece in model.pieces:
+            if piece.is_splitting:
+                callables[piece.name] = bind(piece, piece.module.forward)
+                continue
+            compiled = compile_piece(
+                piece,
+                self._compiler,
+                eager_fallback=self._eager_fallback,
+                record_operators=self.pool.device.type == "cpu",
+            )
+            callables[piece.name] = self._wrap(
+                compiled, first=piece is capturable[0], last=piece is model.pieces[-1]
+            )
+        for name, run in callables.items():
+            delattr(model.caller, name)
+            # Not a module any more: the caller finds it as a plain attribute.
+            model.caller.__dict__[name] = run
+        self.wrappers.extend(run for run in callables.values() if isinstance(run, CUDAGraphWrapper))
+        self.pieces.extend(model.pieces)
+        return model.arguments, model.caller.forward
+
+    def _wrap(
+        self, compiled: Callable[..., Any], *, first: bool, last: bool
+    ) -> CUDAGraphWrapper[Any]:
+        options = CUDAGraphOptions(
+            debug_log_enable=first, gc_disable=not first, weak_ref_output=last
+        )
+        return CUDAGraphWrapper(compiled, CUDAGraphMode.PIECEWISE, pool=self.pool, options=options)
+
+
+def compile_piecewise(
+    function: Callable[..., Any],
+    *,
+    pool: GraphPool,
+    splitting_ops: Sequence[str] = ("ostinato::attend",),
+    compiler: Compiler = "inductor",
+    eager_fallback: bool = False,
+    cache_dir: Path | None = None,
+    model_key: str | None = None,
+) -> PiecewiseModel:
+    """``function`` (a model, or its forward) as compiled pieces around ``splitting_ops``.
+
+    It is called with tensors that have one row per token. Under PIECEWISE each piece is captured
+    and replayed; under NONE the pieces run as compiled; under FULL the graph around them holds what
+    they run. ``compiler``: "inductor" generates code, "eager" runs the traced operators. On the CPU
+    graphs hold operators in either case.
+
+    It is traced at the first call, or by ``trace()``. A model that cannot be traced as one graph
+    raises ``CaptureError`` with its line. A piece that inductor fails on raises too, unless
+    ``eager_fallback`` lets it run uncompiled. Compiled code is kept below ``cache_dir`` for the
+    next run with the same ``model_key``, versions and settings; None keeps it where torch does.
+    """
+    if compiler not in get_args(Compiler):
+        raise ConfigError(f"unknown compiler {compiler!r}; known: {', '.join(get_args(Compiler))}")
+    if isinstance(splitting_ops, str):
+        raise ConfigError(f"splitting_ops is a list of names, not one name: {splitting_ops!r}")
+    cache = None
+    if cache_dir is not None and compiler == "inductor":
+        name = model_key or name_of(function)
+        settings = {"splitting_ops": list(splitting_ops), "device": pool.device.type}
+        cache = CompileCache(cache_dir, model=name, settings=settings)
+    return PiecewiseModel(
+        function,
+        pool=pool,
+        splitting_ops=tuple(splitting_ops),
+        compiler=compiler,
+        eager_fallback=eager_fallback,
+        cache=cache,
+    )

@@ -1,0 +1,300 @@
+"""Attention over the paged cache in Triton kernels: for CUDA, in or out of graphs, for any batch.
+
+To torch it is one operator, ``ostinato::triton_paged_attention``. Here is how the work is cut up;
+the work itself is in ``kernels.paged_attention``, and Triton is imported when it is first called.
+CPU tensors are for the tests, under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch.library import Library, register_fake
+
+from ostinato.graphs.modes import AttentionCGSupport
+from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec
+
+_SCHEMA = """triton_paged_attention(
+    Tensor query, Tensor key, Tensor value,
+    Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
+    Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping,
+    Tensor? sinks, float scale, int? window, float? soft_cap
+) -> ()"""
+
+# Keys are split among more programs until there are so many for each processor of the GPU.
+_PROGRAMS_PER_PROCESSOR = 2
+_MAX_SPLITS = 64
+
+
+class Cut(NamedTuple):
+    """How a batch becomes programs: constants of the attention kernel and of its launch."""
+
+    block_m: int  # rows of a tile: queries x heads of a group, at least what tensor cores take
+    block_q: int  # queries of a tile
+    block_n: int  # keys at a time
+    num_tiles: int  # that any batch of these shapes needs at most
+    num_splits: int  # of the keys of each tile
+    num_warps: int
+    num_stages: int
+
+
+def cut(
+    num_tokens: int,
+    num_reqs: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    row_bytes: int,
+    itemsize: int,
+    max_keys: int,
+    num_processors: int,
+) -> Cut:
+    """Blocks for batches of these shapes. Results are right for all of them, fast for even ones.
+
+    ``row_bytes``: the longer of a key and a value of one head. ``max_keys``: room in the block
+    table. The real lengths, and the host's limit on them, have no say, so a graph and an eager call
+    of the same shapes agree to the bit.
+    """
+    group = num_heads // num_kv_heads
+    widest = 128 if row_bytes <= 256 else 64
+    block_n = 64 if row_bytes <= 256 else 32
+    if itemsize == 4:  # no tensor cores: blocks are held in registers
+        widest, block_n = 32, 32 if row_bytes <= 256 else 16
+    # Where there may be prompts, tiles are made for them: single tokens wait for memory anyway.
+    average = -(-num_tokens // num_reqs)
+    rows = group if average == 1 else max(64, next_power_of_2(average * group))
+    block_m = max(16, next_power_of_2(group), min(widest, rows))
+    block_q = block_m // group
+    # Each request may leave its last tile unfinished.
+    num_tiles = (num_tokens + num_reqs * (block_q - 1)) // block_q
+    wanted = num_processors * _PROGRAMS_PER_PROCESSOR // max(1, num_tiles * num_kv_heads)
+    num_splits = max(1, min(wanted, -(-max_keys // block_n), _MAX_SPLITS))
+    num_splits = 1 << (num_splits.bit_length() - 1)  # the kernel that joins them wants a power of 2
+    num_warps = 8 if block_m >= 128 else 4
+    return Cut(block_m, block_q, block_n, num_tiles, num_splits, num_warps, 3)
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def triton_paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """Store ``key`` and ``value``, attend over the cache, and write all of ``out``."""
+    num_tokens, num_reqs = query.shape[0], seq_lens.shape[0]
+    if num_tokens == 0:
+        return
+    # The kernels step through a row by one.
+    query, key, value = (_rows_in_one_piece(tensor) for tensor in (query, key, value))
+    _store(key, value, key_cache, value_cache, out, slot_mapping, query_start_loc)
+    if num_reqs == 0:
+        return
+    max_keys = block_table.shape[1] * key_cache.shape[1]
+    pieces = cut(
+        num_tokens,
+        num_reqs,
+        num_heads=query.shape[1],
+        num_kv_heads=key_cache.shape[2],
+        row_bytes=max(_padded_row(key_cache), _padded_row(value_cache)) * key_cache.itemsize,
+        itemsize=key_cache.itemsize,
+        max_keys=max_keys,
+        num_processors=_num_processors(query.device),
+    )
+    batch = (query_start_loc, seq_lens, block_table)
+    rules = (sinks, scale, window, soft_cap)
+    _attend(query, key_cache, value_cache, out, batch, rules, pieces, max_keys)
+
+
+def _store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+) -> None:
+    """The new rows into the cache, and zeros into the rows of ``out`` that are padding."""
+    from ostinato.runtime.kernels.paged_attention import store_kernel
+
+    num_heads, num_kv_heads = out.shape[1], key.shape[1]
+    store_kernel[(key.shape[0],)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        out,
+        slot_mapping,
+        query_start_loc,
+        query_start_loc.shape[0] - 1,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        *out.stride()[:2],
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=key.shape[2],
+        VALUE_DIM=value.shape[2],
+        BLOCK_SIZE=key_cache.shape[1],
+        HEADS_PAD=next_power_of_2(num_heads),
+        KV_HEADS_PAD=next_power_of_2(num_kv_heads),
+        HEAD_PAD=_padded_row(key),
+        VALUE_PAD=_padded_row(value),
+        num_warps=4,
+    )
+
+
+def _attend(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rules: tuple[torch.Tensor | None, float, int | None, float | None],
+    pieces: Cut,
+    max_keys: int,
+) -> None:
+    from ostinato.runtime.kernels.paged_attention import attend_kernel, join_kernel
+
+    num_tokens, num_heads, value_dim = out.shape
+    num_kv_heads = key_cache.shape[2]
+    num_splits = pieces.num_splits
+    split = num_splits > 1
+    partial: tuple[Any, ...] = (None, None, None)
+    if split:  # weighted sums of values, highest scores, totals of the weights
+        shape = (num_tokens, num_heads, num_splits)
+        highest, total = torch.empty((2, *shape), device=out.device, dtype=torch.float32).unbind()
+        values = torch.empty((*shape, value_dim), device=out.device, dtype=torch.float32)
+        partial = (values, highest, total)
+    query_start_loc, _, block_table = batch
+    num_reqs = query_start_loc.shape[0] - 1
+    attend_kernel[(pieces.num_tiles * num_kv_heads, num_splits)](
+        query,
+        key_cache,
+        value_cache,
+        out,
+        *partial,
+        *batch,
+        *rules,
+        num_reqs,
+        max_keys,
+        num_splits,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        *out.stride()[:2],
+        block_table.stride(0),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=query.shape[2],
+        VALUE_DIM=value_dim,
+        BLOCK_SIZE=key_cache.shape[1],
+        HEAD_PAD=_padded_row(query),
+        VALUE_PAD=_padded_row(out),
+        BLOCK_M=pieces.block_m,
+        BLOCK_Q=pieces.block_q,
+        BLOCK_N=pieces.block_n,
+        SPLIT=split,
+        num_warps=pieces.num_warps,
+        num_stages=pieces.num_stages,
+    )
+    if split:
+        join_kernel[(num_tokens, num_heads)](
+            *partial,
+            out,
+            query_start_loc,
+            num_reqs,
+            *out.stride()[:2],
+            NUM_HEADS=num_heads,
+            VALUE_DIM=value_dim,
+            VALUE_PAD=_padded_row(out),
+            NUM_SPLITS=num_splits,
+            num_warps=4,
+        )
+
+
+def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _padded_row(tensor: torch.Tensor) -> int:
+    """Elements of a row as the kernels hold it: a power of 2 that tensor cores take."""
+    return max(16, next_power_of_2(tensor.shape[-1]))
+
+
+def _nothing_to_infer(*_: object) -> None:
+    """The operator under torch.compile: it makes no tensors, it writes into those it is given."""
+
+
+_LIBRARY = Library("ostinato", "FRAGMENT")  # the operator is there for as long as this object is
+_LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
+_LIBRARY.impl("triton_paged_attention", triton_paged_attention, "CPU")
+_LIBRARY.impl("triton_paged_attention", triton_paged_attention, "CUDA")
+register_fake("ostinato::triton_paged_attention", _nothing_to_infer, lib=_LIBRARY)
+
+_operator = torch.ops.ostinato.triton_paged_attention.default
+
+
+class TritonPagedAttention:
+    """The ``AttentionBackend`` for CUDA. Relies on neither ``max_query_len`` nor ``max_seq_len``.
+
+    A replay gives the bits of an eager call with the same padded shapes. Other shapes may be cut up
+    differently, and rounded differently.
+    """
+
+    name = "triton"
+    support = AttentionCGSupport.ALWAYS
+
+    @torch.no_grad()  # the cache would otherwise remember every step that wrote to it
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        key_cache, value_cache = metadata.kv_caches[spec.layer]
+        _operator(
+            query,
+            key,
+            value,
+            key_cache,
+            value_cache,
+            out,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.slot_mapping,
+            sinks,
+            spec.scale,
+            spec.window,
+            spec.soft_cap,
+        )
