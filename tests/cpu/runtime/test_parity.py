@@ -20,7 +20,9 @@ from ostinato import LLM, GraphConfig, SamplingParams
 
 NEW_TOKENS = 64
 LENGTHS = (1, 5, 23, 40)  # in the order that a batch has them: single tokens first
-MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE")
+MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE", "COMPILED")
+# Split by torch.compile, and no code generated: the operators are those of eager.
+BY_COMPILE = GraphConfig(mode="FULL_AND_PIECEWISE", capture_sizes=[4, 96], compile="eager")
 ARCHITECTURES = {**TINY_NATIVE, **TINY_GENERIC}
 
 
@@ -77,6 +79,7 @@ def checkpoint(
 
 
 def open_llm(directory: Path, device: torch.device, mode: str) -> LLM:
+    graphs = GraphConfig(mode=mode, capture_sizes=[4, 96]) if mode != "COMPILED" else BY_COMPILE
     return LLM(
         directory,
         device=str(device),
@@ -85,7 +88,7 @@ def open_llm(directory: Path, device: torch.device, mode: str) -> LLM:
         max_num_batched_tokens=96,
         max_model_len=128,
         kv_cache_memory="64M",
-        graphs=GraphConfig(mode=mode, capture_sizes=[4, 96]),
+        graphs=graphs,
         show_progress=False,
     )
 

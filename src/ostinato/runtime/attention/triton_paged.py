@@ -81,6 +81,12 @@ def next_power_of_2(number: int) -> int:
 
 
 @cache
+def _can_overlap(device: torch.device) -> bool:
+    """Whether one kernel may begin before the last is done: from Hopper on."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@cache
 def _num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
@@ -165,6 +171,7 @@ def _store(
         KV_HEADS_PAD=next_power_of_2(num_kv_heads),
         HEAD_PAD=_padded_row(key),
         VALUE_PAD=_padded_row(value),
+        OVERLAP=_can_overlap(key.device),
         num_warps=4,
     )
 
@@ -193,6 +200,9 @@ def _attend(
         partial = (values, highest, total)
     query_start_loc, _, block_table = batch
     num_reqs = query_start_loc.shape[0] - 1
+    overlap = {"OVERLAP": False}
+    if _can_overlap(out.device):
+        overlap = {"OVERLAP": True, "launch_pdl": True}
     attend_kernel[(pieces.num_tiles * num_kv_heads, num_splits)](
         query,
         key_cache,
@@ -220,6 +230,7 @@ def _attend(
         BLOCK_Q=pieces.block_q,
         BLOCK_N=pieces.block_n,
         SPLIT=split,
+        **overlap,
         num_warps=pieces.num_warps,
         num_stages=pieces.num_stages,
     )
@@ -234,6 +245,7 @@ def _attend(
             VALUE_DIM=value_dim,
             VALUE_PAD=_padded_row(out),
             NUM_SPLITS=num_splits,
+            **overlap,
             num_warps=4,
         )
 

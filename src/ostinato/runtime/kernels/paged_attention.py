@@ -5,6 +5,10 @@
 They read every length on the device. What a launch depends on are shapes alone, so that one launch
 in a CUDA graph serves any batch of its size. Which blocks to work in is the caller's choice.
 
+OVERLAP: each kernel lets the next one begin before it is done, and the next waits for its results
+where it needs them (programmatic dependent launch). The kernel that stores is launched without it,
+so all that came before the three is done when they begin.
+
 Log and exp are to the base 2 throughout, as the hardware has them.
 """
 
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Requests looked at in one go by a program that searches for its own.
@@ -49,8 +54,11 @@ def store_kernel(
     KV_HEADS_PAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     VALUE_PAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per token: its key and value to its slot; zeros to ``out`` if it is padding."""
+    if OVERLAP:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     num_owned = tl.load(query_start_loc + num_reqs)
@@ -132,6 +140,7 @@ def attend_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per tile of at most BLOCK_Q queries of one request, KV head, and split of keys.
 
@@ -139,6 +148,8 @@ def attend_kernel(
     at (query_start_loc[r] + r * (BLOCK_Q - 1)) // BLOCK_Q, which leaves each the tiles it needs.
     With SPLIT the softmax so far goes to ``partial_...`` [T, heads, splits], else to ``out``.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     tile = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
@@ -146,9 +157,6 @@ def attend_kernel(
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     first_query = (tile - (start + request * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q
-    if first_query >= query_len:
-        return
-
     # Keys beyond the table are promised only by batches that are made up for a capture.
     context = tl.minimum(tl.load(seq_lens + request), max_keys) - query_len
     m = tl.arange(0, BLOCK_M)
@@ -164,6 +172,10 @@ def attend_kernel(
         mask=owned[:, None] & (d < HEAD_DIM)[None, :],
         other=0.0,
     )
+    if OVERLAP:
+        gdc_wait()  # every program: what comes after waits for this kernel, not for the stores
+    if first_query >= query_len:
+        return
 
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -256,10 +268,13 @@ def join_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_PAD: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One program per token and head: the softmax over all splits, to ``out``."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
+    if OVERLAP:
+        gdc_wait()
     if token >= tl.load(query_start_loc + num_reqs):
         return  # nothing was written for it
     split = (token * NUM_HEADS + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
