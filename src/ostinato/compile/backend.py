@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 
 from ostinato.compile.cache import CompileCache
-from ostinato.compile.pieces import Compiler, bind, compile_piece
+from ostinato.compile.pieces import CompiledPiece, Compiler, bind, compile_piece
 from ostinato.compile.split import Piece, SplitModel, split
 from ostinato.compile.trace import Trace, name_of, trace
 from ostinato.errors import BatchError, CaptureError, ConfigError
@@ -38,21 +38,32 @@ _EXAMPLE_SIZE = 127
 
 
 @dataclass(kw_only=True, eq=False)
+class _BuiltModel:
+    """``run`` takes the model's arguments of these numbers and calls all pieces in turn."""
+
+    run: Callable[..., Any]
+    arguments: list[int]
+    compiled: list[CompiledPiece]
+
+
+@dataclass(kw_only=True, eq=False)
 class _Variant:
     """One trace, ready to run, for the layouts of arguments that it was made for."""
 
     trace: Trace
-    arguments: list[int]
     layouts: list[tuple[Any, ...]]
-    run: Callable[..., Any]
-    sizes: dict[int, bool]  # known answers of trace.serves
+    model: _BuiltModel
+    sizes: dict[int, bool]  # known answers
 
     def serves(self, layouts: list[tuple[Any, ...]], num_tokens: int) -> bool:
         if layouts != self.layouts:
             return False
         served = self.sizes.get(num_tokens)
         if served is None:
-            served = self.sizes[num_tokens] = self.trace.serves(num_tokens)
+            served = self.trace.serves(num_tokens) and all(
+                piece.serves(num_tokens) for piece in self.model.compiled
+            )
+            self.sizes[num_tokens] = served
         return served
 
 
@@ -85,7 +96,8 @@ class PiecewiseModel:
 
     def __call__(self, *args: torch.Tensor) -> Any:
         variant = self._variant_for(args)
-        outputs = variant.run(*[args[index] for index in variant.arguments])
+        model = variant.model
+        outputs = model.run(*[args[index] for index in model.arguments])
         return variant.trace.result(outputs, args)
 
     def trace(self, *args: torch.Tensor) -> None:
@@ -171,10 +183,10 @@ class PiecewiseModel:
         traced = trace(self.function, args, size=size, fixed=fixed)
         compilation_counter.num_graphs_seen += 1
         with self._cache.in_use() if self._cache else nullcontext():
-            arguments, run = self._build(split(traced, self._splitting_ops))
-        return _Variant(trace=traced, arguments=arguments, layouts=layouts, run=run, sizes={})
+            model = self._build(split(traced, self._splitting_ops))
+        return _Variant(trace=traced, layouts=layouts, model=model, sizes={})
 
-    def _build(self, model: SplitModel) -> tuple[list[int], Callable[..., Any]]:
+    def _build(self, model: SplitModel) -> _BuiltModel:
         """Compile and wrap the pieces, and put them where the model calls them."""
         if model.missing_ops:
             logger.warning(
@@ -184,6 +196,7 @@ class PiecewiseModel:
         compilation_counter.num_piecewise_graphs_seen += len(model.pieces)
         compilation_counter.num_piecewise_capturable_graphs_seen += len(capturable)
         callables: dict[str, Callable[..., Any]] = {}
+        compiled_pieces: list[CompiledPiece] = []
         for piece in model.pieces:
             if piece.is_splitting:
                 callables[piece.name] = bind(piece, piece.module.forward)
@@ -194,8 +207,9 @@ class PiecewiseModel:
                 eager_fallback=self._eager_fallback,
                 record_operators=self.pool.device.type == "cpu",
             )
+            compiled_pieces.append(compiled)
             callables[piece.name] = self._wrap(
-                compiled, first=piece is capturable[0], last=piece is model.pieces[-1]
+                compiled.run, first=piece is capturable[0], last=piece is model.pieces[-1]
             )
         for name, run in callables.items():
             delattr(model.caller, name)
@@ -203,7 +217,9 @@ class PiecewiseModel:
             model.caller.__dict__[name] = run
         self.wrappers.extend(run for run in callables.values() if isinstance(run, CUDAGraphWrapper))
         self.pieces.extend(model.pieces)
-        return model.arguments, model.caller.forward
+        return _BuiltModel(
+            run=model.caller.forward, arguments=model.arguments, compiled=compiled_pieces
+        )
 
     def _wrap(
         self, compiled: Callable[..., Any], *, first: bool, last: bool

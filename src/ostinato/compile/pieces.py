@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import fx
 
 from ostinato.compile.split import Piece
-from ostinato.compile.trace import any_size
+from ostinato.compile.trace import Conditions, any_size
 from ostinato.errors import CaptureError
 from ostinato.graphs.counters import compilation_counter
 from ostinato.graphs.segments import is_recording
@@ -20,26 +21,41 @@ logger = logging.getLogger(__name__)
 Compiler = Literal["inductor", "eager"]
 
 
+@dataclass(kw_only=True, eq=False)
+class CompiledPiece:
+    """A function of the inputs that are not bound to the piece, and the sizes that it is for."""
+
+    run: Callable[..., Any]
+    conditions: Conditions | None = None
+
+    def serves(self, num_tokens: int) -> bool:
+        # Compiling settles on strides, and then states that a size is not 1. The strides of a
+        # dimension of size 1 do not matter, and what the model itself decides is in the trace.
+        return self.conditions is None or num_tokens == 1 or self.conditions.hold(num_tokens)
+
+
 def compile_piece(
     piece: Piece, compiler: Compiler, *, eager_fallback: bool, record_operators: bool
-) -> Callable[..., Any]:
-    """The piece, compiled, as a function of the inputs that are not bound to it.
+) -> CompiledPiece:
+    """Compile the piece for all sizes.
 
     ``record_operators``: inside a recording run it operator by operator; for the CPU, where
     compiled code calls no operators and would be missing from the recording.
     """
     compilation_counter.num_backend_compilations += 1
+    eager = bind(piece, piece.module.forward)
     if compiler == "inductor":
         try:
-            compiled = _with_inductor(piece)
+            compiled, conditions = _with_inductor(piece)
         except Exception as error:
             _explain_failure(piece, error, eager_fallback=eager_fallback)
         else:
             compilation_counter.num_inductor_compiles += 1
             run = bind(piece, compiled)
-            return _recordable(run, bind(piece, piece.module.forward)) if record_operators else run
+            run = _recordable(run, eager) if record_operators else run
+            return CompiledPiece(run=run, conditions=conditions)
     compilation_counter.num_eager_compiles += 1
-    return bind(piece, piece.module.forward)
+    return CompiledPiece(run=eager)
 
 
 def bind(piece: Piece, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,15 +82,84 @@ def _recordable(run: Callable[..., Any], eager: Callable[..., Any]) -> Callable[
     return recordable
 
 
-def _with_inductor(piece: Piece) -> Callable[..., Any]:
+def _with_inductor(piece: Piece) -> tuple[Callable[..., Any], Conditions]:
     from torch._inductor.compile_fx import compile_fx
 
     # Its passes change the graph they are given; ours may still be needed to run eagerly.
     graph = fx.Graph()
-    graph.output(graph.graph_copy(piece.module.graph, {}))
     with any_size(), torch.inference_mode(False), torch.no_grad():
-        compiled: Any = compile_fx(fx.GraphModule(piece.module, graph), piece.example_inputs)
-    return compiled  # type: ignore[no-any-return]
+        inputs, shape_env = _own_examples(piece)
+        place = _place_of_size(inputs)
+        if place is not None:
+            # Inductor's cache can look up only sizes that are inputs of their own.
+            graph.placeholder("num_tokens")
+            inputs.insert(0, inputs[place[0]].shape[place[1]])
+        graph.output(graph.graph_copy(piece.module.graph, {}))
+        compiled: Any = compile_fx(fx.GraphModule(piece.module, graph), inputs)
+    run = compiled if place is None else _with_size(compiled, *place)
+    return run, Conditions(shape_env)
+
+
+def _place_of_size(inputs: list[Any]) -> tuple[int, int] | None:
+    """The position of an input, and its dimension, that has the number of tokens."""
+    for position, value in enumerate(inputs):
+        shape: Any = value.shape if isinstance(value, torch.Tensor) else ()
+        for dim, size in enumerate(shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                return position, dim
+    return None
+
+
+def _with_size(run: Callable[..., Any], position: int, dim: int) -> Callable[..., Any]:
+    def with_size(*inputs: Any) -> Any:
+        return run(inputs[position].shape[dim], *inputs)
+
+    return with_size
+
+
+def _own_examples(piece: Piece) -> tuple[list[Any], Any]:
+    """Fake inputs with one symbol, known to this piece alone.
+
+    The trace has a symbol per argument, and learns on the way that they are equal. Inductor's
+    cache would keep that with every piece, in terms of arguments that a piece does not have.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    env: Any = ShapeEnv()
+    mode = FakeTensorMode(shape_env=env)
+    symbols: dict[int, Any] = {}  # by example; all symbols of the trace have the same one
+
+    def own(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        expression: Any = size.node.expr
+        for symbol in expression.free_symbols:
+            example = _example_of(size.node.shape_env, symbol)
+            if example not in symbols:
+                source = ConstantSource(f"num_tokens_{example}")
+                symbols[example] = env.create_symbol(
+                    example, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+                )
+            expression = expression.xreplace({symbol: symbols[example]})
+        return env.create_symintnode(expression, hint=size.node.hint)
+
+    def fake(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return own(value)
+        shape, strides = map(own, value.shape), map(own, value.stride())
+        return torch.empty_strided(
+            tuple(shape), tuple(strides), dtype=value.dtype, device=value.device
+        )
+
+    with mode:
+        return [fake(value) for value in piece.example_inputs], env
+
+
+def _example_of(shape_env: Any, symbol: Any) -> int:
+    known = getattr(shape_env, "backed_var_to_val", None)  # var_to_val in older torch
+    return int((shape_env.var_to_val if known is None else known)[symbol])
 
 
 def _explain_failure(piece: Piece, error: Exception, *, eager_fallback: bool) -> None:
@@ -82,7 +167,8 @@ def _explain_failure(piece: Piece, error: Exception, *, eager_fallback: bool) ->
     shown = ", ".join(
         operators if len(operators) <= 6 else [*operators[:3], "...", *operators[-2:]]
     )
-    reason = str(error).strip().split("\n", 1)[0] or type(error).__name__
+    message = str(error).strip().split("\n", 1)[0]
+    reason = f"{type(error).__name__}: {message}"
     what = f"piece {piece.name} ({shown}) could not be compiled by inductor: {reason}"
     if not eager_fallback:
         raise CaptureError(

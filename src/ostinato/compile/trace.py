@@ -40,14 +40,13 @@ class Trace:
 
     graph: fx.GraphModule
     inputs: list[torch.Tensor | Argument | None]
-    shape_env: Any
     fixed_size: int | None
     # What the function returns, with other tensors in place of the graph's outputs and of the
     # arguments; and the number of each of those.
     _result: Any
     _outputs: dict[torch.Tensor, int]
     _arguments: dict[torch.Tensor, int]
-    _of_trace: Conditions
+    _conditions: Conditions
 
     def result(self, outputs: Sequence[torch.Tensor], args: Sequence[torch.Tensor]) -> Any:
         """What the function returns when called with ``args``, given the graph's outputs."""
@@ -60,20 +59,15 @@ class Trace:
         return map_tensors(place, self._result)
 
     def serves(self, num_tokens: int) -> bool:
-        """Whether the graph is right for that many tokens.
-
-        For one token only what the trace itself found out counts. Compiling adds that a size is
-        not 1 where it settled on strides, and strides of a dimension of size 1 do not matter.
-        """
+        """Whether the graph is right for that many tokens."""
         if self.fixed_size is not None:
             return num_tokens == self.fixed_size
-        of_trace = self._of_trace.hold(num_tokens)
-        return of_trace and (num_tokens == 1 or Conditions(self.shape_env).hold(num_tokens))
+        return self._conditions.hold(num_tokens)
 
     def __str__(self) -> str:
         if self.fixed_size is not None:
             return f"a trace of {self.fixed_size} tokens"
-        return f"a trace of any number of tokens with {Conditions(self.shape_env)}"
+        return f"a trace of any number of tokens with {self._conditions}"
 
 
 class Conditions:
@@ -149,18 +143,16 @@ def trace(
             "switched off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance), or the model runs no "
             "operator"
         )
-    graph, inputs = seen[0]
+    graph, inputs = seen.pop()  # Dynamo keeps its backends, and must not keep the weights
     arguments = {example: index for index, example in enumerate(examples)}
-    shape_env = _shape_env(graph)
     return Trace(
         graph=graph,
         inputs=_bind(graph, inputs, arguments),
-        shape_env=shape_env,
         fixed_size=size if fixed else None,
         _result=result,
         _outputs={output: index for index, output in enumerate(outputs)},
         _arguments=arguments,
-        _of_trace=Conditions(shape_env),
+        _conditions=Conditions(_shape_env(graph)),
     )
 
 

@@ -204,7 +204,7 @@ class ModelRunner:
         if isinstance(self.piecewise, PiecewiseModel):
             self.piecewise.trace(self.buffers.input_ids[:2], self.buffers.tokens.positions[:2])
 
-    @torch.inference_mode()
+    @torch.no_grad()  # leaving inference mode for every tensor that is kept would cost time
     def capture_model(self) -> int:
         """Capture every graph of the plan that is missing; the bytes that it took."""
         if not self.graphs.needs_capture():

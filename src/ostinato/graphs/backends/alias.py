@@ -12,9 +12,11 @@ def alias_of(tensor: torch.Tensor, storage: Any, offset: int) -> torch.Tensor:
 
     Lazy conjugation and negation are properties of the tensor, not of its memory, and come along.
     """
-    with torch.inference_mode(False):  # usable in and out of inference mode
-        alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)
-        alias.set_(storage, offset, tensor.shape, tensor.stride())
-        if tensor.is_conj():
-            alias = alias.conj()
-        return torch._neg_view(alias) if tensor.is_neg() else alias
+    if torch.is_inference_mode_enabled():  # it must be usable in and out of inference mode
+        with torch.inference_mode(False):
+            return alias_of(tensor, storage, offset)
+    alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)
+    alias.set_(storage, offset, tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        alias = alias.conj()
+    return torch._neg_view(alias) if tensor.is_neg() else alias
