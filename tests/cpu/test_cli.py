@@ -165,7 +165,7 @@ def test_capture_json(ostinato: Run) -> None:
         ("decode, FULL", 1, 1),
     ]
     assert [row["graphs"] for row in answer["graphs"]] == [3, 3, 1, 1]  # two layers, two breaks
-    assert all(row["nodes"] > 10 for row in answer["graphs"] if row["phase"] == "decode, FULL")
+    assert all(row["nodes"] > 10 for row in answer["graphs"])
     assert sum(row["bytes"] for row in answer["graphs"]) > 0
     assert all(row["ms"] > 0 for row in answer["graphs"])
     assert result.err == ""
@@ -179,7 +179,9 @@ def test_capture_table(ostinato: Run) -> None:
     assert header.strip("┃").replace(" ", "").split("┃") == [
         "phase", "num_tokens", "num_reqs", "graphs", "nodes", "bytes", "ms",
     ]  # fmt: skip
-    assert row.strip("│").replace(" ", "").split("│")[:5] == ["mixed,PIECEWISE", "2", "-", "3", "-"]
+    *cells, nodes = row.strip("│").replace(" ", "").split("│")[:5]
+    assert cells == ["mixed,PIECEWISE", "2", "-", "3"]
+    assert int(nodes) > 10
 
 
 def test_capture_of_nothing(ostinato: Run) -> None:

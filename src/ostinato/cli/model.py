@@ -109,7 +109,7 @@ def capture(
                 "num_tokens": report.entry.descriptor.num_tokens,
                 "num_reqs": report.entry.descriptor.num_reqs,
                 "graphs": report.num_graphs,
-                "nodes": llm.engine.runner.graphs.num_nodes(report.entry),
+                "nodes": llm.engine.runner.num_nodes(report.entry),
                 "bytes": report.num_bytes,
                 "ms": round(report.seconds * 1e3, 2),
             }

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -228,6 +230,20 @@ class ModelRunner:
             taken / 2**30,
         )
         return taken
+
+    def num_nodes(self, entry: PlanEntry) -> int | None:
+        """Nodes of an entry's graphs together: operators on the CPU, kernels and copies on CUDA."""
+        if entry.mode is CUDAGraphMode.FULL:
+            return self.graphs.num_nodes(entry)
+        wrappers: Sequence[CUDAGraphWrapper[Any]] = (
+            self.piecewise.wrappers
+            if isinstance(self.piecewise, PiecewiseModel)
+            else [self.piecewise]
+        )
+        key = entry.descriptor
+        tapes = [wrapper.entries[key].tape for wrapper in wrappers if key in wrapper.entries]
+        counts = [tape.num_nodes for tape in tapes if tape.num_nodes is not None]
+        return sum(counts) if len(counts) == len(tapes) else None
 
     def _forward_captured(self, inputs: CaptureInputs) -> torch.Tensor:
         assert inputs.input_ids is not None
