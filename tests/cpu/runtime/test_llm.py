@@ -99,6 +99,7 @@ def test_prompts_around_the_captured_sizes(mode: str, device: torch.device) -> N
         {"prefix_reuse": False},
         {"prefill_chunk": 1},
         {"prefill_chunk": 7},
+        {"prefill_chunk": 64},
         {"max_num_batched_tokens": 8},
         {"max_num_seqs": 1},
         {"block_size": 1},
