@@ -7,7 +7,6 @@ CPU tensors are for the tests, under Triton's interpreter.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch.library import Library, register_fake
 
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.runtime.kernels.launch import can_overlap, next_power_of_2, num_processors, overlap
 
 _SCHEMA = """triton_paged_attention(
     Tensor query, Tensor key, Tensor value,
@@ -81,24 +81,6 @@ def cut(
     return Cut(block_m, block_q, block_n, num_tiles, num_splits, num_warps, 3)
 
 
-def next_power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-@cache
-def _can_overlap(device: torch.device) -> bool:
-    """Whether one kernel may begin before the last is done: from Hopper on."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@cache
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
 def triton_paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -133,7 +115,7 @@ def triton_paged_attention(
         row_bytes=max(_padded_row(key_cache), _padded_row(value_cache)) * key_cache.itemsize,
         itemsize=key_cache.itemsize,
         max_keys=max_keys,
-        num_processors=_num_processors(query.device),
+        num_processors=num_processors(query.device),
     )
     batch = (query_start_loc, seq_lens, block_table)
     rules = (sinks, scale, window, soft_cap)
@@ -176,7 +158,7 @@ def _store(
         KV_HEADS_PAD=next_power_of_2(num_kv_heads),
         HEAD_PAD=_padded_row(key),
         VALUE_PAD=_padded_row(value),
-        OVERLAP=_can_overlap(key.device),
+        OVERLAP=can_overlap(key.device),
         num_warps=4,
     )
 
@@ -205,9 +187,6 @@ def _attend(
         partial = (values, highest, total)
     query_start_loc, _, block_table = batch
     num_reqs = query_start_loc.shape[0] - 1
-    overlap = {"OVERLAP": False}
-    if _can_overlap(out.device):
-        overlap = {"OVERLAP": True, "launch_pdl": True}
     attend_kernel[(pieces.num_tiles * num_kv_heads, num_splits)](
         query,
         key_cache,
@@ -235,7 +214,7 @@ def _attend(
         BLOCK_Q=pieces.block_q,
         BLOCK_N=pieces.block_n,
         SPLIT=split,
-        **overlap,
+        **overlap(out.device),
         num_warps=pieces.num_warps,
         num_stages=pieces.num_stages,
     )
@@ -250,7 +229,7 @@ def _attend(
             VALUE_DIM=value_dim,
             VALUE_PAD=_padded_row(out),
             NUM_SPLITS=num_splits,
-            **overlap,
+            **overlap(out.device),
             num_warps=4,
         )
 
