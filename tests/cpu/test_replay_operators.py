@@ -59,6 +59,11 @@ def assert_same(actual: Any, expected: Any) -> None:
 def check_replays(pool: GraphPool, function: Callable[..., Any], *inputs: Tensor) -> None:
     """The capture and every replay do what eager does, to the outputs and to the inputs."""
     function(*(tensor.clone() for tensor in inputs))  # CUDA libraries want a first call
+    for _ in range(2):  # the second capture finds calls that the first one made
+        check_one_capture(pool, function, *inputs)
+
+
+def check_one_capture(pool: GraphPool, function: Callable[..., Any], *inputs: Tensor) -> None:
     static = [tensor.clone() for tensor in inputs]
     twins = [tensor.clone() for tensor in inputs]
     captured = pool.capture(lambda: function(*static), collect_garbage=False)
@@ -551,6 +556,18 @@ def test_new_tensors_and_types(
     pool: GraphPool, device: torch.device, function: Callable[..., Any], makes: tuple[Make, ...]
 ) -> None:
     check_replays(pool, function, *(make(device) for make in makes))
+
+
+@torch.no_grad()
+def test_a_number_and_a_tensor_of_one_element_are_not_taken_for_each_other(
+    pool: GraphPool, device: torch.device
+) -> None:
+    scalar = torch.tensor(0.5, dtype=torch.float64, device=device)
+    one = torch.tensor([0.5], dtype=torch.float64, device=device)
+    whole = torch.arange(6, device=device).view(2, 3)
+    for other in (0.5, scalar, one, 2, True, 0.5, one, scalar):
+        check_one_capture(pool, lambda x, other=other: x * other, whole)
+        check_one_capture(pool, lambda x, other=other: x.float() * other, whole)
 
 
 # --- state that a run changes ---------------------------------------------------------------------

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,12 +16,16 @@ from ostinato.runtime import startup
 from ostinato.runtime.block_allocator import BlockAllocator
 from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.detokenizer import Detokenizer
+from ostinato.runtime.models.load import as_hf
 from ostinato.runtime.outputs import CompletionOutput, Logprob
 from ostinato.runtime.request import FinishReason, Request
 from ostinato.runtime.sampler import SamplerOutput
 from ostinato.runtime.sampling_params import SamplingParams
 from ostinato.runtime.schedule_plan import SchedulePlan, TokenEvent
 from ostinato.runtime.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _SEEDS = 2**63
 
@@ -46,7 +51,7 @@ class Engine:
         loaded = startup.load(config)
         self.model = loaded.model
         self.model_path = loaded.path
-        self.model_config = loaded.config
+        self._model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
         self.runner, self.resolved_mode = startup.build_runner(config, loaded.model)
@@ -63,6 +68,11 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()
         self._closed = False
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        """The model's config as transformers has it."""
+        return as_hf(self._model_config)
 
     # --- requests ------------------------------------------------------------------------------
 

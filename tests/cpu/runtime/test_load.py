@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,15 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
+from tiny_models import TINY_NATIVE, save_tiny
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.runtime.models.decoder import Decoder
@@ -22,6 +31,7 @@ from ostinato.runtime.models.decoder_config import DecoderConfig
 from ostinato.runtime.models.hf import HFCausalLM
 from ostinato.runtime.models.load import LoadedModel, free_memory, load_model
 from ostinato.runtime.models.shapes import SHAPES, shape_config
+from ostinato.runtime.models.stated_config import stated_config
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -378,6 +388,66 @@ def test_shapes_have_the_published_size(name: str, elements: int) -> None:
     model = Decoder(config, device=torch.device("meta"), dtype=torch.bfloat16, max_position=1)
     assert sum(slot.shape.numel() for slot in model.weight_slots()) == elements
     assert set(SHAPES) >= {name}
+
+
+def stated(fields: dict[str, Any]) -> DecoderConfig:
+    config = stated_config(fields)
+    assert config is not None
+    return DecoderConfig.from_hf(config)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_mean_what_transformers_takes_them_for(name: str) -> None:
+    config = shape_config(name)
+    assert DecoderConfig.from_hf(config) == DecoderConfig.from_hf(config.to_hf())
+    assert config.to_hf().eos_token_id == config.eos_token_id
+
+
+@pytest.mark.parametrize("name", TINY_NATIVE)
+def test_a_config_that_states_everything_is_read_without_transformers(
+    tmp_path: Path, name: str
+) -> None:
+    TINY_NATIVE[name]().save_pretrained(tmp_path)
+    expected = DecoderConfig.from_hf(AutoConfig.from_pretrained(tmp_path))
+    fields = json.loads((tmp_path / "config.json").read_text())
+    assert stated(fields) == expected
+    for field in ("rope_parameters", "tie_word_embeddings", "rms_norm_eps"):
+        assert stated_config({key: fields[key] for key in fields if key != field}) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "gemma2"},
+        {"hidden_size": "64"},
+        {"hidden_size": 64.0},
+        {"quantization_config": {"bits": 4}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": 2.0}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        {"rope_parameters": {"rope_type": ["default"], "rope_theta": 1e4}},
+        {"model_type": "qwen3", "sliding_window": 8},
+        {"model_type": "qwen2"},
+        {"head_dim": None},
+        {"auto_map": {"AutoConfig": "configuration.Config"}},
+    ],
+    ids=str,
+)
+def test_configs_that_transformers_must_read(change: dict[str, Any]) -> None:
+    assert stated_config(SHAPES["tiny"]) is not None
+    assert stated_config(SHAPES["tiny"] | change) is None
+
+
+def test_loading_the_embedded_kind_of_model_imports_no_compiler(tmp_path: Path) -> None:
+    save_tiny(TINY_NATIVE["llama"](), tmp_path)
+    words = Tokenizer(models.WordLevel({"?": 0, "two": 1}, unk_token="?"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path)
+    script = (
+        "import sys; from ostinato import LLM; LLM(sys.argv[1], device='cpu', show_progress=False);"
+        "print(*(name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules))"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "\n"
 
 
 def test_unknown_shape() -> None:

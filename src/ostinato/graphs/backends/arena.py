@@ -18,6 +18,7 @@ import sys
 import weakref
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 
@@ -48,16 +49,19 @@ class Arena:
         self.recent_peak_bytes = 0
 
     def strong_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Uninitialised memory for a tensor that looks like ``tensor``; reserves its block."""
+        return self.strong(tensor.shape, tensor.stride(), tensor.dtype)
+
+    def strong(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
         """Uninitialised memory for a tensor of this shape, strides and type; reserves its block."""
-        span = 1 + sum(
-            (n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-        start, end = self._allocate(span * tensor.itemsize)
+        span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+        start, end = self._allocate(span * dtype.itemsize)
         block = self._block(start, end)
         self._watches[start] = weakref.ref(block, lambda _: self._released.append((start, end)))
         storage = torch.frombuffer(block, dtype=torch.uint8).untyped_storage()
-        empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(storage, 0, tensor.shape, tensor.stride())
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape, stride)
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of the same bytes that does not reserve them.

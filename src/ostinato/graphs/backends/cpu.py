@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -17,7 +17,7 @@ from ostinato.graphs.backends.guard import (
     keep_dynamo_out,
     source_of_error,
 )
-from ostinato.graphs.backends.recorder import Recorder, Step
+from ostinato.graphs.backends.recorder import Recorder, Step, Verified
 
 
 class CpuGraph:
@@ -57,6 +57,7 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self._arena = Arena()
         self._generators = generators
+        self._verified: dict[Hashable, Verified] = {}
         self._recorder: Recorder | None = None
         self._modes = ExitStack()
         self._graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
@@ -69,7 +70,7 @@ class CpuBackend:
     def begin(self) -> None:
         keep_dynamo_out()
         self._arena.recent_peak_bytes = 0
-        self._recorder = Recorder(self._arena, self._generators)
+        self._recorder = Recorder(self._arena, self._generators, self._verified)
         self._modes.enter_context(self._recorder)
         self._modes.enter_context(HostAccessGuard())
 

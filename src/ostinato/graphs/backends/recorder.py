@@ -9,16 +9,16 @@ verified out-variant writes in place; any other is run again and its result copi
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ostinato.errors import CaptureError
 from ostinato.graphs.backends.arena import Arena
 from ostinato.graphs.backends.guard import CaptureGuard, source_of_caller
-from ostinato.graphs.backends.out_variants import out_variant_of
+from ostinato.graphs.backends.out_variants import OutVariant, out_variant_of
 from ostinato.graphs.tree import map_tensors, tensors_in
 
 aten = torch.ops.aten
@@ -40,14 +40,32 @@ _COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Recorder(CaptureGuard):
-    """Collects the steps of one recording. The steps hold no arena memory reserved."""
+class Verified(NamedTuple):
+    """An out-variant that gave the right bits once, and what its outputs looked like."""
 
-    def __init__(self, arena: Arena, generators: Sequence[torch.Generator]) -> None:
+    variant: OutVariant
+    outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    one_tensor: bool
+
+
+class Recorder(CaptureGuard):
+    """Collects the steps of one recording. The steps hold no arena memory reserved.
+
+    ``verified`` is what earlier recordings learned: a model's layers make the same calls over and
+    over, and the check of an out-variant costs more than the call.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        generators: Sequence[torch.Generator],
+        verified: dict[Hashable, Verified],
+    ) -> None:
         super().__init__("cpu", (torch.default_generator, *generators))
         self.steps: list[Step] = []
         self._random_state = torch.get_rng_state()
         self._arena = arena
+        self._verified = verified
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -57,6 +75,9 @@ class Recorder(CaptureGuard):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.check(func, args, kwargs)
+        call = _call_key(func, args, kwargs)
+        if call is not None and call in self._verified:
+            return self._repeat(self._verified[call], args, kwargs)
         result = self._run(func, args, kwargs)
         if func is aten.lift_fresh.default:
             return self._constant(result)
@@ -71,9 +92,35 @@ class Recorder(CaptureGuard):
             replay_args = map_tensors(self._fixed, args)
             replay_kwargs = map_tensors(self._fixed, kwargs)
             targets = {i: self._fixed(tensor) for i, tensor in placed.items()}
-            self.steps.append(self._step(func, replay_args, replay_kwargs, outputs, targets))
+            step = self._in_place_step(func, replay_args, replay_kwargs, outputs, targets)
+            if step is None:
+                step = self._step(func, replay_args, replay_kwargs, outputs, targets)
+            elif call is not None and all(i in placed and t.numel() for i, t in enumerate(outputs)):
+                self._remember(call, func, [*placed.values()], isinstance(result, torch.Tensor))
+            self.steps.append(step)
         static = iter([placed.get(i, tensor) for i, tensor in enumerate(outputs)])
         return map_tensors(lambda _: next(static), result)
+
+    def _repeat(self, known: Verified, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call whose like was verified before: it runs once, into its place."""
+        placed = [self._arena.strong(*looks) for looks in known.outputs]
+        step = _out_call(
+            known.variant,
+            map_tensors(self._fixed, args),
+            map_tensors(self._fixed, kwargs),
+            [self._fixed(tensor) for tensor in placed],
+        )
+        step()
+        self.steps.append(step)
+        return placed[0] if known.one_tensor else tuple(placed)
+
+    def _remember(
+        self, call: Hashable, func: torch._ops.OpOverload, placed: list[torch.Tensor], one: bool
+    ) -> None:
+        variant = out_variant_of(func)
+        assert variant is not None, "the call was just made through it"
+        looks = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in placed]
+        self._verified[call] = Verified(variant, looks, one)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Custom operators may draw without saying so.
@@ -130,9 +177,6 @@ class Recorder(CaptureGuard):
 
         The targets hold the outputs' values when this returns, as if the step had just run.
         """
-        step = self._in_place_step(func, args, kwargs, outputs, targets)
-        if step is not None:
-            return step
         for index, target in targets.items():
             target.copy_(outputs[index])
         if func in _COPIES:
@@ -156,9 +200,7 @@ class Recorder(CaptureGuard):
         variant = out_variant_of(func)
         if variant is None or len(targets) != len(variant.output_names):
             return None
-        kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
-        named = dict(zip(variant.output_names, targets.values(), strict=True))
-        step = partial(variant.operator, *args, **kept, **named)
+        step = _out_call(variant, args, kwargs, targets.values())
         for index, target in targets.items():
             # Start from the opposite of the right answer, so that a byte left alone is seen.
             torch.bitwise_not(_bits(outputs[index]), out=_bits(target))
@@ -176,6 +218,36 @@ class Recorder(CaptureGuard):
         if tensor.numel() == 0:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         return self._arena.weak(tensor) if self._arena.owns(tensor) else tensor
+
+
+def _out_call(
+    variant: OutVariant,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    targets: Iterable[torch.Tensor],
+) -> Step:
+    kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
+    named = dict(zip(variant.output_names, targets, strict=True))
+    return partial(variant.operator, *args, **kept, **named)
+
+
+def _call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
+    """What a call's kernel depends on, its data aside; None for calls that are not remembered."""
+    try:
+        return (func, *map(_value_key, args), *[(k, _value_key(v)) for k, v in kwargs.items()])
+    except TypeError:
+        return None
+
+
+def _value_key(value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        # Scalars may be Python numbers in disguise, which promote types in their own way.
+        if not value.shape or value.is_conj() or value.is_neg():
+            raise TypeError
+        return (value.dtype, value.shape, value.stride())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_value_key, value))
+    return (type(value), value)  # 1, 1.0 and True are equal, and are not the same
 
 
 def _run_and_copy(run: Callable[[], Any], targets: dict[int, torch.Tensor]) -> None:

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import skip_init
 
 from ostinato.errors import ConfigError
 from ostinato.runtime.attention.base import AttentionSpec, attend
@@ -137,8 +136,10 @@ class Decoder(nn.Module):
         self.max_position = _checked_max_position(config, max_position)
         self.dtype = dtype
         self.device = device
-        self.embed_tokens = skip_init(
-            nn.Embedding, config.vocab_size, config.hidden_size, device=device, dtype=dtype
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            _weight=torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype),
         ).requires_grad_(False)
         self.layers = nn.ModuleList(
             DecoderLayer(config, layer, device=device, dtype=dtype)
@@ -197,11 +198,17 @@ def _checked_max_position(config: DecoderConfig, asked: int | None) -> int:
     return asked
 
 
+class _EmptyLinear(nn.Linear):
+    """Draws no weights. torch's skip_init draws them on ``meta``, which imports all of Dynamo."""
+
+    def reset_parameters(self) -> None:
+        pass
+
+
 def _empty_linear(
     inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype
 ) -> nn.Linear:
-    linear = skip_init(nn.Linear, inputs, outputs, bias=bias, device=device, dtype=dtype)
-    assert isinstance(linear, nn.Linear)
+    linear = _EmptyLinear(inputs, outputs, bias=bias, device=device, dtype=dtype)
     linear = linear.requires_grad_(False)
     if device.type == "cpu" and outputs >= inputs:
         # Read fastest on the CPU with the longer dimension contiguous: up to a quarter less time

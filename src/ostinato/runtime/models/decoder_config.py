@@ -16,6 +16,8 @@ from ostinato.runtime.models.rotary import Rotary, rotary_obstacle
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from ostinato.runtime.models.stated_config import StatedConfig
+
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -61,7 +63,7 @@ class DecoderConfig:
             raise ConfigError(f"rotary positions turn pairs: head_dim {self.head_dim} is odd")
 
     @classmethod
-    def from_hf(cls, config: PretrainedConfig) -> DecoderConfig:
+    def from_hf(cls, config: PretrainedConfig | StatedConfig) -> DecoderConfig:
         """The decoder's view of a transformers config. Raises where ``obstacle`` gives a reason."""
         reason = obstacle(config)
         if reason is not None:
@@ -89,7 +91,7 @@ class DecoderConfig:
         )
 
 
-def obstacle(config: PretrainedConfig) -> str | None:
+def obstacle(config: PretrainedConfig | StatedConfig) -> str | None:
     """Why the native decoder cannot run a model with this config; None where it can."""
     if config.model_type not in _FAMILIES:
         return f"its model_type is {config.model_type!r}, not one of {', '.join(_FAMILIES)}"
@@ -103,17 +105,17 @@ def obstacle(config: PretrainedConfig) -> str | None:
     return rotary_obstacle(config)
 
 
-def supports(config: PretrainedConfig) -> bool:
+def supports(config: PretrainedConfig | StatedConfig) -> bool:
     """Whether the native decoder can run a model with this config."""
     return obstacle(config) is None
 
 
-def _head_dim(config: PretrainedConfig) -> int:
+def _head_dim(config: PretrainedConfig | StatedConfig) -> int:
     head_dim: int | None = getattr(config, "head_dim", None)
     return head_dim or config.hidden_size // config.num_attention_heads
 
 
-def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+def _windows(config: PretrainedConfig | StatedConfig) -> tuple[int | None, ...]:
     num_layers: int = config.num_hidden_layers
     window: int | None = getattr(config, "sliding_window", None)
     if config.model_type == "llama" or window is None:
@@ -124,7 +126,7 @@ def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
-def _max_position(config: PretrainedConfig) -> int:
+def _max_position(config: PretrainedConfig | StatedConfig) -> int:
     stated: int = config.max_position_embeddings
     rope: dict[str, Any] = config.rope_parameters
     if rope["rope_type"] == "yarn" and rope.get("factor") is not None:

@@ -23,15 +23,20 @@ from ostinato.runtime.models.decoder import Decoder
 from ostinato.runtime.models.decoder_config import DecoderConfig, obstacle
 from ostinato.runtime.models.locate import find_model
 from ostinato.runtime.models.shapes import SHAPES, draw_weights, shape_config
+from ostinato.runtime.models.stated_config import StatedConfig, read_stated_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    ModelConfig = PretrainedConfig | StatedConfig
 
 FreeMemory = Callable[[torch.device], int | None]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEFAULT_SHAPE = "smollm2-135m"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+# Wholly described by their files.
+_PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -46,7 +51,7 @@ class LoadedModel:
 
     model: CausalLM
     path: Path | None
-    config: PretrainedConfig
+    config: ModelConfig
     tokenizer: Any | None
     eos_token_ids: frozenset[int]
     generic_reason: str | None
@@ -116,12 +121,12 @@ class _Build:
     show_progress: bool
     free_memory: FreeMemory
 
-    def random(self, config: PretrainedConfig, seed: int, *, native: bool) -> CausalLM:
+    def random(self, config: ModelConfig, seed: int, *, native: bool) -> CausalLM:
         if not native:
             from ostinato.runtime.models.hf import HFCausalLM
 
             return HFCausalLM.from_config(
-                config,
+                as_hf(config),
                 device=self.device,
                 dtype=self.dtype,
                 seed=seed,
@@ -133,7 +138,7 @@ class _Build:
         draw_weights(model, seed)
         return model
 
-    def from_files(self, path: Path, config: PretrainedConfig, *, native: bool) -> CausalLM:
+    def from_files(self, path: Path, config: ModelConfig, *, native: bool) -> CausalLM:
         checkpoint = Checkpoint(path)
         if not native:
             from ostinato.runtime.models.hf import HFCausalLM
@@ -141,7 +146,7 @@ class _Build:
             self._check_fit(str(path), checkpoint.num_elements() * self.dtype.itemsize)
             return HFCausalLM.from_pretrained(
                 path,
-                config=config,
+                config=as_hf(config),
                 device=self.device,
                 dtype=self.dtype,
                 max_model_len=self.max_position,
@@ -171,6 +176,11 @@ class _Build:
             )
 
 
+def as_hf(config: ModelConfig) -> PretrainedConfig:
+    """The config as an object of transformers."""
+    return config.to_hf() if isinstance(config, StatedConfig) else config
+
+
 def _bytes_of(model: Decoder) -> int:
     tensors = [*model.parameters(), *model.buffers()]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -187,7 +197,7 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
     return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
 
 
-def _shape(name: str) -> tuple[Path | None, PretrainedConfig]:
+def _shape(name: str) -> tuple[Path | None, ModelConfig]:
     path = Path(name).expanduser()
     if name not in SHAPES and (path / "config.json").is_file():
         return path, _read_config(path)
@@ -196,12 +206,15 @@ def _shape(name: str) -> tuple[Path | None, PretrainedConfig]:
     return None, shape_config(name)
 
 
-def _read_config(path: Path) -> PretrainedConfig:
-    from transformers import AutoConfig
-
+def _read_config(path: Path) -> ModelConfig:
     file = path / "config.json"
     if not file.is_file():
         raise ModelLoadError(f"{path} has no config.json; a model's directory needs one")
+    stated = read_stated_config(file)
+    if stated is not None and obstacle(stated) is None:
+        return stated
+    from transformers import AutoConfig
+
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever transformers makes of a bad config, the file is named
@@ -213,11 +226,16 @@ def _read_config(path: Path) -> PretrainedConfig:
 
 
 def _read_tokenizer(path: Path) -> Any | None:
-    from transformers import AutoTokenizer
-
     if not any((path / file).is_file() for file in _TOKENIZER_FILES):
         return None
     try:
+        if _tokenizer_class(path) in _PLAIN_TOKENIZERS:
+            # Spares the import of every model's configuration, by which a class is looked up.
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # as for configs
         raise ModelLoadError(
@@ -225,7 +243,15 @@ def _read_tokenizer(path: Path) -> Any | None:
         ) from error
 
 
-def _eos_token_ids(path: Path | None, config: PretrainedConfig) -> frozenset[int]:
+def _tokenizer_class(path: Path) -> str | None:
+    file = path / "tokenizer_config.json"
+    if not file.is_file() or not (path / "tokenizer.json").is_file():
+        return None
+    stated = json.loads(file.read_text(encoding="utf-8"))
+    return stated.get("tokenizer_class") if "auto_map" not in stated else None
+
+
+def _eos_token_ids(path: Path | None, config: ModelConfig) -> frozenset[int]:
     ids: int | list[int] | None = getattr(config, "eos_token_id", None)
     file = None if path is None else path / "generation_config.json"
     if file is not None and file.is_file():

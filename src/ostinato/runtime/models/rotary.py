@@ -15,6 +15,8 @@ import torch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from ostinato.runtime.models.stated_config import StatedConfig
+
 _TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
@@ -26,29 +28,31 @@ class Rotary:
     scale: float
 
     @classmethod
-    def from_hf(cls, config: PretrainedConfig, head_dim: int) -> Rotary:
+    def from_hf(cls, config: PretrainedConfig | StatedConfig, head_dim: int) -> Rotary:
         """The frequencies that transformers computes for this config."""
-        # Imported here: transformers takes a second, and most of this module does not need it.
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
         rope: dict[str, Any] = config.rope_parameters
         if rope["rope_type"] == "default":
             exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             frequencies, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0
         else:
+            # Imported here: transformers takes a second, and most models do not need it.
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
             compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
             frequencies, scale = compute(config, torch.device("cpu"))
         return cls(inverse_frequencies=tuple(frequencies.tolist()), scale=float(scale))
 
     def table(self, max_position: int, device: torch.device) -> torch.Tensor:
         """Cosines, then sines, of positions 0 to max_position - 1: [max_position, head_dim]."""
+        if device.type == "meta":  # computing without memory would import all of Dynamo
+            return torch.empty((max_position, 2 * len(self.inverse_frequencies)), device=device)
         frequencies = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device=device)
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
         angles = torch.outer(positions, frequencies)
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scale
 
 
-def rotary_obstacle(config: PretrainedConfig) -> str | None:
+def rotary_obstacle(config: PretrainedConfig | StatedConfig) -> str | None:
     """Why the native decoder cannot give this model its positions; None where it can."""
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type")

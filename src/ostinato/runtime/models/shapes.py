@@ -6,16 +6,14 @@ of billions of parameters is there in seconds; their text means nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ostinato.errors import ConfigError
 from ostinato.runtime.models.decoder import Decoder
 from ostinato.runtime.models.norm import RMSNorm
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from ostinato.runtime.models.stated_config import StatedConfig, stated_config
 
 _STANDARD_DEVIATION = 0.02
 
@@ -31,19 +29,28 @@ def _llama3(factor: float) -> dict[str, Any]:
     }
 
 
-_LLAMA_3: dict[str, Any] = {
+_LLAMA: dict[str, Any] = {
     "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-5,
+}
+
+_LLAMA_3: dict[str, Any] = _LLAMA | {
     "vocab_size": 128256,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
 
 _QWEN3: dict[str, Any] = {
     "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "sliding_window": None,
     "vocab_size": 151936,
     "num_key_value_heads": 8,
     "head_dim": 128,
@@ -88,32 +95,33 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
     },
-    "smollm2-135m": {
-        "model_type": "llama",
+    "smollm2-135m": _LLAMA
+    | {
         "vocab_size": 49152,
         "hidden_size": 576,
         "intermediate_size": 1536,
         "num_hidden_layers": 30,
         "num_attention_heads": 9,
         "num_key_value_heads": 3,
+        "head_dim": 64,
         "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
         "tie_word_embeddings": True,
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
     # For tests and trials. Nothing ends its sequences, so their lengths are what was asked for.
-    "tiny": {
-        "model_type": "llama",
+    "tiny": _LLAMA
+    | {
         "vocab_size": 512,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 16,
         "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -121,13 +129,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def shape_config(name: str) -> PretrainedConfig:
-    """The transformers config of the shape called ``name``."""
-    from transformers import AutoConfig
-
+def shape_config(name: str) -> StatedConfig:
+    """The config of the shape called ``name``."""
     if name not in SHAPES:
         raise ConfigError(f"no model shape is called {name!r}; the shapes are {', '.join(SHAPES)}")
-    config: PretrainedConfig = AutoConfig.for_model(**SHAPES[name])
+    config = stated_config(SHAPES[name])
+    assert config is not None, f"the shape {name} leaves something open"
     return config
 
 

@@ -1,0 +1,95 @@
+"""Configs that state everything the native decoder reads, taken as they stand.
+
+transformers' config classes fill in what a file leaves out, and importing one takes two seconds. A
+file that leaves nothing out needs none of it. Whatever is unusual, old or doubtful is not taken
+here, and goes to transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_COMMON: dict[str, tuple[type, ...]] = {
+    "vocab_size": (int,),
+    "hidden_size": (int,),
+    "intermediate_size": (int,),
+    "num_hidden_layers": (int,),
+    "num_attention_heads": (int,),
+    "num_key_value_heads": (int,),
+    "max_position_embeddings": (int,),
+    "rms_norm_eps": (float,),
+    "hidden_act": (str,),
+    "tie_word_embeddings": (bool,),
+    "rope_parameters": (dict,),
+}
+_FAMILIES: dict[str, dict[str, tuple[type, ...]]] = {
+    "llama": {"head_dim": (int,), "attention_bias": (bool,), "mlp_bias": (bool,)},
+    "mistral": {"head_dim": (int,), "sliding_window": (int, type(None))},
+    # With a window there is a rule for which layers have it, which is transformers' to apply.
+    "qwen2": {"sliding_window": (type(None),)},
+    "qwen3": {"head_dim": (int,), "sliding_window": (type(None),), "attention_bias": (bool,)},
+}
+_ROPE = {
+    "default": {"rope_type", "rope_theta"},
+    "llama3": {
+        "rope_type",
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    },
+}
+_DOUBTFUL = ("quantization_config", "rope_scaling", "rope_theta", "auto_map")
+
+
+class StatedConfig:
+    """The fields of a config.json as attributes; what ``DecoderConfig.from_hf`` asks is there."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self._fields = fields
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["_fields"][name]
+        except KeyError:
+            raise AttributeError(f"this config does not state {name!r}") from None
+
+    def standardize_rope_params(self) -> None:
+        """transformers calls it before it reads rope_parameters; these are standard."""
+
+    def to_hf(self) -> PretrainedConfig:
+        """The same as an object of transformers."""
+        from transformers import AutoConfig
+
+        config: PretrainedConfig = AutoConfig.for_model(**self._fields)
+        return config
+
+
+def stated_config(fields: Any) -> StatedConfig | None:
+    """``fields`` of a config as they stand, or None where transformers must say what they mean."""
+    if not isinstance(fields, dict) or fields.get("model_type") not in _FAMILIES:
+        return None
+    if any(fields.get(name) is not None for name in _DOUBTFUL):
+        return None
+    for name, types in (_COMMON | _FAMILIES[fields["model_type"]]).items():
+        if name not in fields or type(fields[name]) not in types:
+            return None
+    rope = fields["rope_parameters"]
+    kind = rope.get("rope_type")
+    if not isinstance(kind, str) or _ROPE.get(kind) != rope.keys():
+        return None
+    return StatedConfig(fields)
+
+
+def read_stated_config(file: Path) -> StatedConfig | None:
+    """As ``stated_config``, from a file; also None where it cannot be read."""
+    try:
+        return stated_config(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return None
