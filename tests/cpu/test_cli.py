@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ostinato import LLM, SamplingParams, cli
+from ostinato.runtime.config import EngineConfig, GraphConfig
 
 TINY = ["--model", "tiny", "--random-weights", "--device", "cpu", "--max-model-len", "64"]
 PROMPT = "1,2,3"
@@ -254,6 +255,19 @@ ERRORS: list[tuple[list[str], str]] = [
     ([*DECODE, "--repeats", "0"], "ConfigError: repeats must be a positive integer, got 0"),
     ([*DECODE, "--max-num-seqs", "1"], "ConfigError: max_num_seqs 1 is too small to measure this"),
     ([*DECODE, "--max-model-len", "22"], "ConfigError: max_model_len 22 is too small to measure"),
+    ([*DECODE, "--profile", "t.txt"], "ConfigError: a Chrome trace is a .json or .json.gz file, "),
+    ([*DECODE, "--profile", "/no/t.json"], "ConfigError: the directory for the trace does not "),
+    ([*DECODE, "--profile-batch", "2"], "ConfigError: batches [2] are to be profiled; say where "),
+    (
+        [*DECODE, "--profile", "t.json", "--profile-batch", "2,3"],
+        "ConfigError: batches [3] are to be profiled, but not measured; ",
+    ),
+    (
+        [*DECODE, "--profile", "t.json", "--max-model-len", "30"],
+        "ConfigError: max_model_len 30 is too small to measure this: ",
+    ),
+    (["bench", "plot", "none.json", "--out", "a.gif"], "ConfigError: a picture is one of .png, "),
+    (["bench", "plot", "none.json", "--out", "a.png"], "ConfigError: cannot read a result from "),
     (["bench", "capture", *TINY, "--modes", "FULL,HALF"], "ConfigError: unknown graph mode 'HALF'"),
 ]
 
@@ -341,26 +355,42 @@ def test_bench_prefill(ostinato: Run) -> None:
     assert second == {"replayed": 3, "TOO_LARGE": 3}
 
 
+@pytest.fixture
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bandwidth is measured on less; no test looks at how high it is."""
+    monkeypatch.setattr("ostinato.bench.floor._CPU_BYTES", 2**20)
+
+
+SHORT_RUN = ["--prompt-len", "5", "--new-tokens", "8", "--repeats", "2"]
+
+
+@pytest.mark.usefixtures("little_memory")
 def test_bench_decode(ostinato: Run) -> None:
-    options = ["--batch", "1,3", "--prompt-len", "5", "--new-tokens", "8", "--repeats", "2"]
-    answer = ostinato("bench", "decode", *TINY, *options, "--json").json
+    answer = ostinato("bench", "decode", *TINY, "--batch", "1,3", *SHORT_RUN, "--json").json
     assert (answer["prompt_len"], answer["new_tokens"], answer["repeats"]) == (5, 8, 2)
     assert (answer["model"], answer["random_weights"]) == ("tiny", True)
     assert (answer["dtype"], answer["mode"]) == ("float32", "FULL_AND_PIECEWISE")
     assert [row["batch"] for row in answer["rows"]] == [1, 3]
+    rate, weights, kv = (
+        answer["bandwidth"]["bytes_per_s"], answer["weight_bytes"], answer["kv_bytes_per_sequence"]
+    )  # fmt: skip
     for row in answer["rows"]:
         times = row["tpot_ms"]
         assert list(times) == list(row["tokens_per_s"]) == ["ostinato", "eager", "hf"]
+        assert row["floor_ms"] == pytest.approx((weights + row["batch"] * kv) / rate * 1e3)
         for name, milliseconds in times.items():
-            rate = row["batch"] * 1e3 / milliseconds
-            assert row["tokens_per_s"][name] == pytest.approx(rate)
+            assert row["tokens_per_s"][name] == pytest.approx(row["batch"] * 1e3 / milliseconds)
+            assert row["of_floor"][name] == pytest.approx(row["floor_ms"] / milliseconds)
         for name in ("eager", "hf"):
             ratio = times[name] / times["ostinato"]
             assert row["speedup_over"][name] == pytest.approx(ratio)
         # Random weights of transformers' own are others, so there is nothing to compare.
         assert row["same_tokens_as"] == {"eager": True, "hf": None}
+        assert row["failed"] == {}
+    assert answer["profiles"] == []
 
 
+@pytest.mark.usefixtures("little_memory")
 def test_bench_decode_of_a_checkpoint(ostinato: Run, talking: str) -> None:
     """The same weights: the tokens must be those of transformers."""
     options = ["--batch", "2", "--prompt-len", "5", "--new-tokens", "4", "--repeats", "1"]
@@ -369,19 +399,97 @@ def test_bench_decode_of_a_checkpoint(ostinato: Run, talking: str) -> None:
     assert row["same_tokens_as"] == {"hf": True}
     table = ostinato(*command)
     assert table.exit_code == 0
-    lines = [line for line in table.out.splitlines() if line.startswith("│")]
-    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
-    shown = [(row[0], row[1], row[-1]) for row in cells]
-    assert shown == [("2", "ostinato", ""), ("2", "eager", "yes"), ("2", "hf", "yes")]
+    shown = [(row[0], row[1], row[-1]) for row in cells(table.out)]
+    assert shown == [
+        ("2", "floor", ""),
+        ("2", "ostinato", ""),
+        ("2", "eager", "yes"),
+        ("2", "hf", "yes"),
+    ]
     assert "…" not in table.out  # all of it fits into 80 columns
 
 
+def cells(table: str) -> list[list[str]]:
+    """What the rows of the tables in ``table`` say."""
+    lines = [line for line in table.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+@pytest.mark.usefixtures("little_memory")
 def test_bench_decode_without_baselines(ostinato: Run) -> None:
     options = ["--batch", "1", "--prompt-len", "3", "--new-tokens", "2", "--repeats", "1"]
     answer = ostinato("bench", "decode", *TINY, *options, "--baselines", "", "--json").json
     (row,) = answer["rows"]
     assert list(row["tpot_ms"]) == ["ostinato"]
     assert row["speedup_over"] == row["same_tokens_as"] == {}
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_bench_decode_goes_on_when_a_baseline_fails(
+    ostinato: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One cannot be built; another fails at one batch size."""
+    from ostinato.bench import baselines
+
+    def fails_at_3(model: Any) -> baselines.Generate:
+        def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
+            if len(prompts) == 3:
+                raise RuntimeError("three\nis too many")
+            return [[0] * num_tokens for _ in prompts]
+
+        return generate
+
+    def not_built(model: Any, longest: int) -> baselines.Generate:
+        raise ImportError("no compiler")
+
+    monkeypatch.setattr(baselines, "_transformers_model", lambda llm: None)
+    monkeypatch.setattr(baselines, "_transformers", fails_at_3)
+    monkeypatch.setattr(baselines, "_transformers_compiled", not_built)
+    command = ["bench", "decode", *TINY, "--batch", "1,3", *SHORT_RUN, "--baselines"]
+    one, three = ostinato(*command, "hf,hf-compile", "--json").json["rows"]
+    assert list(one["tpot_ms"]) == ["ostinato", "hf"]
+    assert list(three["tpot_ms"]) == ["ostinato"]
+    assert one["failed"] == {"hf-compile": "ImportError: no compiler"}
+    assert three["failed"] == {**one["failed"], "hf": "RuntimeError: three is too many"}
+    table = ostinato(*command, "hf")
+    assert cells(table.out)[-1][:3] == ["3", "hf", "failed"]
+    assert "hf, batch 3, failed: RuntimeError: three is too many" in table.out
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_bench_decode_profile(ostinato: Run, tmp_path: Path) -> None:
+    options = ["--batch", "1,3", *SHORT_RUN, "--baselines", "", "--profile-batch", "3"]
+    profile = ["--profile", str(tmp_path / "trace.json")]
+    command = ["bench", "decode", *TINY, *options, *profile]
+    (answer,) = ostinato(*command, "--json").json["profiles"]
+    assert (answer["batch"], answer["trace"]) == (3, "trace.batch3.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.batch3.json"]
+    names = {
+        event["name"]
+        for event in json.loads((tmp_path / answer["trace"]).read_text())["traceEvents"]
+    }
+    assert "ostinato::paged_attention" in names
+    parts = answer["parts"]
+    assert list(parts) == ["GEMM", "attention", "small kernels", "copies", "gaps"]
+    assert sum(part["us"] for part in parts.values()) == pytest.approx(answer["window_us"])
+    assert parts["attention"]["count"] == 2  # layers
+    assert parts["GEMM"]["count"] == 2 * 4 + 1  # four products in each, and the head
+    assert min(answer["step_us"], answer["host_us"]) > 0
+    shown = ostinato(*command)
+    rows = [row[0] for row in cells(shown.out) if row[1].endswith("µs")]
+    assert rows == [*parts, "together", "step(), not profiled", "gaps, not profiled",
+                    "host, not profiled"]  # fmt: skip
+    assert "ostinato::paged_attention" in shown.out
+
+
+@pytest.mark.usefixtures("little_memory")
+def test_bench_plot(ostinato: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    result, picture = tmp_path / "result.json", tmp_path / "picture.png"
+    options = [*TINY, "--batch", "1,3", *SHORT_RUN, "--baselines", ""]
+    assert ostinato("bench", "decode", *options, "--output", str(result)).exit_code == 0
+    assert ostinato("bench", "plot", str(result), "--out", str(picture)).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 # --- the commands themselves ----------------------------------------------------------------------
@@ -391,8 +499,50 @@ def test_bench_decode_without_baselines(ostinato: Run) -> None:
 def test_help(ostinato: Run, group: list[str]) -> None:
     result = ostinato(*group, "--help")
     assert result.exit_code == 0
-    names = ("core", "decode", "capture") if group else ("generate", "capture", "explain", "bench")
+    names = (
+        ("core", "decode", "capture", "plot")
+        if group
+        else ("generate", "capture", "explain", "bench")
+    )
     assert all(name in result.out for name in names)
+
+
+MODEL_OPTIONS: list[tuple[list[str], str, Any]] = [
+    (["--model", "tiny"], "model", "tiny"),
+    (["--random-weights"], "random_weights", True),
+    (["--device", "cpu"], "device", "cpu"),
+    (["--dtype", "float16"], "dtype", "float16"),
+    (["--mode", "full"], "graphs", GraphConfig(mode="FULL")),
+    (["--sizes", "2,4"], "graphs", GraphConfig(capture_sizes=[2, 4])),
+    (["--compile"], "graphs", GraphConfig(compile=True)),
+    (["--max-num-seqs", "3"], "max_num_seqs", 3),
+    (["--max-num-batched-tokens", "9"], "max_num_batched_tokens", 9),
+    (["--max-model-len", "7"], "max_model_len", 7),
+    (["--kv-cache-memory", "1M"], "kv_cache_memory", 2**20),
+]
+
+
+@pytest.mark.parametrize(("given", "name", "value"), MODEL_OPTIONS, ids=str)
+def test_options_of_the_model_reach_the_engine(
+    ostinato: Run, monkeypatch: pytest.MonkeyPatch, given: list[str], name: str, value: Any
+) -> None:
+    """One at a time; all others keep the defaults of the library."""
+    configs = []
+
+    def kept(config: EngineConfig, **_: Any) -> dict[str, Any]:
+        configs.append(config)
+        return {"rows": []}
+
+    monkeypatch.setattr("ostinato.bench.decode.run", kept)
+    assert ostinato("bench", "decode", *given, "--json").exit_code == 0
+    assert configs == [replace(EngineConfig(show_progress=False), **{name: value})]
+
+
+@pytest.mark.parametrize("command", ["capture", "prefill"])
+def test_commands_that_choose_the_mode_do_not_take_one(ostinato: Run, command: str) -> None:
+    result = ostinato("bench", command, *TINY, "--mode", "FULL")
+    assert result.exit_code == 2
+    assert "--mode" in result.err
 
 
 def test_unknown_options_are_refused(ostinato: Run) -> None:

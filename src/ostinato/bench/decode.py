@@ -1,8 +1,10 @@
-"""``ostinato bench decode``: time per output token, against our own eager mode and transformers.
+"""``ostinato bench decode``: time per output token, beside the floor and the baselines.
 
 The time per output token is (time for a long generation - time for a short one) / the tokens
 between them, so prefill and start-up of a call cancel out. What is compared is measured in turns
-in one process, on the same weights where there is a checkpoint; tokens are compared first.
+in one process, on the same weights where there is a checkpoint; tokens are compared first. The
+bandwidth under the floor is measured in the same process too. A baseline that fails is named with
+the reason, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -10,69 +12,109 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ostinato.bench.baselines import (
+    Generate,
+    check_names,
+    checkpoint,
+    from_engine,
+    open_baselines,
+    reason,
+)
+from ostinato.bench.floor import kv_bytes, measure_bandwidth, weight_bytes
 from ostinato.bench.measure import machine, synchronize
+from ostinato.bench.profile import check_path, longest_for, profile_decode
 from ostinato.errors import ConfigError
 from ostinato.graphs.sizes import check_positive_int
-from ostinato.runtime.config import EngineConfig, GraphConfig
+from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.llm import LLM
-from ostinato.runtime.sampling_params import SamplingParams
 
-BASELINES = ("eager", "hf")
 SHORT = 17
-# Generates that many tokens for each prompt; returns them.
-Generate = Callable[[list[list[int]], int], list[list[int]]]
+CUDA_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+CPU_BATCHES = (1, 8)
+OURS = "ostinato"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """What is measured of each sequence: the tokens after the first ``SHORT``."""
+
+    prompt_len: int
+    new_tokens: int
+    repeats: int
+
+    @property
+    def longest(self) -> int:
+        return self.prompt_len + SHORT + self.new_tokens
+
+    @property
+    def context(self) -> range:
+        """The keys that each measured step sees: all tokens so far."""
+        return range(self.prompt_len + SHORT, self.longest)
+
+    @property
+    def middle(self) -> int:
+        return self.context[len(self.context) // 2]
 
 
 def run(
     config: EngineConfig,
     *,
-    batches: Sequence[int],
-    baselines: Sequence[str],
+    batches: Sequence[int] | None = None,
+    baselines: Sequence[str] = (),
     prompt_len: int = 128,
     new_tokens: int = 128,
     repeats: int = 3,
+    profile: Path | None = None,
+    profile_batches: Sequence[int] | None = None,
 ) -> dict[str, Any]:
-    """Measure every batch size with the graphs and with each baseline, in turns."""
+    """Measure every batch size with the graphs and with each baseline, in turns.
+
+    ``batches`` None: those of the device. ``profile``: where Chrome traces go, one for each of
+    ``profile_batches`` (None: of all batches).
+    """
+    device = config.torch_device()
+    if batches is None:
+        batches = CUDA_BATCHES if device.type == "cuda" else CPU_BATCHES
     _check_counts(batches, prompt_len=prompt_len, new_tokens=new_tokens, repeats=repeats)
-    unknown = sorted(set(baselines) - set(BASELINES))
-    if unknown:
-        raise ConfigError(f"unknown baselines {unknown}; choose from {list(BASELINES)}")
-    config = _with_room(config, num_seqs=max(batches), length=prompt_len + SHORT + new_tokens)
+    check_names(baselines)
+    window = Window(prompt_len=prompt_len, new_tokens=new_tokens, repeats=repeats)
+    longest = window.longest
+    profiled = _profiled(batches, profile, profile_batches)
+    if profiled:
+        _, budget = config.batch_limits(device)
+        needed = longest_for(window.middle, batch=max(batches), max_num_batched_tokens=budget)
+        longest = max(longest, needed)
+    config = _with_room(config, num_seqs=max(batches), length=longest)
+    bandwidth = measure_bandwidth(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # before the engine looks how much memory there is
     with ExitStack() as stack:
         llm = stack.enter_context(LLM.from_config(config))
-        subjects: dict[str, Generate] = {"ostinato": _engine(llm)}
-        if "eager" in baselines:
-            eager = replace(config, graphs=GraphConfig(mode="NONE"))
-            subjects["eager"] = _engine(stack.enter_context(LLM.from_config(eager)))
-        if "hf" in baselines:
-            subjects["hf"] = _transformers(llm)
-        rows = [
-            _measure(subjects, llm.engine.model.vocab_size, batch, prompt_len, new_tokens, repeats)
-            for batch in batches
-        ]
-        if "hf" in subjects and _checkpoint(llm) is None:
+        others, failed = open_baselines(llm, baselines, stack, longest=longest)
+        subjects = {OURS: from_engine(llm), **others}
+        rows = [_measure(subjects, llm.engine.model.vocab_size, batch, window) for batch in batches]
+        if checkpoint(llm) is None:  # the weights of transformers' model are others
             for row in rows:
-                row["same_tokens_as"]["hf"] = None  # its weights are others
-        model = llm.engine.model
+                same = row["same_tokens_as"]
+                same.update({name: None for name in same if name.startswith("hf")})
+        for row in rows:
+            row["failed"] = {**failed, **row["failed"]}
         return {
-            "command": "ostinato bench decode",
-            "machine": machine(),
-            "model": config.model or "SmolLM2-135M-Instruct (embedded)",
-            "random_weights": config.random_weights,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "mode": llm.engine.resolved_mode.mode.name,
-            "prompt_len": prompt_len,
-            "new_tokens": new_tokens,
-            "repeats": repeats,
+            **_about(config, llm, window),
+            **_floors(rows, llm, window, bandwidth),
             "rows": rows,
+            "profiles": [
+                profile_decode(llm, batch, context=window.middle, path=path)
+                for batch, path in profiled
+            ],
         }
 
 
@@ -85,6 +127,21 @@ def _check_counts(batches: Sequence[int], **counts: int) -> None:
         check_positive_int(name, count)
 
 
+def _profiled(
+    batches: Sequence[int], path: Path | None, chosen: Sequence[int] | None
+) -> list[tuple[int, Path]]:
+    """The batches to profile, and where to."""
+    if path is None:
+        if chosen is not None:
+            raise ConfigError(f"batches {list(chosen)} are to be profiled; say where to, --profile")
+        return []
+    check_path(path)
+    unknown = sorted(set(chosen or ()) - set(batches))
+    if unknown:
+        raise ConfigError(f"batches {unknown} are to be profiled, but not measured; measure them")
+    return [(batch, path) for batch in (batches if chosen is None else chosen)]
+
+
 def _with_room(config: EngineConfig, *, num_seqs: int, length: int) -> EngineConfig:
     """The limits that were not given follow from the batches; those that were must hold them."""
     for name, limit, needed in (
@@ -94,7 +151,8 @@ def _with_room(config: EngineConfig, *, num_seqs: int, length: int) -> EngineCon
         if limit is not None and limit < needed:
             raise ConfigError(
                 f"{name} {limit} is too small to measure this: {needed} are needed (sequences have "
-                f"prompt_len + {SHORT} + new_tokens tokens); raise it or measure less"
+                f"prompt_len + {SHORT} + new_tokens tokens, or more for a profile); raise it or "
+                "measure less"
             )
     return replace(
         config,
@@ -103,37 +161,77 @@ def _with_room(config: EngineConfig, *, num_seqs: int, length: int) -> EngineCon
     )
 
 
+def _about(config: EngineConfig, llm: LLM, window: Window) -> dict[str, Any]:
+    return {
+        "command": "ostinato bench decode",
+        "machine": machine(),
+        "model": config.model or "SmolLM2-135M-Instruct (embedded)",
+        "random_weights": config.random_weights,
+        "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
+        "mode": llm.engine.resolved_mode.mode.name,
+        "prompt_len": window.prompt_len,
+        "new_tokens": window.new_tokens,
+        "repeats": window.repeats,
+    }
+
+
+def _floors(
+    rows: list[dict[str, Any]], llm: LLM, window: Window, bandwidth: dict[str, Any]
+) -> dict[str, Any]:
+    """Put each row's floor into it; what the floors were made of."""
+    model = llm.engine.model
+    weights = weight_bytes(model, llm.engine.model_config)
+    per_sequence = kv_bytes(model.attention_specs, model.dtype, window.context)
+    for row in rows:
+        row["floor_ms"], row["of_floor"] = None, {}
+        if weights is not None:
+            seconds = (weights + row["batch"] * per_sequence) / bandwidth["bytes_per_s"]
+            row["floor_ms"] = seconds * 1e3
+            row["of_floor"] = {name: row["floor_ms"] / ms for name, ms in row["tpot_ms"].items()}
+    return {
+        "bandwidth": bandwidth,
+        "weight_bytes": weights,
+        "kv_bytes_per_sequence": per_sequence,
+    }
+
+
 def _measure(
-    subjects: dict[str, Generate],
-    vocab_size: int,
-    batch: int,
-    prompt_len: int,
-    new_tokens: int,
-    repeats: int,
+    subjects: dict[str, Generate], vocab_size: int, batch: int, window: Window
 ) -> dict[str, Any]:
     # Other tokens in every repetition: the prefix cache must not save what the baselines compute.
     source = random.Random(batch)
 
     def prompts() -> list[list[int]]:
-        return [[source.randrange(vocab_size) for _ in range(prompt_len)] for _ in range(batch)]
+        length = window.prompt_len
+        return [[source.randrange(vocab_size) for _ in range(length)] for _ in range(batch)]
 
-    first = prompts()
-    tokens = {name: generate(first, SHORT) for name, generate in subjects.items()}
+    running, failed = dict(subjects), {}
+    tokens: dict[str, list[list[int]]] = {}
     samples: dict[str, list[float]] = {name: [] for name in subjects}
-    for _ in range(repeats):
+    for repeat in range(window.repeats + 1):
         ours, theirs = prompts(), prompts()
-        for name, generate in subjects.items():
-            short = _seconds(generate, ours, SHORT)
-            long = _seconds(generate, theirs, SHORT + new_tokens)
-            samples[name].append((long - short) / new_tokens)
-    times = {name: statistics.median(values) for name, values in samples.items()}
-    others = [name for name in subjects if name != "ostinato"]
+        for name, generate in list(running.items()):
+            try:
+                if repeat == 0:  # warms up
+                    tokens[name] = generate(ours, SHORT)
+                    continue
+                short = _seconds(generate, ours, SHORT)
+                long = _seconds(generate, theirs, SHORT + window.new_tokens)
+                samples[name].append((long - short) / window.new_tokens)
+            except Exception as error:
+                if name == OURS:
+                    raise
+                failed[name] = reason(error)
+                del running[name]
+    times = {name: statistics.median(samples[name]) for name in running}
+    others = [name for name in running if name != OURS]
     return {
         "batch": batch,
         "tpot_ms": {name: seconds * 1e3 for name, seconds in times.items()},
         "tokens_per_s": {name: batch / seconds for name, seconds in times.items()},
-        "speedup_over": {name: times[name] / times["ostinato"] for name in others},
-        "same_tokens_as": {name: tokens[name] == tokens["ostinato"] for name in others},
+        "speedup_over": {name: times[name] / times[OURS] for name in others},
+        "same_tokens_as": {name: tokens[name] == tokens[OURS] for name in others},
+        "failed": failed,
     }
 
 
@@ -143,47 +241,3 @@ def _seconds(generate: Generate, prompts: list[list[int]], num_tokens: int) -> f
     generate(prompts, num_tokens)
     synchronize()
     return time.perf_counter() - start
-
-
-def _engine(llm: LLM) -> Generate:
-    def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        return [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
-
-    return generate
-
-
-def _checkpoint(llm: LLM) -> Path | None:
-    """Where the weights come from; None for random ones."""
-    return None if llm.config.random_weights else llm.model_path
-
-
-def _transformers(llm: LLM) -> Generate:
-    """transformers' own ``generate``: same checkpoint, or same shape with weights of its own."""
-    from transformers import AutoModelForCausalLM
-
-    ours = llm.engine.model
-    if (path := _checkpoint(llm)) is not None:
-        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=ours.dtype)
-        model = model.to(ours.device)
-    else:
-        with ours.device:
-            build: Any = AutoModelForCausalLM.from_config
-            model = build(llm.engine.model_config, dtype=ours.dtype)
-    model.eval()
-    model.generation_config.eos_token_id = None  # never stops early
-
-    @torch.inference_mode()
-    def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-        ids = torch.tensor(prompts, device=ours.device)
-        result = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        return [row[ids.shape[1] :] for row in result.tolist()]
-
-    return generate

@@ -19,25 +19,17 @@ if TYPE_CHECKING:
     from ostinato.runtime.llm import LLM
 
 
+@options.takes_model()
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to complete, or to answer with --chat.")],
-    model: options.Model = None,
-    random_weights: options.RandomWeights = False,
+    *,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the chat template.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
     top_p: Annotated[float, typer.Option(help="In (0, 1].")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    mode: options.Mode = None,
-    sizes: options.Sizes = None,
-    compiled: options.Compile = False,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory: options.KVCacheMemory = None,
+    chosen: options.ModelOptions,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -47,20 +39,7 @@ def generate(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    with _open(
-        model=model,
-        random_weights=random_weights,
-        device=device,
-        dtype=dtype,
-        mode=mode,
-        sizes=sizes,
-        compiled=compiled,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        kv_cache_memory=kv_cache_memory,
-        quiet=quiet or as_json,
-    ) as llm:
+    with _open(chosen, quiet=quiet or as_json) as llm:
         question: Any = [{"role": "user", "content": prompt}]
         asked = llm.render_chat(question) if chat else _as_prompt(llm, prompt)
         if as_json:
@@ -73,36 +52,15 @@ def generate(
         sys.stdout.write("\n")
 
 
+@options.takes_model()
 def capture(
-    model: options.Model = None,
-    random_weights: options.RandomWeights = False,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    mode: options.Mode = None,
-    sizes: options.Sizes = None,
-    compiled: options.Compile = False,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
-    max_model_len: options.MaxModelLen = None,
-    kv_cache_memory: options.KVCacheMemory = None,
+    *,
+    chosen: options.ModelOptions,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Capture the graphs of a model, and show each: key, nodes, bytes, milliseconds."""
-    with _open(
-        model=model,
-        random_weights=random_weights,
-        device=device,
-        dtype=dtype,
-        mode=mode,
-        sizes=sizes,
-        compiled=compiled,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
-        kv_cache_memory=kv_cache_memory,
-        quiet=quiet or as_json,
-    ) as llm:
+    with _open(chosen, quiet=quiet or as_json) as llm:
         rows = [
             {
                 "phase": report.entry.phase,
@@ -127,32 +85,27 @@ def capture(
     Console().print(table)
 
 
+@options.takes_model(
+    without=("model", "random_weights", "dtype", "compiled", "max_model_len", "kv_cache_memory")
+)
 def explain(
+    *,
     tokens: Annotated[int, typer.Option(help="Tokens in the batch, before padding.")],
     reqs: Annotated[int, typer.Option(help="Requests in the batch.")],
     max_query_len: Annotated[
         int | None, typer.Option(help="Most tokens of one request; default: an even split.")
     ] = None,
-    device: options.Device = "auto",
-    mode: options.Mode = None,
-    sizes: options.Sizes = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    chosen: options.ModelOptions,
     as_json: options.Json = False,
 ) -> None:
     """Which graph would run a batch, and why. Loads no model."""
     from ostinato.runtime.explain import explain_batch
 
-    config = options.engine_config(
-        model=None,
-        device=device,
-        mode=mode,
-        sizes=sizes,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
     explanation = explain_batch(
-        config, num_tokens=tokens, num_reqs=reqs, max_query_len=max_query_len
+        chosen.engine_config(quiet=True),
+        num_tokens=tokens,
+        num_reqs=reqs,
+        max_query_len=max_query_len,
     )
     if as_json:
         sys.stdout.write(json.dumps(explanation) + "\n")
@@ -164,10 +117,10 @@ def explain(
 
 
 @contextmanager
-def _open(**settings: Any) -> Iterator[LLM]:
+def _open(chosen: options.ModelOptions, *, quiet: bool) -> Iterator[LLM]:
     from ostinato.runtime.llm import LLM
 
-    with LLM.from_config(options.engine_config(**settings)) as llm:
+    with LLM.from_config(chosen.engine_config(quiet=quiet)) as llm:
         yield llm
 
 

@@ -1,0 +1,98 @@
+"""Where the time of a step goes, from the kernels of a profile. Pure: names and times in, sums out.
+
+Kernels are told apart by name: ours, those of cuBLAS and CUTLASS, and those that inductor and torch
+generate; on the CPU, torch's operators. What is none of these is a small kernel.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+GEMM, ATTENTION, SMALL, COPIES, GAPS = "GEMM", "attention", "small kernels", "copies", "gaps"
+PARTS = (GEMM, ATTENTION, SMALL, COPIES, GAPS)
+
+# Our own, in ``runtime/kernels``; a test finds those that are missing here.
+KERNELS = {
+    "attend_kernel": ATTENTION,
+    "best_of_all_kernel": SMALL,
+    "best_of_chunk_kernel": SMALL,
+    "decode_kernel": ATTENTION,
+    "join_kernel": ATTENTION,
+    "load_kernel": SMALL,
+    "rms_norm_kernel": SMALL,
+    "rotary_store_kernel": ATTENTION,
+    "row_kernel": GEMM,
+    "silu_and_mul_kernel": SMALL,
+    "store_kernel": ATTENTION,
+    "tile_kernel": GEMM,
+}
+# Those of others: the first that fits. What inductor fuses is named after all that is in it,
+# products included, so it comes first; attention comes before products, since its kernels are built
+# of CUTLASS too.
+_RULES: tuple[tuple[str, re.Pattern[str]], ...] = (
+    (SMALL, re.compile(r"^triton_(poi|red|per|for)_")),
+    (COPIES, re.compile(r"^(memcpy|memset)|^aten::(copy_|_to_copy|fill_|zero_)$", re.I)),
+    (ATTENTION, re.compile(r"atten|attend|flash|fmha|sdpa", re.I)),
+    (GEMM, re.compile(r"gemm|gemv|nvjet|cutlass|cublas|split_?k|^triton_tem_", re.I)),
+    (GEMM, re.compile(r"^aten::(linear|mm|addmm|bmm|baddbmm|matmul)$")),
+)
+
+
+class Interval(NamedTuple):
+    """One kernel or copy as it ran; times in microseconds, of any one clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+def part_of(name: str) -> str:
+    """The part of a step that a kernel belongs to."""
+    if name in KERNELS:
+        return KERNELS[name]
+    return next((part for part, pattern in _RULES if pattern.search(name)), SMALL)
+
+
+def break_down(intervals: Iterable[Interval], *, num_steps: int) -> dict[str, Any]:
+    """Microseconds per step and part, from the first start to the last end of ``num_steps`` steps.
+
+    Where kernels overlap, as with programmatic dependent launch, the time counts once, for the one
+    that started first; so the parts add up to the window. Gaps are when none ran.
+    """
+    ordered = sorted(intervals, key=lambda each: (each.start, -each.end))
+    parts = dict.fromkeys(PARTS, 0.0)
+    kernels: dict[str, list[float]] = {}  # by name: count, time of its own
+    counts = dict.fromkeys(PARTS, 0)
+    covered = ordered[0].start if ordered else 0.0  # all before is accounted for
+    begin = covered
+    for name, start, end in ordered:
+        parts[GAPS] += max(0.0, start - covered)
+        own = max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+        parts[part_of(name)] += own
+        counts[part_of(name)] += 1
+        kernel = kernels.setdefault(name, [0, 0.0])
+        kernel[0] += 1
+        kernel[1] += own
+    by_time = sorted(kernels.items(), key=lambda item: -item[1][1])
+    return {
+        "window_us": (covered - begin) / num_steps,
+        "parts": {
+            part: {
+                "us": time / num_steps,
+                "count": None if part == GAPS else counts[part] / num_steps,
+            }
+            for part, time in parts.items()
+        },
+        "kernels": [
+            {
+                "name": name,
+                "part": part_of(name),
+                "count": count / num_steps,
+                "us": time / num_steps,
+            }
+            for name, (count, time) in by_time
+        ],
+    }

@@ -1,0 +1,109 @@
+"""``ostinato bench plot``: the time per output token over the batch size, drawn from a result file.
+
+Drawing is apart from measuring because the machine that measures need not have matplotlib, which
+is optional.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ostinato.errors import ConfigError
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+# By name, so that a subject looks the same in every picture.
+_STYLES = {
+    "ostinato": ("Ostinato", "#c8102e", "o"),
+    "eager": ("Ostinato without graphs", "#e08a3c", "s"),
+    "hf-compile": ("transformers, compiled", "#2f6fb7", "D"),
+    "hf": ("transformers", "#7d8794", "^"),
+}
+
+
+def draw_file(result: Path, out: Path) -> None:
+    """Draw the result file of ``ostinato bench decode`` into ``out``."""
+    if out.suffix not in _SUFFIXES:
+        raise ConfigError(f"a picture is one of {', '.join(_SUFFIXES)}, got {out.name!r}")
+    if not out.parent.is_dir():
+        raise ConfigError(f"the directory for the picture does not exist: {str(out.parent)!r}")
+    try:
+        results = json.loads(result.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read a result from {str(result)!r}: {error}") from error
+    rows = results.get("rows") if isinstance(results, dict) else None
+    if not rows or not all("tpot_ms" in row for row in rows):
+        raise ConfigError(f"{str(result)!r} is no result of `ostinato bench decode`")
+    draw(results).savefig(out, dpi=160, bbox_inches="tight")
+
+
+def draw(results: dict[str, Any]) -> Any:
+    """A matplotlib figure of ``results``: a line for each subject, and the floor below."""
+    figure = _matplotlib("matplotlib.figure").Figure(figsize=(8, 5.2))
+    axes = figure.add_subplot()
+    rows = sorted(results["rows"], key=lambda row: int(row["batch"]))
+    for name in _subjects(rows):
+        label, color, marker = _STYLES.get(name, (name, None, "v"))
+        points = [(row["batch"], row["tpot_ms"][name]) for row in rows if name in row["tpot_ms"]]
+        width = 2.4 if name == "ostinato" else 1.6
+        axes.plot(*zip(*points, strict=True), label=label, color=color, marker=marker, lw=width)
+    floor = [(row["batch"], row["floor_ms"]) for row in rows if row.get("floor_ms") is not None]
+    if floor:
+        rate = results["bandwidth"]["bytes_per_s"] / 1e12
+        label = f"floor: weights and KV at {rate:.2f} TB/s"
+        axes.plot(*zip(*floor, strict=True), label=label, color="#222222", ls="--", lw=1.4)
+    _format_axes(axes, [row["batch"] for row in rows])
+    if floor:
+        bottom = axes.get_ylim()[0] / 1.15  # so that there is something to see below it
+        axes.set_ylim(bottom=bottom)
+        axes.fill_between(*zip(*floor, strict=True), bottom, color="#222222", alpha=0.08, lw=0)
+    axes.set_title(_title(results), fontsize=11, loc="left")
+    axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    return figure
+
+
+def _matplotlib(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"drawing needs matplotlib, which cannot be imported ({error}); install it with "
+            "`pip install matplotlib`"
+        ) from error
+
+
+def _subjects(rows: list[dict[str, Any]]) -> list[str]:
+    """All subjects of any row, the slowest first, as the lines lie."""
+    slowest: dict[str, float] = {}
+    for row in rows:
+        for name, milliseconds in row["tpot_ms"].items():
+            slowest.setdefault(name, milliseconds)
+    return sorted(slowest, key=lambda name: -slowest[name])
+
+
+def _format_axes(axes: Any, batches: list[int]) -> None:
+    ticker = _matplotlib("matplotlib.ticker")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    # A decade may be all there is, so more than its ends is labelled, as plain numbers.
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
+    axes.set_xlabel("batch size")
+    axes.set_ylabel("time per output token, ms")
+    axes.grid(color="#dddddd", lw=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _title(results: dict[str, Any]) -> str:
+    machine = results["machine"]
+    weights = ", random weights" if results["random_weights"] else ""
+    return (
+        f"{results['model']}, {results['dtype']}{weights}\n"
+        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}"
+    )

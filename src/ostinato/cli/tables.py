@@ -1,0 +1,141 @@
+"""The results of ``ostinato bench`` as tables to read; 80 columns are enough."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+_LONGEST_NAME = 44  # of a kernel; some of C++'s go on for lines
+
+
+def core_tables(results: dict[str, Any]) -> list[RenderableType]:
+    stream = [_stream_table(results["stream"])] if "stream" in results else []
+    return [_core_table(results), *stream]
+
+
+def decode_tables(results: dict[str, Any]) -> list[RenderableType]:
+    title = f"{results['model']}, {results['dtype']}, {results['mode']}"
+    table = _table(
+        title, "batch", "", "per token", "tokens/s", "of\nfloor", "ostinato\nis", "same\ntokens"
+    )
+    failures: list[RenderableType] = []
+    for row in results["rows"]:
+        batch = str(row["batch"])
+        if row["floor_ms"] is not None:
+            table.add_row(batch, "floor", f"{row['floor_ms']:.3f} ms")
+        for name, milliseconds in row["tpot_ms"].items():
+            same = row["same_tokens_as"].get(name)
+            table.add_row(
+                batch,
+                name,
+                f"{milliseconds:.3f} ms",
+                f"{row['tokens_per_s'][name]:.1f}",
+                f"{row['of_floor'][name]:.1%}" if name in row["of_floor"] else "",
+                f"{row['speedup_over'][name]:.2f}x" if name in row["speedup_over"] else "",
+                "" if same is None else ("yes" if same else "NO"),
+            )
+        for name, reason in row["failed"].items():
+            table.add_row(batch, name, "failed")
+            failures.append(Text(f"{name}, batch {batch}, failed: {reason}", style="red"))
+    profiles = [_profile_tables(profile) for profile in results.get("profiles", [])]
+    return [table, *failures, _floor_line(results), *(part for parts in profiles for part in parts)]
+
+
+def _floor_line(results: dict[str, Any]) -> Text:
+    weights, bandwidth = results["weight_bytes"], results["bandwidth"]
+    if weights is None:
+        return Text("no floor: the weights that a step reads depend on the tokens (experts)")
+    return Text(
+        f"floor: {weights / 1e6:,.1f} MB of weights, and the keys and values, at "
+        f"{bandwidth['bytes_per_s'] / 1e9:,.1f} GB/s (a plain read: {bandwidth['way']})"
+    )
+
+
+def _profile_tables(profile: dict[str, Any]) -> list[RenderableType]:
+    """Where the time of a step goes, and the kernels that take most of it."""
+    parts = _table(f"One step at batch {profile['batch']}", "where", "time", "share", "kernels")
+    for name, part in profile["parts"].items():
+        count = "" if part["count"] is None else f"{part['count']:.1f}"
+        share = f"{part['us'] / profile['window_us']:.1%}"
+        parts.add_row(name, f"{part['us']:.1f} µs", share, count)
+    parts.add_section()
+    parts.add_row("together", f"{profile['window_us']:.1f} µs", "100.0%", "")
+    for name, key in (("step()", "step_us"), ("gaps", "idle_us"), ("host", "host_us")):
+        parts.add_row(f"{name}, not profiled", f"{profile[key]:.1f} µs", "", "")
+    kernels = _table(f"Batch {profile['batch']}: most time", "kernel", "where", "calls", "time")
+    for kernel in profile["kernels"][:12]:
+        name = kernel["name"]
+        shown = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
+        kernels.add_row(
+            Text(shown), kernel["part"], f"{kernel['count']:.1f}", f"{kernel['us']:.1f} µs"
+        )
+    return [parts, kernels, Text(f"trace: {profile['trace']}")]
+
+
+def capture_tables(results: dict[str, Any]) -> list[RenderableType]:
+    title = f"{results['model']}: capture"
+    table = _table(title, "mode", "graphs", "capture", "memory", "until ready")
+    for row in results["rows"]:
+        table.add_row(
+            row["mode"],
+            str(row["graphs"]),
+            f"{row['capture_s']:.2f} s",
+            f"{row['bytes'] / 2**20:.1f} MiB",
+            f"{row['ready_s']:.2f} s",
+        )
+    return [table]
+
+
+def prefill_tables(results: dict[str, Any]) -> list[RenderableType]:
+    title = f"{results['model']}: time to first token"
+    table = _table(title, "prompt", "mode", "median", "of eager", "same token")
+    for row in results["rows"]:
+        for name, milliseconds in row["ttft_ms"].items():
+            table.add_row(
+                str(row["prompt_len"]),
+                name,
+                f"{milliseconds:.2f} ms",
+                f"{row['fraction_of_eager'][name]:.2f}",
+                "yes" if row["same_tokens_as_eager"][name] else "NO",
+            )
+    return [table]
+
+
+def _core_table(results: dict[str, Any]) -> Table:
+    table = _table("The graph machinery", "what", "measured", "target")
+    for keys, microseconds in results["dispatch_us"].items():
+        table.add_row(f"dispatch of a batch, {keys} graphs", f"{microseconds:.2f} µs", "≤ 1 µs")
+    for device, cost in results["wrapper_us"].items():
+        what = f"wrapper over bare replay, 10 tensors, {device}"
+        table.add_row(what, f"{cost['own_cost']:.2f} µs", "≤ 3 µs")
+    for step in results["cpu_decoder"]:
+        what = f"30-layer decoder on the CPU, batch {step['batch']}: replay / eager"
+        measured = f"{step['replay_ms']:.1f} / {step['eager_ms']:.1f} ms = {step['ratio']:.2f}"
+        table.add_row(what, measured, "< 1")
+    return table
+
+
+def _stream_table(stream: Sequence[dict[str, Any]]) -> Table:
+    title = "1,000 random batches of 1 to 64 through a 6-layer transformer, bf16"
+    table = _table(title, "", "total", "first 1,000, warm-up included", "peak memory")
+    for row in stream:
+        table.add_row(
+            row["name"],
+            f"{row['total_s'] * 1e3:.0f} ms",
+            f"{row['first_1000_s']:.2f} s",
+            f"{row['peak_mib']:.0f} MiB",
+        )
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Names to the left, numbers to the right."""
+    table = Table(title=title)
+    for column in columns:
+        is_name = column in ("", "what", "mode", "where", "kernel")
+        table.add_column(column, justify="left" if is_name else "right")
+    return table
