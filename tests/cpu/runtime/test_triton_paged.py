@@ -76,7 +76,7 @@ def device() -> torch.device:
 @pytest.fixture(params=[1, 64], ids=["whole", "split"])
 def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """So few that keys are never split, or enough that they are even in these small batches."""
-    monkeypatch.setattr(triton_paged, "_num_processors", lambda _: request.param)
+    monkeypatch.setattr(triton_paged, "num_processors", lambda _: request.param)
     return int(request.param)
 
 
@@ -305,7 +305,7 @@ def test_replay_equals_eager_bit_for_bit(
     rules: dict[str, Any],
 ) -> None:
     """Captured once, on a batch with no real token; replayed on others of its size."""
-    monkeypatch.setattr(triton_paged, "_num_processors", lambda _: 64)  # split
+    monkeypatch.setattr(triton_paged, "num_processors", lambda _: 64)  # split
     static = build(padded(mixes[0], num_tokens, 0, **rules), device, min_blocks=32)
     static.max_seq_len = 128
     static.slot_mapping.fill_(-1)

@@ -2,7 +2,8 @@
 
 A model's layers call ``attend``; it finds the batch in the forward context, so that it can be
 called from inside modules that other people wrote. The backend writes the new keys and values into
-the paged cache and attends over it.
+the paged cache and attends over it. Layers that have nothing but a rotation between their QKV
+product and attention call ``attend_qkv``, which leaves the rotation to the backend too.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from ostinato.compile.operators import splitting_operator
+from ostinato.errors import ConfigError
 from ostinato.graphs.context import get_forward_context
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.graphs.segments import eager_break
+from ostinato.runtime.attention.rotation import Rotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +69,11 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Attention over the paged cache."""
+    """Attention over the paged cache.
+
+    A backend may have a method ``forward_qkv(spec, qkv, rotation, positions, metadata, out,
+    sinks)`` as well: ``forward`` after ``rotation.apply``, in fewer kernels.
+    """
 
     @property
     def name(self) -> str: ...
@@ -138,6 +145,51 @@ def _attend_into(
     sinks: torch.Tensor | None,
 ) -> None:
     metadata: AttentionMetadata = get_forward_context().attn_metadata
+    metadata.backend.forward(spec, query, key, value, metadata, out, sinks)
+
+
+def attend_qkv(
+    spec: AttentionSpec,
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    positions: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``attend`` for the raw QKV product -> [T, num_heads, value_dim].
+
+    ``qkv`` [T, (num_heads + 2 * num_kv_heads) * head_dim]: all query heads, all key heads, all
+    value heads. ``positions`` [T] int64: rows of the rotation's table. A graph breaks here as it
+    does at ``attend``. Not for code under torch.compile.
+    """
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    if qkv.shape[1] != width or spec.value_dim != spec.head_dim:
+        raise ConfigError(
+            f"attend_qkv was given rows of {qkv.shape[1]} numbers; {spec.num_heads} query heads, "
+            f"{spec.num_kv_heads} key heads and as many value heads, of {spec.head_dim} each "
+            f"(values: {spec.value_dim}), make {width}; use attend() for heads that differ in size"
+        )
+    out = qkv.new_empty((qkv.shape[0], spec.num_heads, spec.value_dim))
+    _attend_qkv_into(spec, qkv, rotation, positions, out, sinks)
+    return out
+
+
+@eager_break
+def _attend_qkv_into(
+    spec: AttentionSpec,
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> None:
+    metadata: AttentionMetadata = get_forward_context().attn_metadata
+    forward_qkv = getattr(metadata.backend, "forward_qkv", None)
+    if forward_qkv is not None:
+        forward_qkv(spec, qkv, rotation, positions, metadata, out, sinks)
+        return
+    query, key, value = rotation.apply(
+        qkv, positions, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
+    )
     metadata.backend.forward(spec, query, key, value, metadata, out, sinks)
 
 

@@ -1,19 +1,24 @@
 """Attention over the paged cache in Triton kernels: for CUDA, in or out of graphs, for any batch.
 
-To torch it is one operator, ``ostinato::triton_paged_attention``. Here is how the work is cut up;
-the work itself is in ``kernels.paged_attention``, and Triton is imported when it is first called.
-CPU tensors are for the tests, under Triton's interpreter.
+To torch it is two operators: ``ostinato::triton_paged_attention``, and for models that hand over
+their raw QKV product ``ostinato::triton_qkv_attention``. Here is how the work is cut up; the work
+itself is in ``kernels``, and Triton is imported when it is first called. CPU tensors are for the
+tests, under Triton's interpreter.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.library import Library, register_fake
 
+from ostinato.errors import CaptureError
+from ostinato.graphs.context import current_forward_context
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.runtime.attention.rotation import Rotation
 from ostinato.runtime.kernels.launch import can_overlap, next_power_of_2, num_processors, overlap
 
 _SCHEMA = """triton_paged_attention(
@@ -23,11 +28,23 @@ _SCHEMA = """triton_paged_attention(
     Tensor? sinks, float scale, int? window, float? soft_cap
 ) -> ()"""
 
+_QKV_SCHEMA = """triton_qkv_attention(
+    Tensor qkv, Tensor table, Tensor? qk_norm, Tensor positions,
+    Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
+    Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping,
+    Tensor? sinks, float eps, float scale, int? window, float? soft_cap, bool decode
+) -> ()"""
+
 # Keys are split among more programs until there are so many for each processor of the GPU. Single
 # queries have small programs; measured on an H200 with the shapes of Llama-3.2-1B and 3.1-8B.
 _PROGRAMS_PER_PROCESSOR = 2
 _DECODE_PROGRAMS_PER_PROCESSOR = 8
 _MAX_SPLITS = 64
+# Where one kernel does all, its programs join what they split.
+_MAX_JOINED_SPLITS = 16
+# Counters of a device: one for each request and KV head of a decode batch that is split, which is
+# never as large as that.
+_NUM_COUNTERS = 1 << 16
 
 
 class Cut(NamedTuple):
@@ -81,6 +98,40 @@ def cut(
     return Cut(block_m, block_q, block_n, num_tiles, num_splits, num_warps, 3)
 
 
+class DecodeCut(NamedTuple):
+    """How a decode batch becomes programs: constants of its one kernel and of the launch."""
+
+    block_n: int  # keys at a time
+    num_splits: int  # of the keys of a request, at most
+    num_warps: int
+    num_stages: int
+    prefetch: int  # keys of each share that are asked for before the wait; a power of 2, or 0
+
+
+def decode_cut(
+    num_reqs: int,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    row_bytes: int,
+    itemsize: int,
+    max_keys: int,
+    num_processors: int,
+) -> DecodeCut:
+    """The cut of decode batches of these shapes; as with ``cut``, lengths have no say."""
+    # A warp for every 16 rows of 256 bytes: more of a matrix do not fit into its registers.
+    rows = next_power_of_2(num_heads // num_kv_heads)
+    tiles = max(1, rows // 16) * max(1, row_bytes // 256)
+    block_n, num_warps, per_processor = 32, min(8, tiles), _DECODE_PROGRAMS_PER_PROCESSOR
+    if itemsize == 4:  # no tensor cores: blocks are held in registers
+        block_n = 32 if row_bytes <= 256 else 16
+        num_warps, per_processor = 4, _PROGRAMS_PER_PROCESSOR
+    pairs = max(1, num_reqs * num_kv_heads)
+    wanted = num_processors * per_processor // pairs if pairs <= _NUM_COUNTERS else 1
+    num_splits = max(1, min(wanted, -(-max_keys // block_n), _MAX_JOINED_SPLITS))
+    return DecodeCut(block_n, num_splits, num_warps, 3, 2 * block_n)
+
+
 def triton_paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -106,20 +157,87 @@ def triton_paged_attention(
     _store(key, value, key_cache, value_cache, out, slot_mapping, query_start_loc)
     if num_reqs == 0:
         return
-    max_keys = block_table.shape[1] * key_cache.shape[1]
-    pieces = cut(
-        num_tokens,
-        num_reqs,
-        num_heads=query.shape[1],
-        num_kv_heads=key_cache.shape[2],
-        row_bytes=max(_padded_row(key_cache), _padded_row(value_cache)) * key_cache.itemsize,
-        itemsize=key_cache.itemsize,
-        max_keys=max_keys,
-        num_processors=num_processors(query.device),
-    )
     batch = (query_start_loc, seq_lens, block_table)
     rules = (sinks, scale, window, soft_cap)
-    _attend(query, key_cache, value_cache, out, batch, rules, pieces, max_keys)
+    _attend(query, key_cache, value_cache, out, batch, rules)
+
+
+def triton_qkv_attention(
+    qkv: torch.Tensor,
+    table: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    sinks: torch.Tensor | None,
+    eps: float,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    decode: bool,
+) -> None:
+    """Norm and rotate, store, attend over the cache, and write all of ``out``.
+
+    ``decode``: request r has token r and no other, or none and no keys. One kernel then does it.
+    """
+    num_tokens, num_reqs = qkv.shape[0], seq_lens.shape[0]
+    if num_tokens == 0:
+        return
+    qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
+    rotation = (table, qk_norm, eps)
+    rules = (sinks, scale, window, soft_cap)
+    if not decode:
+        from ostinato.runtime.kernels.rotary_store import rotary_store
+
+        query = rotary_store(
+            qkv, rotation, positions, key_cache, value_cache, out, slot_mapping, query_start_loc
+        )
+        if num_reqs > 0:
+            batch = (query_start_loc, seq_lens, block_table)
+            _attend(query, key_cache, value_cache, out, batch, rules)
+        return
+    from ostinato.runtime.kernels.decode_attention import decode_attention
+
+    pieces = decode_cut(
+        num_reqs,
+        num_heads=out.shape[1],
+        num_kv_heads=key_cache.shape[2],
+        row_bytes=_padded_row(key_cache) * key_cache.itemsize,
+        itemsize=key_cache.itemsize,
+        max_keys=block_table.shape[1] * key_cache.shape[1],
+        num_processors=num_processors(qkv.device),
+    )
+    decode_attention(
+        qkv,
+        rotation,
+        positions,
+        key_cache,
+        value_cache,
+        out,
+        (seq_lens, block_table, slot_mapping),
+        rules,
+        counters(qkv.device) if pieces.num_splits > 1 else None,
+        pieces,
+    )
+
+
+@cache
+def counters(device: torch.device) -> torch.Tensor:
+    """Zeros that kernels count in and leave as zeros; one row for all graphs and eager calls.
+
+    Kernels that count never run at the same time: each waits for the one before it.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise CaptureError(
+            "the first decode batch of this process is inside a capture, whose memory must not be "
+            "kept; run one before it (GraphConfig.num_warmups of 1 or more)"
+        )
+    return torch.zeros(_NUM_COUNTERS, device=device, dtype=torch.int32)
 
 
 def _store(
@@ -170,13 +288,25 @@ def _attend(
     out: torch.Tensor,
     batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     rules: tuple[torch.Tensor | None, float, int | None, float | None],
-    pieces: Cut,
-    max_keys: int,
 ) -> None:
+    """Attention over what is in the cache. ``batch``: query_start_loc, seq_lens, block_table."""
     from ostinato.runtime.kernels.paged_attention import attend_kernel, join_kernel
 
     num_tokens, num_heads, value_dim = out.shape
     num_kv_heads = key_cache.shape[2]
+    query_start_loc, _, block_table = batch
+    num_reqs = query_start_loc.shape[0] - 1
+    max_keys = block_table.shape[1] * key_cache.shape[1]
+    pieces = cut(
+        num_tokens,
+        num_reqs,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        row_bytes=max(_padded_row(key_cache), _padded_row(value_cache)) * key_cache.itemsize,
+        itemsize=key_cache.itemsize,
+        max_keys=max_keys,
+        num_processors=num_processors(query.device),
+    )
     num_splits = pieces.num_splits
     split = num_splits > 1
     partial: tuple[Any, ...] = (None, None, None)
@@ -185,8 +315,6 @@ def _attend(
         highest, total = torch.empty((2, *shape), device=out.device, dtype=torch.float32).unbind()
         values = torch.empty((*shape, value_dim), device=out.device, dtype=torch.float32)
         partial = (values, highest, total)
-    query_start_loc, _, block_table = batch
-    num_reqs = query_start_loc.shape[0] - 1
     attend_kernel[(pieces.num_tiles * num_kv_heads, num_splits)](
         query,
         key_cache,
@@ -247,20 +375,37 @@ def _nothing_to_infer(*_: object) -> None:
     """The operator under torch.compile: it makes no tensors, it writes into those it is given."""
 
 
-_LIBRARY = Library("ostinato", "FRAGMENT")  # the operator is there for as long as this object is
-_LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.impl("triton_paged_attention", triton_paged_attention, "CPU")
-_LIBRARY.impl("triton_paged_attention", triton_paged_attention, "CUDA")
-register_fake("ostinato::triton_paged_attention", _nothing_to_infer, lib=_LIBRARY)
+_LIBRARY = Library("ostinato", "FRAGMENT")  # operators are there for as long as this object is
+for _schema, _body in ((_SCHEMA, triton_paged_attention), (_QKV_SCHEMA, triton_qkv_attention)):
+    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(_body.__name__, _body, "CPU")
+    _LIBRARY.impl(_body.__name__, _body, "CUDA")
+    register_fake(f"ostinato::{_body.__name__}", _nothing_to_infer, lib=_LIBRARY)
 
 _operator = torch.ops.ostinato.triton_paged_attention.default
+_qkv_operator = torch.ops.ostinato.triton_qkv_attention.default
+
+
+def is_decode(metadata: AttentionMetadata, num_tokens: int) -> bool:
+    """Whether request r has token r and no other, or none, in this batch and in every other that a
+    graph of it may be replayed with.
+
+    A graph of mixed batches may be captured with one token for each request, but is replayed with
+    any split; the key of a FULL graph, which names its requests, says whether it is one.
+    """
+    if metadata.max_query_len != 1 or metadata.seq_lens.shape[0] != num_tokens:
+        return False
+    context = current_forward_context()
+    key = None if context is None else context.descriptor
+    return key is None or key.num_reqs is None or key.uniform
 
 
 class TritonPagedAttention:
-    """The ``AttentionBackend`` for CUDA. Relies on neither ``max_query_len`` nor ``max_seq_len``.
+    """The ``AttentionBackend`` for CUDA. Never relies on ``max_seq_len``.
 
     A replay gives the bits of an eager call with the same padded shapes. Other shapes may be cut up
-    differently, and rounded differently.
+    differently, and rounded differently; and so may a decode batch that ``forward_qkv`` is given in
+    a graph of mixed batches.
     """
 
     name = "triton"
@@ -293,4 +438,37 @@ class TritonPagedAttention:
             spec.scale,
             spec.window,
             spec.soft_cap,
+        )
+
+    @torch.no_grad()
+    def forward_qkv(
+        self,
+        spec: AttentionSpec,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """``forward`` after ``rotation.apply``: decode batches in one kernel, others in three."""
+        key_cache, value_cache = metadata.kv_caches[spec.layer]
+        _qkv_operator(
+            qkv,
+            rotation.table,
+            rotation.qk_norm,
+            positions,
+            key_cache,
+            value_cache,
+            out,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.slot_mapping,
+            sinks,
+            rotation.eps,
+            spec.scale,
+            spec.window,
+            spec.soft_cap,
+            is_decode(metadata, qkv.shape[0]),
         )

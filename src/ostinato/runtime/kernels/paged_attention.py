@@ -7,7 +7,10 @@ in a CUDA graph serves any batch of its size. Which blocks to work in is the cal
 
 OVERLAP: each kernel lets the next one begin before it is done, and the next waits for its results
 where it needs them (programmatic dependent launch). The kernel that stores is launched without it,
-so all that came before the three is done when they begin.
+so all that came before the three is done when they begin; in its place there may be one that does
+wait (``rotary_store``), so queries are read after the wait. Lengths and tables are read before it:
+between whoever writes them and the first layer there must be a kernel that is launched without
+overlap, as the lookup of embeddings is.
 
 Log and exp are to the base 2 throughout, as the hardware has them.
 """
@@ -99,6 +102,18 @@ def _find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
     return count - 1
 
 
+@triton.jit
+def logits(scores, scale, soft_cap):
+    """What the softmax to the base 2 is taken of."""
+    if soft_cap is not None:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)), right at both infinities.
+        doubled = tl.exp2(scores * (scale / soft_cap * 2.0 * LOG2_E))
+        scores = (1.0 - 2.0 / (1.0 + doubled)) * (soft_cap * LOG2_E)
+    else:
+        scores = scores * (scale * LOG2_E)
+    return scores
+
+
 @triton.jit(do_not_specialize=["num_reqs", "max_keys", "num_splits"])
 def attend_kernel(
     query,
@@ -167,15 +182,15 @@ def attend_kernel(
     token = (start + row).to(tl.int64)
     d = tl.arange(0, HEAD_PAD)
     e = tl.arange(0, VALUE_PAD)
+    if OVERLAP:
+        gdc_wait()  # every program: what comes after waits for this kernel, not for the stores
+    if first_query >= query_len:
+        return
     q = tl.load(
         query + (token * query_token_stride + head * query_head_stride)[:, None] + d[None, :],
         mask=owned[:, None] & (d < HEAD_DIM)[None, :],
         other=0.0,
     )
-    if OVERLAP:
-        gdc_wait()  # every program: what comes after waits for this kernel, not for the stores
-    if first_query >= query_len:
-        return
 
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -219,12 +234,7 @@ def attend_kernel(
         v = tl.load(value_cache + v_rows[:, None] + e[None, :], mask=v_seen, other=0.0)
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if soft_cap is not None:
-            # tanh(x) = 1 - 2 / (1 + exp(2 x)), right at both infinities.
-            doubled = tl.exp2(scores * (scale / soft_cap * 2.0 * LOG2_E))
-            scores = (1.0 - 2.0 / (1.0 + doubled)) * (soft_cap * LOG2_E)
-        else:
-            scores = scores * (scale * LOG2_E)
+        scores = logits(scores, scale, soft_cap)
         distance = position[:, None] - key_position[None, :]
         visible = distance >= 0
         if window is not None:
@@ -271,6 +281,8 @@ def join_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per token and head: the softmax over all splits, to ``out``."""
+    if OVERLAP:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     if OVERLAP:

@@ -1,0 +1,98 @@
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""Two kernels at the ends of a decode step: from the request state to its inputs, and back.
+
+OVERLAP: each waits for all that came before it, and lets the next begin meanwhile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# Rows counted, and entries of a block table copied, in one go.
+WIDTH = tl.constexpr(256)
+
+
+@triton.jit(do_not_specialize=["padding_slot", "num_rows"])
+def load_kernel(
+    slots,
+    num_computed,
+    token_ids,
+    state_block_table,
+    input_ids,
+    positions,
+    seq_lens,
+    query_start_loc,
+    block_table,
+    slot_mapping,
+    padding_slot,
+    num_rows,
+    token_ids_stride,
+    state_table_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per row of the padded batch."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    lane = tl.arange(0, WIDTH)
+    if row == 0:
+        tl.store(query_start_loc, 0)
+    if slot != padding_slot:
+        position = tl.load(num_computed + slot)
+        its_blocks = state_block_table + slot * state_table_stride
+        block = tl.load(its_blocks + position // BLOCK_SIZE).to(tl.int64)
+        token = tl.load(token_ids + slot * token_ids_stride + position)
+        tl.store(input_ids + row, token.to(tl.int64))
+        tl.store(positions + row, position.to(tl.int64))
+        tl.store(seq_lens + row, position + 1)
+        tl.store(query_start_loc + row + 1, row + 1)  # real rows stand first
+        tl.store(slot_mapping + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
+        target = block_table + row.to(tl.int64) * table_stride
+        used = position // BLOCK_SIZE + 1
+        for first in range(0, used, WIDTH):
+            entry = first + lane
+            blocks = tl.load(its_blocks + entry, mask=entry < used)
+            tl.store(target + entry, blocks, mask=entry < used)
+    else:
+        count = 0
+        for first in range(0, num_rows, WIDTH):
+            other = first + lane
+            its_slot = tl.load(slots + other, mask=other < num_rows, other=padding_slot)
+            count += tl.sum((its_slot != padding_slot).to(tl.int32), axis=0)
+        tl.store(input_ids + row, 0)
+        tl.store(positions + row, 0)
+        tl.store(seq_lens + row, 0)
+        tl.store(query_start_loc + row + 1, count)
+        tl.store(slot_mapping + row, -1)
+
+
+@triton.jit(do_not_specialize=["padding_slot", "num_rows"])
+def store_kernel(
+    slots,
+    tokens,
+    num_computed,
+    token_ids,
+    padding_slot,
+    num_rows,
+    token_ids_stride,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per BLOCK rows of the padded batch."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + row, mask=row < num_rows, other=padding_slot)
+    real = slot != padding_slot
+    computed = tl.load(num_computed + slot, mask=real, other=0) + 1
+    token = tl.load(tokens + row, mask=real, other=0)
+    tl.store(num_computed + slot, computed, mask=real)
+    tl.store(token_ids + slot * token_ids_stride + computed, token.to(tl.int32), mask=real)

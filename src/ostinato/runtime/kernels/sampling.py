@@ -1,0 +1,169 @@
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""Two kernels that choose a token per row: the best of each chunk of the vocabulary, then of all.
+
+The noise is that of ``counter_random``, operation for operation: the hash in integers, to the bit;
+its logarithms in float32 with the functions that torch calls.
+
+A candidate travels as one int64, score above and token below, ordered as argmax orders: the highest
+score, of equal ones the first token, and NaN above all. The largest of such integers is the same
+however they are grouped, so how the work is cut up has no say in the result.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+GOLDEN = tl.constexpr(0x9E3779B1)
+LAST_MULTIPLIER = tl.constexpr(0x7FEB352D)
+WORD_MASK = tl.constexpr(0xFFFFFFFF)
+LARGEST_INT = tl.constexpr(0x7FFFFFFF)
+
+if knobs.runtime.interpret:  # which cannot call CUDA's library
+
+    @triton.jit
+    def log1p(x):
+        """log(1 + x): the rounding of 1 + x is made up for by the same in the denominator."""
+        rounded = 1.0 + x
+        exact = rounded == 1.0
+        return tl.where(exact, x, tl.log(rounded) * (x / tl.where(exact, 1.0, rounded - 1.0)))
+
+else:
+    from triton.language.extra.cuda.libdevice import log1p  # type: ignore[no-redef]
+
+
+@triton.jit
+def _mix32(words):
+    """``counter_random.mix32``, for an int64 below 2**32."""
+    words = ((words ^ (words >> 16)) * 0x21F0AAAD) & WORD_MASK
+    words = ((words ^ (words >> 15)) * (0xD35A2D97 - 0x100000000)) & WORD_MASK
+    return words ^ (words >> 15)
+
+
+@triton.jit
+def _exponential_log(column, offset, multiplier):
+    """``counter_random.exponential_log`` of the row that ``offset`` and ``multiplier`` stand for.
+
+    ``column`` int32; ``offset`` uint32 and ``multiplier`` uint64, both scalars.
+    """
+    words = column.to(tl.uint32) * tl.full([], GOLDEN, tl.uint32)
+    words = (words ^ (words >> 15)) * tl.full([], 0x21F0AAAD, tl.uint32)
+    product = (words ^ offset).to(tl.uint64) * multiplier
+    words = (product ^ (product >> 32)).to(tl.uint32)
+    product = words.to(tl.uint64) * tl.full([], LAST_MULTIPLIER, tl.uint64)
+    word = (product & 0xFFFFFFFFFFFFF).to(tl.int64).to(tl.float32)
+    # The constants: 2**-52, 2**-33, and the largest float32 below 1.
+    u = word * -2.220446049250313e-16 - 1.1641532182693481e-10
+    return tl.log(-log1p(tl.maximum(u, -0.999999940395355224609375)))
+
+
+@triton.jit
+def _best(
+    row,
+    first_block,
+    num_blocks,
+    vocab_size,
+    temperature,
+    offset,
+    multiplier,
+    RANDOM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The best candidate of some blocks of a row of logits."""
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    token = first_block * BLOCK + lane
+    # Without noise to make, two blocks at a time are on their way.
+    UNROLL: tl.constexpr = 1 if RANDOM else 2
+    for block in tl.range(first_block, first_block + num_blocks, loop_unroll_factor=UNROLL):
+        column = block * BLOCK + lane
+        score = tl.load(row + column, mask=column < vocab_size, other=float("-inf"))
+        score = score.to(tl.float32)
+        if RANDOM:
+            score = score - _exponential_log(column, offset, multiplier) * temperature
+        better = (score > best) | ((score != score) & (best == best))
+        best = tl.where(better, score, best)
+        token = tl.where(better, column, token)
+    best = tl.where(best == 0.0, 0.0, best)  # -0.0 equals 0.0, its bits do not
+    bits = best.to(tl.int32, bitcast=True)
+    order = tl.where(best == best, bits ^ ((bits >> 31) & LARGEST_INT), LARGEST_INT)
+    return tl.max((order.to(tl.int64) << 32) | (token ^ LARGEST_INT).to(tl.int64), axis=0)
+
+
+@triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
+def best_of_chunk_kernel(
+    logits,
+    slots,
+    temperature,
+    seed_key,
+    lengths,
+    candidates,
+    row_stride,
+    temperature_stride,
+    seed_key_stride,
+    vocab_size,
+    blocks_per_chunk,
+    num_chunks,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per row and chunk of the vocabulary: its best to ``candidates`` [B, chunks]."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    slot = tl.load(slots + row)
+    heat = tl.load(temperature + slot * temperature_stride)
+    its_logits = logits + row * row_stride
+    first_block = chunk * blocks_per_chunk
+    if heat > 0.0:
+        key = tl.load(seed_key + slot * seed_key_stride)
+        place = tl.load(lengths + row).to(tl.int64) * GOLDEN
+        offset = _mix32((key ^ place) & WORD_MASK).to(tl.uint32)
+        multiplier = (_mix32(((key >> 32) ^ place) & WORD_MASK) >> 1) | 0x40000001
+        candidate = _best(
+            its_logits,
+            first_block * 2,
+            blocks_per_chunk * 2,
+            vocab_size,
+            heat,
+            offset,
+            multiplier.to(tl.uint64),
+            RANDOM=True,
+            BLOCK=BLOCK // 2,  # the hash takes registers, and then memory is not what it waits for
+        )
+    else:  # the noise would be scaled away: it is not made
+        candidate = _best(
+            its_logits,
+            first_block,
+            blocks_per_chunk,
+            vocab_size,
+            None,
+            None,
+            None,
+            RANDOM=False,
+            BLOCK=BLOCK,
+        )
+    tl.store(candidates + row * num_chunks + chunk, candidate)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def best_of_all_kernel(
+    candidates,
+    out_tokens,
+    num_chunks,
+    CHUNKS_PAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per row: the token of the best of its candidates."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.minimum(tl.arange(0, CHUNKS_PAD), num_chunks - 1)  # the last one more than once
+    best = tl.max(tl.load(candidates + row * num_chunks + chunk), axis=0)
+    tl.store(out_tokens + row, (best & LARGEST_INT) ^ LARGEST_INT)

@@ -1,0 +1,284 @@
+"""A matrix product with the norm before it and the activation and the sum after it.
+
+For the few rows of a decode step on CUDA that is one kernel (``kernels.linear``), cut as
+``operators.tuning`` says; for everything else it is torch's operators, in ``wide``. Either way the
+result is a new tensor, and shapes alone decide, so that a graph and an eager call agree. It is a
+plain function: a step captures it, torch.compile should not see it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ostinato.errors import BatchError
+from ostinato.runtime.kernels.launch import overlap
+from ostinato.runtime.operators.tuning import (
+    MAX_ROWS,
+    Blocks,
+    Choice,
+    LinearShape,
+    default_choice,
+    row_class,
+    tuning,
+)
+
+_HALVES = (torch.float16, torch.bfloat16)
+_EVICT = "evict_first"  # a weight is read once a step, and the next step finds it gone anyway
+_EARLY_ROW, _EARLY_TILE = True, False
+_COUNTERS = 1 << 20  # on each GPU: a few for every product that is split, in every graph
+_ALIGNED = 32  # Triton compiles another kernel for an address that is not round
+
+
+class Norm(NamedTuple):
+    """An RMS norm of the input: x / sqrt(mean(x^2) + eps) * weight."""
+
+    weight: torch.Tensor  # [K]
+    eps: float
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """norm(x) @ weight.T + bias; silu(first half) * second half if ``gated``; + ``residual``.
+
+    ``x`` is [M, K], ``weight`` [N, K], the result [M, N], or [M, N / 2] if gated, in x's type. Sums
+    are in float32. Never synchronises; allocates the result, and sums of products that are split.
+    """
+    _check(x, weight, bias, norm, gated, residual)
+    choice = _choice(x, weight, bias, norm, gated, residual)
+    if choice == "torch":
+        return wide(x, weight, bias, norm, gated, residual)
+    return launch(choice, x, weight, bias, norm, gated, residual)
+
+
+def _check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Norm | None,
+    gated: bool,
+    residual: torch.Tensor | None,
+) -> None:
+    """A kernel would read beyond a tensor that is too small."""
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise BatchError(
+            f"inputs of shape {list(x.shape)} do not fit a weight of shape {list(weight.shape)}; "
+            "linear takes [M, K] and [N, K]"
+        )
+    rows, columns = weight.shape
+    if gated and rows % 2:
+        raise BatchError(f"a gated weight has two halves; this one has {rows} rows")
+    outputs = rows // 2 if gated else rows
+    for name, given, wanted in (
+        ("the bias", bias, [rows]),
+        ("the norm's weight", norm.weight if norm else None, [columns]),
+        ("the residual", residual, [x.shape[0], outputs]),
+    ):
+        if given is not None and list(given.shape) != wanted:
+            raise BatchError(f"{name} has the shape {list(given.shape)}; {wanted} fits here")
+
+
+# --- torch's way ----------------------------------------------------------------------------------
+
+
+def wide(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Norm | None,
+    gated: bool,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """The same from several operators: for many rows, for other devices, and the kernels' twin."""
+    if norm is not None:
+        from ostinato.runtime.operators.norm import rms_norm
+
+        x = rms_norm(x, norm.weight, norm.eps)
+    if residual is not None and bias is None and not gated:
+        return torch.addmm(residual, x, weight.mT)
+    y = F.linear(x, weight, bias)
+    if gated:
+        from ostinato.runtime.operators.activation import silu_and_mul
+
+        y = silu_and_mul(y)
+    return y if residual is None else y + residual
+
+
+# --- our kernels ----------------------------------------------------------------------------------
+
+
+def _choice(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Norm | None,
+    gated: bool,
+    residual: torch.Tensor | None,
+) -> Choice:
+    if not x.is_cuda or not 1 <= x.shape[0] <= MAX_ROWS or x.dtype not in _HALVES:
+        return "torch"
+    others = (weight, bias, norm.weight if norm else None, residual)
+    if any(tensor is not None and tensor.dtype != x.dtype for tensor in others):
+        return "torch"
+    rows_in_one_piece = x.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
+    if not weight.is_contiguous() or not rows_in_one_piece or not _has_kernels(x.device):
+        return "torch"
+    flags = (norm is not None, gated, residual is not None)
+    shape = LinearShape(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, *flags)
+    return tuning().get(shape.key(_gpu(x.device))) or default_choice(shape)
+
+
+@cache
+def _gpu(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    """Tensor cores that know bfloat16, and a compiler."""
+    has_cores = torch.cuda.get_device_capability(device) >= (8, 0)
+    return has_cores and find_spec("triton") is not None
+
+
+def launch(
+    blocks: Blocks,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Norm | None,
+    gated: bool,
+    residual: torch.Tensor | None,
+) -> torch.Tensor:
+    """Cut as ``blocks`` says. ``weight`` is contiguous, and rows are in one piece.
+
+    One kernel, except that the norm of several rows is one of its own.
+    """
+    if norm is not None and x.shape[0] > 1:
+        from ostinato.runtime.operators.norm import rms_norm
+
+        x, norm = rms_norm(x, norm.weight, norm.eps), None
+    outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty(x.shape[0], outputs, device=x.device, dtype=x.dtype)
+    kernel, grid, arguments, options = prepare(blocks, x, weight, bias, norm, gated, residual, out)
+    kernel[grid](*arguments, **options)
+    return out
+
+
+def prepare(
+    blocks: Blocks,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm: Norm | None,
+    gated: bool,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
+    """A kernel, its grid, its arguments and its constants. ``norm`` is for one row."""
+    from ostinato.runtime.kernels.linear import row_kernel, tile_kernel
+
+    num_rows, outputs = out.shape
+    tiles = -(-outputs // blocks.block_n)
+    constants: dict[str, Any] = {
+        "N": outputs,
+        "K": x.shape[1],
+        "GATED": gated,
+        "BLOCK_N": blocks.block_n,
+        "BLOCK_K": blocks.block_k,
+        "PREFETCH": blocks.prefetch,
+        "EVICT": _EVICT,
+        "EARLY": _EARLY_ROW if num_rows == 1 else _EARLY_TILE,
+        "num_warps": blocks.num_warps,
+        **overlap(x.device),
+    }
+    arguments: tuple[Any, ...]
+    if num_rows == 1:
+        norm_weight, eps = (None, 0.0) if norm is None else norm
+        arguments = (x, weight, bias, norm_weight, residual, out, eps)
+        return row_kernel, (tiles,), arguments, {**constants, "num_stages": 1}
+    block_m = row_class(num_rows)
+    sums = _sums(blocks, tiles, block_m, gated, x.device)
+    residual_stride = 0 if residual is None else residual.stride(0)
+    strides = (x.stride(0), residual_stride)
+    arguments = (x, weight, bias, residual, out, *sums, num_rows, *strides)
+    constants |= {
+        "BLOCK_M": block_m,
+        "SPLIT_K": blocks.split_k,
+        "STAGES": blocks.num_stages,
+        "num_stages": blocks.num_stages,
+    }
+    return tile_kernel, (tiles, blocks.split_k), arguments, constants
+
+
+# --- products that are split ----------------------------------------------------------------------
+
+
+def _sums(
+    blocks: Blocks, tiles: int, block_m: int, gated: bool, device: torch.device
+) -> tuple[torch.Tensor | None, ...]:
+    """Memory for a split product: sums, and how many programs are done with theirs."""
+    if blocks.split_k == 1:
+        return None, None
+    parts = (tiles, blocks.split_k, 2 if gated else 1, blocks.block_n, block_m)
+    partial = torch.empty(parts, device=device, dtype=torch.float32)
+    return partial, _take_counters(device, tiles)
+
+
+class Counters:
+    """Zeros that every launch leaves as it found them.
+
+    Launches of one stream may share theirs, as one waits for the other. Graphs may be replayed on
+    any stream, at the same time as others, so each captured launch has its own for good.
+    """
+
+    def __init__(self, device: torch.device, size: int = _COUNTERS) -> None:
+        """``size``: how many captured launches may take between them. Synchronises."""
+        self._device = device
+        self._by_stream: dict[int, torch.Tensor] = {}
+        self._for_graphs = self._zeros(size)
+        self._taken = 0
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def _zeros(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, device=self._device, dtype=torch.int32)
+
+    def take(self, count: int) -> torch.Tensor:
+        if _is_capturing(self._device):
+            first = self._taken
+            self._taken += -(-count // _ALIGNED) * _ALIGNED
+            held = self._for_graphs[first : first + count]
+            # When all are taken, a launch is preceded by one that clears what it counts with.
+            return held if len(held) == count else self._zeros(count)
+        stream = 0
+        if self._device.type == "cuda":
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+        if len(self._by_stream.get(stream, ())) < count:
+            self._by_stream[stream] = self._zeros(max(count, 4096))
+        return self._by_stream[stream][:count]
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+_counters: dict[torch.device, Counters] = {}  # made outside of captures, kept for good
+
+
+def _take_counters(device: torch.device, count: int) -> torch.Tensor:
+    if device not in _counters:
+        if _is_capturing(device):
+            return torch.zeros(count, device=device, dtype=torch.int32)
+        _counters[device] = Counters(device)
+    return _counters[device].take(count)

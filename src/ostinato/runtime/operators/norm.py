@@ -1,0 +1,121 @@
+"""RMSNorm, alone or after the addition of a residual: x / sqrt(mean(x^2) + eps) * weight.
+
+The mean is taken in float32. What is normed is rounded to the type of ``x`` before it is multiplied
+by the weight, as transformers does it. On CUDA one Triton kernel, to torch one operator; on the CPU
+plain torch operators, which graphs there know how to replay in place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.library import Library, register_fake
+
+from ostinato.runtime.kernels.launch import next_power_of_2, overlap
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of ``x`` [..., D] over its last dimension; ``weight`` [D], of the same type.
+
+    A new, dense tensor. Rows may lie anywhere: slices of a fused projection are not copied.
+    """
+    if x.is_cuda:
+        normed: torch.Tensor = _rms_norm_operator(x, weight, eps)
+        return normed
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale: torch.Tensor = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).to(x.dtype) * weight
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rms_norm(x + residual), x + residual)``, both new tensors.
+
+    All three inputs are of one type. What is normed is the sum as it is rounded to that type.
+    """
+    if x.is_cuda:
+        normed, total = _add_rms_norm_operator(x, residual, weight, eps)
+        return normed, total
+    total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def triton_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``rms_norm`` in Triton. CPU tensors are for the tests, under Triton's interpreter."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, out, None, eps)
+    return out
+
+
+def triton_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``add_rms_norm`` in Triton."""
+    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _launch(x, residual, weight, out, total, eps)
+    return out, total
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+    eps: float,
+) -> None:
+    from ostinato.runtime.kernels.norm import rms_norm_kernel
+
+    if out.numel() == 0:
+        return
+    dim = x.shape[-1]
+    x = _as_rows(x)
+    residual = None if residual is None else _as_rows(residual)
+    if residual is not None and residual.shape != x.shape:  # one was copied, one was not
+        x, residual = x.reshape(-1, 1, dim), residual.reshape(-1, 1, dim)
+    padded = next_power_of_2(dim)
+    rms_norm_kernel[(x.shape[0] * x.shape[1],)](
+        x,
+        residual,
+        weight.contiguous(),
+        out,
+        total,
+        eps,
+        *x.stride()[:2],
+        *((0, 0) if residual is None else residual.stride()[:2]),
+        INNER=x.shape[1],
+        DIM=dim,
+        DIM_PAD=padded,
+        **overlap(x.device),
+        num_warps=min(16, max(1, padded // 512)),
+    )
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` as [outer, inner, D] with rows in one piece: a view where there is one."""
+    if x.stride(-1) != 1 or x.dim() > 3:
+        x = x.contiguous().view(-1, x.shape[-1])
+    while x.dim() < 3:
+        # Rows of a matrix count as outer ones: their number is no constant of the kernel.
+        x = x.unsqueeze(-2)
+    return x
+
+
+def _like_x(x: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+_LIBRARY = Library("ostinato", "FRAGMENT")  # the operators are there for as long as this object is
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", tags=_TAGS)
+_LIBRARY.define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+_LIBRARY.impl("rms_norm", triton_rms_norm, "CUDA")
+_LIBRARY.impl("add_rms_norm", triton_add_rms_norm, "CUDA")
+register_fake("ostinato::rms_norm", _like_x, lib=_LIBRARY)
+register_fake("ostinato::add_rms_norm", lambda x, *_: (_like_x(x), _like_x(x)), lib=_LIBRARY)
+
+_rms_norm_operator = torch.ops.ostinato.rms_norm.default
+_add_rms_norm_operator = torch.ops.ostinato.add_rms_norm.default

@@ -1,0 +1,458 @@
+"""Products with their norm, gate and residual, held against float64; and which blocks are chosen.
+
+Without a GPU the kernels run in Triton's interpreter, in a process of their own if need be, as
+``test_triton_paged`` explains. What only a GPU shows is in ``tests/gpu/test_linear_gpu.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ostinato.errors import BatchError
+from ostinato.runtime.operators import linear as module
+from ostinato.runtime.operators import tuning
+from ostinato.runtime.operators.linear import Counters, Norm, launch, linear
+from ostinato.runtime.operators.tuning import Blocks, Choice, LinearShape, Tuning
+
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+TOO_LATE = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+
+pytest.importorskip("triton")
+
+EXAMPLES = 8 if torch.cuda.is_available() else 40  # CUDA takes a second for every new kernel
+
+if TOO_LATE:
+
+    def test_kernels_in_a_process_of_their_own() -> None:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "kernel"]
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run([*command, __file__], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert " skipped" not in done.stdout
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """One or the other: where there is a GPU, the kernels are not interpreted."""
+    if TOO_LATE:
+        pytest.skip("run by test_kernels_in_a_process_of_their_own")
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class Case:
+    """The arguments of a product, and what comes of them in float64."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        outputs: int,
+        k: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        bias: bool = False,
+        norm: bool = False,
+        gated: bool = False,
+        residual: bool = False,
+        size: float = 1.0,
+    ) -> None:
+        generator = torch.Generator().manual_seed(num_rows + outputs + k)
+
+        def draw(*shape: int, size: float = 1.0) -> Tensor:
+            return (torch.randn(*shape, generator=generator) * size).to(device, dtype)
+
+        n = 2 * outputs if gated else outputs
+        # Rows of a wider matrix, in which the rest is nothing to be read.
+        self.x = torch.full((num_rows, k + 3), torch.nan, device=device, dtype=dtype)[:, :k]
+        self.x.copy_(draw(num_rows, k, size=size))
+        self.weight = draw(n, k, size=k**-0.5)
+        self.bias = draw(n) if bias else None
+        self.norm = Norm(draw(k), 1e-5) if norm else None
+        self.residual = draw(num_rows, outputs) if residual else None
+        self.gated = gated
+
+    def expected(self) -> Tensor:
+        x = self.x.double()
+        if self.norm is not None:
+            x = x * (x.square().mean(1, keepdim=True) + self.norm.eps).rsqrt()
+            x = x * self.norm.weight.double()
+        y = x @ self.weight.double().mT
+        if self.bias is not None:
+            y = y + self.bias.double()
+        if self.gated:
+            gate, up = y.chunk(2, dim=1)
+            y = F.silu(gate) * up
+        return y if self.residual is None else y + self.residual.double()
+
+    def check(self, y: Tensor) -> None:
+        expected = self.expected()
+        assert y.shape == expected.shape
+        assert y.dtype == self.x.dtype
+        assert y.is_contiguous()
+        # Of halves, inputs of a product with a norm are rounded once more than its result.
+        tolerance = 2e-5 if y.dtype == torch.float32 else 4 * torch.finfo(y.dtype).eps
+        torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=4 * tolerance)
+
+    def launch(self, blocks: Blocks) -> Tensor:
+        x = self.x if self.x.shape[0] > 1 else self.x.contiguous()
+        before = [None if t is None else t.clone() for t in (x, self.residual)]
+        y = launch(blocks, x, self.weight, self.bias, self.norm, self.gated, self.residual)
+        for tensor, copy in zip((x, self.residual), before, strict=True):
+            assert tensor is None or torch.equal(tensor, copy)
+        return y
+
+
+EXTRAS = [
+    dict(zip(("bias", "norm", "gated", "residual"), flags, strict=True))
+    for flags in product((False, True), repeat=4)
+]
+
+
+def name(extras: dict[str, bool]) -> str:
+    return "+".join(key for key, on in extras.items() if on) or "plain"
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extras", EXTRAS, ids=name)
+@pytest.mark.parametrize("k", [64, 100], ids=["even", "odd"])
+def test_kernel_of_one_row(device: torch.device, extras: dict[str, bool], k: int) -> None:
+    case = Case(1, 21, k, device=device, **extras)
+    case.check(case.launch(Blocks(8, 32, 4, prefetch=2)))
+
+
+@pytest.mark.parametrize("extras", EXTRAS, ids=name)
+@pytest.mark.parametrize("split", [1, 3], ids=["whole", "split"])
+def test_kernel_of_several_rows(device: torch.device, extras: dict[str, bool], split: int) -> None:
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    case = Case(5, 40, 100, device=device, dtype=dtype, **extras)
+    blocks = Blocks(32, 32, 4, num_stages=2, split_k=split, prefetch=1)
+    case.check(case.launch(blocks))
+    case.check(case.launch(blocks))  # counters were left as they were found
+
+
+@given(
+    num_rows=st.integers(1, 64),
+    outputs=st.integers(1, 70),
+    k=st.sampled_from([16, 48, 64, 100, 129, 256]),
+    extras=st.sampled_from(EXTRAS),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    block_n=st.sampled_from([16, 32, 64]),
+    block_k=st.sampled_from([16, 64, 128]),
+    split_k=st.sampled_from([1, 2, 5]),
+)
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_kernel_of_any_shape(
+    device: torch.device,
+    num_rows: int,
+    outputs: int,
+    k: int,
+    extras: dict[str, bool],
+    dtype: torch.dtype,
+    block_n: int,
+    block_k: int,
+    split_k: int,
+) -> None:
+    if device.type == "cuda":
+        dtype = torch.float16
+    case = Case(num_rows, outputs, k, dtype=dtype, device=device, **extras)
+    case.check(case.launch(Blocks(block_n, block_k, 4, 3, split_k, 1)))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_kernel_has_room_for_large_inputs_of_a_norm(device: torch.device, num_rows: int) -> None:
+    """60,000 times a norm's weight is beyond float16, though the normed input is not."""
+    case = Case(num_rows, 20, 64, dtype=torch.float16, device=device, norm=True, size=15_000.0)
+    case.check(case.launch(Blocks(16, 32, 4)))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_kernel_takes_the_model_of_the_smallest_shapes(device: torch.device, num_rows: int) -> None:
+    case = Case(num_rows, 48, 576, device=device, dtype=torch.float16, norm=True, gated=True)
+    shape = LinearShape(num_rows, 96, 576, torch.float16, norm=True, gated=True)
+    for blocks in tuning.candidates(shape):
+        case.check(case.launch(blocks))
+
+
+def test_kernels_of_split_products_share_no_counters_with_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counters = Counters(torch.device("cpu"), size=64)
+    eager = counters.take(3)
+    assert counters.take(2).data_ptr() == eager.data_ptr()
+    monkeypatch.setattr(module, "_is_capturing", lambda _: True)
+    captured = [counters.take(3) for _ in range(4)]  # the last two find nothing left
+    assert len({tensor.data_ptr() for tensor in (eager, *captured)}) == 5
+    assert all(len(tensor) == 3 and not tensor.any() for tensor in captured)
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in captured)  # one kernel serves them all
+    assert counters.take(5000).shape == (5000,)
+
+
+# --- torch's way ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extras", EXTRAS, ids=name)
+@pytest.mark.parametrize("num_rows", [0, 1, 7, 90])
+def test_torch_computes_the_same(num_rows: int, extras: dict[str, bool]) -> None:
+    case = Case(num_rows, 24, 32, **extras)
+    before = None if case.residual is None else case.residual.clone()
+    case.check(
+        linear(
+            case.x,
+            case.weight,
+            case.bias,
+            norm=case.norm,
+            gated=case.gated,
+            residual=case.residual,
+        )
+    )
+    assert before is None or torch.equal(case.residual, before)
+
+
+def test_torch_takes_a_transposed_weight() -> None:
+    case = Case(3, 24, 32, residual=True)
+    case.weight = case.weight.mT.contiguous().mT
+    case.check(linear(case.x, case.weight, residual=case.residual))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(3, 31)}, r"\[3, 31\] do not fit a weight of shape \[24, 32\]"),
+        ({"x": torch.zeros(32)}, r"\[M, K\] and \[N, K\]"),
+        ({"bias": torch.zeros(12)}, r"the bias has the shape \[12\]; \[24\] fits"),
+        ({"norm": Norm(torch.zeros(24), 1e-5)}, "the norm's weight"),
+        ({"residual": torch.zeros(3, 12)}, r"\[3, 24\] fits"),
+        ({"residual": torch.zeros(3, 24), "gated": True}, r"\[3, 12\] fits"),
+        ({"weight": torch.zeros(23, 32), "gated": True}, "two halves; this one has 23 rows"),
+    ],
+)
+def test_wrong_shapes_are_refused(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"x": torch.zeros(3, 32), "weight": torch.zeros(24, 32), **change}
+    with pytest.raises(BatchError, match=message):
+        linear(**arguments)
+
+
+# --- choosing blocks ------------------------------------------------------------------------------
+
+SHAPE = LinearShape(8, 3072, 2048, torch.bfloat16, norm=True)
+KEY = "GPU/bfloat16/16/3072x2048/norm"
+FAST = Blocks(32, 128, 4, 4)
+
+
+class Stopwatch:
+    """Times as they are told, and what was measured."""
+
+    def __init__(self, times: dict[Choice, float | Exception]) -> None:
+        self._times = times
+        self.calls: list[tuple[LinearShape, Choice]] = []
+
+    def __call__(self, shape: LinearShape, choice: Choice, _: Sequence[Tensor]) -> float:
+        self.calls.append((shape, choice))
+        time = self._times.get(choice, 9.0)
+        if isinstance(time, Exception):
+            raise time
+        return time
+
+
+def tune(file: Path, stopwatch: Stopwatch, *shapes: LinearShape, **shipped: Choice) -> Tuning:
+    known = Tuning(file, dict(shipped))
+    tuning.tune_linears(shapes, lambda _: [], gpu="GPU", known=known, measure=stopwatch)
+    return known
+
+
+def test_a_shape_is_named_by_what_it_depends_on() -> None:
+    assert SHAPE.key("GPU") == KEY
+    assert SHAPE._replace(num_rows=2).key("GPU") == KEY
+    different = [
+        SHAPE.key("another"),
+        *(SHAPE._replace(num_rows=rows).key("GPU") for rows in (1, 17, 33)),
+        SHAPE._replace(n=2048).key("GPU"),
+        SHAPE._replace(k=3072).key("GPU"),
+        SHAPE._replace(dtype=torch.float16).key("GPU"),
+        SHAPE._replace(norm=False).key("GPU"),
+        SHAPE._replace(gated=True).key("GPU"),
+        SHAPE._replace(residual=True).key("GPU"),
+    ]
+    assert len({KEY, *different}) == 1 + len(different)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "most"), [(1, 1), (2, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64)]
+)
+def test_classes_of_rows(num_rows: int, most: int) -> None:
+    assert tuning.row_class(num_rows) == most
+
+
+@given(
+    num_rows=st.integers(1, 64),
+    n=st.integers(1, 200_000),
+    k=st.integers(1, 20_000),
+    gated=st.booleans(),
+)
+def test_candidates_are_few_and_fit(num_rows: int, n: int, k: int, gated: bool) -> None:
+    shape = LinearShape(num_rows, 2 * n if gated else n, k, torch.bfloat16, gated=gated)
+    cuts = tuning.candidates(shape)
+    assert len(set(cuts)) == len(cuts) <= 5
+    for blocks in cuts:
+        assert tuning.choice_from_json(blocks.as_json()) == blocks
+        if num_rows > 1:  # what fits the shared memory of any GPU with bfloat16, with one to spare
+            tile = blocks.block_n * (2 if gated else 1) + tuning.row_class(num_rows)
+            assert tile * blocks.block_k * 2 * (blocks.num_stages - 1) <= 163 * 1024
+            assert blocks.block_n >= 16
+        else:
+            assert blocks.split_k == 1
+    default = tuning.default_choice(shape)
+    assert default == ("torch" if num_rows > 16 else cuts[0])
+
+
+def test_the_fastest_is_remembered_across_processes(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "linear.json"
+    fastest = tuning.candidates(SHAPE)[1]
+    stopwatch = Stopwatch({"torch": 8.0, fastest: 4.0})
+    known = tune(file, stopwatch, SHAPE, SHAPE._replace(num_rows=16))
+    assert known.get(KEY) == fastest
+    assert len(stopwatch.calls) == 1 + len(tuning.candidates(SHAPE))  # one class, measured once
+    again = Stopwatch({})
+    assert tune(file, again, SHAPE).get(KEY) == fastest
+    assert not again.calls
+    assert [path.name for path in file.parent.iterdir()] == ["linear.json"]
+
+
+def test_torch_may_win(tmp_path: Path) -> None:
+    assert tune(tmp_path / "linear.json", Stopwatch({"torch": 1.0}), SHAPE).get(KEY) == "torch"
+    assert Tuning(tmp_path / "linear.json", {}).get(KEY) == "torch"
+
+
+def test_blocks_that_do_not_run_are_out_of_the_race(tmp_path: Path) -> None:
+    first, second, *_ = tuning.candidates(SHAPE)
+    times: dict[Choice, float | Exception] = {first: RuntimeError("out of resource"), second: 8.5}
+    assert tune(tmp_path / "linear.json", Stopwatch(times), SHAPE).get(KEY) == second
+
+
+def test_torch_that_does_not_run_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="no GPU"):
+        tune(tmp_path / "linear.json", Stopwatch({"torch": RuntimeError("no GPU")}), SHAPE)
+
+
+def test_the_shipped_table_is_not_measured_again(tmp_path: Path) -> None:
+    stopwatch = Stopwatch({})
+    known = tune(tmp_path / "linear.json", stopwatch, SHAPE, **{KEY: FAST})
+    assert known.get(KEY) == FAST
+    assert not stopwatch.calls
+    assert not (tmp_path / "linear.json").exists()
+
+
+def test_what_was_measured_here_comes_first(tmp_path: Path) -> None:
+    file = tmp_path / "linear.json"
+    Tuning(file, {}).remember({KEY: FAST})
+    assert Tuning(file, {KEY: "torch"}).get(KEY) == FAST
+
+
+def test_many_rows_are_not_measured(tmp_path: Path) -> None:
+    stopwatch = Stopwatch({})
+    tune(tmp_path / "linear.json", stopwatch, SHAPE._replace(num_rows=65))
+    assert not stopwatch.calls
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"version": 1}', b'{"version": 1, "entries": []}'],
+)
+def test_a_damaged_file_is_made_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    file = tmp_path / "linear.json"
+    file.write_bytes(content)
+    fastest = tuning.candidates(SHAPE)[0]
+    with caplog.at_level(logging.WARNING):
+        assert tune(file, Stopwatch({fastest: 1.0}), SHAPE).get(KEY) == fastest
+    assert "is ignored and will be made anew" in caplog.text
+    assert Tuning(file, {}).get(KEY) == fastest
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "cublas",
+        None,
+        7,
+        [32, 128, 4],
+        {},
+        {**FAST.as_json(), "cluster": 2},
+        {**FAST.as_json(), "block_n": 24},
+        {**FAST.as_json(), "block_k": "128"},
+        {**FAST.as_json(), "num_warps": 0},
+        {**FAST.as_json(), "num_warps": True},
+        {**FAST.as_json(), "split_k": 0},
+        {**FAST.as_json(), "prefetch": -1},
+    ],
+)
+def test_entries_that_cannot_be_used_are_measured_again(tmp_path: Path, entry: object) -> None:
+    file = tmp_path / "linear.json"
+    file.write_text(json.dumps({"version": 1, "entries": {KEY: entry, "other": "torch"}}))
+    known = Tuning(file, {})
+    assert known.get(KEY) is None
+    assert known.get("other") == "torch"
+    fastest = tuning.candidates(SHAPE)[0]
+    assert tune(file, Stopwatch({fastest: 1.0}), SHAPE).get(KEY) == fastest
+    assert Tuning(file, {}).get("other") == "torch"
+
+
+def test_another_version_is_not_used(tmp_path: Path) -> None:
+    file = tmp_path / "linear.json"
+    file.write_text(json.dumps({"version": 0, "entries": {KEY: "torch"}}))
+    assert Tuning(file, {}).get(KEY) is None
+
+
+def test_a_directory_that_cannot_be_written_costs_the_next_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tuning").write_text("a file where the directory should be")
+    fastest = tuning.candidates(SHAPE)[0]
+    with caplog.at_level(logging.WARNING):
+        known = tune(tmp_path / "tuning" / "linear.json", Stopwatch({fastest: 1.0}), SHAPE)
+    assert known.get(KEY) == fastest
+    assert "OSTINATO_CACHE" in caplog.text
+
+
+def test_what_another_process_found_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "linear.json"
+    early = Tuning(file, {})
+    Tuning(file, {}).remember({"theirs": FAST})
+    early.remember({"ours": "torch"})
+    late = Tuning(file, {})
+    assert late.get("theirs") == FAST
+    assert late.get("ours") == "torch"
+
+
+def test_the_shipped_table_is_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every entry can be used: none was left out in reading it."""
+    monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path))
+    text = Path(tuning.__file__).with_name("tuned_h200.json").read_text(encoding="utf-8")
+    content = json.loads(text)
+    assert content["version"] == 1
+    table = tuning.read_table(text)
+    assert table.keys() == content["entries"].keys()
+    assert tuning.write_table(table) == text
+    tuning.tuning.cache_clear()
+    for key, choice in table.items():
+        assert tuning.tuning().get(key) == choice
+    tuning.tuning.cache_clear()

@@ -1,0 +1,550 @@
+"""The small operators of a decode step, and their kernels, against torch and transformers.
+
+"public" is what the runtime calls; "kernel" is Triton, in its interpreter where there is no GPU.
+The interpreter must be asked for before Triton is first imported; where others imported it before,
+the tests run once more in a process of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ostinato import GraphPool
+from ostinato.runtime.counter_random import exponential_log, spread_seed
+from ostinato.runtime.input_buffers import InputBuffers
+from ostinato.runtime.kv_cache import CacheSize
+from ostinato.runtime.operators import activation, decode_state, norm, sampling
+from ostinato.runtime.request_state import RequestState
+from ostinato.runtime.sampler import sample
+from ostinato.runtime.sampling_state import SamplingFeatures, SamplingState
+
+if not torch.cuda.is_available() and "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+TOO_LATE = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
+
+pytest.importorskip("triton")
+
+# What one rounding may change, in parts; float32 results are sums and exponentials besides.
+ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+POISON = 2**30
+few = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+dtypes = st.sampled_from([*ROUNDING])
+
+if TOO_LATE:
+
+    def test_kernels_in_a_process_of_their_own() -> None:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert " skipped" not in done.stdout
+
+
+@pytest.fixture(params=["public", "kernel"])
+def find(request: pytest.FixtureRequest, device: torch.device) -> Callable[[Any, str], Any]:
+    """An operator by its module and name, as the runtime calls it or as the kernel's launch."""
+    if request.param == "public":
+        return getattr
+    if TOO_LATE:
+        pytest.skip("run by test_kernels_in_a_process_of_their_own")
+    if device.type == "cpu" and torch.cuda.is_available():
+        pytest.skip("where there is a GPU, the kernels are not interpreted")
+    return lambda module, name: getattr(module, f"triton_{name}")
+
+
+def known(dtype: torch.dtype, find: Any, device: torch.device) -> torch.dtype:
+    """The interpreter does not round to bfloat16, it cuts off."""
+    interpreted = find is not getattr and device.type == "cpu"
+    return torch.float16 if interpreted and dtype is torch.bfloat16 else dtype
+
+
+def assert_rounded(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    """Right but for the last bit or two."""
+    assert got.dtype is dtype
+    torch.testing.assert_close(got.double(), exact.double(), rtol=4 * ROUNDING[dtype], atol=1e-6)
+
+
+# --- norm -----------------------------------------------------------------------------------------
+
+
+def strided(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Random rows with NaN between them."""
+    wide = torch.full((*shape[:-1], shape[-1] + 5), torch.nan, dtype=dtype, device=device)
+    rows = wide[..., 2 : shape[-1] + 2]
+    return rows.copy_(torch.randn(shape).to(device))
+
+
+def llama_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm  # imports Triton
+
+    module = LlamaRMSNorm(x.shape[-1], eps).to(x.device)
+    module.weight.data = weight
+    return module(x).detach()
+
+
+@few
+@given(rows=st.integers(1, 5), dim=st.integers(1, 700), dtype=dtypes)
+def test_norm_is_transformers_norm(
+    find: Any, device: torch.device, rows: int, dim: int, dtype: torch.dtype
+) -> None:
+    dtype = known(dtype, find, device)
+    x = strided(rows, dim, dtype=dtype, device=device)
+    weight = torch.randn(dim).to(device, dtype)
+    got = find(norm, "rms_norm")(x, weight, 1e-5)
+    assert_rounded(got, llama_norm(x, weight, 1e-5), dtype)
+    assert got.is_contiguous()
+
+
+@few
+@given(rows=st.integers(1, 5), dim=st.integers(1, 700), dtype=dtypes, dense=st.booleans())
+def test_norm_of_a_sum(
+    find: Any, device: torch.device, rows: int, dim: int, dtype: torch.dtype, dense: bool
+) -> None:
+    dtype = known(dtype, find, device)
+    x, residual = (strided(rows, dim, dtype=dtype, device=device) for _ in range(2))
+    if dense:
+        residual = residual.contiguous()
+    weight = torch.randn(dim).to(device, dtype)
+    before = x.clone(), residual.clone()
+    got, total = find(norm, "add_rms_norm")(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    assert_rounded(got, llama_norm(x + residual, weight, 1e-6), dtype)
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("shape", [(24,), (3, 2, 24), (2, 3, 2, 24)])
+def test_norm_of_rows_in_any_arrangement(
+    find: Any, device: torch.device, shape: tuple[int, ...]
+) -> None:
+    weight = torch.randn(24, device=device)
+    x, residual = (strided(*shape, dtype=torch.float32, device=device) for _ in range(2))
+    shuffled = torch.randn(*shape[:-1], 48, device=device)[..., ::2]
+    for case in (x, x.contiguous(), shuffled):
+        expected = llama_norm(case, weight, 1e-5)
+        assert_rounded(find(norm, "rms_norm")(case, weight, 1e-5), expected, torch.float32)
+        got, total = find(norm, "add_rms_norm")(case, residual, weight, 1e-5)
+        assert torch.equal(total, case + residual)
+        assert_rounded(got, llama_norm(total, weight, 1e-5), torch.float32)
+        assert got.shape == total.shape == shape
+
+
+def test_norm_of_one_row_is_its_own(find: Any, device: torch.device) -> None:
+    x, weight = torch.randn(3, 40, device=device), torch.randn(40, device=device)
+    alone = find(norm, "rms_norm")(x[1:2], weight, 1e-5)
+    x[0], x[2] = torch.nan, torch.inf
+    assert torch.equal(find(norm, "rms_norm")(x, weight, 1e-5)[1:2], alone)
+    assert torch.equal(find(norm, "rms_norm")(x[:0], weight, 1e-5), x[:0])
+
+
+# --- activation -----------------------------------------------------------------------------------
+
+
+@few
+@given(rows=st.integers(1, 5), width=st.integers(1, 1500), dtype=dtypes, size=st.floats(0.1, 200))
+def test_silu_and_mul_is_rounded_once(
+    find: Any, device: torch.device, rows: int, width: int, dtype: torch.dtype, size: float
+) -> None:
+    dtype = known(dtype, find, device)
+    gate_up = strided(rows, 2 * width, dtype=dtype, device=device)
+    gate_up[:, :width] *= size
+    got = find(activation, "silu_and_mul")(gate_up)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert got.dtype is dtype
+    assert got.is_contiguous()
+    exact = F.silu(gate) * up
+    assert ((got.double() - exact).abs() <= exact.abs() * ROUNDING[dtype] * 1.001 + 1e-7).all()
+
+
+@pytest.mark.parametrize("shape", [(10,), (2, 3, 10), (0, 10)])
+def test_silu_and_mul_of_rows_in_any_arrangement(
+    find: Any, device: torch.device, shape: tuple[int, ...]
+) -> None:
+    x = torch.randn(shape, device=device)
+    spread = torch.randn(*shape[:-1], 20, device=device)[..., ::2]
+    for case in (x, spread):
+        gate, up = case.chunk(2, dim=-1)
+        got = find(activation, "silu_and_mul")(case)
+        torch.testing.assert_close(got, F.silu(gate) * up)
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[1, 16], ids=["whole", "chunks"])
+def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "_PROGRAMS_PER_PROCESSOR", request.param)
+
+
+class Rows:
+    """What ``sample_rows`` takes, with poison in the slots that no row names."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        num_slots = num_rows + 3
+        self.state = SamplingState(num_slots, device)  # columns of tables: not dense
+        self.state.temperature.fill_(torch.nan)
+        self.state.seed_key.fill_(POISON)
+        self.slots = (torch.randperm(num_slots)[:num_rows]).to(device)
+        self.lengths = torch.randint(1, 5000, (num_rows,), dtype=torch.int32).to(device)
+        self.logits = torch.randn(num_rows, vocab_size).to(device) * 2
+        self.tokens = torch.full((num_rows,), -1, device=device)
+
+    def set(self, temperature: list[float], seeds: list[int]) -> Rows:
+        device = self.slots.device
+        keys = [spread_seed(seed) for seed in seeds]
+        self.state.temperature[self.slots] = torch.tensor(temperature, device=device)
+        self.state.seed_key[self.slots] = torch.tensor(keys, device=device)
+        return self
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        state = self.state
+        settings = (state.temperature, state.seed_key)
+        return self.logits, self.slots, *settings, self.lengths, self.tokens
+
+    def check(self) -> None:
+        """Against the sampler; another token may win only where float32 cannot tell them apart."""
+        logits = self.logits.float()
+        features = SamplingFeatures(any_random=True)
+        history = torch.zeros(0, device=logits.device)
+        expected = sample(logits, self.slots, self.lengths, self.state, history, features).token_ids
+        noise = exponential_log(self.state.seed_key[self.slots], self.lengths, logits.shape[1])
+        scores = logits - noise * self.state.temperature[self.slots].unsqueeze(1)
+        best, chosen = (scores.gather(1, each.unsqueeze(1)) for each in (expected, self.tokens))
+        torch.testing.assert_close(chosen, best, rtol=1e-6, atol=0)
+        is_greedy = self.state.temperature[self.slots] == 0
+        assert torch.equal(self.tokens[is_greedy], logits[is_greedy].argmax(dim=1))
+
+
+@few
+@given(
+    rows=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.0, 0.3, 1.0, 30.0]), st.integers(0, 2**64 - 1)),
+        min_size=1,
+        max_size=5,
+    ),
+    vocab_size=st.integers(1, 3000),
+    dtype=dtypes,
+)
+def test_tokens_are_the_samplers(
+    find: Any,
+    device: torch.device,
+    programs: None,
+    rows: list[tuple[float, int]],
+    vocab_size: int,
+    dtype: torch.dtype,
+) -> None:
+    batch = Rows(len(rows), vocab_size, device).set(*map(list, zip(*rows, strict=True)))
+    batch.logits = batch.logits.to(dtype)
+    find(sampling, "sample_rows")(*batch.arguments())
+    batch.check()
+
+
+def test_the_noise_is_the_samplers_to_the_last_draw(find: Any, device: torch.device) -> None:
+    """Of many rows without preference: one wrong bit of the hash, and other tokens win."""
+    num_rows = 24
+    batch = Rows(num_rows, 2100, device).set([1.0] * num_rows, [3**i for i in range(num_rows)])
+    batch.logits.zero_()
+    batch.lengths[:3] = torch.tensor([1, 2**31 - 1, 2**20])
+    find(sampling, "sample_rows")(*batch.arguments())
+    batch.check()
+    assert batch.tokens.unique().numel() > num_rows - 4
+
+
+def test_equal_and_odd_logits_are_decided_as_argmax_does(
+    find: Any, device: torch.device, programs: None
+) -> None:
+    size, inf, nan = 2500, torch.inf, torch.nan
+    batch = Rows(8, size, device).set([0.0] * 8, [0] * 8)
+    logits = batch.logits.clamp_(-5, 5)
+    logits[0, [77, 1024, 2400]] = 9.0
+    logits[1] = -inf
+    logits[2] = -inf
+    logits[2, 2499] = -1e30
+    logits[3, [5, 2000]] = torch.tensor([inf, nan]).to(device)
+    logits[4] = -7.0
+    logits[4, [3, 1500]] = torch.tensor([-0.0, 0.0]).to(device)
+    logits[5, [2, 1030]] = nan
+    logits[5] = -logits[5]  # of either sign
+    logits[6] = 0.0
+    logits[7, 1111:] = 6.0
+    find(sampling, "sample_rows")(*batch.arguments())
+    assert batch.tokens.tolist() == [77, 0, 2499, 2000, 3, 2, 0, 1111]
+    assert torch.equal(batch.tokens, logits.argmax(dim=1))
+    batch.set([1.0] * 8, [0] * 8)  # noise is finite: it changes none of these
+    find(sampling, "sample_rows")(*batch.arguments())
+    assert batch.tokens[[1, 2, 3, 5]].tolist() == [0, 2499, 2000, 2]
+
+
+def test_a_row_depends_on_itself_alone(find: Any, device: torch.device, programs: None) -> None:
+    batch = Rows(4, 1500, device).set([0.0, 1.0, 0.0, 0.7], [1, 2, 3, 4])
+    run = find(sampling, "sample_rows")
+    run(*batch.arguments())
+    together = batch.tokens.clone()
+    logits, slots, temperature, seed_key, lengths, tokens = batch.arguments()
+    for row in range(4):
+        one = slice(row, row + 1)
+        run(logits[one], slots[one], temperature, seed_key, lengths[one], tokens[one])
+    assert torch.equal(batch.tokens, together)
+    logits[1:3] = torch.nan
+    run(*batch.arguments())
+    assert torch.equal(batch.tokens[[0, 3]], together[[0, 3]])
+    run(logits[:0], slots[:0], temperature, seed_key, lengths[:0], tokens[:0])
+
+
+def test_logits_need_not_be_dense(find: Any, device: torch.device) -> None:
+    batch = Rows(3, 50, device).set([0.0, 1.0, 0.5], [1, 2, 3])
+    batch.logits = batch.logits[:, :33]
+    find(sampling, "sample_rows")(*batch.arguments())
+    batch.check()
+    batch.logits = torch.randn(33, 3, device=device).T
+    find(sampling, "sample_rows")(*batch.arguments())
+    batch.check()
+
+
+@given(st.integers(1, 600), st.integers(1, 300_000), st.integers(1, 200))
+def test_chunks_cover_the_vocabulary(num_rows: int, vocab_size: int, processors: int) -> None:
+    per_chunk, num_chunks = sampling.chunks(num_rows, vocab_size, processors)
+    assert 1 <= num_chunks <= sampling._MAX_CHUNKS
+    columns = per_chunk * sampling._BLOCK
+    assert (num_chunks - 1) * columns < vocab_size <= num_chunks * columns
+
+
+def test_one_row_fills_a_gpu() -> None:
+    assert sampling.chunks(1, 128256, 132) == (1, 126)
+    assert sampling.chunks(256, 128256, 132)[1] <= 16
+
+
+# --- the state of a decode step -------------------------------------------------------------------
+
+MAX_NUM_SEQS = 6
+CACHE = CacheSize(num_blocks=50, block_size=4, max_model_len=30)
+
+
+class Decode:
+    """A request state and the buffers of a step, poisoned wherever nothing may be read or written.
+
+    ``computed`` maps the slots that run to how many tokens they have computed.
+    """
+
+    def __init__(
+        self, computed: dict[int, int], padded: int, device: torch.device, cache: CacheSize = CACHE
+    ) -> None:
+        num_seqs = max(MAX_NUM_SEQS, padded)
+        self.cache, self.padded, self.count = cache, padded, len(computed)
+        self.state = RequestState(max_num_seqs=num_seqs, cache=cache, device=device)
+        for tensor in (self.state.token_ids, self.state.block_table, self.state.num_computed):
+            tensor.fill_(POISON)
+        self.buffers = self.new_buffers()
+        self.write(computed)
+
+    def new_buffers(self) -> InputBuffers:
+        num_seqs, device = self.state.padding_slot, self.state.device
+        buffers = InputBuffers(
+            max_num_seqs=num_seqs, max_num_tokens=num_seqs + 2, cache=self.cache, device=device
+        )
+        for tensor in (buffers.slots, *self.written(buffers)):
+            tensor.fill_(POISON)
+        return buffers
+
+    def write(self, computed: dict[int, int]) -> None:
+        state, size = self.state, self.cache.block_size
+        for slot, count in computed.items():
+            tokens = torch.randint(1000, (count + 1,), dtype=torch.int32)
+            state.token_ids[slot, : count + 1] = tokens.to(state.device)
+            blocks = torch.randperm(self.cache.num_blocks, dtype=torch.int32)[: count // size + 1]
+            state.block_table[slot, : len(blocks)] = blocks.to(state.device)
+            state.num_computed[slot] = count
+        slots = [*computed, *[state.padding_slot] * (self.padded - len(computed))]
+        self.buffers.slots[: self.padded] = torch.tensor(slots).to(state.device)
+        self.count = len(computed)
+
+    @staticmethod
+    def written(buffers: InputBuffers) -> tuple[Tensor, ...]:
+        tokens = buffers.tokens
+        return (
+            buffers.input_ids,
+            tokens.positions,
+            tokens.seq_lens,
+            tokens.query_start_loc,
+            tokens.block_tables[0],
+            tokens.slot_mappings[0],
+        )
+
+    def load_arguments(self) -> tuple[Any, ...]:
+        state, rows = self.state, self.padded
+        return (
+            self.buffers.slots[:rows],
+            state.num_computed,
+            state.token_ids,
+            state.block_table,
+            state.padding_slot,
+            self.cache.block_size,
+            *(
+                tensor[: rows + 1]
+                if tensor is self.buffers.tokens.query_start_loc
+                else tensor[:rows]
+                for tensor in self.written(self.buffers)
+            ),
+        )
+
+    def store_arguments(self, tokens: Tensor) -> tuple[Any, ...]:
+        state = self.state
+        slots = self.buffers.slots[: self.padded]
+        return slots, tokens, state.num_computed, state.token_ids, state.padding_slot
+
+    def check_loaded(self) -> None:
+        """Against the filling of any batch; then what padding holds, and what is nobody's."""
+        oracle, state = self.new_buffers(), self.state
+        slots = self.buffers.slots[: self.count].tolist()
+        garbage = state.num_computed[-1].clone()
+        state.num_computed[-1] = oracle.tokens.query_start_loc[0] = 0  # which it relies on
+        oracle.fill(state, slots, [1] * self.count, num_reqs=self.padded, num_tokens=self.padded)
+        state.num_computed[-1] = garbage
+        table, expected_table = (each.tokens.block_tables[0] for each in (self.buffers, oracle))
+        used = -(-oracle.tokens.seq_lens.long() // self.cache.block_size)
+        used[self.padded :] = 0
+        in_use = torch.arange(table.shape[1], device=table.device) < used.unsqueeze(1)
+        expected_table.masked_fill_(~in_use, POISON)
+        padding = slice(self.count, self.padded)
+        oracle.input_ids[padding] = 0
+        oracle.tokens.positions[padding] = 0
+        for got, expected in zip(self.written(self.buffers), self.written(oracle), strict=True):
+            assert got.tolist() == expected.tolist()
+
+
+@st.composite
+def decodes(draw: st.DrawFn) -> tuple[dict[int, int], int]:
+    slots = draw(st.lists(st.integers(0, MAX_NUM_SEQS - 1), max_size=5, unique=True))
+    computed = {slot: draw(st.integers(0, CACHE.max_model_len - 1)) for slot in slots}
+    return computed, draw(st.integers(max(1, len(slots)), MAX_NUM_SEQS))
+
+
+@few
+@given(batch=decodes())
+def test_decode_inputs_are_those_of_any_batch(
+    find: Any, device: torch.device, batch: tuple[dict[int, int], int]
+) -> None:
+    decode = Decode(*batch, device)
+    state = decode.state
+    before = [each.clone() for each in (state.token_ids, state.num_computed, state.block_table)]
+    find(decode_state, "load_decode_inputs")(*decode.load_arguments())
+    decode.check_loaded()
+    after = (state.token_ids, state.num_computed, state.block_table)
+    assert all(map(torch.equal, before, after))
+
+
+@few
+@given(batch=decodes())
+def test_decode_outputs_go_to_the_rows_that_ran(
+    find: Any, device: torch.device, batch: tuple[dict[int, int], int]
+) -> None:
+    decode, (computed, padded) = Decode(*batch, device), batch
+    state, count = decode.state, len(computed)
+    tokens = torch.randint(1000, (padded,)).to(device)
+    expected = Decode({}, padded, device).state
+    for name in ("token_ids", "num_computed", "block_table"):
+        getattr(expected, name).copy_(getattr(state, name))
+    slots = torch.tensor([*computed], dtype=torch.int64, device=device)
+    expected.advance(slots, torch.ones(count, dtype=torch.int32, device=device))
+    expected.append(slots, tokens[:count])
+    find(decode_state, "store_decode_outputs")(*decode.store_arguments(tokens))
+    for name in ("token_ids", "num_computed", "block_table"):
+        assert torch.equal(getattr(state, name), getattr(expected, name))
+
+
+def test_long_tables_and_large_batches(find: Any, device: torch.device) -> None:
+    """More blocks, and more rows, than a program looks at in one go."""
+    cache = CacheSize(num_blocks=700, block_size=2, max_model_len=1200)
+    decode = Decode({4: 1199, 2: 511, 9: 512, 0: 3}, 13, device, cache)
+    find(decode_state, "load_decode_inputs")(*decode.load_arguments())
+    decode.check_loaded()
+    count, padded = (2, 260) if device.type == "cpu" else (257, 600)
+    decode = Decode({slot: slot % 29 for slot in range(count)}, padded, device)
+    find(decode_state, "load_decode_inputs")(*decode.load_arguments())
+    decode.check_loaded()
+    tokens = torch.arange(padded, device=device)
+    find(decode_state, "store_decode_outputs")(*decode.store_arguments(tokens))
+    rows = range(count)
+    assert [int(decode.state.token_ids[i, i % 29 + 1]) for i in rows] == [*rows]
+    assert decode.state.num_computed.tolist()[count:] == [POISON] * (padded + 1 - count)
+
+
+# --- inside a graph, and to torch -----------------------------------------------------------------
+
+
+def test_a_whole_step_replays_with_new_contents(device: torch.device, pool: GraphPool) -> None:
+    """Captured on padding alone; replayed for batches that come, go on, and ask for other things.
+
+    The logits are made from what was loaded, so that nothing can be left out unnoticed.
+    """
+    decode, eager = (Decode({}, 4, device) for _ in range(2))
+    table = torch.randn(1000, 64, device=device)
+    tokens = torch.zeros(4, dtype=torch.int64, device=device)
+
+    def step(which: Decode) -> None:
+        decode_state.load_decode_inputs(*which.load_arguments())
+        buffers, sampler = which.buffers, which.state.sampling
+        x = table[buffers.input_ids[:4]] + buffers.tokens.positions[:4, None]
+        logits = activation.silu_and_mul(norm.rms_norm(x, table[0], 1e-5)) @ table[:, :32].T
+        sampling.sample_rows(
+            logits,
+            buffers.slots[:4],
+            sampler.temperature,
+            sampler.seed_key,
+            buffers.tokens.seq_lens[:4],
+            tokens,
+        )
+        decode_state.store_decode_outputs(*which.store_arguments(tokens))
+
+    step(decode)  # kernels are compiled and loaded by a first call
+    captured = pool.capture(lambda: step(decode))
+    seen = set()
+    for computed in ({3: 5, 1: 0}, {1: 7, 3: 2, 0: 8, 5: 20}, {2: 9}):
+        for which in (decode, eager):
+            torch.manual_seed(len(computed))
+            which.write(computed)
+            which.state.sampling.temperature.copy_(torch.rand(7).round() * 3)
+            which.state.sampling.seed_key.copy_(torch.randint(1 << 60, (7,)))
+        for _ in range(3):  # each step reads what the one before has stored
+            pool.replay(captured.tape)
+            got = tokens[: len(computed)].tolist()
+            step(eager)
+            assert tokens[: len(computed)].tolist() == got
+            assert torch.equal(decode.state.token_ids, eager.state.token_ids)
+            assert torch.equal(decode.state.num_computed, eager.state.num_computed)
+            seen.update(got)
+    assert len(seen) > 5
+
+
+def test_operators_say_what_they_write(device: torch.device) -> None:
+    """Schemas and fakes, as graphs and torch.compile rely on them."""
+    decode = Decode({3: 5, 1: 0}, 3, device)
+    rows = Rows(3, 40, device).set([0.0, 1.0, 1.0], [1, 2, 3])
+    operators = torch.ops.ostinato
+    x = torch.randn(3, 8, device=device)
+    cases: list[tuple[Any, tuple[Any, ...]]] = [
+        (operators.sample_rows, rows.arguments()),
+        (operators.load_decode_inputs, decode.load_arguments()),
+        (operators.store_decode_outputs, decode.store_arguments(rows.tokens)),
+    ]
+    if device.type == "cuda":
+        cases += [
+            (operators.rms_norm, (x, x[0], 1e-5)),
+            (operators.add_rms_norm, (x, x + 1, x[0], 1e-5)),
+            (operators.silu_and_mul, (x,)),
+        ]
+    for operator, arguments in cases:
+        torch.library.opcheck(
+            operator.default, arguments, test_utils=["test_schema", "test_faketensor"]
+        )

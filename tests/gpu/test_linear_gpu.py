@@ -1,0 +1,163 @@
+"""What only a GPU shows of products of few rows: bfloat16, tensor cores, graphs, overlap.
+
+The kernels' arithmetic is tested in ``tests/cpu/runtime/test_linear.py``, here on CUDA as well.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ostinato import GraphPool
+from ostinato.runtime.operators import linear as module
+from ostinato.runtime.operators.linear import Norm, launch, linear, wide
+from ostinato.runtime.operators.measuring import measure_linear
+from ostinato.runtime.operators.tuning import Blocks, Choice, LinearShape, candidates
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CUDA = torch.device("cuda", 0)
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, size: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device=CUDA) * size).to(dtype)
+
+
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Norm | None = None,
+    gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """In float64, from the same inputs."""
+    y = x.double()
+    if norm is not None:
+        y = F.rms_norm(y, y.shape[-1:], norm.weight.double(), norm.eps)
+    y = F.linear(y, weight.double(), None if bias is None else bias.double())
+    if gated:
+        gate, up = y.chunk(2, dim=1)
+        y = F.silu(gate) * up
+    return y if residual is None else y + residual.double()
+
+
+def check(y: Tensor, expected: Tensor) -> None:
+    tolerance = 4 * torch.finfo(y.dtype).eps
+    torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=2 * tolerance)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_rows"),
+    [(torch.bfloat16, rows) for rows in (1, 2, 16, 17, 32, 33, 64)]
+    + [(torch.float16, rows) for rows in (1, 8)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("kind", "n", "k"),
+    [("qkv", 768, 512), ("o", 70, 136), ("gate_up", 1536, 576), ("all", 34, 100)],
+)
+def test_every_cut_computes_the_product(
+    kind: str, n: int, k: int, num_rows: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(n + num_rows)
+    gated = kind in ("gate_up", "all")
+    x, weight = draw(num_rows, k, dtype=dtype), draw(n, k, dtype=dtype, size=k**-0.5)
+    norm = Norm(draw(k, dtype=dtype), 1e-5) if kind != "o" else None
+    outputs = n // 2 if gated else n
+    residual = draw(num_rows, outputs, dtype=dtype) if kind in ("o", "all") else None
+    bias = draw(n, dtype=dtype) if kind in ("qkv", "all") else None
+    shape = LinearShape(num_rows, n, k, dtype, norm is not None, gated, residual is not None)
+    cuts = candidates(shape)
+    if num_rows > 1:
+        cuts = [*cuts[:2], Blocks(64, 64, 4, 3, split_k=3, prefetch=1)]
+    expected = reference(x, weight, bias, norm, gated, residual)
+    for blocks in cuts:
+        check(launch(blocks, x, weight, bias, norm, gated, residual), expected)
+    check(wide(x, weight, bias, norm, gated, residual), expected)
+    check(linear(x, weight, bias, norm=norm, gated=gated, residual=residual), expected)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 40])
+@pytest.mark.parametrize("split", [1, 4])
+def test_a_chain_in_a_graph_is_the_chain_by_steps(num_rows: int, split: int) -> None:
+    """Every kernel may begin before the last is done, and must still see its result."""
+    torch.manual_seed(0)
+    width, layers = 1024, 12
+    weights = [draw(width, width, size=width**-0.5) for _ in range(layers)]
+    norm = Norm(draw(width), 1e-5)
+    static = draw(num_rows, width)
+    blocks = Blocks(16, 256, 4, 3, split if num_rows > 1 else 1, prefetch=2)
+
+    def chain(x: Tensor) -> list[Tensor]:
+        steps = [x]
+        for weight in weights:
+            steps.append(launch(blocks, steps[-1], weight, None, norm, False, steps[-1]))
+        return steps
+
+    chain(static)  # compiles
+    with GraphPool(CUDA, lazy_capture=True) as pool:
+        captured = pool.capture(lambda: torch.stack(chain(static)))
+        for _ in range(3):
+            static.copy_(draw(num_rows, width))
+            pool.replay(captured.tape)
+            steps = captured.output.clone()
+            assert torch.equal(steps, torch.stack(chain(static)))  # eager, to the bit
+            for weight, (x, y) in zip(weights, pairwise(steps), strict=True):
+                check(y, reference(x, weight, norm=norm, residual=x))
+
+
+def test_two_graphs_of_split_products_at_once() -> None:
+    """Counters are each graph's own: replays on two streams do not disturb each other."""
+    torch.manual_seed(0)
+    weight, inputs = draw(2048, 2048, size=0.02), [draw(32, 2048) for _ in range(2)]
+    blocks = Blocks(64, 64, 4, 3, split_k=8)
+    expected = [launch(blocks, x, weight, None, None, False, None) for x in inputs]
+    graphs, outputs, streams = [], [], [torch.cuda.Stream() for _ in range(2)]
+    for x in inputs:
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(50):
+                out = launch(blocks, x, weight, None, None, False, None)
+        graphs.append(graph)
+        outputs.append(out)
+    for _ in range(5):
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for out, wanted in zip(outputs, expected, strict=True):
+            assert torch.equal(out, wanted)
+
+
+def test_rows_of_a_wider_matrix_and_a_transposed_weight() -> None:
+    torch.manual_seed(0)
+    x = draw(5, 1100)[:, 76:]  # rows that begin at no round address
+    weight = draw(512, 1024, size=1 / 32)
+    check(linear(x, weight), reference(x, weight))
+    transposed = weight.mT.contiguous().mT
+    check(linear(x, transposed), reference(x, weight))
+    apart = draw(5, 2048)[:, ::2]
+    check(linear(apart, weight), reference(apart, weight))
+
+
+def test_float32_and_many_rows_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "launch", None)
+    x, weight = draw(4, 64, dtype=torch.float32), draw(32, 64, dtype=torch.float32)
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+    x, weight = draw(65, 64), draw(32, 64)
+    torch.testing.assert_close(linear(x, weight), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_measuring_says_what_it_takes(num_rows: int) -> None:
+    weights = [draw(512, 512, size=0.05) for _ in range(4)]
+    shape = LinearShape(num_rows, 512, 512, torch.bfloat16, norm=True, residual=True)
+    choices: list[Choice] = ["torch", candidates(shape)[0]]
+    for choice in choices:
+        assert 0.1 < measure_linear(shape, choice, weights) < 10_000

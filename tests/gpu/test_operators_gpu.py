@@ -1,0 +1,201 @@
+"""The small operators on a real GPU: real shapes, bfloat16, and chains of overlapping kernels.
+
+Their results in general are tested in tests/cpu, which runs on CUDA as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ostinato import GraphPool
+from ostinato.runtime.counter_random import spread_seed
+from ostinato.runtime.operators.activation import silu_and_mul
+from ostinato.runtime.operators.decode_state import load_decode_inputs, store_decode_outputs
+from ostinato.runtime.operators.norm import add_rms_norm, rms_norm
+from ostinato.runtime.operators.sampling import sample_rows
+from ostinato.runtime.sampler import sample
+from ostinato.runtime.sampling_state import SamplingFeatures, SamplingState
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CUDA = torch.device("cuda", 0)
+DTYPES = [torch.bfloat16, torch.float32]
+TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float32: 1e-5}
+
+
+@pytest.fixture
+def pool() -> Iterator[GraphPool]:
+    torch.manual_seed(0)
+    with GraphPool(CUDA, lazy_capture=True) as pool:
+        yield pool
+
+
+def close(got: Tensor, exact: Tensor) -> None:
+    rtol = TOLERANCE[got.dtype]
+    torch.testing.assert_close(got.double(), exact.double(), rtol=rtol, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 576, 2048, 4096, 5120])
+@pytest.mark.parametrize("num_tokens", [1, 33, 256])
+def test_norm(num_tokens: int, dim: int, dtype: torch.dtype) -> None:
+    fused = torch.randn(num_tokens, dim + 64, device=CUDA).to(dtype)
+    x, residual = fused[:, 64:], torch.randn(num_tokens, dim, device=CUDA).to(dtype)
+    weight = torch.randn(dim, device=CUDA).to(dtype)
+    for case, got in (
+        (x, rms_norm(x, weight, 1e-5)),
+        (x + residual, add_rms_norm(x, residual, weight, 1e-5)[0]),
+    ):
+        exact = case.double()
+        exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        close(got, exact * weight.double())
+    assert torch.equal(add_rms_norm(x, residual, weight, 1e-5)[1], x + residual)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1536, 8192, 14336, 1001])
+@pytest.mark.parametrize("num_tokens", [1, 33, 256])
+def test_silu_and_mul(num_tokens: int, width: int, dtype: torch.dtype) -> None:
+    gate_up = torch.randn(num_tokens, 2 * width, device=CUDA).to(dtype) * 4
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    close(silu_and_mul(gate_up), F.silu(gate) * up)
+
+
+def test_layers_in_a_graph_overlap_without_harm(pool: GraphPool) -> None:
+    """Kernels that begin before the last is done, on memory that is used again and again."""
+    num_rounds, num_tokens, dim = 20, 256, 1024
+    weights = torch.randn(num_rounds, dim, device=CUDA, dtype=torch.bfloat16)
+    start = torch.randn(num_tokens, dim, device=CUDA, dtype=torch.bfloat16)
+
+    def run(add_norm, act) -> Tensor:  # type: ignore[no-untyped-def]
+        results = []
+        for weight in weights:
+            x = residual = start
+            while len(x) > 1:  # two rows become one, by nothing but our kernels
+                x, residual = add_norm(x, residual, weight, 1e-5)
+                x = act(x.view(-1, 2 * dim))
+                residual = residual[: len(x)]
+            results.append(x)
+        return torch.cat(results)
+
+    def plain_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, ...]:
+        total = x + residual
+        exact = total.float() * (total.float().square().mean(-1, keepdim=True) + eps).rsqrt()
+        return exact.to(x.dtype) * weight, total
+
+    def plain_act(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=1)
+        return (F.silu(gate) * up).to(gate_up.dtype)
+
+    run(add_rms_norm, silu_and_mul)
+    captured = pool.capture(lambda: run(add_rms_norm, silu_and_mul))
+    for _ in range(3):
+        start.normal_()
+        eager = run(add_rms_norm, silu_and_mul).clone()
+        expected = run(plain_norm, plain_act)
+        for _ in range(5):
+            pool.replay(captured.tape)
+            assert torch.equal(captured.output, eager)
+        error = (eager.float() - expected.float()).norm() / expected.float().norm()
+        assert error < 0.05
+
+
+def sampling_state(num_rows: int) -> SamplingState:
+    state = SamplingState(num_rows + 1, CUDA)
+    temperature = torch.tensor([(i % 3) * 0.5 for i in range(num_rows + 1)], device=CUDA)
+    keys = torch.tensor([spread_seed(i) for i in range(num_rows + 1)], device=CUDA)
+    state.temperature.copy_(temperature)
+    state.seed_key.copy_(keys)
+    return state
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 128256), (33, 49152), (256, 128256)])
+def test_sampling(pool: GraphPool, num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
+    state = sampling_state(num_rows)
+    slots = torch.arange(num_rows, device=CUDA)
+    lengths = torch.randint(1, 4000, (num_rows,), dtype=torch.int32, device=CUDA)
+    logits = torch.empty(num_rows, vocab_size, device=CUDA, dtype=dtype)
+    tokens = torch.full((num_rows,), -1, device=CUDA)
+
+    def run() -> None:
+        sample_rows(logits, slots, state.temperature, state.seed_key, lengths, tokens)
+
+    logits.normal_()
+    run()
+    captured = pool.capture(run)
+    for shift in range(3):
+        logits.normal_(std=2.0)
+        slots.copy_(slots.roll(shift))
+        pool.replay(captured.tape)
+        features = SamplingFeatures(any_random=True)
+        expected = sample(logits.float(), slots, lengths, state, slots, features).token_ids
+        is_greedy = state.temperature[slots] == 0
+        assert torch.equal(tokens[is_greedy], logits[is_greedy].argmax(dim=1))
+        # Two scores that float32 cannot tell apart are rare.
+        assert (tokens != expected).sum() <= num_rows // 100
+        together = tokens.clone()
+        some = slice(num_rows // 2, num_rows // 2 + 1)
+        arguments = (state.temperature, state.seed_key, lengths[some], tokens[some])
+        sample_rows(logits[some], slots[some], *arguments)
+        assert torch.equal(tokens, together)
+
+
+@pytest.mark.parametrize(("num_real", "num_rows"), [(1, 1), (200, 256), (0, 4)])
+def test_state_goes_round(pool: GraphPool, num_real: int, num_rows: int) -> None:
+    """Load and store in one graph, many times over, against the same in Python."""
+    max_len, block_size, num_steps = 700, 16, 40
+    token_ids = torch.randint(1000, (num_rows + 1, max_len), dtype=torch.int32, device=CUDA)
+    table = torch.randint(1, 999, (num_rows + 1, 44), dtype=torch.int32, device=CUDA)
+    computed = torch.randint(0, 600, (num_rows + 1,), dtype=torch.int32, device=CUDA)
+    slots = torch.full((num_rows,), num_rows, device=CUDA)
+    slots[:num_real] = torch.randperm(num_rows, device=CUDA)[:num_real]
+    ids, positions, mapping = torch.full((3, num_rows), 9999, device=CUDA).unbind()
+    lens = torch.full((num_rows,), 9999, dtype=torch.int32, device=CUDA)
+    starts = torch.full((num_rows + 1,), 9999, dtype=torch.int32, device=CUDA)
+    blocks = torch.full((num_rows, 44), 9999, dtype=torch.int32, device=CUDA)
+    tokens = torch.zeros(num_rows, dtype=torch.int64, device=CUDA)
+
+    def step() -> None:
+        outputs = (ids, positions, lens, starts, blocks, mapping)
+        load_decode_inputs(slots, computed, token_ids, table, num_rows, block_size, *outputs)
+        torch.add(ids, 1, out=tokens)
+        store_decode_outputs(slots, tokens, computed, token_ids, num_rows)
+
+    state = (token_ids, table, computed)
+    before = [each.clone() for each in state]
+    step()
+    for each, saved in zip(state, before, strict=True):
+        each.copy_(saved)
+    captured = pool.capture(step)  # takes effect once
+    for _ in range(num_steps - 1):
+        pool.replay(captured.tape)
+
+    expected_ids, expected_computed = before[0].cpu(), before[2].cpu()
+    for slot in slots[:num_real].tolist():
+        first = int(expected_computed[slot])
+        value = int(expected_ids[slot, first])
+        expected_ids[slot, first : first + num_steps + 1] = torch.arange(
+            value, value + num_steps + 1
+        )
+        expected_computed[slot] += num_steps
+    assert torch.equal(token_ids.cpu(), expected_ids)
+    assert torch.equal(computed.cpu(), expected_computed)
+    assert torch.equal(table, before[1])
+    real, at = slots[:num_real], computed[slots[:num_real]].long() - 1
+    assert torch.equal(positions[:num_real], at)
+    assert torch.equal(ids[:num_real], token_ids[real, at].long())
+    assert torch.equal(lens[:num_real].long(), at + 1)
+    block = table[real, at // block_size].long()
+    assert torch.equal(mapping[:num_real], block * block_size + at % block_size)
+    assert starts.tolist() == [min(i, num_real) for i in range(num_rows + 1)]
+    for padding, value in ((ids, 0), (positions, 0), (lens, 0), (mapping, -1)):
+        assert (padding[num_real:] == value).all()
+    in_use = torch.arange(44, device=CUDA) * block_size < lens.unsqueeze(1)
+    assert torch.equal(blocks[:num_real][in_use[:num_real]], table[real][in_use[:num_real]])
+    assert (blocks[~in_use] == 9999).all()
