@@ -131,6 +131,17 @@ def test_warm_ups_run_under_none_before_each_capture(pool: GraphPool) -> None:
     assert engine.model.modes == [NONE, NONE, PIECEWISE, NONE, NONE, FULL]
 
 
+def test_sizes_with_the_same_kernels_are_warmed_up_once_per_mode(pool: GraphPool) -> None:
+    def kernels(entry: PlanEntry) -> bool:
+        return entry.descriptor.num_tokens > 2
+
+    engine = Engine(pool, BOTH, [1, 2, 3, 4], warmup_class=kernels)
+    engine.capture()
+    piecewise = [NONE, PIECEWISE, PIECEWISE]
+    full = [NONE, FULL, FULL]
+    assert engine.model.modes == [*piecewise, *piecewise, *full, *full]
+
+
 def test_entries_are_captured_in_plan_order(pool: GraphPool) -> None:
     engine = Engine(pool, BOTH, [1, 4, 2])
     report = engine.capture()

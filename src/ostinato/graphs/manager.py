@@ -6,7 +6,7 @@ shapes, not models: ``prepare`` makes the inputs of one entry, ``forward`` runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -43,6 +43,9 @@ class CudaGraphManager(Generic[Inputs]):
     wrappers inside it capture; the manager keeps only that they exist. The outputs of FULL graphs
     are copied, inside the graph, into buffers that are allocated once and do not move;
     ``run_fullgraph`` returns views of them, valid until the next replay.
+
+    Before a capture the forward runs ``num_warmups`` times. ``warmup_class`` says which entries of
+    one mode run the same kernels: of those, only the first is warmed up.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class CudaGraphManager(Generic[Inputs]):
         pool: GraphPool,
         *,
         num_warmups: int = 1,
+        warmup_class: Callable[[PlanEntry], Hashable] | None = None,
         eager_fallback: bool = False,
         show_progress: bool = True,
         name: str = "model",
@@ -59,6 +63,8 @@ class CudaGraphManager(Generic[Inputs]):
         self.pool = pool
         self.dispatcher = Dispatcher(plan)
         self._num_warmups = num_warmups
+        self._warmup_class = warmup_class
+        self._warmed: set[Hashable] = set()
         self._eager_fallback = eager_fallback
         self._show_progress = show_progress
         self._name = name
@@ -150,7 +156,7 @@ class CudaGraphManager(Generic[Inputs]):
 
         output: Output | None = None
         with self.pool.backend.capture_scope():
-            for _ in range(self._num_warmups):
+            for _ in range(self._warmups_for(entry)):
                 output = run(CUDAGraphMode.NONE)
             if entry.mode is CUDAGraphMode.PIECEWISE:
                 run(CUDAGraphMode.PIECEWISE)
@@ -162,6 +168,15 @@ class CudaGraphManager(Generic[Inputs]):
             lambda: self._copy_out(run(CUDAGraphMode.FULL), entry.descriptor.num_tokens)
         )
         self._tapes[entry.descriptor] = captured.tape
+
+    def _warmups_for(self, entry: PlanEntry) -> int:
+        if self._warmup_class is None:
+            return self._num_warmups
+        kernels = (entry.mode, self._warmup_class(entry))
+        if kernels in self._warmed:
+            return 0
+        self._warmed.add(kernels)
+        return self._num_warmups
 
     def _allocate_buffers(self, output: Output) -> None:
         rows = max(

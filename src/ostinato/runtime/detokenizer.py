@@ -31,11 +31,24 @@ class Detokenizer:
         self._skip_special_tokens = params.skip_special_tokens
         self._stop: Sequence[str] = params.stop
         self._include_stop = params.include_stop_str_in_output
+        self._num_read = 0  # of the list given to read()
         self._decoded = ""  # all final text, stop strings or not
         self._window: list[int] = []  # the last tokens, which are decoded again with each new one
         self._taken = 0  # characters of the window's text that are in _decoded
         self._cut = 0  # where the window will be cut once enough follows
         self._unfinished = 0  # tokens since the text last ended in a whole character
+
+    def read(self, token_ids: Sequence[int], min_tokens: int = 0) -> str | None:
+        """Take the tokens that ``token_ids`` has more than when it was last read.
+
+        A stop string counts if the token that completes it is at least the ``min_tokens``-th.
+        """
+        for number in range(self._num_read, len(token_ids)):
+            self._num_read = number + 1
+            found = self.add(token_ids[number], check_stop=number + 1 >= min_tokens)
+            if found is not None:
+                return found
+        return None
 
     def add(self, token_id: int, *, check_stop: bool) -> str | None:
         """Take the next token. Only a stop string that a checked token completes is found."""

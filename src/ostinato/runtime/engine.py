@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,10 +20,10 @@ from ostinato.runtime.detokenizer import Detokenizer
 from ostinato.runtime.models.load import as_hf
 from ostinato.runtime.outputs import CompletionOutput, Logprob
 from ostinato.runtime.request import FinishReason, Request
-from ostinato.runtime.sampler import SamplerOutput
 from ostinato.runtime.sampling_params import SamplingParams
-from ostinato.runtime.schedule_plan import SchedulePlan, TokenEvent
+from ostinato.runtime.schedule_plan import Plan, TokenEvent
 from ostinato.runtime.scheduler import Scheduler
+from ostinato.runtime.step_result import StepResult
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -32,7 +33,11 @@ _SEEDS = 2**63
 
 @dataclass(eq=False)
 class Completion:
-    """One sequence on its way through the engine, and what has come out of it so far."""
+    """One sequence on its way through the engine, and what has come out of it so far.
+
+    ``output.token_ids`` grows with every step. ``output.text`` is complete when it has ended; until
+    then ``read_text`` brings it up to date. Sequences with stop strings are read at every step.
+    """
 
     request: Request
     output: CompletionOutput
@@ -41,6 +46,17 @@ class Completion:
     @property
     def finished(self) -> bool:
         return self.output.finished
+
+    def read_text(self, *, final: bool = False) -> str | None:
+        """Turn the tokens that came since it was last read into text; the stop string found."""
+        detokenizer = self.detokenizer
+        if detokenizer is None:
+            return None
+        found = detokenizer.read(self.output.token_ids, self.request.params.min_tokens)
+        if final and found is None:
+            detokenizer.finish()
+        self.output.text = detokenizer.text
+        return found
 
 
 class Engine:
@@ -65,6 +81,9 @@ class Engine:
             prefill_chunk=config.prefill_chunk,
         )
         self._completions: dict[str, Completion] = {}
+        self._in_flight: deque[tuple[Plan, StepResult]] = deque()
+        # Batches that run while the host has not seen their tokens yet.
+        self._num_ahead = 1 if config.overlaps_on(self.model.device) else 0
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()
         self._closed = False
@@ -93,24 +112,33 @@ class Engine:
         seed = self._seeds.randrange(_SEEDS) if params.seed is None else params.seed
         name = f"request-{next(self._numbers)}"
         return [
-            Completion(
-                request=Request(
+            self._completion(
+                Request(
                     request_id=f"{name}.{index}",
                     prompt_token_ids=prompt,
                     params=params,
                     max_total_tokens=limit,
                     seed=(seed + index) % _SEEDS,
                     stop_token_ids=frozenset(stop),
+                    watched=bool(params.stop) or params.logprobs is not None,
                 ),
-                output=CompletionOutput(
-                    index=index,
-                    logprobs=None if params.logprobs is None else [],
-                    cumulative_logprob=None if params.logprobs is None else 0.0,
-                ),
-                detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, params),
+                index,
             )
             for index in range(params.n)
         ]
+
+    def _completion(self, request: Request, index: int) -> Completion:
+        params, tokenizer = request.params, self.tokenizer
+        return Completion(
+            request=request,
+            output=CompletionOutput(
+                index=index,
+                token_ids=request.output_token_ids,  # one list: a token is written once
+                logprobs=None if params.logprobs is None else [],
+                cumulative_logprob=None if params.logprobs is None else 0.0,
+            ),
+            detokenizer=None if tokenizer is None else Detokenizer(tokenizer, params),
+        )
 
     def add(self, completion: Completion) -> None:
         """Put a prepared sequence in the queue."""
@@ -122,6 +150,7 @@ class Engine:
         request = completion.request
         if self._completions.pop(request.request_id, None) is not None:
             self.scheduler.abort(request.request_id)
+            completion.read_text(final=True)
             completion.output.finish_reason = FinishReason.ABORT.value
 
     @property
@@ -164,44 +193,47 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Run one batch; the sequences that got a token or ended.
+        """Start one batch, take in the results of the one before; the sequences that ended.
 
-        If it raises or is interrupted, no token is lost: the requests of the batch are computed
-        again from what they had.
+        With ``overlap`` the device always has a batch to work on while the host looks at the last
+        one's tokens; without, the two are the same batch. If it raises or is interrupted, no token
+        is lost: whatever was on its way is computed again.
         """
         self._check_open()
-        plan: SchedulePlan | None = None
         try:
             plan = self.scheduler.schedule()
-            choice = self.runner.dispatch(plan.shape)
-            batch = self.runner.prepare(plan, choice)
-            hidden = self.runner.forward(batch)
-            sampled = self.runner.sample(batch, hidden)
-            tokens = [] if sampled is None else sampled.token_ids.tolist()
-            events = self.scheduler.commit(plan, tokens)
+            if plan.num_tokens:
+                self._in_flight.append((plan, self.runner.run(plan)))
+            if len(self._in_flight) <= self._num_ahead and plan.num_tokens:
+                return []
+            if not self._in_flight:
+                return []
+            plan, result = self._in_flight.popleft()
+            events = self.scheduler.commit(plan, result.token_ids())
         except BaseException:
-            self.scheduler.rollback(plan)
+            self._in_flight.clear()
+            self.scheduler.rollback()
             raise
-        return self._emit(events, sampled)
+        return self._emit(events, result)
 
-    def _emit(
-        self, events: Sequence[TokenEvent], sampled: SamplerOutput | None
-    ) -> list[Completion]:
-        logprobs = _LogprobRows(sampled)
-        updated = []
+    def _emit(self, events: Sequence[TokenEvent], result: StepResult) -> list[Completion]:
+        ended = []
         for event in events:
-            completion = self._completions[event.request.request_id]
-            self._append(completion, event, logprobs)
+            request = event.request
+            if not (request.watched or event.finished):
+                continue
+            completion = self._completions[request.request_id]
+            self._take_in(completion, event, result)
             if completion.finished:
-                del self._completions[event.request.request_id]
-            updated.append(completion)
-        return updated
+                del self._completions[request.request_id]
+                ended.append(completion)
+        return ended
 
-    def _append(self, completion: Completion, event: TokenEvent, logprobs: _LogprobRows) -> None:
-        request, output, detokenizer = completion.request, completion.output, completion.detokenizer
-        output.token_ids.append(event.token_id)
+    def _take_in(self, completion: Completion, event: TokenEvent, result: StepResult) -> None:
+        """What a token means to a completion beside standing in its list."""
+        request, output = completion.request, completion.output
         if output.logprobs is not None:
-            row = logprobs.row(event.index, request.params.logprobs or 0)
+            row = result.logprobs(event.index, request.params.logprobs or 0)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + row[0][1]
             output.logprobs.append(
                 {
@@ -209,17 +241,12 @@ class Engine:
                     for token, value in row
                 }
             )
-        if detokenizer is not None:
-            enough = len(output.token_ids) >= request.params.min_tokens
-            found = detokenizer.add(event.token_id, check_stop=enough)
-            if found is not None:
-                if not event.finished:
-                    self.scheduler.finish(request, FinishReason.STOP, stop_reason=found)
-                else:
-                    request.finish_reason, request.stop_reason = FinishReason.STOP, found
-            elif event.finished:
-                detokenizer.finish()
-            output.text = detokenizer.text
+        found = completion.read_text(final=event.finished)
+        if found is not None:
+            if not event.finished:
+                self.scheduler.finish(request, FinishReason.STOP, stop_reason=found)
+            else:
+                request.finish_reason, request.stop_reason = FinishReason.STOP, found
         if request.finish_reason is not None:
             output.finish_reason = request.finish_reason.value
             output.stop_reason = request.stop_reason
@@ -235,6 +262,7 @@ class Engine:
             return
         self._closed = True
         self._completions.clear()
+        self._in_flight.clear()
         self.runner.close()
         del self.model
 
@@ -252,23 +280,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed; build a new one")
-
-
-class _LogprobRows:
-    """The step's log-probabilities on the host, read when somebody asks for them."""
-
-    def __init__(self, sampled: SamplerOutput | None) -> None:
-        self._sampled = sampled
-        self._rows: tuple[list[list[int]], list[list[float]]] | None = None
-
-    def row(self, index: int, num_top: int) -> list[tuple[int, float]]:
-        """The sampled token and the ``num_top`` most likely ones of one row."""
-        if self._rows is None:
-            sampled = self._sampled
-            assert sampled is not None
-            assert sampled.logprobs is not None
-            assert sampled.logprob_token_ids is not None
-            self._rows = sampled.logprob_token_ids.tolist(), sampled.logprobs.tolist()
-        tokens, values = self._rows
-        kept = 1 + num_top
-        return list(zip(tokens[index][:kept], values[index][:kept], strict=True))

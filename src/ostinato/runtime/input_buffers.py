@@ -31,6 +31,8 @@ class InputBuffers:
         self.block_size = cache.block_size
         self.slots = zeros(max_num_seqs)
         self.query_lens = zeros(max_num_seqs, dtype=torch.int32)
+        self.sampled = zeros(max_num_seqs)
+        self._padding_slot = max_num_seqs  # the state's last row
         self.tokens = TokenBuffers(
             query_start_loc=zeros(max_num_seqs + 1, dtype=torch.int32),
             seq_lens=zeros(max_num_seqs, dtype=torch.int32),
@@ -50,9 +52,10 @@ class InputBuffers:
     def reset(self) -> None:
         """Padding everywhere, as a capture needs it: nothing may be written to the KV cache."""
         tokens = self.tokens
+        self.slots.fill_(self._padding_slot)
         for buffer in (
-            self.slots,
             self.query_lens,
+            self.sampled,
             tokens.query_start_loc,
             tokens.seq_lens,
             *tokens.block_tables,
@@ -72,7 +75,7 @@ class InputBuffers:
         num_tokens: int,
     ) -> None:
         """Fill ``num_reqs`` rows and ``num_tokens`` tokens (both padded) from the state."""
-        self._copy_rows(slots, query_lens, state.padding_slot, num_reqs)
+        self._copy_rows(slots, query_lens, num_reqs)
         tokens = self.tokens
         rows, lens = self.slots[:num_reqs], self.query_lens[:num_reqs]
         starts = tokens.query_start_loc[: num_reqs + 1]
@@ -97,16 +100,15 @@ class InputBuffers:
             slot.masked_fill_(is_padding, PADDING_SLOT_MAPPING)
         )
 
-    def _copy_rows(
-        self, slots: Sequence[int], query_lens: Sequence[int], padding_slot: int, num_reqs: int
-    ) -> None:
+    def _copy_rows(self, slots: Sequence[int], query_lens: Sequence[int], num_reqs: int) -> None:
+        self.set_rows(slots, num_reqs)
+        padding = num_reqs - len(query_lens)
+        _copy_from_host(self.query_lens[:num_reqs], [*query_lens, *[0] * padding])
+
+    def set_rows(self, slots: Sequence[int], num_reqs: int) -> None:
+        """Say who runs: the requests in ``slots``, and padding up to ``num_reqs`` rows."""
         padding = num_reqs - len(slots)
-        # From pageable memory: the copy is staged before it returns, so nothing waits for the GPU
-        # and nothing can be overwritten while it is still being read.
-        rows = torch.tensor([*slots, *[padding_slot] * padding], dtype=torch.int64)
-        lens = torch.tensor([*query_lens, *[0] * padding], dtype=torch.int32)
-        self.slots[:num_reqs].copy_(rows, non_blocking=True)
-        self.query_lens[:num_reqs].copy_(lens, non_blocking=True)
+        _copy_from_host(self.slots[:num_reqs], [*slots, *[self._padding_slot] * padding])
 
     def metadata(
         self,
@@ -130,3 +132,9 @@ class InputBuffers:
             kv_caches=kv_cache.layers,
             backend=backend,
         )
+
+
+def _copy_from_host(target: torch.Tensor, values: list[int]) -> None:
+    # From pageable memory: the copy is staged before it returns, so nothing waits for the GPU and
+    # nothing can be overwritten while it is still being read.
+    target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)

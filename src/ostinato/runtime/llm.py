@@ -49,6 +49,7 @@ class LLM:
         block_size: int = 16,
         prefix_reuse: bool = True,
         prefill_chunk: int | None = None,
+        overlap: bool | None = None,
         random_weights: bool = False,
         seed: int = 0,
         show_progress: bool = True,
@@ -67,6 +68,7 @@ class LLM:
             block_size=block_size,
             prefix_reuse=prefix_reuse,
             prefill_chunk=prefill_chunk,
+            overlap=overlap,
             random_weights=random_weights,
             seed=seed,
             show_progress=show_progress,
@@ -97,9 +99,11 @@ class LLM:
         """Complete all prompts; results in the order of the prompts."""
         outputs, completions = self._prepare(prompts, params)
         with self._running(completions), self._bar(len(completions)) as bar:
-            while self._unfinished(completions):
-                self.engine.step()
-                bar.update(len(completions) - self._unfinished(completions) - bar.n)
+            num_left = self._unfinished(completions)
+            while num_left:
+                if self.engine.step():
+                    num_left = self._unfinished(completions)
+                    bar.update(len(completions) - num_left - bar.n)
         for number, completion in completions:
             if completion.output.index == 0:
                 outputs[number].num_cached_tokens = completion.request.num_cached_tokens
@@ -125,6 +129,8 @@ class LLM:
                     output, (num_chars, num_tokens) = completion.output, shown[position]
                     if len(output.token_ids) == num_tokens:
                         continue
+                    if not completion.finished:
+                        completion.read_text()
                     shown[position] = len(output.text), len(output.token_ids)
                     yield TextDelta(
                         prompt_index=number,

@@ -1,8 +1,8 @@
 """The model runner: turns what the scheduler decided into one step of the model.
 
 It owns everything that has an address: the request state, the input buffers, the KV cache and the
-graphs. A step is dispatched first, so the padded size is known before a buffer is filled; then
-prepared, run, and sampled.
+graphs. A step is dispatched first, so the padded size is known before a buffer is filled. A decode
+batch is one replay, sampling included; a batch with prompts in it is filled, run, and sampled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,9 @@ import torch
 from ostinato.compile.backend import PiecewiseModel, compile_piecewise
 from ostinato.graphs.capture_inputs import CaptureInputs, prepare_capture_inputs
 from ostinato.graphs.capture_loop import CaptureReport
-from ostinato.graphs.context import set_forward_context
+from ostinato.graphs.context import get_forward_context, set_forward_context
 from ostinato.graphs.counters import compilation_counter
-from ostinato.graphs.descriptor import BatchShape, Choice
+from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice
 from ostinato.graphs.manager import CudaGraphManager, PreparedBatch
 from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.plan import CapturePlan, PlanEntry
@@ -29,32 +29,45 @@ from ostinato.graphs.stats import DispatchStats
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata
 from ostinato.runtime.config import GraphConfig
+from ostinato.runtime.decode_step import DecodeOutput, decode_step
 from ostinato.runtime.input_buffers import InputBuffers
+from ostinato.runtime.kernels.launch import next_power_of_2
 from ostinato.runtime.kv_cache import CacheSize, KVCache
 from ostinato.runtime.models.base import CausalLM
 from ostinato.runtime.models.embedded import cache_directory
+from ostinato.runtime.operators.sampling import sample_rows
 from ostinato.runtime.request_state import RequestState
-from ostinato.runtime.sampler import SamplerOutput, SamplingFeatures, sample
-from ostinato.runtime.schedule_plan import SchedulePlan
+from ostinato.runtime.sampler import SamplingFeatures, sample
+from ostinato.runtime.schedule_plan import DecodePlan, IntArray, Plan
+from ostinato.runtime.step_result import StepResult
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedStep:
-    """One step with its inputs in place.
+class _FilteredRows:
+    """The rows of a batch that need the full sampler: top-k and its kin, penalties, logprobs.
 
-    ``sampled_tokens`` are the tokens whose hidden states a new token is sampled from (None: all),
-    ``sampled_slots`` the requests they belong to; both on the device.
+    ``on_device`` has the same positions; None if it is all rows of the batch.
     """
 
-    choice: Choice
-    metadata: AttentionMetadata
-    num_reqs: int
-    num_tokens: int
-    sampled_tokens: torch.Tensor | None
-    sampled_slots: torch.Tensor
+    positions: list[int]
+    on_device: torch.Tensor | None
     features: SamplingFeatures
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Members:
+    """A decode batch whose rows are in the buffers; the same object from step to step."""
+
+    slots: Sequence[int] | IntArray
+    num_reqs: int  # padded
+    filtered: _FilteredRows | None
+
+
+def _kernels_of(entry: PlanEntry) -> int:
+    """Which sizes launch the same kernels: our own are chosen by powers of two."""
+    return next_power_of_2(entry.descriptor.num_tokens)
 
 
 class ModelRunner:
@@ -94,6 +107,7 @@ class ModelRunner:
             plan,
             self.pool,
             num_warmups=graphs.warmups_on(device),
+            warmup_class=_kernels_of,
             eager_fallback=graphs.eager_fallback,
             show_progress=show_progress,
         )
@@ -113,6 +127,8 @@ class ModelRunner:
                 cache_dir=cache_directory() / "compiled",
                 model_key=type(model).__name__,
             )
+        self._decode_outputs: dict[BatchDescriptor, DecodeOutput] = {}  # of the FULL graphs
+        self._members: _Members | None = None
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
@@ -122,42 +138,121 @@ class ModelRunner:
     def dispatch(self, shape: BatchShape) -> Choice:
         return self.graphs.dispatch(shape)
 
-    def prepare(self, plan: SchedulePlan, choice: Choice) -> PreparedStep:
-        """Write the state of new requests, and fill the buffers to the chosen size."""
+    def run(self, plan: Plan) -> StepResult:
+        """Start one step: all of its work is enqueued, and nothing is waited for."""
+        choice = self.dispatch(plan.shape)
+        self.state.update(plan)
+        self.stats.record(choice, plan.num_tokens)
+        if plan.is_decode and self._is_decode_batch(choice):
+            return self._run_decode(plan, choice)
+        return self._run_mixed(plan, choice)
+
+    def _is_decode_batch(self, choice: Choice) -> bool:
+        """Whether the chosen batch has one token for each of its rows, padding included."""
+        if choice.mode is CUDAGraphMode.FULL:
+            return choice.descriptor.uniform
+        eager = choice.mode is CUDAGraphMode.NONE
+        return eager or choice.padded_num_tokens <= self.plan.max_num_seqs
+
+    def _run_decode(self, plan: Plan, choice: Choice) -> StepResult:
+        num_reqs = plan.num_tokens
+        padded = num_reqs if choice.mode is CUDAGraphMode.NONE else choice.padded_num_tokens
+        members = self._set_members(plan, padded)
+        if choice.mode is CUDAGraphMode.FULL:
+            self.graphs.run_fullgraph(choice.descriptor)
+            output = self._decode_outputs[choice.descriptor]
+        else:
+            metadata = self.buffers.metadata(
+                num_reqs=padded,
+                num_tokens=padded,
+                max_query_len=1,
+                max_seq_len=self.cache.max_model_len,
+                kv_cache=self.kv_cache,
+                backend=self.backend,
+            )
+            with set_forward_context(choice.mode, choice.descriptor, attn_metadata=metadata):
+                output = self._decode(padded)
+        return self._result(
+            members.filtered,
+            output.token_ids[:num_reqs],
+            output.logits[:num_reqs],
+            self.buffers.slots[:num_reqs],
+            self.buffers.tokens.seq_lens[:num_reqs],
+        )
+
+    def _set_members(self, plan: Plan, padded: int) -> _Members:
+        """Put the rows of a decode batch into the buffers, unless they are there already."""
+        members = self._members
+        if isinstance(plan, DecodePlan):
+            slots: Sequence[int] | IntArray = plan.slots
+            if members is not None and members.slots is slots and members.num_reqs == padded:
+                return members
+            listed: list[int] = plan.slots.tolist()
+        else:
+            slots = listed = [item.slot for item in plan.requests]
+        self.buffers.set_rows(listed, padded)
+        members = _Members(slots=slots, num_reqs=padded, filtered=self._filtered_rows(listed))
+        self._members = members
+        return members
+
+    def _run_mixed(self, plan: Plan, choice: Choice) -> StepResult:
+        """A batch with prompts in it: filled by the host's word on how many tokens each has."""
+        self._members = None
         requests = plan.requests
-        self.state.update(requests)
         num_reqs, num_tokens = len(requests), plan.num_tokens
         eager = choice.mode is CUDAGraphMode.NONE
         padded_reqs = num_reqs if eager else choice.descriptor.num_reqs or num_reqs
         padded_tokens = num_tokens if eager else choice.padded_num_tokens
-        self.buffers.fill(
-            self.state,
+        buffers, state = self.buffers, self.state
+        buffers.fill(
+            state,
             [item.slot for item in requests],
             [item.num_tokens for item in requests],
             num_reqs=padded_reqs,
             num_tokens=padded_tokens,
         )
-        sampled_tokens, sampled_slots = self._sampled_rows(plan)
-        return PreparedStep(
-            choice=choice,
-            metadata=self.buffers.metadata(
-                num_reqs=padded_reqs,
-                num_tokens=padded_tokens,
-                max_query_len=plan.max_query_len,
-                max_seq_len=max(item.start + item.num_tokens for item in requests),
-                kv_cache=self.kv_cache,
-                backend=self.backend,
-            ),
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            sampled_tokens=sampled_tokens,
-            sampled_slots=sampled_slots,
-            features=self.state.sampling.features(item.slot for item in requests if item.samples),
+        metadata = buffers.metadata(
+            num_reqs=padded_reqs,
+            num_tokens=padded_tokens,
+            max_query_len=plan.max_query_len,
+            max_seq_len=max(item.start + item.num_tokens for item in requests),
+            kv_cache=self.kv_cache,
+            backend=self.backend,
         )
+        hidden = self._forward(choice, metadata, num_tokens)
+        state.advance(buffers.slots[:num_reqs], buffers.query_lens[:num_reqs])
+        sampling = [item.slot for item in requests if item.samples]
+        if not sampling:
+            return StepResult(None)
+        rows, slots = self._sampled_rows(plan)
+        logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
+        # A request that gets a token has computed all it has.
+        lengths = state.num_computed[slots]
+        token_ids = torch.empty_like(slots)
+        parameters = state.sampling
+        sample_rows(logits, slots, parameters.temperature, parameters.seed_key, lengths, token_ids)
+        state.append(slots, token_ids)
+        return self._result(self._filtered_rows(sampling), token_ids, logits, slots, lengths)
 
-    def _sampled_rows(self, plan: SchedulePlan) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def _forward(
+        self, choice: Choice, metadata: AttentionMetadata, num_tokens: int
+    ) -> torch.Tensor:
+        """Hidden states of the batch in the buffers [num_tokens, hidden], padding cut off."""
+        if choice.mode is CUDAGraphMode.FULL:
+            hidden = self.graphs.run_fullgraph(choice.descriptor, num_tokens)
+            assert isinstance(hidden, torch.Tensor)
+            return hidden
+        with set_forward_context(choice.mode, choice.descriptor, attn_metadata=metadata):
+            padded = choice.padded_num_tokens
+            hidden = self.piecewise(
+                self.buffers.input_ids[:padded], self.buffers.tokens.positions[:padded]
+            )
+        return hidden[:num_tokens]
+
+    def _sampled_rows(self, plan: Plan) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Tokens whose states are sampled from (None: all), and the slots they belong to."""
         requests = plan.requests
-        if plan.num_tokens == len(requests) and all(item.samples for item in requests):
+        if plan.is_decode:
             return None, self.buffers.slots[: len(requests)]
         rows_and_slots = []
         end = 0
@@ -165,38 +260,44 @@ class ModelRunner:
             end += item.num_tokens
             if item.samples:
                 rows_and_slots.append((end - 1, item.slot))
-        on_host = torch.tensor(rows_and_slots, dtype=torch.int64).reshape(-1, 2)
+        on_host = torch.tensor(rows_and_slots, dtype=torch.int64)
         rows, slots = on_host.T.to(self.model.device, non_blocking=True)
         return rows, slots
 
-    def forward(self, step: PreparedStep) -> torch.Tensor:
-        """Hidden states of the step's tokens [num_tokens, hidden], padding cut off."""
-        choice = step.choice
-        self.stats.record(choice, step.num_tokens)
-        if choice.mode is CUDAGraphMode.FULL:
-            hidden = self.graphs.run_fullgraph(choice.descriptor, step.num_tokens)
-            assert isinstance(hidden, torch.Tensor)
-            return hidden
-        with set_forward_context(choice.mode, choice.descriptor, attn_metadata=step.metadata):
-            padded = choice.padded_num_tokens
-            hidden = self.piecewise(
-                self.buffers.input_ids[:padded], self.buffers.tokens.positions[:padded]
-            )
-        return hidden[: step.num_tokens]
-
-    def sample(self, step: PreparedStep, hidden: torch.Tensor) -> SamplerOutput | None:
-        """Sample the next tokens and bring the state up to date. None if no request gets one."""
-        buffers, state, slots = self.buffers, self.state, step.sampled_slots
-        state.advance(buffers.slots[: step.num_reqs], buffers.query_lens[: step.num_reqs])
-        if len(slots) == 0:
+    def _filtered_rows(self, slots: Sequence[int]) -> _FilteredRows | None:
+        sampling = self.state.sampling
+        positions = sampling.filtered_rows(slots)
+        if not positions:
             return None
-        last = hidden if step.sampled_tokens is None else hidden[step.sampled_tokens]
-        logits = self.model.compute_logits(last)
-        # A request that gets a token has computed all it has.
-        lengths = state.num_computed[slots]
-        output = sample(logits, slots, lengths, state.sampling, state.token_ids, step.features)
-        state.append(slots, output.token_ids)
-        return output
+        on_device = None
+        if len(positions) < len(slots):
+            on_device = torch.tensor(positions).to(self.model.device, non_blocking=True)
+        features = sampling.features(slots[position] for position in positions)
+        return _FilteredRows(positions=positions, on_device=on_device, features=features)
+
+    def _result(
+        self,
+        filtered: _FilteredRows | None,
+        token_ids: torch.Tensor,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> StepResult:
+        """Sample those rows again that ask for more than a temperature; send all tokens off."""
+        if filtered is None:
+            return StepResult(token_ids)
+        state, rows = self.state, filtered.on_device
+        if rows is not None:
+            logits, slots, lengths = logits[rows], slots[rows], lengths[rows]
+        output = sample(
+            logits.float(), slots, lengths, state.sampling, state.token_ids, filtered.features
+        )
+        state.token_ids[slots, lengths] = output.token_ids.to(torch.int32)
+        if rows is None:
+            token_ids = output.token_ids
+        else:
+            token_ids[rows] = output.token_ids
+        return StepResult(token_ids, output, filtered.positions)
 
     # --- capture -------------------------------------------------------------------------------
 
@@ -221,7 +322,9 @@ class ModelRunner:
         compilation_counter.num_gpu_runner_capture_triggers += 1
         start, bytes_before = time.perf_counter(), self._used_bytes()
         self.buffers.reset()
+        self._members = None
         self.capture_report = self.graphs.capture(self._forward_captured, self._prepare_captured)
+        self._let_go_of_logits()
         taken = self.capture_bytes = self._used_bytes() - bytes_before
         logger.info(
             "captured %d graphs in %.2f s, %.3f GiB",
@@ -247,9 +350,27 @@ class ModelRunner:
 
     def _forward_captured(self, inputs: CaptureInputs) -> torch.Tensor:
         assert inputs.input_ids is not None
-        return self.piecewise(inputs.input_ids, inputs.positions)
+        descriptor = get_forward_context().descriptor
+        if descriptor is None or not descriptor.uniform:
+            return self.piecewise(inputs.input_ids, inputs.positions)
+        output = self._decode(inputs.num_reqs)
+        self._decode_outputs[descriptor] = output
+        return output.token_ids
+
+    def _let_go_of_logits(self) -> None:
+        """Keep the address of captured logits without their memory, which other graphs may use.
+
+        A replay leaves its logits there, and nothing else runs before they are read.
+        """
+        for descriptor, output in self._decode_outputs.items():
+            logits = self.pool.backend.weak(output.logits)
+            self._decode_outputs[descriptor] = replace(output, logits=logits)
+
+    def _decode(self, num_reqs: int) -> DecodeOutput:
+        return decode_step(self.model, self.piecewise, self.state, self.buffers, num_reqs)
 
     def _prepare_captured(self, entry: PlanEntry) -> PreparedBatch[CaptureInputs]:
+        self._let_go_of_logits()
         max_model_len = self.cache.max_model_len
         inputs = prepare_capture_inputs(
             entry,

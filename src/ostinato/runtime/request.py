@@ -41,16 +41,23 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     output_token_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0
+    num_pending_tokens: int = 0  # that steps still running will give it
+    num_computed_tokens: int = 0  # by all steps that were started
     num_cached_tokens: int = 0  # of the prompt, found in the cache when it was first admitted
     num_preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as known
     slot: int | None = None
+    watched: bool = False  # somebody wants to hear of each of its tokens, not only of its end
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_expected_tokens(self) -> int:
+        """What it has, and what it will have when all steps that were started are done."""
+        return self.num_tokens + self.num_pending_tokens
 
     @property
     def all_token_ids(self) -> list[int]:

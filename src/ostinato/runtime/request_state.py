@@ -13,7 +13,7 @@ import torch
 
 from ostinato.runtime.kv_cache import CacheSize
 from ostinato.runtime.sampler import SamplingState
-from ostinato.runtime.schedule_plan import ScheduledRequest
+from ostinato.runtime.schedule_plan import DecodePlan, Plan, ScheduledRequest
 
 
 class RequestState:
@@ -36,14 +36,22 @@ class RequestState:
         self.block_table = zeros(cache.blocks_per_request)
         self.sampling = SamplingState(max_num_seqs + 1, device)
 
-    def update(self, scheduled: Sequence[ScheduledRequest]) -> None:
+    def update(self, plan: Plan) -> None:
         """Bring rows up to date with what the scheduler decided, before the step is prepared."""
-        grown = [item for item in scheduled if item.new_blocks and not item.is_new]
-        for item in scheduled:
+        if isinstance(plan, DecodePlan):
+            slots = plan.slots
+            self._append_blocks(
+                [(int(slots[position]), *entry) for position, *entry in plan.new_blocks]
+            )
+            return
+        grown: list[tuple[int, ...]] = []
+        for item in plan.requests:
             if item.is_new:
                 self._write_row(item)
-        if grown:
-            self._append_blocks(grown)
+            else:
+                for offset, block in enumerate(item.new_blocks):
+                    grown.append((item.slot, item.first_new_block + offset, block))
+        self._append_blocks(grown)
 
     def _write_row(self, item: ScheduledRequest) -> None:
         request, slot = item.request, item.slot
@@ -54,12 +62,10 @@ class RequestState:
         self.num_computed[slot].fill_(item.start)
         self.sampling.write(slot, request)
 
-    def _append_blocks(self, grown: Sequence[ScheduledRequest]) -> None:
-        entries = [
-            (item.slot, item.first_new_block + offset, block)
-            for item in grown
-            for offset, block in enumerate(item.new_blocks)
-        ]
+    def _append_blocks(self, entries: Sequence[tuple[int, ...]]) -> None:
+        """Write (slot, index in its table, block), all in one copy."""
+        if not entries:
+            return
         rows, columns, blocks = torch.tensor(entries, dtype=torch.int64).T.to(
             self.device, non_blocking=True
         )

@@ -174,6 +174,11 @@ class SamplingState:
             )
         self._stop_ids.write(slot, tuple(request.stop_token_ids))
 
+    def filtered_rows(self, slots: Iterable[int]) -> list[int]:
+        """Positions among ``slots`` of those that ask for more than a temperature."""
+        bits = self._bits
+        return [position for position, slot in enumerate(slots) if bits[slot] & ~_RANDOM]
+
     def features(self, slots: Iterable[int]) -> SamplingFeatures:
         """What the requests last written to ``slots`` ask for; host work only, and little of it."""
         return _features_of_bits(reduce(or_, map(self._bits.__getitem__, slots), 0))

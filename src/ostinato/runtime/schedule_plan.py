@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from ostinato.graphs.descriptor import BatchShape
 from ostinato.runtime.request import Request
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)  # many are built in every step, and these are the cheapest to build
@@ -16,6 +23,8 @@ class ScheduledRequest:
     ``new_blocks`` were put into its block table in this step, at index ``first_new_block``.
     ``is_new``: it was admitted in this step, and its row ``slot`` must be written whole.
     ``samples``: no token is left after these, so the step gives it a new one.
+    ``admission`` counts how often it had lost its blocks before: if it has lost them again when the
+    step's result arrives, that result is in nobody's blocks.
     """
 
     request: Request
@@ -26,6 +35,7 @@ class ScheduledRequest:
     first_new_block: int
     is_new: bool
     samples: bool
+    admission: int
 
 
 @dataclass(slots=True)
@@ -53,4 +63,61 @@ class SchedulePlan:
 
     @property
     def shape(self) -> BatchShape:
-        return BatchShape(self.num_tokens, len(self.requests), self.max_query_len)
+        # Single tokens of prompts that go on are no decode batch: its graphs sample every row.
+        query_len = self.max_query_len if self.is_decode else max(self.max_query_len, 2)
+        return BatchShape(self.num_tokens, len(self.requests), query_len)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request computes one token and gets the next."""
+        return self.max_query_len == 1 and self.num_samples == len(self.requests)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodePlan:
+    """One step of requests that were in the step before, in the same order: all decode.
+
+    The plan of the steady state, made without looking at the requests one by one. ``members`` and
+    ``slots`` are the same objects from step to step. ``starts``: the position each computes.
+    """
+
+    members: list[Request]
+    slots: IntArray
+    starts: IntArray
+    new_blocks: Sequence[tuple[int, int, int]]  # position in members, index in its table, block
+
+    max_query_len = 1
+    is_decode = True
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.members)
+
+    num_samples = num_tokens
+
+    @property
+    def preempted(self) -> list[Request]:
+        return []
+
+    @property
+    def shape(self) -> BatchShape:
+        return BatchShape(len(self.members), len(self.members), 1)
+
+    @cached_property
+    def requests(self) -> list[ScheduledRequest]:
+        """Request by request, for those who must look at each."""
+        grown: dict[int, Any] = {position: rest for position, *rest in self.new_blocks}
+        rows = []
+        for position, (request, slot, start) in enumerate(
+            zip(self.members, self.slots.tolist(), self.starts.tolist(), strict=True)
+        ):
+            index, *blocks = grown.get(position, (0,))
+            rows.append(
+                ScheduledRequest(
+                    request, slot, start, 1, blocks, index, False, True, request.num_preemptions
+                )
+            )
+        return rows
+
+
+Plan: TypeAlias = SchedulePlan | DecodePlan

@@ -2,7 +2,9 @@
 
 Continuous batching, first come first served, with prompts computed in chunks. It is bookkeeping in
 plain Python: it runs nothing and owns no device memory. Each step is ``schedule``, the model, then
-``commit`` (or ``rollback``, if the model did not get through).
+``commit`` (or ``rollback``, if the model did not get through). More steps may be scheduled before
+one is committed: that a request will have a token is known when a step starts, which one when it is
+done. A request that turns out to have ended is in a step too many; what that gives it is dropped.
 
 One fact carries most of the rest: every running request arrived before every waiting one. Only the
 oldest waiting request is admitted and only the youngest running one is preempted, so ``_running``
@@ -11,14 +13,23 @@ is always in order of arrival, and the oldest request is never preempted.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from heapq import heappop, heappush
+
+import numpy as np
 
 from ostinato.errors import ConfigError, SchedulingError
 from ostinato.runtime.block_allocator import BlockAllocator, block_hash, root_hash
 from ostinato.runtime.request import FinishReason, Request, RequestStatus
-from ostinato.runtime.schedule_plan import ScheduledRequest, SchedulePlan, TokenEvent
+from ostinato.runtime.schedule_plan import (
+    IntArray,
+    Plan,
+    ScheduledRequest,
+    SchedulePlan,
+    TokenEvent,
+)
+from ostinato.runtime.steady_decode import SteadyDecode
 
 
 class Scheduler:
@@ -62,12 +73,18 @@ class Scheduler:
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: list[Request] = []
         self._free_slots = list(range(max_num_seqs))  # a heap
-        self._open: SchedulePlan | None = None
+        self._open: deque[Plan] = deque()  # scheduled and not committed, oldest first
+        self._steady: SteadyDecode | None = None
         self._root = root_hash()
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def num_open_plans(self) -> int:
+        """Steps that were scheduled and not committed yet."""
+        return len(self._open)
 
     @property
     def num_waiting(self) -> int:
@@ -90,6 +107,7 @@ class Scheduler:
                 f"{request.max_total_tokens}; it needs at least one prompt token, room for one "
                 f"more, and at most max_model_len {self.max_model_len} in all"
             )
+        self._end_steady()
         self._requests[name] = request
         self._waiting[name] = request
 
@@ -111,6 +129,7 @@ class Scheduler:
         name, status = request.request_id, request.status
         if status is not RequestStatus.FINISHED and self._requests.get(name) is not request:
             raise SchedulingError(f"request {name!r} is not in this scheduler")
+        self._end_steady()
         request.finish_reason = reason
         request.stop_reason = stop_reason
         request.status = RequestStatus.FINISHED
@@ -123,71 +142,126 @@ class Scheduler:
             del self._waiting[name]
         del self._requests[name]  # last, so that rollback() finds one whose end was interrupted
 
-    def schedule(self) -> SchedulePlan:
-        """Plan the next step. The plan is empty only if there is no unfinished request.
+    def schedule(self) -> Plan:
+        """Plan the next step, whether or not those before it are committed.
 
-        Every plan with requests must be committed or rolled back before the next one.
+        The plan is empty only if there is no unfinished request, or if all there is to do depends
+        on a plan that is not committed yet. Every plan with requests must be committed, in order.
         """
-        if self._open is not None:
-            raise SchedulingError("the last plan was neither committed nor rolled back")
+        steady = self._steady.schedule() if self._steady else None
+        if steady is not None:
+            self._open.append(steady)
+            return steady
+        self._end_steady()
         rows: list[ScheduledRequest] = []
         preempted: list[Request] = []
         budget = self.max_num_batched_tokens
-        while budget and len(rows) < len(self._running):
-            row = self._extend(self._running[len(rows)], budget, preempted)
+        index = 0
+        while budget and index < len(self._running):
+            request = self._running[index]
+            index += 1
+            if request.num_expected_tokens >= request.max_total_tokens:
+                continue  # its last token is on its way
+            row = self._extend(request, budget, preempted)
             if row is None:
                 break
             rows.append(row)
             budget -= row.num_tokens
         if budget and self._waiting and not preempted:
             budget = self._admit_waiting(rows, budget)
+        for row in rows:
+            row.request.num_computed_tokens = row.start + row.num_tokens
+            row.request.num_pending_tokens += row.samples
         plan = _plan(rows, self.max_num_batched_tokens - budget, preempted)
-        self._open = plan if rows else None
+        if rows:
+            self._open.append(plan)
+            self._begin_steady()
         return plan
 
-    def commit(self, plan: SchedulePlan, tokens: Sequence[int]) -> list[TokenEvent]:
+    def commit(self, plan: Plan, tokens: Sequence[int] | IntArray) -> list[TokenEvent]:
         """Take in the result of a step: one token for each request that samples, in plan order.
 
-        Requests that ended since ``schedule`` are skipped; their tokens are dropped.
+        Requests that ended since ``schedule`` are skipped; their tokens are dropped. In the steady
+        state there are events for watched requests only.
         """
-        if plan is not self._open and plan.requests:
-            raise SchedulingError("the plan is not the last one, or it is no longer open")
+        if plan.num_tokens and not (self._open and plan is self._open[0]):
+            raise SchedulingError("the plan is not the oldest one that is open; commit in order")
         if len(tokens) != plan.num_samples:
             raise SchedulingError(
                 f"the plan samples {plan.num_samples} tokens, but {len(tokens)} came back"
             )
+        events = self._commit_steady(tokens) if self._steady else None
+        if events is None:
+            self._end_steady()
+            listed = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
+            events = self._commit_each(plan.requests, listed)
+        if plan.num_tokens:
+            self._open.popleft()
+        return events
+
+    def _commit_steady(self, tokens: Sequence[int] | IntArray) -> list[TokenEvent] | None:
+        """As ``commit``, while all open plans are of the steady state; None if it ends here."""
+        assert self._steady is not None
+        array = np.asarray(tokens, dtype=np.int64)
+        if self._steady.may_end(array):
+            return None
+        events, completed = self._steady.commit(array)
+        for request, index in completed:
+            self._publish(request, index, index + 1)
+        return events
+
+    def _commit_each(
+        self, rows: Sequence[ScheduledRequest], tokens: Sequence[int]
+    ) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         block_size = self.allocator.block_size
         finished = RequestStatus.FINISHED  # looking up a member of an enum is not free
         index = -1
-        for row in plan.requests:
+        for row in rows:
             request, start = row.request, row.start
             index += row.samples
             if request.status is finished:
                 continue
-            request.num_computed_tokens = end = start + row.num_tokens
-            if start // block_size != end // block_size:
+            end = start + row.num_tokens
+            if start // block_size != end // block_size and _holds_its_blocks(row):
                 self._publish(request, start // block_size, end // block_size)
             if row.samples:
                 token = tokens[index]
+                request.num_pending_tokens -= 1
                 request.output_token_ids.append(token)
                 ended = (
                     token in request.stop_token_ids
                     or request.num_tokens >= request.max_total_tokens
                 ) and self._end(request, token)
                 events.append(TokenEvent(request, token, index, ended))
-        self._open = None
         return events
 
-    def rollback(self, plan: SchedulePlan | None = None) -> None:
-        """Give up a plan that was not committed: all running requests wait again, none is lost.
-
-        They keep their tokens and are computed anew, as far as prefix reuse does not spare it. A
-        plan that was committed is left alone. Without a plan the state is put in order whatever
-        happened, even if ``schedule`` or ``commit`` themselves were interrupted.
-        """
-        if plan is not None and plan is not self._open:
+    def _begin_steady(self) -> None:
+        """Enter the steady state, if all that is running or on its way is the same decode step."""
+        if self._waiting and len(self._running) < self.max_num_seqs:
             return
+        for plan in self._open:
+            if not plan.is_decode or len(plan.requests) != len(self._running):
+                return
+            # Rows are in order of arrival, as the running requests are.
+            for row, request in zip(plan.requests, self._running, strict=True):
+                if row.request is not request or not _holds_its_blocks(row):
+                    return
+        self._steady = SteadyDecode(list(self._running), self.allocator)
+
+    def _end_steady(self) -> None:
+        if self._steady is not None:
+            self._steady.flush()
+            self._steady = None
+
+    def rollback(self) -> None:
+        """Give up all plans that are not committed: running requests wait again, none is lost.
+
+        They keep the tokens they got and are computed anew, as far as prefix reuse does not spare
+        it. This puts the state in order whatever happened, even if ``schedule`` or ``commit``
+        themselves were interrupted.
+        """
+        self._steady = None
         for name, request in list(self._requests.items()):
             request.block_ids = []
             request.slot = None
@@ -198,17 +272,18 @@ class Scheduler:
                 request.num_preemptions += 1
             request.status = RequestStatus.WAITING
             request.num_computed_tokens = 0
+            request.num_pending_tokens = 0
         self._waiting = OrderedDict(self._requests)
         self._running = []
         self._free_slots = list(range(self.max_num_seqs))
         self.allocator.release_all()
-        self._open = None
+        self._open.clear()
 
     def _extend(
         self, request: Request, budget: int, preempted: list[Request]
     ) -> ScheduledRequest | None:
         """The next tokens of a running request; None if it had to be preempted itself."""
-        start, total = request.num_computed_tokens, request.num_tokens
+        start, total = request.num_computed_tokens, request.num_expected_tokens
         held = len(request.block_ids)
         end = total
         if total - start > 1:
@@ -227,7 +302,15 @@ class Scheduler:
         slot = request.slot
         assert slot is not None, "a running request has a row"
         return ScheduledRequest(
-            request, slot, start, end - start, blocks, held, False, end == total
+            request,
+            slot,
+            start,
+            end - start,
+            blocks,
+            held,
+            False,
+            end == total,
+            request.num_preemptions,
         )
 
     def _admit_waiting(self, rows: list[ScheduledRequest], budget: int) -> int:
@@ -250,8 +333,11 @@ class Scheduler:
         """Start the oldest waiting request; None if there are not blocks enough for now.
 
         It must fit with all tokens it has, not just the first chunk: otherwise long prompts would
-        be admitted only to preempt one another.
+        be admitted only to preempt one another. And it must have them all: a step from before it
+        was preempted may still owe it one.
         """
+        if request.num_pending_tokens:
+            return None
         allocator, total = self.allocator, request.num_tokens
         shareable = (total - 1) // allocator.block_size  # one token at least must be computed
         cached: list[int] = []
@@ -277,7 +363,17 @@ class Scheduler:
         request.block_ids = list(blocks)
         del self._waiting[request.request_id]
         self._running.append(request)
-        return ScheduledRequest(request, slot, start, num_tokens, blocks, 0, True, end == total)
+        return ScheduledRequest(
+            request,
+            slot,
+            start,
+            num_tokens,
+            blocks,
+            0,
+            True,
+            end == total,
+            request.num_preemptions,
+        )
 
     def _preempt(self, request: Request) -> None:
         """Put a request that was taken from ``_running`` to the front of the queue."""
@@ -324,6 +420,12 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.block_size)
+
+
+def _holds_its_blocks(row: ScheduledRequest) -> bool:
+    """Whether the request still has the blocks that the row was computed into."""
+    request = row.request
+    return request.status is RequestStatus.RUNNING and request.num_preemptions == row.admission
 
 
 def _plan(rows: list[ScheduledRequest], num_tokens: int, preempted: list[Request]) -> SchedulePlan:

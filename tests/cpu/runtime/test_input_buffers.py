@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,7 +18,7 @@ from ostinato.runtime.input_buffers import InputBuffers
 from ostinato.runtime.kv_cache import CacheSize, KVCache
 from ostinato.runtime.request import Request
 from ostinato.runtime.request_state import RequestState
-from ostinato.runtime.schedule_plan import ScheduledRequest
+from ostinato.runtime.schedule_plan import DecodePlan, ScheduledRequest, SchedulePlan
 
 MAX_NUM_SEQS = 6
 MAX_NUM_TOKENS = 40
@@ -175,8 +176,8 @@ def test_after_reset_nothing_is_written_to_the_cache(device: torch.device) -> No
     buffers.reset()
     tokens = buffers.tokens
     assert (tokens.slot_mappings == -1).all()
+    assert (buffers.slots == MAX_NUM_SEQS).all()  # padding's row, which a decode graph skips
     for tensor in (
-        buffers.slots,
         buffers.query_lens,
         tokens.query_start_loc,
         tokens.seq_lens,
@@ -200,12 +201,12 @@ def test_filling_can_be_captured(
     ]
     for row in before + after:
         row.write(state)
-    buffers._copy_rows([3, 0], [9, 1], state.padding_slot, padded[0])
+    buffers._copy_rows([3, 0], [9, 1], padded[0])
     with monkeypatch.context() as patch, torch.inference_mode():
         patch.setattr(buffers, "_copy_rows", lambda *args: None)
         captured = pool.capture(lambda: fill(buffers, state, before, *padded))
     check(buffers, before, *padded)
-    buffers._copy_rows([1, 5], [1, 8], state.padding_slot, padded[0])
+    buffers._copy_rows([1, 5], [1, 8], padded[0])
     pool.replay(captured.tape)
     check(buffers, after, *padded)
 
@@ -247,7 +248,18 @@ def scheduled(slot: int, **changes: Any) -> ScheduledRequest:
         block_ids=[11, 12, 13],
     )
     item = {"start": 4, "num_tokens": 6, "new_blocks": [11, 12, 13], "first_new_block": 0}
-    return ScheduledRequest(request, slot, **{**item, "is_new": True, "samples": True, **changes})
+    rest = {"is_new": True, "samples": True, "admission": 0}
+    return ScheduledRequest(request, slot, **{**item, **rest, **changes})
+
+
+def plan_of(*items: ScheduledRequest) -> SchedulePlan:
+    return SchedulePlan(
+        requests=list(items),
+        num_tokens=sum(item.num_tokens for item in items),
+        num_samples=sum(item.samples for item in items),
+        max_query_len=max(item.num_tokens for item in items),
+        preempted=[],
+    )
 
 
 def contents(state: RequestState) -> dict[str, list[Any]]:
@@ -258,7 +270,7 @@ def contents(state: RequestState) -> dict[str, list[Any]]:
 def test_a_new_request_gets_its_row_and_no_other(device: torch.device) -> None:
     state = new_state(device)
     expected = contents(state)
-    state.update([scheduled(2), scheduled(4)])
+    state.update(plan_of(scheduled(2), scheduled(4)))
     for slot in (2, 4):
         expected["token_ids"][slot][:10] = [slot, 1, 2, 3, 4, 5, 6, 70, 80, 90]
         expected["block_table"][slot][:3] = [11, 12, 13]
@@ -269,16 +281,16 @@ def test_a_new_request_gets_its_row_and_no_other(device: torch.device) -> None:
 
 def test_blocks_are_appended(device: torch.device) -> None:
     state = new_state(device)
-    state.update([scheduled(2), scheduled(4), scheduled(0)])
+    state.update(plan_of(scheduled(2), scheduled(4), scheduled(0)))
     expected = contents(state)
     grown = {"is_new": False, "start": 10, "num_tokens": 1, "first_new_block": 3}
     state.update(
-        [
+        plan_of(
             scheduled(4, **{**grown, "new_blocks": [21, 22]}),
             scheduled(2, **{**grown, "new_blocks": []}),
             scheduled(0, **{**grown, "new_blocks": [23]}),
             scheduled(5),
-        ]
+        )
     )
     expected["block_table"][4][3:5] = [21, 22]
     expected["block_table"][0][3] = 23
@@ -288,9 +300,27 @@ def test_blocks_are_appended(device: torch.device) -> None:
     assert contents(state) == expected
 
 
+def test_blocks_are_appended_in_the_steady_state(device: torch.device) -> None:
+    state = new_state(device)
+    items = [scheduled(2), scheduled(4), scheduled(0)]
+    state.update(plan_of(*items))
+    expected = contents(state)
+    plan = DecodePlan(
+        members=[item.request for item in items],
+        slots=np.array([2, 4, 0]),
+        starts=np.array([10, 10, 10]),
+        new_blocks=[(1, 3, 21), (2, 3, 22)],
+    )
+    state.update(plan)
+    expected["block_table"][4][3], expected["block_table"][0][3] = 21, 22
+    assert contents(state) == expected
+    state.update(replace(plan, new_blocks=[]))
+    assert contents(state) == expected
+
+
 def test_tokens_are_counted_and_appended(device: torch.device) -> None:
     state = new_state(device)
-    state.update([scheduled(2), scheduled(4), scheduled(0)])
+    state.update(plan_of(scheduled(2), scheduled(4), scheduled(0)))
     expected = contents(state)
     slots = torch.tensor([4, 0], device=device)
     state.advance(slots, torch.tensor([6, 3], dtype=torch.int32, device=device))

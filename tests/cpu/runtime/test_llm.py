@@ -51,9 +51,10 @@ def free_blocks(llm: LLM) -> int:
     return llm.engine.scheduler.allocator.num_free_blocks
 
 
-@pytest.fixture
-def llm(device: torch.device) -> Iterator[LLM]:
-    with open_tiny(device) as llm:
+@pytest.fixture(params=[False, True], ids=["in-step", "overlap"])
+def llm(device: torch.device, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """Takes in each step's tokens before the next one starts, or one step later."""
+    with open_tiny(device, overlap=request.param) as llm:
         yield llm
 
 
@@ -225,28 +226,65 @@ def test_min_tokens_holds_off_the_stop(llm: LLM, expected: list[list[int]]) -> N
     assert stop not in result.outputs[0].token_ids[:5]
 
 
+@torch.inference_mode()
+def logits_of(llm: LLM, tokens: list[int]) -> torch.Tensor:
+    """The logits after ``tokens``, computed eagerly in one go and in blocks of their own."""
+    (result,) = llm.generate([tokens], SamplingParams(temperature=0, max_tokens=1, logprobs=20))
+    seen: list[torch.Tensor] = []
+    model, compute_logits = llm.engine.model, llm.engine.model.compute_logits
+    model.compute_logits = lambda hidden: seen.append(compute_logits(hidden)) or seen[-1]  # type: ignore[method-assign]
+    (again,) = llm.generate([tokens], SamplingParams(temperature=0, max_tokens=1))
+    model.compute_logits = compute_logits  # type: ignore[method-assign]
+    assert again.outputs[0].token_ids == result.outputs[0].token_ids
+    return seen[0][0]
+
+
 def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=3)
-    seen = []
-    compute_logits = llm.engine.model.compute_logits
-    llm.engine.model.compute_logits = lambda hidden: (
-        seen.append(  # type: ignore[method-assign]
-            compute_logits(hidden)
-        )
-        or seen[-1]
-    )
-    (result,) = llm.generate([PROMPTS[0]], params)
+    plain = SamplingParams(temperature=0, max_tokens=4)
+    # Between requests that ask for none, so that rows must not be mixed up.
+    batch = [PROMPTS[1], PROMPTS[0], PROMPTS[2]]
+    result = llm.generate(batch, [plain, params, plain])[1]
     output = result.outputs[0]
     assert output.logprobs is not None
     total = 0.0
-    for token, row, logits in zip(output.token_ids, output.logprobs, seen, strict=True):
-        want = logits[0].log_softmax(0)
+    for place, (token, row) in enumerate(zip(output.token_ids, output.logprobs, strict=True)):
+        want = logits_of(llm, [*PROMPTS[0], *output.token_ids[:place]]).log_softmax(0)
         best = want.topk(3).indices.tolist()
         assert set(row) == {token, *best}
         for candidate, logprob in row.items():
             assert logprob.logprob == pytest.approx(want[candidate].item(), abs=1e-5)
         total += row[token].logprob
     assert output.cumulative_logprob == pytest.approx(total)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_overlap_changes_nothing(mode: str, device: torch.device) -> None:
+    """Seeds, filters, penalties, log-probabilities and stops, in batches that shrink and grow."""
+    graphs = GraphConfig(mode=mode, capture_sizes=[1, 2, 4, 8, 16, 64])
+    plain = SamplingParams(temperature=0, max_tokens=12)
+    results = []
+    for overlap in (False, True):
+        with open_tiny(device, graphs=graphs, overlap=overlap, max_num_seqs=6) as llm:
+            stop = llm.generate([PROMPTS[1]], plain)[0].outputs[0].token_ids[5]
+            params = [
+                plain,
+                SamplingParams(temperature=0, max_tokens=12, stop_token_ids=[stop]),
+                SamplingParams(temperature=0.9, seed=7, max_tokens=9),
+                SamplingParams(temperature=0.9, seed=8, max_tokens=15, top_k=9, top_p=0.8),
+                SamplingParams(temperature=0, max_tokens=7, logprobs=3),
+                SamplingParams(temperature=0.7, seed=9, max_tokens=8, logprobs=0, min_p=0.1),
+                SamplingParams(temperature=0, max_tokens=10, repetition_penalty=1.5),
+                SamplingParams(temperature=0, max_tokens=10, presence_penalty=1, min_tokens=4),
+                SamplingParams(temperature=1.1, seed=3, n=2, logit_bias={5: 4.0}, max_tokens=1),
+            ]
+            prompts = [PROMPTS[i % 4] for i in range(len(params))]
+            outputs = llm.generate(prompts, params)
+            assert outputs[1].outputs[0].token_ids[-1] == stop
+            assert outputs[1].outputs[0].finish_reason == "stop"
+            assert llm.engine.scheduler.num_running == 0
+            results.append([result.outputs for result in outputs])
+    assert results[0] == results[1]
 
 
 def test_the_length_limit_ends_a_request(llm: LLM) -> None:
@@ -391,7 +429,7 @@ def test_a_length_that_was_not_asked_for_is_cut_to_the_cache(
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("where", ["prepare", "forward", "sample"])
+@pytest.mark.parametrize("where", ["dispatch", "_result", "run"])
 @pytest.mark.parametrize("step", [0, 1, 5])
 def test_an_interrupted_step_leaves_the_engine_usable(
     llm: LLM, expected: list[list[int]], failure: type[BaseException], where: str, step: int
@@ -424,16 +462,17 @@ def test_a_failed_step_loses_no_token(llm: LLM, expected: list[list[int]]) -> No
     completions = [llm.engine.prepare_request(prompt, GREEDY)[0] for prompt in PROMPTS]
     for completion in completions:
         llm.engine.add(completion)
-    forward, steps = llm.engine.runner.forward, 0
+    run, steps, failures = llm.engine.runner.run, 0, 0
     while llm.engine.has_unfinished:
         steps += 1
         if steps % 3 == 0:
-            llm.engine.runner.forward = lambda step: 1 / 0  # type: ignore[assignment,return-value]
-            with pytest.raises(ZeroDivisionError):
-                llm.engine.step()
-            llm.engine.runner.forward = forward  # type: ignore[method-assign]
-        else:
+            llm.engine.runner.run = lambda plan: 1 / 0  # type: ignore[assignment,return-value]
+        try:
             llm.engine.step()
+        except ZeroDivisionError:
+            failures += 1
+        llm.engine.runner.run = run  # type: ignore[method-assign]
+    assert failures > 2
     assert [completion.output.token_ids for completion in completions] == expected
 
 

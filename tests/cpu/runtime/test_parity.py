@@ -96,14 +96,13 @@ def open_llm(directory: Path, device: torch.device, mode: str) -> LLM:
 def record_logits(llm: LLM) -> list[torch.Tensor]:
     """Every row of logits that tokens were sampled from, in order."""
     rows: list[torch.Tensor] = []
-    compute = llm.engine.model.compute_logits
+    result = llm.engine.runner._result
 
-    def recorded(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute(hidden)
-        rows.append(logits.clone())
-        return logits
+    def recorded(filtered: Any, tokens: Any, logits: torch.Tensor, *rest: Any) -> Any:
+        rows.append(logits.clone())  # where the graph left them
+        return result(filtered, tokens, logits, *rest)
 
-    llm.engine.model.compute_logits = recorded  # type: ignore[method-assign]
+    llm.engine.runner._result = recorded  # type: ignore[method-assign]
     return rows
 
 

@@ -28,4 +28,4 @@ class CausalLM(Protocol):
         """Hidden states [T, hidden_size] of tokens ``input_ids`` [T] at ``positions`` [T]."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [B, vocab_size] in float32 of hidden states [B, hidden_size]."""
+        """Logits [B, vocab_size], in float32 or the model's type, of states [B, hidden_size]."""

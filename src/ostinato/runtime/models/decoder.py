@@ -2,7 +2,8 @@
 
 Inference only, over a flat row of tokens, with few operators per layer: queries, keys and values
 come from one matrix product, gate and up from another, and queries and keys are rotated together.
-What differs between the families is in ``DecoderConfig``; loading weights is in ``load.py``.
+On CUDA a layer is five fused operators; elsewhere, and for torch.compile, which fuses by itself, it
+is written out. What differs between the families is in ``DecoderConfig``; loading weights is in ``load.py``.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from ostinato.errors import ConfigError
-from ostinato.runtime.attention.base import AttentionSpec, attend
+from ostinato.runtime.attention.base import AttentionSpec, attend, attend_qkv
+from ostinato.runtime.attention.rotation import Rotation
 from ostinato.runtime.models.decoder_config import DecoderConfig
 from ostinato.runtime.models.norm import RMSNorm
 from ostinato.runtime.models.rotary import angles_at, rotate
+from ostinato.runtime.operators.linear import Norm, linear
 
 
 class WeightSlot(NamedTuple):
@@ -74,6 +77,22 @@ class DecoderLayer(nn.Module):
         gate, up = self.gate_up_proj(self.post_attention_norm(hidden)).chunk(2, dim=-1)
         down: torch.Tensor = self.down_proj(F.silu(gate) * up)
         return hidden + down
+
+    def forward_fused(
+        self, hidden: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
+        """The same in five operators; ``table`` is the model's table of angles."""
+        qk_norm = self.qk_norm
+        rotation = Rotation(
+            table=table,
+            qk_norm=None if qk_norm is None else qk_norm.weight,
+            eps=self.input_norm.eps,
+        )
+        qkv = _apply(self.qkv_proj, hidden, norm=self.input_norm)
+        mixed = attend_qkv(self.spec, qkv, rotation, positions)
+        hidden = _apply(self.o_proj, mixed.flatten(1), residual=hidden)
+        gated = _apply(self.gate_up_proj, hidden, norm=self.post_attention_norm, gated=True)
+        return _apply(self.down_proj, gated, residual=hidden)
 
     def _attention(
         self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor
@@ -160,17 +179,26 @@ class Decoder(nn.Module):
         self.attention_specs: Sequence[AttentionSpec] = [layer.spec for layer in self._layers()]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, hidden_size], normed, of tokens ``input_ids`` at ``positions``."""
+        """Hidden states [T, hidden_size] of tokens ``input_ids`` at ``positions``.
+
+        They are not normed: the last norm is part of the head, which few tokens go through.
+        """
         hidden = F.embedding(input_ids, self.embed_tokens.weight)
+        if hidden.is_cuda and not torch.compiler.is_compiling():
+            for layer in self._layers():
+                hidden = layer.forward_fused(hidden, positions, self.rotary_table)
+            return hidden
         cos, signed_sin = angles_at(self.rotary_table, positions, self.dtype)
-        for layer in self.layers:
+        for layer in self._layers():
             hidden = layer(hidden, cos, signed_sin)
-        return self.norm(hidden)  # type: ignore[no-any-return]
+        return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [B, vocab_size] in float32 of hidden states [B, hidden_size]."""
+        """Logits [B, vocab_size] of hidden states [B, hidden_size]."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
-        return F.linear(hidden, head.weight).float()
+        if hidden.is_cuda:
+            return linear(hidden, head.weight, norm=Norm(self.norm.weight, self.norm.eps))
+        return F.linear(self.norm(hidden), head.weight)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """Every tensor that a checkpoint of this model must have, and where it goes."""
@@ -196,6 +224,20 @@ def _checked_max_position(config: DecoderConfig, asked: int | None) -> int:
             f"right from 1 to {config.max_position} tokens; choose a length in that range"
         )
     return asked
+
+
+def _apply(
+    projection: nn.Linear,
+    x: torch.Tensor,
+    *,
+    norm: RMSNorm | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    before = None if norm is None else Norm(norm.weight, norm.eps)
+    return linear(
+        x, projection.weight, projection.bias, norm=before, gated=gated, residual=residual
+    )
 
 
 class _EmptyLinear(nn.Linear):
