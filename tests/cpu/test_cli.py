@@ -549,3 +549,9 @@ def test_unknown_options_are_refused(ostinato: Run) -> None:
     result = ostinato("explain", "--tokens", "1", "--reqs", "1", "--size", "3")
     assert result.exit_code == 2
     assert "--size" in result.err
+
+
+def test_tune_says_that_it_needs_a_gpu(ostinato: Run) -> None:
+    result = ostinato("tune", "--model", "tiny", "--random-weights", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "ConfigError: there is nothing to tune on cpu" in result.err

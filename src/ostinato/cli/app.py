@@ -33,6 +33,7 @@ app.add_typer(bench.app, name="bench")
 app.command()(model.generate)
 app.command()(model.capture)
 app.command()(model.explain)
+app.command()(model.tune)
 
 
 @app.callback()

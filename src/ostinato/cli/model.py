@@ -1,4 +1,4 @@
-"""Commands that run a model, or say how one would run: generate, capture, explain."""
+"""Commands that run a model, or say how one would run: generate, capture, explain, tune."""
 
 from __future__ import annotations
 
@@ -113,6 +113,28 @@ def explain(
     table = Table(show_header=False)
     for name, value in explanation.items():
         table.add_row(name.replace("_", " "), _cell(value))
+    Console().print(table)
+
+
+@options.takes_model(
+    without=("mode", "sizes", "compiled", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+)
+def tune(
+    *,
+    chosen: options.ModelOptions,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure which kernels suit a model's products of few rows on this GPU; kept for later."""
+    from ostinato.runtime.tune import tune as tune_model
+
+    choices = tune_model(chosen.engine_config(quiet=quiet or as_json))
+    if as_json:
+        sys.stdout.write(json.dumps(choices) + "\n")
+        return
+    table = Table("product", "choice", title=f"{len(choices)} kinds of products")
+    for key, choice in choices.items():
+        table.add_row(key, choice)
     Console().print(table)
 
 

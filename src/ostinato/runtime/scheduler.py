@@ -190,13 +190,14 @@ class Scheduler:
             raise SchedulingError(
                 f"the plan samples {plan.num_samples} tokens, but {len(tokens)} came back"
             )
+        if not plan.num_tokens:
+            return []
         events = self._commit_steady(tokens) if self._steady else None
         if events is None:
             self._end_steady()
             listed = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
             events = self._commit_each(plan.requests, listed)
-        if plan.num_tokens:
-            self._open.popleft()
+        self._open.popleft()
         return events
 
     def _commit_steady(self, tokens: Sequence[int] | IntArray) -> list[TokenEvent] | None:
@@ -278,6 +279,9 @@ class Scheduler:
         self._free_slots = list(range(self.max_num_seqs))
         self.allocator.release_all()
         self._open.clear()
+        for request in list(self._requests.values()):
+            if request.output_token_ids:  # commit may have been stopped between token and end
+                self._end(request, request.output_token_ids[-1])
 
     def _extend(
         self, request: Request, budget: int, preempted: list[Request]

@@ -3,7 +3,8 @@
 Inference only, over a flat row of tokens, with few operators per layer: queries, keys and values
 come from one matrix product, gate and up from another, and queries and keys are rotated together.
 On CUDA a layer is five fused operators; elsewhere, and for torch.compile, which fuses by itself, it
-is written out. What differs between the families is in ``DecoderConfig``; loading weights is in ``load.py``.
+is written out. What differs between the families is in ``DecoderConfig``; loading weights is in
+``load.py``.
 """
 
 from __future__ import annotations
@@ -176,7 +177,9 @@ class Decoder(nn.Module):
         table = config.rotary.table(self.max_position, device)
         self.register_buffer("rotary_table", table, persistent=False)
         self.rotary_table: torch.Tensor
-        self.attention_specs: Sequence[AttentionSpec] = [layer.spec for layer in self._layers()]
+        self.attention_specs: Sequence[AttentionSpec] = [
+            layer.spec for layer in self.decoder_layers()
+        ]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden_size] of tokens ``input_ids`` at ``positions``.
@@ -185,31 +188,34 @@ class Decoder(nn.Module):
         """
         hidden = F.embedding(input_ids, self.embed_tokens.weight)
         if hidden.is_cuda and not torch.compiler.is_compiling():
-            for layer in self._layers():
+            for layer in self.decoder_layers():
                 hidden = layer.forward_fused(hidden, positions, self.rotary_table)
             return hidden
         cos, signed_sin = angles_at(self.rotary_table, positions, self.dtype)
-        for layer in self._layers():
+        for layer in self.decoder_layers():
             hidden = layer(hidden, cos, signed_sin)
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] of hidden states [B, hidden_size]."""
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
         if hidden.is_cuda:
-            return linear(hidden, head.weight, norm=Norm(self.norm.weight, self.norm.eps))
-        return F.linear(self.norm(hidden), head.weight)
+            return linear(hidden, self.head_weight, norm=Norm(self.norm.weight, self.norm.eps))
+        return F.linear(self.norm(hidden), self.head_weight)
+
+    @property
+    def head_weight(self) -> torch.Tensor:
+        return (self.embed_tokens if self.lm_head is None else self.lm_head).weight
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """Every tensor that a checkpoint of this model must have, and where it goes."""
         yield _slot("model.embed_tokens.weight", self.embed_tokens.weight)
-        for index, layer in enumerate(self._layers()):
+        for index, layer in enumerate(self.decoder_layers()):
             yield from layer.weight_slots(f"model.layers.{index}")
         yield _slot("model.norm.weight", self.norm.weight)
         if self.lm_head is not None:
             yield _slot("lm_head.weight", self.lm_head.weight)
 
-    def _layers(self) -> Iterator[DecoderLayer]:
+    def decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)
             yield layer

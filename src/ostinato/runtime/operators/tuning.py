@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the kernels as far as blocks matter; a new number makes everybody measure again
 _SHIPPED = "tuned_h200.json"
-_CLASSES = (1, 16, 32, 64)
-MAX_ROWS = _CLASSES[-1]
+ROW_CLASSES = (1, 16, 32, 64)
+MAX_ROWS = ROW_CLASSES[-1]
 
 
 class Blocks(NamedTuple):
@@ -74,7 +74,7 @@ WeightsOf = Callable[[LinearShape], Sequence[torch.Tensor]]
 
 def row_class(num_rows: int) -> int:
     """The most rows of the class: 1, 2 to 16, 17 to 32, 33 to 64."""
-    return next(most for most in _CLASSES if num_rows <= most)
+    return next(most for most in ROW_CLASSES if num_rows <= most)
 
 
 # --- tables ---------------------------------------------------------------------------------------
