@@ -254,14 +254,16 @@ class ModelRunner:
         requests = plan.requests
         if plan.is_decode:
             return None, self.buffers.slots[: len(requests)]
-        rows_and_slots = []
+        last_tokens: list[int] = []
+        their_slots: list[int] = []
         end = 0
         for item in requests:
             end += item.num_tokens
             if item.samples:
-                rows_and_slots.append((end - 1, item.slot))
-        on_host = torch.tensor(rows_and_slots, dtype=torch.int64)
-        rows, slots = on_host.T.to(self.model.device, non_blocking=True)
+                last_tokens.append(end - 1)
+                their_slots.append(item.slot)
+        on_host = torch.tensor((last_tokens, their_slots))
+        rows, slots = on_host.to(self.model.device, non_blocking=True)
         return rows, slots
 
     def _filtered_rows(self, slots: Sequence[int]) -> _FilteredRows | None:

@@ -567,15 +567,16 @@ def test_attention_between_pieces_costs_no_copy(device: torch.device) -> None:
     with open_tiny(device, graphs=graphs, prefix_reuse=False) as llm:
         runner = llm.engine.runner
         written: list[tuple[int, int, int]] = []
-        forward = runner.backend.forward
+        # Queries, keys and values, or all of them in one tensor to be rotated.
+        name = "forward_qkv" if hasattr(runner.backend, "forward_qkv") else "forward"
+        forward = getattr(runner.backend, name)
 
-        def recorded(
-            spec: Any, q: Any, k: Any, v: Any, metadata: Any, out: Any, *rest: Any
-        ) -> None:
+        def recorded(spec: Any, *arguments: Any) -> None:
+            out = next(a for a in reversed(arguments) if isinstance(a, torch.Tensor))
             written.append((len(out), spec.layer, out.data_ptr()))
-            forward(spec, q, k, v, metadata, out, *rest)
+            forward(spec, *arguments)
 
-        runner.backend.forward = recorded  # type: ignore[method-assign]
+        setattr(runner.backend, name, recorded)
         tokens_of(llm, PROMPTS)
         tapes = [entry.tape for entry in runner.piecewise.entries.values()]
         assert [tape.num_copies for tape in tapes] == [0, 0]

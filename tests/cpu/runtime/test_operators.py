@@ -250,6 +250,18 @@ def test_tokens_are_the_samplers(
     batch.check()
 
 
+def test_slots_and_lengths_may_be_columns(find: Any, device: torch.device) -> None:
+    """What stands between them would be rows and places that do not exist."""
+    batch = Rows(3, 700, device).set([0.7, 0.0, 1.3], [5, 6, 7])
+    slots, lengths = (
+        torch.stack((tensor, torch.full_like(tensor, 2**30)), dim=1)[:, 0]
+        for tensor in (batch.slots, batch.lengths)
+    )
+    logits, _, temperature, seed_key, _, tokens = batch.arguments()
+    find(sampling, "sample_rows")(logits, slots, temperature, seed_key, lengths, tokens)
+    batch.check()
+
+
 def test_the_noise_is_the_samplers_to_the_last_draw(find: Any, device: torch.device) -> None:
     """Of many rows without preference: one wrong bit of the hash, and other tokens win."""
     num_rows = 24

@@ -2,15 +2,22 @@
 
 The model is simulated. A position's "key" is a digest of all tokens up to it, so a read through a
 block table is right only if every block holds exactly what its request needs; the next token is a
-function of the last digest.
+function of the last digest. As on a device that works through a stream, a step runs when it is
+scheduled, with the tokens that the device has; the host learns what came of it when it commits.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,14 +25,23 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ostinato.errors import ConfigError, SchedulingError
 from ostinato.graphs.descriptor import BatchShape
-from ostinato.runtime.block_allocator import BlockAllocator
+from ostinato.runtime import block_allocator, scheduler, steady_decode
+from ostinato.runtime.block_allocator import BlockAllocator, block_hash, root_hash
 from ostinato.runtime.request import FinishReason, Request, RequestStatus
 from ostinato.runtime.sampling_params import SamplingParams
-from ostinato.runtime.schedule_plan import SchedulePlan, TokenEvent
+from ostinato.runtime.schedule_plan import (
+    DecodePlan,
+    Plan,
+    ScheduledRequest,
+    SchedulePlan,
+    TokenEvent,
+)
 from ostinato.runtime.scheduler import Scheduler
 
 VOCAB = 3  # few tokens, so that prompts often begin alike
 MAX_LEN = 12
+MAX_DEPTH = 3  # plans in flight
+GARBAGE = -1  # what a step that failed may have left in the cache
 
 
 def make_request(
@@ -33,7 +49,9 @@ def make_request(
     prompt: list[int],
     *,
     max_tokens: int = 4,
+    max_len: int = MAX_LEN,
     eos: int | None = None,
+    watched: bool = False,
     **params: Any,
 ) -> Request:
     settings = SamplingParams(max_tokens=max_tokens, **params)
@@ -42,8 +60,9 @@ def make_request(
         request_id,
         prompt,
         settings,
-        max_total_tokens=min(len(prompt) + max_tokens, MAX_LEN),
+        max_total_tokens=min(len(prompt) + max_tokens, max_len),
         stop_token_ids=frozenset(stops),
+        watched=watched,
     )
 
 
@@ -54,13 +73,14 @@ def make_scheduler(
     prefix_reuse: bool = True,
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 16,
+    max_model_len: int = MAX_LEN,
     prefill_chunk: int | None = None,
 ) -> Scheduler:
     return Scheduler(
         BlockAllocator(num_blocks, block_size, prefix_reuse=prefix_reuse),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=MAX_LEN,
+        max_model_len=max_model_len,
         prefill_chunk=prefill_chunk,
     )
 
@@ -77,469 +97,1208 @@ def next_token(tokens: list[int]) -> int:
     return digests(tokens)[-1] % VOCAB
 
 
+@lru_cache(maxsize=4096)
+def block_names(tokens: tuple[int, ...], size: int) -> tuple[bytes, ...]:
+    """The hashes of all full blocks of a sequence."""
+    end = len(tokens) // size * size
+    if not end:
+        return ()
+    before = block_names(tokens[: end - size], size)
+    parent = before[-1] if before else root_hash()
+    return (*before, block_hash(parent, tokens[end - size : end]))
+
+
+def ends(request: Request, output: list[int]) -> FinishReason | None:
+    """Whether this output, with its last token, is complete."""
+    if output[-1] in request.stop_token_ids and len(output) >= request.params.min_tokens:
+        return FinishReason.STOP
+    if len(request.prompt_token_ids) + len(output) >= request.max_total_tokens:
+        return FinishReason.LENGTH
+    return None
+
+
 def expected_output(request: Request) -> tuple[list[int], FinishReason]:
     """What the request gets if it is alone in the world."""
-    tokens, output = list(request.prompt_token_ids), []
+    tokens, output = list(request.prompt_token_ids), list[int]()
     while True:
         output.append(next_token(tokens + output))
-        if output[-1] in request.stop_token_ids and len(output) >= request.params.min_tokens:
-            return output, FinishReason.STOP
-        if len(tokens) + len(output) >= request.max_total_tokens:
-            return output, FinishReason.LENGTH
+        reason = ends(request, output)
+        if reason is not None:
+            return output, reason
+
+
+def rows_of(plan: Plan) -> list[ScheduledRequest]:
+    """The rows as they are now. The plan itself is not asked, since it may remember its answer."""
+    return replace(plan).requests if isinstance(plan, DecodePlan) else plan.requests
 
 
 @dataclass
 class Device:
-    """Rows and KV cache of a device that sees nothing but plans."""
+    """Rows and KV cache of a device that sees nothing but plans, and tokens with new rows only."""
 
-    scheduler: Scheduler
+    allocator: BlockAllocator
     tables: dict[int, list[int]] = field(default_factory=dict)
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    computed: dict[int, int] = field(default_factory=dict)
     cache: dict[int, int] = field(default_factory=dict)
 
-    def run(self, plan: SchedulePlan) -> list[int]:
-        """Compute a step: update rows, write all keys, read all keys, sample."""
-        for row in plan.requests:
-            table = [] if row.is_new else self.tables[row.slot]
-            assert row.first_new_block == len(table)
-            self.tables[row.slot] = [*table, *row.new_blocks]
-            for position in range(row.start, row.start + row.num_tokens):
-                place = self._place(row.slot, position)
-                block = place // self.scheduler.allocator.block_size
-                assert self.scheduler.allocator.ref_count(block) == 1, "wrote to a shared block"
-                self.cache[place] = digests(row.request.all_token_ids)[position]
-        tokens = []
-        for row in plan.requests:
-            end = row.start + row.num_tokens
-            seen = [self.cache[self._place(row.slot, position)] for position in range(end)]
-            assert seen == digests(row.request.all_token_ids)[:end]
-            if row.samples:
-                tokens.append(seen[-1] % VOCAB)
-        return tokens
+    def run(self, plan: Plan) -> tuple[list[int], list[int]]:
+        """Compute a step: what it sampled, and the places in the cache that it wrote to."""
+        if isinstance(plan, DecodePlan):
+            steps = self._decode_rows(plan)
+        else:
+            steps = [self._row(row) for row in plan.requests]
+        written = []
+        for slot, start, end in steps:
+            assert self.computed[slot] == start
+            chain = digests(self.tokens[slot])
+            for position in range(start, end):
+                place = self._place(slot, position)
+                block = place // self.allocator.block_size
+                assert self.allocator.ref_count(block) == 1, "wrote to a shared block"
+                assert self.allocator._name_of[block] is None, "wrote to a findable block"
+                self.cache[place] = chain[position]
+                written.append(place)
+            self.computed[slot] = end
+        assert len(set(written)) == len(written), "two rows wrote to one place"
+        sampled = []
+        for slot, _, end in steps:
+            tokens = self.tokens[slot]
+            seen = [self.cache[self._place(slot, position)] for position in range(end)]
+            assert seen == digests(tokens)[:end]
+            if end == len(tokens):
+                sampled.append(seen[-1] % VOCAB)
+                tokens.append(sampled[-1])
+        assert len(sampled) == plan.num_samples
+        return sampled, written
+
+    def _row(self, row: ScheduledRequest) -> tuple[int, int, int]:
+        slot, end = row.slot, row.start + row.num_tokens
+        if row.is_new:
+            self.tables[slot] = []
+            self.tokens[slot] = row.request.all_token_ids
+            self.computed[slot] = row.start
+        assert row.first_new_block == len(self.tables[slot])
+        self.tables[slot] += row.new_blocks
+        assert row.samples == (end == len(self.tokens[slot]))
+        return slot, row.start, end
+
+    def _decode_rows(self, plan: DecodePlan) -> list[tuple[int, int, int]]:
+        slots = plan.slots.tolist()
+        for position, index, block in plan.new_blocks:
+            assert index == len(self.tables[slots[position]])
+            self.tables[slots[position]].append(block)
+        starts = plan.starts.tolist()
+        return [(slot, start, start + 1) for slot, start in zip(slots, starts, strict=True)]
+
+    def fail(self, written: list[int]) -> None:
+        """These places were to be written by steps that failed. Rows are as good as lost."""
+        for place in written:
+            self.cache[place] = GARBAGE
+        self.tables.clear()
+        self.tokens.clear()
+        self.computed.clear()
 
     def _place(self, slot: int, position: int) -> int:
-        size = self.scheduler.allocator.block_size
+        size = self.allocator.block_size
         block = self.tables[slot][position // size]
         assert block > 0, "block 0 is nobody's"
         return block * size + position % size
 
 
-def check_plan(
-    scheduler: Scheduler, plan: SchedulePlan, arrivals: list[Request], chunk: int | None
-) -> None:
-    """What must hold for every plan. ``arrivals`` are all requests ever, in order."""
-    rows = plan.requests
-    place = {id(request): number for number, request in enumerate(arrivals)}
-    unfinished = [r for r in arrivals if r.status is not RequestStatus.FINISHED]
-    assert bool(rows) == bool(unfinished) == scheduler.has_unfinished
-    if not rows:
-        assert plan.shape == BatchShape(0, 0, 0)
-        return
-    budget = scheduler.max_num_batched_tokens
-    in_order = sorted(rows, key=lambda row: place[id(row.request)])
-    assert in_order[0].request is unfinished[0], "the oldest makes progress"
-    for row in in_order:
-        request = row.request
-        left = request.num_tokens - request.num_computed_tokens
-        assert row.start == request.num_computed_tokens
-        assert row.num_tokens == min(left, budget, chunk or budget)
-        assert row.num_tokens >= 1
-        assert row.samples == (row.num_tokens == left)
-        assert row.slot == request.slot
-        first = row.first_new_block
-        assert request.block_ids[first:] == list(row.new_blocks)
-        held = len(request.block_ids) * scheduler.allocator.block_size
-        assert 0 <= held - (row.start + row.num_tokens) < scheduler.allocator.block_size
-        budget -= row.num_tokens
-    assert plan.shape == BatchShape(
-        scheduler.max_num_batched_tokens - budget, len(rows), max(row.num_tokens for row in rows)
-    )
-    assert plan.num_samples == sum(row.samples for row in rows)
-    late = [not (row.num_tokens == 1 and row.samples) for row in rows]
-    assert late == sorted(late), "decodes stand first"
-    for kind in (False, True):
-        group = [place[id(r.request)] for r, flag in zip(rows, late, strict=True) if flag == kind]
-        assert group == sorted(group)
-    if plan.preempted:
-        assert not any(row.is_new for row in rows)
-        youngest = max(place[id(row.request)] for row in rows)
-        assert all(place[id(request)] > youngest for request in plan.preempted)
+@dataclass
+class InFlight:
+    plan: Plan
+    rows: list[ScheduledRequest]
+    tokens: list[int]
+    written: list[int]
 
 
-def check_state(scheduler: Scheduler, arrivals: list[Request]) -> None:
-    """What must hold at any time."""
-    running = [r for r in arrivals if r.status is RequestStatus.RUNNING]
-    waiting = [r for r in arrivals if r.status is RequestStatus.WAITING]
-    allocator = scheduler.allocator
-    refs = Counter(block for request in running for block in request.block_ids)
-    for block in range(1, allocator.num_blocks):
-        assert allocator.ref_count(block) == refs[block]
-    assert allocator.num_free_blocks == allocator.num_blocks - 1 - len(refs)
-    assert (scheduler.num_running, scheduler.num_waiting) == (len(running), len(waiting))
-    assert scheduler.num_running <= scheduler.max_num_seqs
-    slots = [request.slot for request in running]
-    assert len(set(slots)) == len(slots)
-    assert set(slots) <= set(range(scheduler.max_num_seqs))
-    for request in arrivals:
-        if request.status is not RequestStatus.RUNNING:
-            assert request.slot is None
-            assert not request.block_ids
-        if request.status is RequestStatus.WAITING:
-            assert request.num_computed_tokens == 0
-    if running and waiting:
-        assert arrivals.index(running[-1]) < arrivals.index(waiting[0]), "first come first served"
-    check_sharing(allocator.block_size, running)
+class World:
+    """A scheduler, its device, the steps in flight, and all that can be known from outside.
 
+    Every operation checks what must hold for it.
+    """
 
-def check_sharing(size: int, running: list[Request]) -> None:
-    """A block that two requests hold is full, computed, and has the same tokens up to its end."""
-    holders: dict[int, tuple[int, Request]] = {}
-    for request in running:
-        assert len(set(request.block_ids)) == len(request.block_ids)
-        for index, block in enumerate(request.block_ids):
-            if block not in holders:
-                holders[block] = index, request
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.allocator = scheduler.allocator
+        self.device = Device(scheduler.allocator)
+        self.arrivals: list[Request] = []
+        self.aborted: set[Request] = set()
+        self.flight: deque[InFlight] = deque()
+        self.computed: Counter[Request] = Counter()  # tokens, by steps that were started
+        self.pending: Counter[Request] = Counter()  # tokens that steps in flight will give
+        self.num_commits = 0
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+            self.arrivals.append(request)
+
+    def abort(self, request: Request) -> None:
+        was_finished = request.status is RequestStatus.FINISHED
+        result = self.scheduler.abort(request.request_id)
+        assert result is (None if was_finished else request)
+        if not was_finished:
+            self.aborted.add(request)
+
+    def schedule(self, within: AbstractContextManager[None] | None = None) -> Plan:
+        """Plan a step and let the device run it. Its tokens stay there until ``commit``."""
+        before = self.with_status(RequestStatus.RUNNING)
+        with within or nullcontext():
+            plan = self.scheduler.schedule()
+        rows = rows_of(plan)
+        self.check_plan(plan, rows, before)
+        for request in plan.preempted:
+            self.computed[request] = 0
+        for row in rows:
+            self.computed[row.request] = row.start + row.num_tokens
+            self.pending[row.request] += row.samples
+        if rows:
+            self.flight.append(InFlight(plan, rows, *self.device.run(plan)))
+        assert self.scheduler.num_open_plans == len(self.flight)
+        self.check_counts()
+        return plan
+
+    def commit(self, within: AbstractContextManager[None] | None = None) -> list[TokenEvent]:
+        """Bring the tokens of the oldest step in flight to the host."""
+        step = self.flight.popleft()  # it succeeded, whatever becomes of the commit
+        sampling = [row.request for row in step.rows if row.samples]
+        live = [r for r in sampling if r.status is not RequestStatus.FINISHED]
+        before = {row.request: list(row.request.output_token_ids) for row in step.rows}
+        steady = self.scheduler._steady is not None
+        self.num_commits += 1
+        as_array = self.num_commits % 2 == 0
+        tokens = np.array(step.tokens, dtype=np.int64) if as_array else step.tokens
+        with within or nullcontext():
+            events = self.scheduler.commit(step.plan, tokens)
+        assert self.scheduler.num_open_plans == len(self.flight)
+        for request, token in zip(sampling, step.tokens, strict=True):
+            if request in live:
+                before[request].append(token)
+                self.pending[request] -= 1
+        for request, output in before.items():
+            assert request.output_token_ids == output
+            assert {type(token) for token in output} <= {int}
+        for request in live:
+            assert request.finish_reason is ends(request, request.output_token_ids)
+        self.check_events(events, sampling, live, steady)
+        self.check_counts()
+        return events
+
+    def step(self) -> tuple[Plan, list[TokenEvent]]:
+        """One step at a time."""
+        plan = self.schedule()
+        return plan, self.commit() if self.flight else []
+
+    def advance(self, depth: int) -> list[TokenEvent]:
+        """Have ``depth`` steps in flight, if there is so much to do, and commit the oldest."""
+        while len(self.flight) < depth and self.schedule().num_tokens:
+            pass
+        return self.commit() if self.flight else []
+
+    def drain(self, depth: int = 1) -> None:
+        """Run until nothing is left.
+
+        The oldest computes a token per step at least. A step in flight may have been for nothing.
+        """
+        unfinished = [r for r in self.arrivals if r.status is not RequestStatus.FINISHED]
+        limit = sum(request.max_total_tokens + depth for request in unfinished)
+        while self.scheduler.has_unfinished:
+            assert limit > 0, "a request starves"
+            limit -= 1
+            self.advance(depth)
+            self.check_state()
+        while self.flight:
+            assert self.commit() == []
+        assert not self.schedule().num_tokens
+        assert self.allocator.num_free_blocks == self.allocator.num_blocks - 1
+
+    def rollback(self) -> None:
+        """All steps in flight failed, and nobody knows what they left in the cache."""
+        self.device.fail([place for step in self.flight for place in step.written])
+        self.flight.clear()
+        self.computed.clear()
+        self.pending.clear()
+        self.scheduler.rollback()
+        assert (self.scheduler.num_running, self.scheduler.num_open_plans) == (0, 0)
+        self.check_counts()
+
+    # --- what must hold -------------------------------------------------------------------------
+
+    def with_status(self, status: RequestStatus) -> list[Request]:
+        return [request for request in self.arrivals if request.status is status]
+
+    def expected(self, request: Request) -> int:
+        return request.num_tokens + self.pending[request]
+
+    def check_plan(self, plan: Plan, rows: list[ScheduledRequest], before: list[Request]) -> None:
+        """What must hold for every plan. ``before`` are the requests that ran until then."""
+        unfinished = [r for r in self.arrivals if r.status is not RequestStatus.FINISHED]
+        assert self.scheduler.has_unfinished == bool(unfinished)
+        assert len({id(row.request) for row in rows}) == len(rows)
+        kept = before[: len(before) - len(plan.preempted)]
+        assert plan.preempted == before[len(kept) :][::-1], "the youngest are preempted"
+        place = {request: number for number, request in enumerate(self.arrivals)}
+        in_order = sorted(rows, key=lambda row: place[row.request])
+        chosen = [row.request for row in in_order]
+        self.check_oldest(chosen, unfinished, before)
+        left = self.check_rows(in_order, before)
+        # Nobody is passed over: those who ran go on, then those who waited longest come in.
+        going = [r for r in kept if self.expected(r) < r.max_total_tokens]
+        admitted = [row.request for row in in_order if row.is_new]
+        old = chosen[: len(chosen) - len(admitted)]
+        assert old == going[: len(old)]
+        assert old == going or not left
+        assert not admitted or not plan.preempted
+        waited = [r for r in unfinished if r not in before]
+        assert admitted == waited[: len(admitted)]
+        if left and not plan.preempted and len(admitted) < len(waited):
+            self.check_reason_to_wait(waited[len(admitted)])
+        self.check_layout(plan, rows, self.scheduler.max_num_batched_tokens - left)
+
+    def check_oldest(
+        self, chosen: list[Request], unfinished: list[Request], before: list[Request]
+    ) -> None:
+        """There is progress: with nothing in flight the oldest request is in every plan."""
+        if not unfinished:
+            assert not chosen
+            return
+        oldest = unfinished[0]
+        waits_for_tokens = self.pending[oldest] > 0 and (
+            oldest not in before or self.expected(oldest) >= oldest.max_total_tokens
+        )
+        assert waits_for_tokens or chosen[0] is oldest
+        assert not waits_for_tokens or self.flight
+
+    def check_rows(self, in_order: list[ScheduledRequest], before: list[Request]) -> int:
+        """Each row is as long as it can be; what is left of the budget."""
+        size, chunk = self.allocator.block_size, self.scheduler._chunk
+        budget = self.scheduler.max_num_batched_tokens
+        for row in in_order:
+            request, end = row.request, row.start + row.num_tokens
+            assert row.is_new == (request not in before)
+            if row.is_new:
+                assert self.pending[request] == 0, "admitted without a token that is on its way"
+                assert request.block_ids == list(row.new_blocks)
+            else:
+                assert row.start == self.computed[request]
+            missing = self.expected(request) - row.start
+            assert row.num_tokens == min(missing, budget, chunk)
+            assert row.num_tokens >= 1
+            assert row.samples == (row.num_tokens == missing)
+            assert end < request.max_total_tokens
+            assert row.slot == request.slot
+            assert row.admission == request.num_preemptions
+            if row.new_blocks:
+                assert request.block_ids[row.first_new_block :] == list(row.new_blocks)
+            assert 0 <= len(request.block_ids) * size - end < size
+            budget -= row.num_tokens
+        return budget
+
+    def check_reason_to_wait(self, request: Request) -> None:
+        """Budget is left, and the oldest that waits was not admitted: something else is missing."""
+        running = self.with_status(RequestStatus.RUNNING)
+        if len(running) == self.scheduler.max_num_seqs or self.pending[request]:
+            return
+        size = self.allocator.block_size
+        shareable = (request.num_tokens - 1) // size
+        names = block_names(tuple(request.all_token_ids), size)[:shareable]
+        cached = self.allocator.match_prefix(names)
+        free = self.allocator.num_free_blocks
+        free -= sum(self.allocator.ref_count(block) == 0 for block in cached)
+        promised = sum(max(-(-r.num_tokens // size) - len(r.block_ids), 0) for r in running)
+        assert -(-request.num_tokens // size) - len(cached) + promised > free
+
+    def check_layout(self, plan: Plan, rows: list[ScheduledRequest], num_tokens: int) -> None:
+        assert plan.num_tokens == num_tokens == sum(row.num_tokens for row in rows)
+        assert plan.num_samples == sum(row.samples for row in rows)
+        late = [not (row.num_tokens == 1 and row.samples) for row in rows]
+        assert late == sorted(late), "decodes stand first"
+        assert plan.is_decode == (bool(rows) and not any(late))
+        if rows:
+            # Single tokens of prompts that go on must not pass for a decode batch.
+            longest = max(row.num_tokens for row in rows)
+            query_len = max(longest, 2) if any(late) else 1
+            assert plan.max_query_len == longest
+            assert plan.shape == BatchShape(num_tokens, len(rows), query_len)
+        for kind in (False, True):
+            group = [r.request for r, flag in zip(rows, late, strict=True) if flag == kind]
+            assert group == sorted(group, key=self.arrivals.index)
+
+    def check_events(
+        self,
+        events: list[TokenEvent],
+        sampling: list[Request],
+        live: list[Request],
+        steady: bool,
+    ) -> None:
+        heard = [event.request for event in events]
+        assert heard == [r for r in live if r in heard], "in plan order, and none twice"
+        for event in events:
+            assert sampling[event.index] is event.request
+            assert event.request.output_token_ids[-1] == event.token_id
+            assert event.finished == (event.request.status is RequestStatus.FINISHED)
+        for request in live:
+            if not steady or request.watched or request.status is RequestStatus.FINISHED:
+                assert request in heard
+
+    def check_counts(self) -> None:
+        """The requests know how far they are, unless the steady state knows it for them."""
+        if self.scheduler._steady is not None:
+            return
+        for request in self.arrivals:
+            if request.status is not RequestStatus.FINISHED:
+                assert request.num_computed_tokens == self.computed[request]
+                assert request.num_pending_tokens == self.pending[request]
+
+    def check_state(self) -> None:
+        """What must hold at any time."""
+        running = self.with_status(RequestStatus.RUNNING)
+        waiting = self.with_status(RequestStatus.WAITING)
+        allocator, scheduler = self.allocator, self.scheduler
+        refs = Counter(block for request in running for block in request.block_ids)
+        for block in range(1, allocator.num_blocks):
+            assert allocator.ref_count(block) == refs[block]
+        assert allocator.num_free_blocks == allocator.num_blocks - 1 - len(refs)
+        assert (scheduler.num_running, scheduler.num_waiting) == (len(running), len(waiting))
+        assert scheduler.num_running <= scheduler.max_num_seqs
+        assert scheduler.num_open_plans == len(self.flight)
+        slots = [request.slot for request in running]
+        assert len(set(slots)) == len(slots)
+        assert set(slots) <= set(range(scheduler.max_num_seqs))
+        for request in self.arrivals:
+            if request.status is not RequestStatus.RUNNING:
+                assert request.slot is None
+                assert not request.block_ids
+            if request.status is RequestStatus.WAITING:
+                assert request.num_computed_tokens == 0
+            assert (request.finish_reason is None) == (request.status is not RequestStatus.FINISHED)
+        if running and waiting:
+            last, first = self.arrivals.index(running[-1]), self.arrivals.index(waiting[0])
+            assert last < first, "first come first served"
+        self.check_sharing(running)
+        self.check_names()
+
+    def check_sharing(self, running: list[Request]) -> None:
+        """A block that two requests hold is full, computed, and has the same tokens up to there."""
+        size = self.allocator.block_size
+        holders: dict[int, tuple[int, Request]] = {}
+        for request in running:
+            assert len(set(request.block_ids)) == len(request.block_ids)
+            for index, block in enumerate(request.block_ids):
+                if block not in holders:
+                    holders[block] = index, request
+                    continue
+                other_index, other = holders[block]
+                end = (index + 1) * size
+                assert index == other_index
+                assert request.all_token_ids[:end] == other.all_token_ids[:end]
+                assert min(self.computed[request], self.computed[other]) >= end
+
+    def check_names(self) -> None:
+        """What can be found in the cache is there."""
+        size, known = self.allocator.block_size, set()
+        for request in self.arrivals:
+            tokens = request.all_token_ids
+            names = block_names(tuple(tokens), size)
+            assert request.block_hashes == list(names[: len(request.block_hashes)])
+            if known.issuperset(names):
                 continue
-            other_index, other = holders[block]
-            end = (index + 1) * size
-            assert index == other_index
-            assert request.all_token_ids[:end] == other.all_token_ids[:end]
-            assert min(request.num_computed_tokens, other.num_computed_tokens) >= end
+            chain = digests(tokens)
+            for index, name in enumerate(names):
+                for block in self.allocator.match_prefix([name]):
+                    places = range(block * size, (block + 1) * size)
+                    content = [self.device.cache[place] for place in places]
+                    assert content == chain[index * size : (index + 1) * size]
+            known.update(names)
+        assert known.issuperset(self.allocator._block_of), "named after tokens that nobody has"
+
+    def check_outputs(self) -> None:
+        """All have ended as if each had been alone."""
+        for request in self.arrivals:
+            output, reason = expected_output(request)
+            if request in self.aborted:
+                assert request.finish_reason is FinishReason.ABORT
+                assert request.output_token_ids == output[: len(request.output_token_ids)]
+            else:
+                assert request.output_token_ids == output
+                assert request.finish_reason is reason
 
 
-def drain(scheduler: Scheduler, device: Device, arrivals: list[Request], chunk: int | None) -> None:
-    """Run until nothing is left. The oldest gains a token per step, which limits the steps."""
-    limit = sum(r.max_total_tokens for r in arrivals if r.status is not RequestStatus.FINISHED)
-    while scheduler.has_unfinished:
-        assert limit > 0, "a request starves"
-        limit -= 1
-        plan = scheduler.schedule()
-        check_plan(scheduler, plan, arrivals, chunk)
-        scheduler.commit(plan, device.run(plan))
-        check_state(scheduler, arrivals)
-    check_plan(scheduler, scheduler.schedule(), arrivals, chunk)
-    assert scheduler.allocator.num_free_blocks == scheduler.allocator.num_blocks - 1
+def make_world(**limits: Any) -> World:
+    return World(make_scheduler(**limits))
 
 
-def check_output(request: Request) -> None:
-    output, reason = expected_output(request)
-    assert request.output_token_ids == output
-    assert request.finish_reason is reason
+@contextmanager
+def interrupt_allocator(
+    allocator: BlockAllocator, method: str, calls: int, before: int
+) -> Iterator[None]:
+    """Ctrl-C right before or after a method of the allocator is called once more."""
+    original = getattr(allocator, method)
+    left = [calls]
+
+    def interrupted(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0 and before:
+            raise KeyboardInterrupt
+        result = original(*arguments)
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return result
+
+    setattr(allocator, method, interrupted)
+    try:
+        yield
+    finally:
+        delattr(allocator, method)
+
+
+@contextmanager
+def interrupt_at_line(number: int) -> Iterator[None]:
+    """Ctrl-C before the line that is executed as the ``number``-th in the scheduler's modules."""
+    files = {module.__file__ for module in (scheduler, steady_decode, block_allocator)}
+    left = [number]
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)
 
 
 requests_to_make = st.builds(
-    lambda prompt, max_tokens, eos, stop, min_tokens: {
+    lambda prompt, max_tokens, eos, stop, min_tokens, watched: {
         "prompt": prompt,
         "max_tokens": max_tokens,
         "eos": eos,
         "stop_token_ids": stop,
         "min_tokens": min(min_tokens, max_tokens),
+        "watched": watched,
     },
     prompt=st.lists(st.integers(0, 1), min_size=1, max_size=MAX_LEN - 1),
-    max_tokens=st.integers(1, MAX_LEN),
-    eos=st.none() | st.integers(0, VOCAB - 1),
-    stop=st.lists(st.integers(0, VOCAB - 1), max_size=1),
+    max_tokens=st.integers(1, 2 * MAX_LEN),
+    eos=st.none() | st.integers(0, 2 * VOCAB),
+    stop=st.lists(st.integers(0, 2 * VOCAB), max_size=1),
     min_tokens=st.integers(0, 6),
+    watched=st.booleans(),
 )
 limits = st.builds(
-    lambda block_size, spare, **rest: {
+    lambda block_size, spare, max_model_len, **rest: {
         "block_size": block_size,
-        "num_blocks": 1 + -(-MAX_LEN // block_size) + spare,
+        "num_blocks": 1 + -(-max_model_len // block_size) + spare,
+        "max_model_len": max_model_len,
         **rest,
     },
     block_size=st.integers(1, 5),
     spare=st.integers(0, 8),
+    max_model_len=st.sampled_from([MAX_LEN, 2 * MAX_LEN]),
     prefix_reuse=st.booleans(),
     max_num_seqs=st.integers(1, 5),
     max_num_batched_tokens=st.integers(1, 20),
     prefill_chunk=st.none() | st.integers(1, 6),
 )
+depths = st.integers(1, MAX_DEPTH)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """A life of random arrivals, steps, aborts, failures and cache resets."""
+    """A life of random arrivals, steps in flight, aborts, failures and cache resets."""
 
-    @initialize(limits=limits)
-    def start(self, limits: dict[str, Any]) -> None:
-        self.chunk = limits["prefill_chunk"]
-        self.scheduler = make_scheduler(**limits)
-        self.device = Device(self.scheduler)
-        self.arrivals: list[Request] = []
-        self.aborted: set[str] = set()
+    @initialize(limits=limits, last_depth=depths)
+    def start(self, limits: dict[str, Any], last_depth: int) -> None:
+        self.world = make_world(**limits)
+        self.last_depth = last_depth
 
-    @rule(made=requests_to_make)
-    def add(self, made: dict[str, Any]) -> None:
-        request = make_request(str(len(self.arrivals)), **made)
-        self.arrivals.append(request)
-        self.scheduler.add(request)
+    @rule(batch=st.lists(requests_to_make, min_size=1, max_size=4))
+    def add(self, batch: list[dict[str, Any]]) -> None:
+        world = self.world
+        for made in batch:
+            name, max_len = str(len(world.arrivals)), world.scheduler.max_model_len
+            world.add(make_request(name, max_len=max_len, **made))
 
-    @rule(steps=st.integers(1, 4))
-    def step(self, steps: int) -> None:
+    @rule()
+    def schedule(self) -> None:
+        if len(self.world.flight) < MAX_DEPTH:
+            self.world.schedule()
+
+    @precondition(lambda self: self.world.flight)
+    @rule()
+    def commit(self) -> None:
+        self.world.commit()
+
+    @rule(depth=depths, steps=st.integers(1, 8))
+    def advance(self, depth: int, steps: int) -> None:
         for _ in range(steps):
-            plan = self.plan()
-            self.check_events(plan, self.scheduler.commit(plan, self.device.run(plan)))
+            self.world.advance(depth)
 
-    @precondition(lambda self: self.arrivals)
+    @precondition(lambda self: self.world.arrivals)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.abort_one(data)
+        self.world.abort(data.draw(st.sampled_from(self.world.arrivals)))
 
-    @precondition(lambda self: self.arrivals)
-    @rule(data=st.data())
-    def abort_during_a_step(self, data: st.DataObject) -> None:
-        plan = self.plan()
-        tokens = self.device.run(plan)
-        for _ in range(data.draw(st.integers(1, 2))):
-            self.abort_one(data)
-        self.check_events(plan, self.scheduler.commit(plan, tokens))
-
-    @rule(computed=st.booleans())
-    def fail_a_step(self, computed: bool) -> None:
-        plan = self.plan()
-        if computed:
-            self.device.run(plan)
-        self.scheduler.rollback(plan)
-        assert self.scheduler.num_running == 0 or not plan.requests
+    @precondition(lambda self: self.world.flight)
+    @rule()
+    def fail(self) -> None:
+        self.world.rollback()
 
     @rule(
-        calls=st.integers(0, 3),
-        method=st.sampled_from(["allocate", "release", "take", "publish"]),
-        before=st.booleans(),
+        number=st.integers(0, 120),
+        method=st.none() | st.sampled_from(["allocate", "release", "take", "publish"]),
+        committing=st.booleans(),
     )
-    def interrupt_the_scheduler(self, calls: int, method: str, before: bool) -> None:
-        allocator, original = self.scheduler.allocator, getattr(BlockAllocator, method)
-        left = [calls]
-
-        def interrupted(*arguments: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0 and before:
-                raise KeyboardInterrupt
-            result = original(allocator, *arguments)
-            if left[0] < 0:
-                raise KeyboardInterrupt
-            return result
-
-        setattr(allocator, method, interrupted)
-        try:
-            plan = self.scheduler.schedule()
-            self.scheduler.commit(plan, self.device.run(plan))
-        except KeyboardInterrupt:
-            delattr(allocator, method)
-            self.scheduler.rollback()
-            assert self.scheduler.num_running == 0
+    def interrupt(self, number: int, method: str | None, committing: bool) -> None:
+        world = self.world
+        if method is None:
+            interruption = interrupt_at_line(number)
         else:
-            delattr(allocator, method)
+            interruption = interrupt_allocator(world.allocator, method, number // 2 % 4, number % 2)
+        try:
+            if committing and world.flight:
+                world.commit(interruption)
+            elif not committing and len(world.flight) < MAX_DEPTH:
+                world.schedule(interruption)
+        except KeyboardInterrupt:
+            world.rollback()
 
     @rule()
     def forget_prefixes(self) -> None:
-        self.scheduler.allocator.reset_prefix_cache()
+        self.world.allocator.reset_prefix_cache()
 
     @invariant()
     def consistent(self) -> None:
-        if hasattr(self, "scheduler"):
-            check_state(self.scheduler, self.arrivals)
+        if hasattr(self, "world"):
+            self.world.check_state()
 
     def teardown(self) -> None:
-        if not hasattr(self, "scheduler"):
-            return
-        drain(self.scheduler, self.device, self.arrivals, self.chunk)
-        for request in self.arrivals:
-            output, _ = expected_output(request)
-            if request.request_id in self.aborted:
-                assert request.finish_reason is FinishReason.ABORT
-                assert request.output_token_ids == output[: len(request.output_token_ids)]
-            else:
-                check_output(request)
-
-    def plan(self) -> SchedulePlan:
-        before = {id(r): r for r in self.arrivals if r.status is RequestStatus.RUNNING}
-        plan = self.scheduler.schedule()
-        check_plan(self.scheduler, plan, self.arrivals, self.chunk)
-        for row in plan.requests:
-            assert row.is_new == (id(row.request) not in before)
-        assert all(id(request) in before for request in plan.preempted)
-        return plan
-
-    def check_events(self, plan: SchedulePlan, events: list[TokenEvent]) -> None:
-        sampling = [row.request for row in plan.requests if row.samples]
-        aborted = self.aborted
-        assert [e.request for e in events] == [r for r in sampling if r.request_id not in aborted]
-        for event in events:
-            assert sampling[event.index] is event.request
-            assert event.request.output_token_ids[-1] == event.token_id
-            assert event.finished == (event.request.status is RequestStatus.FINISHED)
-        for row in plan.requests:
-            if row.request.status is RequestStatus.RUNNING:
-                assert row.request.num_computed_tokens == row.start + row.num_tokens
-
-    def abort_one(self, data: st.DataObject) -> None:
-        request = data.draw(st.sampled_from(self.arrivals))
-        was_finished = request.status is RequestStatus.FINISHED
-        result = self.scheduler.abort(request.request_id)
-        assert result is (None if was_finished else request)
-        if not was_finished:
-            self.aborted.add(request.request_id)
-            check_state(self.scheduler, self.arrivals)
+        if hasattr(self, "world"):
+            self.world.drain(self.last_depth)
+            self.world.check_outputs()
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=40)
+TestSchedulerMachine.settings = settings(max_examples=400, stateful_step_count=40)
 
 
 @settings(max_examples=200)
-@given(limits=limits, batch=st.lists(requests_to_make, min_size=1, max_size=8))
+@given(limits=limits, batch=st.lists(requests_to_make, min_size=1, max_size=8), depth=depths)
 def test_tokens_do_not_depend_on_scheduling(
-    limits: dict[str, Any], batch: list[dict[str, Any]]
+    limits: dict[str, Any], batch: list[dict[str, Any]], depth: int
 ) -> None:
-    """All at once and scarce blocks: outputs are those of each request alone."""
-    scheduler = make_scheduler(**limits)
-    requests = [make_request(str(number), **made) for number, made in enumerate(batch)]
-    for request in requests:
-        scheduler.add(request)
-    drain(scheduler, Device(scheduler), requests, limits["prefill_chunk"])
-    for request in requests:
-        check_output(request)
+    """All at once and scarce blocks, some steps ahead: outputs are those of each request alone."""
+    world = make_world(**limits)
+    for number, made in enumerate(batch):
+        world.add(make_request(str(number), max_len=limits["max_model_len"], **made))
+    world.drain(depth)
+    world.check_outputs()
 
 
-def run_step(scheduler: Scheduler, device: Device) -> tuple[SchedulePlan, list[TokenEvent]]:
+# --- the steady state -----------------------------------------------------------------------------
+
+
+def facts(plan: Plan) -> tuple[Any, ...]:
+    """All that a plan says, with names for requests."""
+    rows = [
+        (
+            row.request.request_id,
+            row.slot,
+            row.start,
+            row.num_tokens,
+            list(row.new_blocks),
+            row.first_new_block if row.new_blocks else None,
+            row.is_new,
+            row.samples,
+            row.admission,
+        )
+        for row in rows_of(plan)
+    ]
+    preempted = [request.request_id for request in plan.preempted]
+    return rows, preempted, plan.shape, plan.num_samples, plan.max_query_len, plan.is_decode
+
+
+def state_facts(world: World) -> tuple[Any, ...]:
+    """All that is to be seen between two steps, including what will be evicted in which order."""
+    allocator = world.allocator
+    requests = [
+        (
+            request.output_token_ids,
+            request.status,
+            request.finish_reason,
+            request.stop_reason,
+            request.slot,
+            request.block_ids,
+            request.block_hashes,
+            request.num_preemptions,
+            request.num_cached_tokens,
+        )
+        for request in world.arrivals
+    ]
+    names = list(allocator._block_of.items())
+    return requests, names, list(allocator._idle), allocator._free, allocator._refs
+
+
+class Twins:
+    """Two worlds to which the same happens; in the second there is no steady state."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.fast, self.slow = make_world(**limits), make_world(**limits)
+        self.slow.scheduler._begin_steady = lambda: None  # type: ignore[method-assign]
+        self.num_decode_plans = 0
+
+    def add(self, **made: Any) -> None:
+        name = str(len(self.fast.arrivals))
+        for world in (self.fast, self.slow):
+            world.add(make_request(name, **made))
+
+    def schedule(self) -> Plan:
+        plan, other = self.fast.schedule(), self.slow.schedule()
+        assert isinstance(other, SchedulePlan)
+        assert facts(plan) == facts(other)
+        self.num_decode_plans += isinstance(plan, DecodePlan)
+        return plan
+
+    def commit(self) -> None:
+        assert self.fast.flight[0].tokens == self.slow.flight[0].tokens
+        fast, slow = (
+            [
+                (event.request.request_id, event.token_id, event.index, event.finished)
+                for event in world.commit()
+                if event.request.watched or event.finished
+            ]
+            for world in (self.fast, self.slow)
+        )
+        assert fast == slow
+
+    def advance(self, depth: int) -> None:
+        while len(self.fast.flight) < depth and self.schedule().num_tokens:
+            pass
+        if self.fast.flight:
+            self.commit()
+
+    def compare(self) -> None:
+        assert state_facts(self.fast) == state_facts(self.slow)
+        self.fast.check_state()
+
+    def drain(self, depth: int) -> None:
+        while self.fast.flight or self.fast.scheduler.has_unfinished:
+            self.advance(depth)
+            self.compare()
+        self.fast.check_outputs()
+
+
+happenings = st.one_of(
+    st.tuples(st.just("add"), st.lists(requests_to_make, min_size=1, max_size=3)),
+    st.tuples(st.just("advance"), st.tuples(depths, st.integers(1, 12))),
+    st.tuples(st.just("schedule"), st.none()),
+    st.tuples(st.just("commit"), st.none()),
+    st.tuples(st.just("abort"), st.integers(0, 8)),
+    st.tuples(st.just("fail"), st.none()),
+    st.tuples(st.just("forget"), st.none()),
+)
+
+
+@settings(max_examples=400)
+@given(
+    limits=limits,
+    batch=st.lists(requests_to_make, min_size=1, max_size=5),
+    life=st.lists(happenings, max_size=15),
+    depth=depths,
+)
+def test_the_steady_state_decides_as_the_scheduler_would_one_by_one(
+    limits: dict[str, Any],
+    batch: list[dict[str, Any]],
+    life: list[tuple[str, Any]],
+    depth: int,
+) -> None:
+    twins = Twins(**limits)
+    worlds = (twins.fast, twins.slow)
+    for what, value in [("add", batch), *life]:
+        if what == "add":
+            for made in value:
+                twins.add(max_len=limits["max_model_len"], **made)
+        elif what == "advance":
+            for _ in range(value[1]):
+                twins.advance(value[0])
+                twins.compare()
+        elif what == "schedule" and len(twins.fast.flight) < MAX_DEPTH:
+            twins.schedule()
+        elif what == "commit" and twins.fast.flight:
+            twins.commit()
+        elif what == "abort":
+            for world in worlds:
+                world.abort(world.arrivals[value % len(world.arrivals)])
+        elif what == "fail":
+            for world in worlds:
+                world.rollback()
+        elif what == "forget":
+            for world in worlds:
+                world.allocator.reset_prefix_cache()
+        twins.compare()
+    twins.drain(depth)
+
+
+LONG = 80
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("prefix_reuse", [False, True])
+def test_a_long_decode_is_steady(depth: int, prefix_reuse: bool) -> None:
+    twins = Twins(block_size=4, max_model_len=LONG, prefix_reuse=prefix_reuse)
+    for number in range(3):
+        twins.add(prompt=[number] * (3 + number), max_tokens=30, max_len=LONG, watched=number == 1)
+    kinds = []
+    for _ in range(25):
+        twins.advance(depth)
+        kinds.append(twins.fast.scheduler._steady is not None)
+        twins.compare()
+    assert all(kinds[2:])
+    assert twins.num_decode_plans >= 22
+    twins.drain(depth)
+
+
+def test_what_ends_the_steady_state_and_that_it_comes_back() -> None:
+    world = make_world(block_size=4, max_model_len=LONG, max_num_seqs=3, max_num_batched_tokens=8)
+
+    def until_steady() -> None:
+        for _ in range(6):
+            world.advance(2)
+            if all(isinstance(step.plan, DecodePlan) for step in world.flight):
+                return
+        raise AssertionError("the steady state does not come back")
+
+    first, second = (make_request(n, [0] * 4, max_tokens=70, max_len=LONG) for n in "ab")
+    world.add(first, second)
+    until_steady()
+    world.add(make_request("c", [1] * 12, max_tokens=60, max_len=LONG))  # two chunks
+    assert [type(world.schedule()) for _ in range(2)] == [SchedulePlan, SchedulePlan]
+    until_steady()
+    # All rows are taken: one that waits is no reason to look at each of those that run.
+    world.add(make_request("d", [1], max_tokens=2, max_len=LONG))
+    until_steady()
+    assert world.scheduler.num_waiting == 1
+    world.abort(second)
+    assert isinstance(world.schedule(), SchedulePlan)
+    until_steady()
+    world.rollback()
+    assert isinstance(world.schedule(), SchedulePlan)
+    until_steady()
+    world.scheduler.finish(first, FinishReason.STOP, "###")
+    assert isinstance(world.schedule(), SchedulePlan)
+    world.aborted.add(first)
+    first.finish_reason = FinishReason.ABORT
+    world.drain(depth=2)
+    world.check_outputs()
+
+
+def test_a_stop_token_that_does_not_end_a_request_does_not_end_the_steady_state_for_long() -> None:
+    for depth in (1, 2, 3):
+        twins = Twins(max_model_len=LONG)
+        twins.add(prompt=[0, 1], max_tokens=30, max_len=LONG, eos=0, min_tokens=30)
+        twins.add(prompt=[1, 1], max_tokens=30, max_len=LONG)
+        twins.drain(depth)
+        assert twins.num_decode_plans >= 8
+
+
+def test_in_the_steady_state_only_watched_requests_are_heard_of() -> None:
+    world = make_world(max_model_len=LONG)
+    for name in "abcd":
+        watched = name in "bd"
+        world.add(make_request(name, [0], max_tokens=20, max_len=LONG, watched=watched))
+    assert [(e.request.request_id, e.index) for e in world.advance(1)] == [("b", 1), ("d", 3)]
+    for _ in range(18):
+        events = world.advance(2)
+        assert [(e.request.request_id, e.index) for e in events] == [("b", 1), ("d", 3)]
+    assert [e.request.request_id for e in world.advance(2)] == [*"abcd"]
+    assert not world.scheduler.has_unfinished
+
+
+def test_plans_of_the_steady_state_share_what_does_not_change() -> None:
+    world = make_world(block_size=2, max_model_len=LONG)
+    world.add(*(make_request(name, [0], max_tokens=20, max_len=LONG) for name in "ab"))
+    world.schedule()
+    plans = [plan for plan in (world.schedule() for _ in range(3)) if isinstance(plan, DecodePlan)]
+    assert len(plans) == 3
+    for plan in plans:
+        assert plan.members is plans[0].members
+        assert plan.slots is plans[0].slots
+    assert [plan.starts.tolist() for plan in plans] == [[1, 1], [2, 2], [3, 3]]
+    assert [len(plan.new_blocks) for plan in plans] == [0, 2, 0]
+
+
+# --- steps in flight ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_stop_token_that_is_seen_late_leaks_nothing(depth: int) -> None:
+    """The device went on; nobody gets those tokens, and they are not found in the cache."""
+    prompt = [0, 1, 1]
+    free, _ = expected_output(make_request("x", prompt, max_tokens=9))
+    stop = free[3]
+    while stop in free[:3]:
+        prompt.append(0)
+        free, _ = expected_output(make_request("x", prompt, max_tokens=9))
+        stop = free[3]
+    world = make_world(block_size=1)
+    request = make_request("a", prompt, max_tokens=9, eos=stop, watched=True)
+    other = make_request("b", [1, 0], max_tokens=9)
+    world.add(request, other)
+    heard = []
+    while request.status is not RequestStatus.FINISHED:
+        for event in world.advance(depth):
+            if event.request is request:
+                heard.append((event.token_id, event.finished))
+    late = [step for step in world.flight if any(r.request is request for r in step.rows)]
+    assert len(late) == depth - 1
+    assert heard == [(token, token == stop) for token in free[:4]]
+    world.drain(depth)
+    assert request.output_token_ids == free[:4]
+    assert request.finish_reason is FinishReason.STOP
+    # The stop token itself was never needed by anybody, nor was what came after it.
+    names = block_names(tuple(prompt + free), 1)
+    assert len(world.allocator.match_prefix(names)) == len(prompt) + 3
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_the_last_token_is_not_computed(depth: int) -> None:
+    """That a request ends for its length is known before its tokens are."""
+    world = make_world()
+    request, other = make_request("a", [0], max_tokens=2), make_request("b", [0], max_tokens=6)
+    world.add(request, other)
+    plans = [world.schedule() for _ in range(depth)]
+    plans += [world.schedule()]
+    rows = [[row.request.request_id for row in rows_of(plan)] for plan in plans]
+    assert rows == [["a", "b"], ["a", "b"], *[["b"]] * (depth - 1)]
+    world.drain()
+    world.check_outputs()
+
+
+def test_nothing_to_do_before_the_next_commit() -> None:
+    world = make_world()
+    world.add(make_request("a", [0], max_tokens=1))
+    world.schedule()
+    plan = world.schedule()
+    assert (plan.num_tokens, plan.requests, plan.is_decode) == (0, [], False)
+    assert world.scheduler.num_open_plans == 1
+    assert world.scheduler.commit(plan, []) == []
+    assert world.scheduler.num_open_plans == 1
+    world.drain()
+
+
+def test_an_empty_plan_may_be_committed_at_any_time() -> None:
+    world = make_world()
+    empty = world.schedule()
+    world.add(make_request("a", [0], max_tokens=6), make_request("b", [0], max_tokens=6))
+    assert isinstance((world.schedule(), world.schedule())[1], DecodePlan)
+    assert world.scheduler.commit(empty, []) == []
+    assert world.scheduler.num_open_plans == 2
+    assert isinstance(world.schedule(), DecodePlan)
+    world.drain(depth=3)
+    world.check_outputs()
+
+
+def test_a_preempted_request_waits_for_the_token_it_is_owed() -> None:
+    world = make_world(block_size=1, num_blocks=13, prefix_reuse=False)
+    old, young = (make_request(name, [0, 1, 2, 0, 1], max_tokens=7) for name in "ab")
+    world.add(old, young)
+    world.schedule()
+    world.schedule()  # all twelve blocks are held now
+    plan = world.schedule()
+    assert plan.preempted == [young]
+    assert (young.num_pending_tokens, young.num_computed_tokens) == (2, 0)
+    world.abort(old)
+    assert world.schedule().num_tokens == 0  # there is room, but what would it compute?
+    world.commit()
+    assert world.schedule().num_tokens == 0
+    world.commit()
+    assert row_facts(world.schedule()) == [("b", 0, 7, True)]
+    world.drain(depth=2)
+    world.check_outputs()
+
+
+def test_a_preempted_request_may_end_while_it_waits() -> None:
+    world = make_world(block_size=1, num_blocks=13, prefix_reuse=False)
+    old, young = make_request("a", [0] * 5, max_tokens=7), make_request("b", [0] * 6, max_tokens=1)
+    world.add(old, young)
+    world.schedule()
+    world.schedule()
+    assert world.schedule().preempted == [young]
+    events = world.commit()
+    assert [(e.request, e.finished) for e in events] == [(old, False), (young, True)]
+    world.check_state()
+    world.drain(depth=2)
+    world.check_outputs()
+
+
+def test_a_chunk_computed_before_a_preemption_is_published_by_nobody() -> None:
+    """The request runs again, in other blocks, when the result of its old ones arrives."""
+    world = make_world(block_size=2, num_blocks=7, prefill_chunk=4)
+    old, other = make_request("a", [0, 0], max_tokens=8), make_request("b", [0, 1], max_tokens=8)
+    young = make_request("c", [1, 1, 0, 0, 1, 1])
+    world.add(old, other, young)
+    first = world.schedule()
+    assert row_facts(first)[2] == ("c", 0, 4, False)
+    second = world.schedule()
+    assert second.preempted == [young]
+    world.abort(other)
+    third = world.schedule()
+    assert row_facts(third)[1] == ("c", 0, 4, False)
+    assert young.status is RequestStatus.RUNNING
+    assert (rows_of(first)[2].admission, rows_of(third)[1].admission) == (0, 1)
+    world.commit()
+    names = block_names(tuple(young.prompt_token_ids), 2)
+    assert world.allocator.match_prefix(names) == []
+    world.rollback()  # and now the steps fail that were to fill the new blocks
+    world.check_state()
+    world.drain()
+    world.check_outputs()
+
+
+def test_plans_are_committed_once_and_in_order() -> None:
+    world = make_world()
+    request = make_request("a", [0], max_tokens=6)
+    world.add(request)
+    scheduler = world.scheduler
+    first, second, third = world.schedule(), world.schedule(), world.schedule()
+    assert isinstance(third, DecodePlan)
+    tokens = [step.tokens for step in world.flight]
+    before = list(request.output_token_ids)
+    for plan in (second, third, replace(first)):
+        with pytest.raises(SchedulingError, match="not the oldest one that is open; commit in or"):
+            scheduler.commit(plan, [0])
+    with pytest.raises(SchedulingError, match="samples 1 tokens, but 2 came back"):
+        scheduler.commit(first, [0, 0])
+    with pytest.raises(SchedulingError, match="samples 1 tokens, but 0 came back"):
+        scheduler.commit(first, np.array([], dtype=np.int64))
+    assert (request.output_token_ids, scheduler.num_open_plans) == (before, 3)
+    scheduler.commit(first, tokens[0])
+    with pytest.raises(SchedulingError, match="commit in order"):
+        scheduler.commit(first, tokens[0])
+    scheduler.commit(second, tokens[1])
+    scheduler.rollback()
+    for plan in (second, third):
+        with pytest.raises(SchedulingError, match="commit in order"):
+            scheduler.commit(plan, [0])
     plan = scheduler.schedule()
-    return plan, scheduler.commit(plan, device.run(plan))
+    with pytest.raises(SchedulingError, match="commit in order"):
+        scheduler.commit(third, tokens[2])
+    scheduler.commit(plan, tokens[2])
+    assert request.output_token_ids == [tokens[0][0], tokens[1][0], tokens[2][0]]
 
 
-def row_facts(plan: SchedulePlan) -> list[tuple[str, int, int, bool]]:
-    return [(r.request.request_id, r.start, r.num_tokens, r.samples) for r in plan.requests]
+def test_an_abort_in_flight_frees_what_later_plans_may_use() -> None:
+    world = make_world(block_size=2, num_blocks=7, max_num_seqs=1)
+    ended, follower = make_request("a", [0] * 8), make_request("b", [1] * 8)
+    world.add(ended, follower)
+    first = world.schedule()
+    world.schedule()
+    blocks = list(ended.block_ids)
+    world.abort(ended)
+    plan = world.schedule()
+    assert [row.request for row in plan.requests] == [follower]
+    assert plan.requests[0].slot == first.requests[0].slot
+    assert set(blocks) & set(follower.block_ids)
+    assert world.commit() == []
+    assert world.commit() == []
+    assert world.allocator.match_prefix(block_names((0,) * 8, 2)) == []
+    assert ended.output_token_ids == []
+    world.drain(depth=2)
+    world.check_outputs()
+
+
+def test_what_was_forgotten_stays_forgotten() -> None:
+    """A request that goes on names the blocks that it completes from then on, and no others."""
+    for num_steps, done in ((1, 1), (5, 4)):  # in the middle of the prompt, and steady
+        world = make_world(block_size=2, prefill_chunk=2)
+        request = make_request("a", [0] * 6, max_tokens=6)
+        world.add(request)
+        for _ in range(num_steps):
+            world.step()
+        assert (world.scheduler._steady is not None) == (num_steps == 5)
+        world.allocator.reset_prefix_cache()
+        while request.num_tokens < 11:
+            world.step()
+        names = block_names(tuple(request.all_token_ids), 2)
+        found = [bool(world.allocator.match_prefix([name])) for name in names]
+        assert found == [index >= done for index in range(5)]
+
+
+# --- interruptions --------------------------------------------------------------------------------
+
+
+def interrupted_life(operation: str, moment: int, number: int) -> bool:
+    """Interrupt an operation at a line, go on, and end well. False if there is no such line."""
+    world = make_world(block_size=2, num_blocks=8, prefill_chunk=3, max_num_seqs=3)
+    stop = expected_output(make_request("x", [0, 1, 1], max_tokens=9))[0][2]
+    world.add(
+        make_request("a", [0, 1, 1], max_tokens=9, eos=stop, min_tokens=2, watched=True),
+        make_request("b", [0, 1, 0, 0], max_tokens=3),
+        make_request("c", [0, 1, 0, 0, 1], max_tokens=6),
+        make_request("d", [1], max_tokens=1),
+    )
+    for _ in range(moment):
+        world.advance(2)
+    try:
+        if operation == "schedule":
+            world.schedule(interrupt_at_line(number))
+        elif world.flight:
+            world.commit(interrupt_at_line(number))
+    except KeyboardInterrupt:
+        world.rollback()
+        world.check_state()
+        world.drain(depth=2)
+        world.check_outputs()
+        return True
+    return False
+
+
+@pytest.mark.parametrize("operation", ["schedule", "commit"])
+def test_an_interruption_at_any_line_loses_nothing(operation: str) -> None:
+    """Wherever it strikes: a token is there or it is not, and a request has ended or goes on."""
+    for moment in range(14):
+        number = 0
+        while interrupted_life(operation, moment, number):
+            number += 1
+
+
+# --- what is decided ------------------------------------------------------------------------------
+
+
+def row_facts(plan: Plan) -> list[tuple[str, int, int, bool]]:
+    return [(r.request.request_id, r.start, r.num_tokens, r.samples) for r in rows_of(plan)]
 
 
 def test_decodes_come_first_and_prompts_fill_the_budget() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=6)
-    device = Device(scheduler)
-    scheduler.add(make_request("a", [0] * 8))
-    scheduler.add(make_request("b", [1] * 3))
-    scheduler.add(make_request("c", [0]))
-    plan, events = run_step(scheduler, device)
+    world = make_world(max_num_batched_tokens=6)
+    world.add(make_request("a", [0] * 8))
+    world.add(make_request("b", [1] * 3))
+    world.add(make_request("c", [0]))
+    plan, events = world.step()
     assert row_facts(plan) == [("a", 0, 6, False)]
     assert events == []
-    plan, events = run_step(scheduler, device)
+    plan, events = world.step()
     assert row_facts(plan) == [("c", 0, 1, True), ("a", 6, 2, True), ("b", 0, 3, True)]
     assert [(e.request.request_id, e.index) for e in events] == [("c", 0), ("a", 1), ("b", 2)]
-    plan, _ = run_step(scheduler, device)
+    plan, _ = world.step()
     assert row_facts(plan) == [("a", 8, 1, True), ("b", 3, 1, True), ("c", 1, 1, True)]
     assert plan.shape == BatchShape(3, 3, 1)
 
 
 def test_the_chunk_leaves_budget_for_others() -> None:
-    scheduler = make_scheduler(max_num_batched_tokens=6, prefill_chunk=4)
+    world = make_world(max_num_batched_tokens=6, prefill_chunk=4)
     for name in "ab":
-        scheduler.add(make_request(name, [0] * 8))
-    assert row_facts(scheduler.schedule()) == [("a", 0, 4, False), ("b", 0, 2, False)]
+        world.add(make_request(name, [0] * 8))
+    assert row_facts(world.schedule()) == [("a", 0, 4, False), ("b", 0, 2, False)]
 
 
 def test_slots_are_the_lowest_free_ones() -> None:
-    scheduler = make_scheduler(max_num_seqs=3)
-    device = Device(scheduler)
+    world = make_world(max_num_seqs=3)
     requests = [make_request(name, [0, 1]) for name in "abcde"]
     for request in requests:
-        scheduler.add(request)
-    run_step(scheduler, device)
+        world.add(request)
+    world.step()
     assert [request.slot for request in requests] == [0, 1, 2, None, None]
-    scheduler.abort("c")
-    scheduler.abort("a")
-    run_step(scheduler, device)
+    world.abort(requests[2])
+    world.abort(requests[0])
+    world.step()
     assert [request.slot for request in requests] == [None, 1, None, 0, 2]
 
 
 def test_a_prefix_is_found_but_never_the_whole_sequence() -> None:
-    scheduler = make_scheduler(block_size=2)
-    device = Device(scheduler)
+    world = make_world(block_size=2)
     first = make_request("a", [0, 1, 2, 0], max_tokens=1)
-    scheduler.add(first)
-    run_step(scheduler, device)
+    world.add(first)
+    world.step()
     assert (first.status, first.num_cached_tokens) == (RequestStatus.FINISHED, 0)
     same, longer = make_request("b", [0, 1, 2, 0]), make_request("c", [0, 1, 2, 0, 1])
-    scheduler.add(same)
-    scheduler.add(longer)
-    plan, _ = run_step(scheduler, device)
+    world.add(same)
+    world.add(longer)
+    plan, _ = world.step()
     assert row_facts(plan) == [("c", 4, 1, True), ("b", 2, 2, True)]
     assert (same.num_cached_tokens, longer.num_cached_tokens) == (2, 4)
-    stats = scheduler.allocator.stats
+    stats = world.allocator.stats
     assert (stats.query_tokens, stats.hit_tokens) == (4 + 4 + 5, 2 + 4)
 
 
 def test_generated_tokens_are_found_too() -> None:
-    scheduler = make_scheduler(block_size=2)
-    device = Device(scheduler)
+    world = make_world(block_size=2)
     first = make_request("a", [0, 1, 2], max_tokens=4)
-    scheduler.add(first)
-    while scheduler.has_unfinished:
-        run_step(scheduler, device)
+    world.add(first)
+    while world.scheduler.has_unfinished:
+        world.step()
     # Seven tokens, of which the last was never computed: three full blocks.
     again = make_request("b", [*first.all_token_ids, 1])
-    scheduler.add(again)
-    run_step(scheduler, device)
+    world.add(again)
+    world.step()
     assert again.num_cached_tokens == 6
 
 
 def test_without_prefix_reuse_nothing_is_hashed() -> None:
-    scheduler = make_scheduler(prefix_reuse=False)
-    device = Device(scheduler)
+    world = make_world(prefix_reuse=False)
     for name in "ab":
         request = make_request(name, [0, 1, 2, 0, 1])
-        scheduler.add(request)
-        while scheduler.has_unfinished:
-            run_step(scheduler, device)
+        world.add(request)
+        while world.scheduler.has_unfinished:
+            world.step()
         assert request.num_cached_tokens == 0
         assert request.block_hashes == []
 
 
 def test_preemption_takes_the_youngest_and_it_comes_back_first() -> None:
-    scheduler = make_scheduler(block_size=1, num_blocks=13, prefix_reuse=False, max_num_seqs=3)
-    device = Device(scheduler)
+    world = make_world(block_size=1, num_blocks=13, prefix_reuse=False, max_num_seqs=3)
     requests = [make_request(name, [0, 1, 2], max_tokens=8) for name in "abc"]
     for request in requests:
-        scheduler.add(request)
+        world.add(request)
     late = make_request("d", [1])
-    scheduler.add(late)
-    run_step(scheduler, device)
-    run_step(scheduler, device)  # all twelve blocks are held now
-    plan, _ = run_step(scheduler, device)
-    a, b, c = requests
+    world.add(late)
+    world.step()
+    world.step()  # all twelve blocks are held now
+    plan, _ = world.step()
+    a, _, c = requests
     assert plan.preempted == [c]
     assert row_facts(plan) == [("a", 4, 1, True), ("b", 4, 1, True)]
     assert (c.status, c.num_preemptions, c.slot) == (RequestStatus.WAITING, 1, None)
     assert len(c.output_token_ids) == 2
     admitted = []
-    while scheduler.has_unfinished:
-        plan, _ = run_step(scheduler, device)
+    while world.scheduler.has_unfinished:
+        plan, _ = world.step()
         admitted += [row.request for row in plan.requests if row.is_new]
     assert admitted.index(c) < admitted.index(late)
     assert a.num_preemptions == 0
-    for request in (a, b, c, late):
-        check_output(request)
+    world.check_outputs()
 
 
 def test_a_request_may_preempt_itself_but_nobody_older() -> None:
-    scheduler = make_scheduler(block_size=1, num_blocks=13, prefix_reuse=False, prefill_chunk=5)
-    device = Device(scheduler)
+    world = make_world(block_size=1, num_blocks=13, prefix_reuse=False, prefill_chunk=5)
     old, young = make_request("a", [0] * 4, max_tokens=8), make_request("b", [0] * 6)
-    scheduler.add(old)
-    scheduler.add(young)
+    world.add(old)
+    world.add(young)
     while not young.num_preemptions:
-        plan, _ = run_step(scheduler, device)
+        plan, _ = world.step()
     assert plan.preempted == [young]
     assert row_facts(plan)[0][0] == "a"
     assert old.num_preemptions == 0
-    drain(scheduler, device, [old, young], 5)
+    world.drain()
 
 
 def test_a_prompt_is_admitted_only_if_all_of_it_fits() -> None:
-    scheduler = make_scheduler(block_size=2, num_blocks=8, prefill_chunk=2, prefix_reuse=False)
-    device = Device(scheduler)
+    world = make_world(block_size=2, num_blocks=8, prefill_chunk=2, prefix_reuse=False)
     first, second = make_request("a", [0] * 8, max_tokens=1), make_request("b", [1] * 8)
-    scheduler.add(first)
-    scheduler.add(second)
+    world.add(first)
+    world.add(second)
     while first.status is not RequestStatus.FINISHED:
-        run_step(scheduler, device)  # four of seven blocks: one is held, three are spoken for
+        world.step()  # four of seven blocks: one is held, three are spoken for
         assert second.status is RequestStatus.WAITING
-    run_step(scheduler, device)
+    world.step()
     assert second.status is RequestStatus.RUNNING
     assert first.num_preemptions == second.num_preemptions == 0
 
@@ -572,116 +1331,97 @@ def test_ends() -> None:
             None,
         ),
     }
-    scheduler = make_scheduler(max_num_seqs=8, max_num_batched_tokens=64)
-    device = Device(scheduler)
+    world = make_world(max_num_seqs=8, max_num_batched_tokens=64)
     for request, *_ in cases.values():
-        scheduler.add(request)
-    while scheduler.has_unfinished:
-        run_step(scheduler, device)
+        world.add(request)
+    while world.scheduler.has_unfinished:
+        world.step()
     for request, length, reason, stop_reason in cases.values():
         assert len(request.output_token_ids) == length, request.request_id
         assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
 
 
 def test_the_engine_ends_requests_for_stop_strings() -> None:
-    scheduler = make_scheduler()
-    device = Device(scheduler)
+    world = make_world()
     running, ended = make_request("a", [0, 1]), make_request("b", [0, 1], max_tokens=1)
-    scheduler.add(running)
-    scheduler.add(ended)
-    run_step(scheduler, device)
+    world.add(running)
+    world.add(ended)
+    world.step()
     assert ended.finish_reason is FinishReason.LENGTH
     for request in (running, ended):
-        scheduler.finish(request, FinishReason.STOP, "###")
+        world.scheduler.finish(request, FinishReason.STOP, "###")
         assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, "###")
         assert request.status is RequestStatus.FINISHED
-    check_state(scheduler, [running, ended])
-    assert not scheduler.has_unfinished
+    world.check_state()
+    assert not world.scheduler.has_unfinished
     stranger = make_request("a", [0])
     with pytest.raises(SchedulingError, match="'a' is not in this scheduler"):
-        scheduler.finish(stranger, FinishReason.STOP)
+        world.scheduler.finish(stranger, FinishReason.STOP)
     assert stranger.finish_reason is None
 
 
 def test_abort_of_waiting_running_and_unknown_requests() -> None:
-    scheduler = make_scheduler(max_num_seqs=1)
+    world = make_world(max_num_seqs=1)
     running, waiting = make_request("a", [0, 1]), make_request("b", [0, 1])
-    scheduler.add(running)
-    scheduler.add(waiting)
-    plan = scheduler.schedule()
-    assert scheduler.abort("a") is running
-    assert scheduler.abort("b") is waiting
-    assert scheduler.abort("a") is None
-    assert scheduler.commit(plan, [2]) == []
+    world.add(running)
+    world.add(waiting)
+    world.schedule()
+    assert world.scheduler.abort("a") is running
+    assert world.scheduler.abort("b") is waiting
+    assert world.scheduler.abort("a") is None
+    assert world.commit() == []
     assert running.output_token_ids == []
     assert running.finish_reason is FinishReason.ABORT
-    assert not scheduler.has_unfinished
-    check_state(scheduler, [running, waiting])
+    assert not world.scheduler.has_unfinished
+    world.check_state()
 
 
 def test_rollback_loses_nothing_and_reuses_what_was_computed() -> None:
-    scheduler = make_scheduler(block_size=2)
-    device = Device(scheduler)
+    world = make_world(block_size=2)
     request = make_request("a", [0, 1, 2, 0])
-    scheduler.add(request)
-    run_step(scheduler, device)
-    plan = scheduler.schedule()
-    scheduler.rollback(plan)
-    check_state(scheduler, [request])
-    assert (scheduler.num_running, scheduler.num_waiting) == (0, 1)
+    world.add(request)
+    world.step()
+    world.schedule()
+    world.schedule()
+    world.rollback()
+    world.check_state()
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (0, 1)
     assert (request.num_computed_tokens, len(request.output_token_ids)) == (0, 1)
-    plan, _ = run_step(scheduler, device)
+    plan, _ = world.step()
     assert row_facts(plan) == [("a", 4, 1, True)]
     assert plan.requests[0].is_new
     assert request.num_cached_tokens == 0, "what it found at its first admission"
-    scheduler.rollback(plan)  # it was committed: nothing to undo
-    assert scheduler.num_running == 1
-    drain(scheduler, device, [request], None)
-    check_output(request)
+    world.drain()
+    world.check_outputs()
 
 
 def test_rollback_drops_a_request_whose_end_was_interrupted() -> None:
-    scheduler = make_scheduler()
+    world = make_world()
     ended, other = make_request("a", [0, 1]), make_request("b", [0, 1])
-    scheduler.add(ended)
-    scheduler.add(other)
-    run_step(scheduler, Device(scheduler))
+    world.add(ended)
+    world.add(other)
+    world.step()
+    ended.finish_reason = FinishReason.STOP
     ended.status = RequestStatus.FINISHED  # what finish() does first
-    scheduler.rollback()
-    assert (scheduler.num_running, scheduler.num_waiting) == (0, 1)
-    assert [row.request for row in scheduler.schedule().requests] == [other]
+    world.rollback()
+    assert (world.scheduler.num_running, world.scheduler.num_waiting) == (0, 1)
+    assert [row.request for row in world.schedule().requests] == [other]
 
 
 def test_a_plan_does_not_change_afterwards() -> None:
-    scheduler = make_scheduler(block_size=1)
-    device = Device(scheduler)
-    scheduler.add(make_request("a", [0, 1]))
-    plan, _ = run_step(scheduler, device)
+    world = make_world(block_size=1)
+    world.add(make_request("a", [0, 1]))
+    plan, _ = world.step()
     blocks = list(plan.requests[0].new_blocks)
-    run_step(scheduler, device)
+    world.step()
     assert plan.requests[0].new_blocks == blocks
 
 
-def test_plans_are_committed_once_and_in_turn() -> None:
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [0, 1]))
-    plan = scheduler.schedule()
-    with pytest.raises(SchedulingError, match="neither committed nor rolled back"):
-        scheduler.schedule()
-    with pytest.raises(SchedulingError, match="samples 1 tokens, but 2 came back"):
-        scheduler.commit(plan, [0, 0])
-    with pytest.raises(SchedulingError, match="not the last one"):
-        scheduler.commit(replace(plan), [0])
-    scheduler.commit(plan, [0])
-    with pytest.raises(SchedulingError, match="no longer open"):
-        scheduler.commit(plan, [0])
-
-
 def test_an_empty_plan_needs_no_commit() -> None:
-    scheduler = make_scheduler()
-    plan = scheduler.schedule()
-    assert scheduler.schedule().requests == []
-    assert scheduler.commit(plan, []) == []
+    world = make_world()
+    plan = world.schedule()
+    assert world.schedule().requests == []
+    assert world.scheduler.commit(plan, []) == []
 
 
 def test_a_cache_too_small_for_one_request_is_refused() -> None:
@@ -700,20 +1440,20 @@ def test_limits_are_checked(name: str, value: Any) -> None:
 
 
 def test_bad_requests_are_refused() -> None:
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [0]))
+    world = make_world()
+    world.add(make_request("a", [0]))
     with pytest.raises(ConfigError, match="'a' is already there"):
-        scheduler.add(make_request("a", [0]))
+        world.add(make_request("a", [0]))
     with pytest.raises(ConfigError, match=f"{MAX_LEN} prompt tokens and max_total_tokens"):
-        scheduler.add(make_request("b", [0] * MAX_LEN))
+        world.add(make_request("b", [0] * MAX_LEN))
     with pytest.raises(ConfigError, match="has 0 prompt tokens"):
-        scheduler.add(make_request("b", []))
+        world.add(make_request("b", []))
     long = make_request("b", [0])
     long.max_total_tokens = MAX_LEN + 1
     with pytest.raises(ConfigError, match=f"{MAX_LEN + 1}; .* at most max_model_len {MAX_LEN}"):
-        scheduler.add(long)
+        world.add(long)
     finished = make_request("b", [0])
     finished.status = RequestStatus.FINISHED
     with pytest.raises(ConfigError, match="'b' was used before"):
-        scheduler.add(finished)
-    assert scheduler.num_waiting == 1
+        world.add(finished)
+    assert world.scheduler.num_waiting == 1

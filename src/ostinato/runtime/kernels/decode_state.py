@@ -16,7 +16,7 @@ WIDTH = tl.constexpr(256)
 
 
 @triton.jit(do_not_specialize=["padding_slot", "num_rows"])
-def load_kernel(
+def load_inputs_kernel(
     slots,
     num_computed,
     token_ids,
@@ -74,7 +74,7 @@ def load_kernel(
 
 
 @triton.jit(do_not_specialize=["padding_slot", "num_rows"])
-def store_kernel(
+def store_outputs_kernel(
     slots,
     tokens,
     num_computed,

@@ -2,8 +2,8 @@
 
 Inference only, over a flat row of tokens, with few operators per layer: queries, keys and values
 come from one matrix product, gate and up from another, and queries and keys are rotated together.
-On CUDA a layer is five fused operators; elsewhere, and for torch.compile, which fuses by itself, it
-is written out. What differs between the families is in ``DecoderConfig``; loading weights is in
+On CUDA a layer is made of fused operators; elsewhere, and for torch.compile, which fuses by itself,
+it is written out. What differs between the families is in ``DecoderConfig``; loading weights is in
 ``load.py``.
 """
 
@@ -22,7 +22,10 @@ from ostinato.runtime.attention.rotation import Rotation
 from ostinato.runtime.models.decoder_config import DecoderConfig
 from ostinato.runtime.models.norm import RMSNorm
 from ostinato.runtime.models.rotary import angles_at, rotate
+from ostinato.runtime.operators.activation import silu_and_mul
 from ostinato.runtime.operators.linear import Norm, linear
+from ostinato.runtime.operators.norm import add_rms_norm, rms_norm
+from ostinato.runtime.operators.tuning import MAX_ROWS
 
 
 class WeightSlot(NamedTuple):
@@ -79,21 +82,39 @@ class DecoderLayer(nn.Module):
         down: torch.Tensor = self.down_proj(F.silu(gate) * up)
         return hidden + down
 
-    def forward_fused(
+    def forward_few(
         self, hidden: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
-        """The same in five operators; ``table`` is the model's table of angles."""
-        qk_norm = self.qk_norm
-        rotation = Rotation(
-            table=table,
-            qk_norm=None if qk_norm is None else qk_norm.weight,
-            eps=self.input_norm.eps,
-        )
+        """The same for few tokens, in five operators; ``table`` is the model's table of angles."""
         qkv = _apply(self.qkv_proj, hidden, norm=self.input_norm)
-        mixed = attend_qkv(self.spec, qkv, rotation, positions)
-        hidden = _apply(self.o_proj, mixed.flatten(1), residual=hidden)
+        mixed = attend_qkv(self.spec, qkv, self._rotation(table), positions).flatten(1)
+        hidden = _apply(self.o_proj, mixed, residual=hidden)
         gated = _apply(self.gate_up_proj, hidden, norm=self.post_attention_norm, gated=True)
         return _apply(self.down_proj, gated, residual=hidden)
+
+    def forward_many(
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for many tokens, as products of torch and small operators between them.
+
+        ``delta`` is what the layer before has still to add to ``hidden``; this layer's is returned
+        beside the new ``hidden``. So every sum is made by the norm that reads it.
+        """
+        normed, hidden = _add_and_norm(self.input_norm, delta, hidden)
+        mixed = attend_qkv(self.spec, self.qkv_proj(normed), self._rotation(table), positions)
+        normed, hidden = _add_and_norm(
+            self.post_attention_norm, self.o_proj(mixed.flatten(1)), hidden
+        )
+        delta = self.down_proj(silu_and_mul(self.gate_up_proj(normed)))
+        return hidden, delta
+
+    def _rotation(self, table: torch.Tensor) -> Rotation:
+        qk_norm = None if self.qk_norm is None else self.qk_norm.weight
+        return Rotation(table=table, qk_norm=qk_norm, eps=self.input_norm.eps)
 
     def _attention(
         self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor
@@ -188,13 +209,22 @@ class Decoder(nn.Module):
         """
         hidden = F.embedding(input_ids, self.embed_tokens.weight)
         if hidden.is_cuda and not torch.compiler.is_compiling():
-            for layer in self.decoder_layers():
-                hidden = layer.forward_fused(hidden, positions, self.rotary_table)
-            return hidden
+            return self._forward_fused(hidden, positions)
         cos, signed_sin = angles_at(self.rotary_table, positions, self.dtype)
         for layer in self.decoder_layers():
             hidden = layer(hidden, cos, signed_sin)
         return hidden
+
+    def _forward_fused(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        table = self.rotary_table
+        if hidden.shape[0] <= MAX_ROWS and self.dtype is not torch.float32:
+            for layer in self.decoder_layers():
+                hidden = layer.forward_few(hidden, positions, table)
+            return hidden
+        delta: torch.Tensor | None = None
+        for layer in self.decoder_layers():
+            hidden, delta = layer.forward_many(hidden, delta, positions, table)
+        return hidden if delta is None else hidden + delta
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] of hidden states [B, hidden_size]."""
@@ -230,6 +260,15 @@ def _checked_max_position(config: DecoderConfig, asked: int | None) -> int:
             f"right from 1 to {config.max_position} tokens; choose a length in that range"
         )
     return asked
+
+
+def _add_and_norm(
+    norm: RMSNorm, delta: torch.Tensor | None, hidden: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of the sum, and the sum."""
+    if delta is None:
+        return rms_norm(hidden, norm.weight, norm.eps), hidden
+    return add_rms_norm(delta, hidden, norm.weight, norm.eps)
 
 
 def _apply(

@@ -144,10 +144,10 @@ def triton_load_decode_inputs(
     slot_mapping: torch.Tensor,
 ) -> None:
     """The body on CUDA. CPU tensors are for the tests, under Triton's interpreter."""
-    from ostinato.runtime.kernels.decode_state import load_kernel
+    from ostinato.runtime.kernels.decode_state import load_inputs_kernel
 
     num_rows = slots.shape[0]
-    load_kernel[(num_rows,)](
+    load_inputs_kernel[(num_rows,)](
         slots,
         num_computed,
         token_ids,
@@ -177,10 +177,10 @@ def triton_store_decode_outputs(
     padding_slot: int,
 ) -> None:
     """The body on CUDA. CPU tensors are for the tests, under Triton's interpreter."""
-    from ostinato.runtime.kernels.decode_state import store_kernel
+    from ostinato.runtime.kernels.decode_state import store_outputs_kernel
 
     num_rows = slots.shape[0]
-    store_kernel[(-(-num_rows // _STORE_ROWS),)](
+    store_outputs_kernel[(-(-num_rows // _STORE_ROWS),)](
         slots,
         tokens,
         num_computed,

@@ -1,9 +1,10 @@
 """A matrix product with the norm before it and the activation and the sum after it.
 
 For the few rows of a decode step on CUDA that is one kernel (``kernels.linear``), cut as
-``operators.tuning`` says; for everything else it is torch's operators, in ``wide``. Either way the
-result is a new tensor, and shapes alone decide, so that a graph and an eager call agree. It is a
-plain function: a step captures it, torch.compile should not see it.
+``operators.tuning`` says, and for more than one row another for the norm; for everything else it is
+torch's operators, in ``wide``. Either way the result is a new tensor, and shapes alone decide, so
+that a graph and an eager call agree. It is a plain function: a step captures it, torch.compile
+should not see it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from ostinato.runtime.operators.tuning import (
 
 _HALVES = (torch.float16, torch.bfloat16)
 _EVICT = "evict_first"  # a weight is read once a step, and the next step finds it gone anyway
-_EARLY_ROW, _EARLY_TILE = True, False
 _COUNTERS = 1 << 20  # on each GPU: a few for every product that is split, in every graph
 _ALIGNED = 32  # Triton compiles another kernel for an address that is not round
 
@@ -198,7 +198,6 @@ def prepare(
         "BLOCK_K": blocks.block_k,
         "PREFETCH": blocks.prefetch,
         "EVICT": _EVICT,
-        "EARLY": _EARLY_ROW if num_rows == 1 else _EARLY_TILE,
         "num_warps": blocks.num_warps,
         **overlap(x.device),
     }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch.library import Library, register_fake
 
+from ostinato.errors import BatchError
 from ostinato.runtime.counter_random import exponential_log
 from ostinato.runtime.kernels.launch import num_processors, overlap
 
@@ -23,7 +24,7 @@ _SCHEMA = """sample_rows(
 # many programs for each processor of the GPU; how they are cut does not change the tokens.
 _BLOCK = 1024
 _NUM_WARPS = 2
-_PROGRAMS_PER_PROCESSOR = 16
+_PROGRAMS_PER_PROCESSOR = 24
 _MAX_CHUNKS = 256
 
 
@@ -84,6 +85,10 @@ def triton_sample_rows(
         return
     if logits.stride(1) != 1:
         logits = logits.contiguous()
+    # The kernels step through these by one.
+    slots, lengths = slots.contiguous(), lengths.contiguous()
+    if not out_tokens.is_contiguous():
+        raise BatchError(f"out_tokens must be in one piece, its strides are {out_tokens.stride()}")
     blocks_per_chunk, num_chunks = chunks(num_rows, vocab_size, num_processors(logits.device))
     candidates = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
     best_of_chunk_kernel[(num_rows, num_chunks)](

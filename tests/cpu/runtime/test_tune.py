@@ -1,0 +1,55 @@
+"""Which products of a model are measured; the measuring itself is tested in test_linear."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from ostinato.runtime.models.decoder import Decoder
+from ostinato.runtime.models.decoder_config import DecoderConfig
+from ostinato.runtime.models.shapes import shape_config
+from ostinato.runtime.operators.tuning import ROW_CLASSES
+from ostinato.runtime.tune import linear_weights
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_product_of_the_model_is_there(tied: bool) -> None:
+    config = DecoderConfig.from_hf(
+        Qwen3Config(
+            vocab_size=100,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            tie_word_embeddings=tied,
+        )
+    )
+    model = Decoder(config, device=torch.device("cpu"), dtype=torch.bfloat16)
+    weights = linear_weights(model)
+    seen = {(s.n, s.k, s.norm, s.gated, s.residual): len(w) for s, w in weights.items()}
+    assert seen == {
+        (256, 64, True, False, False): 3,  # QKV
+        (64, 128, False, False, True): 3,
+        (192, 64, True, True, False): 3,
+        (64, 96, False, False, True): 3,
+        (100, 64, True, False, False): 1,
+    }
+    assert len(weights) == 5 * len(ROW_CLASSES)
+    head = next(w[0] for s, w in weights.items() if s.n == 100)
+    assert (head is model.embed_tokens.weight) == tied
+
+
+def test_a_known_shape_has_entries_for_an_h200() -> None:
+    from ostinato.runtime.operators.tuning import tuning
+
+    model = Decoder(
+        DecoderConfig.from_hf(shape_config("llama-3.2-1b")),
+        device=torch.device("meta"),
+        dtype=torch.bfloat16,
+        max_position=1,
+    )
+    for shape in linear_weights(model):
+        assert tuning().get(shape.key("NVIDIA H200")) is not None, shape
