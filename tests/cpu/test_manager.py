@@ -135,11 +135,28 @@ def test_sizes_with_the_same_kernels_are_warmed_up_once_per_mode(pool: GraphPool
     def kernels(entry: PlanEntry) -> bool:
         return entry.descriptor.num_tokens > 2
 
-    engine = Engine(pool, BOTH, [1, 2, 3, 4], warmup_class=kernels)
+    engine = Engine(pool, BOTH, [1, 2, 3, 4], kernel_class=kernels)
     engine.capture()
     piecewise = [NONE, PIECEWISE, PIECEWISE]
     full = [NONE, FULL, FULL]
     assert engine.model.modes == [*piecewise, *piecewise, *full, *full]
+
+
+def test_a_size_that_turns_out_different_is_captured_with_all_care(pool: GraphPool) -> None:
+    engine = Engine(pool, PIECEWISE, [1, 2], kernel_class=lambda entry: 0)
+    failures = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        mode = get_forward_context().runtime_mode
+        if len(x) == 1 and mode is PIECEWISE and not failures:
+            failures.append(mode)
+            raise CaptureError("needs a warm-up")
+        return engine.piecewise(x)
+
+    report = engine.capture(forward)
+    assert [entry.error for entry in report.entries] == [None, None]
+    assert failures
+    assert engine.model.modes == [NONE, PIECEWISE, NONE, PIECEWISE]
 
 
 def test_entries_are_captured_in_plan_order(pool: GraphPool) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
-from ostinato.errors import BatchError, CaptureError, ClosedError
+from ostinato.errors import BatchError, CaptureError, CaptureOutOfMemoryError, ClosedError
 from ostinato.graphs.capture_loop import CaptureReport, capture_entries
 from ostinato.graphs.context import set_forward_context
 from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice
@@ -44,8 +44,9 @@ class CudaGraphManager(Generic[Inputs]):
     are copied, inside the graph, into buffers that are allocated once and do not move;
     ``run_fullgraph`` returns views of them, valid until the next replay.
 
-    Before a capture the forward runs ``num_warmups`` times. ``warmup_class`` says which entries of
-    one mode run the same kernels: of those, only the first is warmed up.
+    Before a capture the forward runs ``num_warmups`` times. ``kernel_class`` says which entries of
+    one mode run the same kernels: of those, only the first is warmed up and watched operator by
+    operator for what a graph cannot contain.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class CudaGraphManager(Generic[Inputs]):
         pool: GraphPool,
         *,
         num_warmups: int = 1,
-        warmup_class: Callable[[PlanEntry], Hashable] | None = None,
+        kernel_class: Callable[[PlanEntry], Hashable] | None = None,
         eager_fallback: bool = False,
         show_progress: bool = True,
         name: str = "model",
@@ -63,8 +64,8 @@ class CudaGraphManager(Generic[Inputs]):
         self.pool = pool
         self.dispatcher = Dispatcher(plan)
         self._num_warmups = num_warmups
-        self._warmup_class = warmup_class
-        self._warmed: set[Hashable] = set()
+        self._kernel_class = kernel_class
+        self._seen_classes: set[Hashable] = set()
         self._eager_fallback = eager_fallback
         self._show_progress = show_progress
         self._name = name
@@ -135,14 +136,44 @@ class CudaGraphManager(Generic[Inputs]):
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
     ) -> None:
         before = self.pool.serial
-        self._capture_entry(entry, forward, prepare(entry))
+        if self._kernels_are_new(entry):
+            self._capture_entry(entry, forward, prepare(entry), num_warmups=self._num_warmups)
+        else:
+            self._capture_like_others(entry, forward, prepare)
         self._captured.append(range(before + 1, self.pool.serial + 1))
+
+    def _kernels_are_new(self, entry: PlanEntry) -> bool:
+        if self._kernel_class is None:
+            return True
+        kernels = (entry.mode, self._kernel_class(entry))
+        if kernels in self._seen_classes:
+            return False
+        self._seen_classes.add(kernels)
+        return True
+
+    def _capture_like_others(
+        self,
+        entry: PlanEntry,
+        forward: Callable[[Inputs], Output],
+        prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
+    ) -> None:
+        """Capture an entry whose kernels are those of one before: no warm-up, nobody watches."""
+        try:
+            with self.pool.backend.trusting():
+                self._capture_entry(entry, forward, prepare(entry), num_warmups=0)
+        except CaptureOutOfMemoryError:
+            raise
+        except CaptureError:
+            # It was not like the others. Once more with all care, if only for a better error.
+            self._capture_entry(entry, forward, prepare(entry), num_warmups=self._num_warmups)
 
     def _capture_entry(
         self,
         entry: PlanEntry,
         forward: Callable[[Inputs], Output],
         batch: PreparedBatch[Inputs],
+        *,
+        num_warmups: int,
     ) -> None:
         def run(mode: CUDAGraphMode) -> Output:
             with set_forward_context(
@@ -156,7 +187,7 @@ class CudaGraphManager(Generic[Inputs]):
 
         output: Output | None = None
         with self.pool.backend.capture_scope():
-            for _ in range(self._warmups_for(entry)):
+            for _ in range(num_warmups):
                 output = run(CUDAGraphMode.NONE)
             if entry.mode is CUDAGraphMode.PIECEWISE:
                 run(CUDAGraphMode.PIECEWISE)
@@ -168,15 +199,6 @@ class CudaGraphManager(Generic[Inputs]):
             lambda: self._copy_out(run(CUDAGraphMode.FULL), entry.descriptor.num_tokens)
         )
         self._tapes[entry.descriptor] = captured.tape
-
-    def _warmups_for(self, entry: PlanEntry) -> int:
-        if self._warmup_class is None:
-            return self._num_warmups
-        kernels = (entry.mode, self._warmup_class(entry))
-        if kernels in self._warmed:
-            return 0
-        self._warmed.add(kernels)
-        return self._num_warmups
 
     def _allocate_buffers(self, output: Output) -> None:
         rows = max(

@@ -36,6 +36,7 @@ from ostinato.runtime.kv_cache import CacheSize, KVCache
 from ostinato.runtime.models.base import CausalLM
 from ostinato.runtime.models.embedded import cache_directory
 from ostinato.runtime.operators.sampling import sample_rows
+from ostinato.runtime.operators.tuning import MAX_ROWS, row_class
 from ostinato.runtime.request_state import RequestState
 from ostinato.runtime.sampler import SamplingFeatures, sample
 from ostinato.runtime.schedule_plan import DecodePlan, IntArray, Plan
@@ -66,8 +67,13 @@ class _Members:
 
 
 def _kernels_of(entry: PlanEntry) -> int:
-    """Which sizes launch the same kernels: our own are chosen by powers of two."""
-    return next_power_of_2(entry.descriptor.num_tokens)
+    """Which sizes launch the same kernels: products go by classes of rows, attention, which pieces
+    have none of, by powers of 2.
+    """
+    num_tokens = entry.descriptor.num_tokens
+    if entry.mode is CUDAGraphMode.PIECEWISE:
+        return row_class(num_tokens) if num_tokens <= MAX_ROWS else -1
+    return next_power_of_2(num_tokens)
 
 
 class ModelRunner:
@@ -107,7 +113,7 @@ class ModelRunner:
             plan,
             self.pool,
             num_warmups=graphs.warmups_on(device),
-            warmup_class=_kernels_of,
+            kernel_class=_kernels_of,
             eager_fallback=graphs.eager_fallback,
             show_progress=show_progress,
         )

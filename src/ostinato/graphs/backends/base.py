@@ -42,6 +42,12 @@ class GraphBackend(Protocol):
     def capture_scope(self) -> AbstractContextManager[None]:
         """Everything of one capture runs inside, also what runs between two recordings."""
 
+    def trusting(self) -> AbstractContextManager[None]:
+        """Captures inside need not be watched operator by operator: their like was captured before.
+
+        What a graph cannot contain is still refused, but the error may not name the operator.
+        """
+
     def begin(self) -> None: ...
 
     def end(self) -> Graph: ...

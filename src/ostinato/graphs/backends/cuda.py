@@ -182,6 +182,7 @@ class CudaBackend:
         self._open: torch.cuda.CUDAGraph | None = None
         default = torch.cuda.default_generators[index]
         self._guard = CaptureGuard("cuda", (default, *generators))
+        self._guarded = True
         self._modes = ExitStack()
         self._segments: list[tuple[int, int]] = []
         self._segments_seen_at = -1  # bytes that torch had reserved when they were listed
@@ -208,6 +209,14 @@ class CudaBackend:
             finally:
                 caller.wait_stream(self._stream)
 
+    @contextmanager
+    def trusting(self) -> Iterator[None]:
+        self._guarded = False
+        try:
+            yield
+        finally:
+            self._guarded = True
+
     def begin(self) -> None:
         keep_dynamo_out()
         self._segments_fresh = False
@@ -219,7 +228,8 @@ class CudaBackend:
         self._open = graph
         self._capture_stream.capturing = True
         self._guard.last_operator = None
-        self._modes.enter_context(self._guard)
+        if self._guarded:
+            self._modes.enter_context(self._guard)
 
     def end(self) -> CudaGraph:
         graph, invalidated = self._stop_recording()

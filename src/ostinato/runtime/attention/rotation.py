@@ -6,15 +6,12 @@ way into the cache read its tensors; for all others ``apply`` does it with torch
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
 from ostinato.runtime.models.rotary import angles_at, rotate
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Rotation:
     """Rotary positions of one layer's queries and keys, and the norm before them if it has one.
 
@@ -27,9 +24,16 @@ class Rotation:
     CUDA. The rotation is computed in float32 and rounded once.
     """
 
-    table: torch.Tensor
-    qk_norm: torch.Tensor | None = None
-    eps: float = 1e-6
+    # No dataclass: its tensors are the model's, and eager breaks look for those of the pool in the
+    # fields of dataclasses, once per layer and capture.
+    __slots__ = ("eps", "qk_norm", "table")
+
+    def __init__(
+        self, *, table: torch.Tensor, qk_norm: torch.Tensor | None = None, eps: float = 1e-6
+    ) -> None:
+        self.table = table
+        self.qk_norm = qk_norm
+        self.eps = eps
 
     def apply(
         self, qkv: torch.Tensor, positions: torch.Tensor, *, num_heads: int, num_kv_heads: int
