@@ -1,14 +1,13 @@
 """The gated activation of a feed-forward layer: SiLU of the first half times the second half.
 
-In float32 from end to end, and rounded once. On CUDA one Triton kernel, to torch one operator; on
-the CPU plain torch operators, which graphs there know how to replay in place.
+In float32 from end to end, and rounded once. On CUDA one Triton kernel; on the CPU plain torch
+operators, which graphs there know how to replay in place.
 """
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch.library import Library, register_fake
 
 from ostinato.runtime.kernels.launch import overlap
 
@@ -18,8 +17,7 @@ _BLOCK = 1024
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``gate_up`` [..., 2 I], what a fused projection makes -> a new, dense tensor [..., I]."""
     if gate_up.is_cuda:
-        result: torch.Tensor = _operator(gate_up)
-        return result
+        return triton_silu_and_mul(gate_up)
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -49,11 +47,3 @@ def triton_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def _half_as_wide(gate_up: torch.Tensor) -> torch.Tensor:
     shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     return torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
-
-
-_LIBRARY = Library("ostinato", "FRAGMENT")  # the operator is there for as long as this object is
-_LIBRARY.define("silu_and_mul(Tensor gate_up) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.impl("silu_and_mul", triton_silu_and_mul, "CUDA")
-register_fake("ostinato::silu_and_mul", _half_as_wide, lib=_LIBRARY)
-
-_operator = torch.ops.ostinato.silu_and_mul.default

@@ -1,14 +1,13 @@
 """RMSNorm, alone or after the addition of a residual: x / sqrt(mean(x^2) + eps) * weight.
 
 The mean is taken in float32. What is normed is rounded to the type of ``x`` before it is multiplied
-by the weight, as transformers does it. On CUDA one Triton kernel, to torch one operator; on the CPU
-plain torch operators, which graphs there know how to replay in place.
+by the weight, as transformers does it. On CUDA one Triton kernel; on the CPU plain torch operators,
+which graphs there know how to replay in place.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.library import Library, register_fake
 
 from ostinato.runtime.kernels.launch import next_power_of_2, overlap
 
@@ -19,8 +18,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     A new, dense tensor. Rows may lie anywhere: slices of a fused projection are not copied.
     """
     if x.is_cuda:
-        normed: torch.Tensor = _rms_norm_operator(x, weight, eps)
-        return normed
+        return triton_rms_norm(x, weight, eps)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale: torch.Tensor = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return (x * scale).to(x.dtype) * weight
@@ -34,8 +32,7 @@ def add_rms_norm(
     All three inputs are of one type. What is normed is the sum as it is rounded to that type.
     """
     if x.is_cuda:
-        normed, total = _add_rms_norm_operator(x, residual, weight, eps)
-        return normed, total
+        return triton_add_rms_norm(x, residual, weight, eps)
     total = x + residual
     return rms_norm(total, weight, eps), total
 
@@ -99,23 +96,3 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
         # Rows of a matrix count as outer ones: their number is no constant of the kernel.
         x = x.unsqueeze(-2)
     return x
-
-
-def _like_x(x: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-_LIBRARY = Library("ostinato", "FRAGMENT")  # the operators are there for as long as this object is
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_LIBRARY.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", tags=_TAGS)
-_LIBRARY.define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-_LIBRARY.impl("rms_norm", triton_rms_norm, "CUDA")
-_LIBRARY.impl("add_rms_norm", triton_add_rms_norm, "CUDA")
-register_fake("ostinato::rms_norm", _like_x, lib=_LIBRARY)
-register_fake("ostinato::add_rms_norm", lambda x, *_: (_like_x(x), _like_x(x)), lib=_LIBRARY)
-
-_rms_norm_operator = torch.ops.ostinato.rms_norm.default
-_add_rms_norm_operator = torch.ops.ostinato.add_rms_norm.default
