@@ -213,8 +213,17 @@ class Engine:
         except BaseException:
             self._in_flight.clear()
             self.scheduler.rollback()
+            self._end_unheard_of()
             raise
         return self._emit(events, result)
+
+    def _end_unheard_of(self) -> None:
+        """End what the scheduler ended in a step that was interrupted before it could say so."""
+        for name, completion in list(self._completions.items()):
+            if completion.request.finish_reason is not None:
+                completion.read_text(final=True)
+                self._close(completion)
+                del self._completions[name]
 
     def _emit(self, events: Sequence[TokenEvent], result: StepResult) -> list[Completion]:
         ended = []
@@ -247,6 +256,12 @@ class Engine:
                 self.scheduler.finish(request, FinishReason.STOP, stop_reason=found)
             else:
                 request.finish_reason, request.stop_reason = FinishReason.STOP, found
+        self._close(completion)
+
+    @staticmethod
+    def _close(completion: Completion) -> None:
+        """Tell the output that its request has ended, if it has."""
+        request, output = completion.request, completion.output
         if request.finish_reason is not None:
             output.finish_reason = request.finish_reason.value
             output.stop_reason = request.stop_reason

@@ -476,6 +476,31 @@ def test_a_failed_step_loses_no_token(llm: LLM, expected: list[list[int]]) -> No
     assert [completion.output.token_ids for completion in completions] == expected
 
 
+def test_an_end_that_was_interrupted_is_an_end(
+    llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are there, and nobody waits for more."""
+    engine = llm.engine
+    completions = [engine.prepare_request(prompt, GREEDY)[0] for prompt in PROMPTS]
+    for completion in completions:
+        engine.add(completion)
+    finish = engine.scheduler.finish
+
+    def interrupted(*arguments: Any) -> None:
+        finish(*arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.scheduler, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        while engine.has_unfinished:
+            engine.step()
+    while engine.has_unfinished:
+        engine.step()
+    assert all(completion.finished for completion in completions)
+    assert [completion.output.token_ids for completion in completions] == expected
+
+
 def test_after_close(device: torch.device) -> None:
     llm = open_tiny(device)
     llm.close()
