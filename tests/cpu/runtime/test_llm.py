@@ -491,12 +491,14 @@ def test_an_end_that_was_interrupted_is_an_end(
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine.scheduler, "finish", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    def drain() -> None:
         while engine.has_unfinished:
             engine.step()
-    while engine.has_unfinished:
-        engine.step()
+
+    monkeypatch.setattr(engine.scheduler, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        drain()
+    drain()
     assert all(completion.finished for completion in completions)
     assert [completion.output.token_ids for completion in completions] == expected
 
