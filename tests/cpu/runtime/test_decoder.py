@@ -18,12 +18,15 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ostinato import set_forward_context
 from ostinato.errors import ConfigError
 from ostinato.runtime.models.decoder import Decoder
 from ostinato.runtime.models.decoder_config import DecoderConfig, obstacle, supports
 from ostinato.runtime.models.load import load_model
+from ostinato.runtime.models.rotary import Rotary
+from ostinato.runtime.models.shapes import shape_config
 
 SIZES = {
     "vocab_size": 97,
@@ -132,6 +135,15 @@ def test_logits_equal_transformers(name: str, tmp_path: Path, device: torch.devi
     assert logits.dtype is torch.float32
     assert expected.std() > 1  # logits that could not tell models apart would prove nothing
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b"])
+def test_llama3_frequencies_are_transformers_to_the_bit(name: str) -> None:
+    config = shape_config(name).to_hf()
+    expected, scale = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    rotary = Rotary.from_hf(config, config.head_dim)
+    assert rotary.inverse_frequencies == tuple(expected.tolist())
+    assert rotary.scale == scale
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -7,6 +7,7 @@ sequence (``dynamic``, ``longrope``) are right up to the length at which they wo
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
     from ostinato.runtime.models.stated_config import StatedConfig
 
+# Keys that say that only a part of each head is turned.
+_PARTIAL = ("partial_rotary_factor",)
 _TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
@@ -31,11 +34,13 @@ class Rotary:
     def from_hf(cls, config: PretrainedConfig | StatedConfig, head_dim: int) -> Rotary:
         """The frequencies that transformers computes for this config."""
         rope: dict[str, Any] = config.rope_parameters
-        if rope["rope_type"] == "default":
+        # The two most common kinds without transformers, whose import takes a second.
+        if rope["rope_type"] in ("default", "llama3") and rope.keys().isdisjoint(_PARTIAL):
             exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
             frequencies, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0
+            if rope["rope_type"] == "llama3":
+                frequencies = _stretch_long_waves(frequencies, rope)
         else:
-            # Imported here: transformers takes a second, and most models do not need it.
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
             compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
@@ -50,6 +55,19 @@ class Rotary:
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
         angles = torch.outer(positions, frequencies)
         return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scale
+
+
+def _stretch_long_waves(frequencies: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    """Llama 3's way to longer contexts: waves longer than the old context turn ``factor`` times
+    slower, short ones as before, and those between go over from one to the other.
+    """
+    factor, low, high = (rope[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    context = rope["original_max_position_embeddings"]
+    wavelengths = 2 * math.pi / frequencies
+    kept = (context / wavelengths - low) / (high - low)  # in this order, to the last bit
+    between = (1 - kept) * frequencies / factor + kept * frequencies
+    stretched = torch.where(wavelengths > context / low, frequencies / factor, between)
+    return torch.where(wavelengths < context / high, frequencies, stretched)
 
 
 def rotary_obstacle(config: PretrainedConfig | StatedConfig) -> str | None:
