@@ -422,6 +422,7 @@ for _schema, _body in ((_SCHEMA, triton_paged_attention), (_QKV_SCHEMA, triton_q
     register_fake(f"ostinato::{_body.__name__}", _nothing_to_infer, lib=_LIBRARY)
 
 _operator = torch.ops.ostinato.triton_paged_attention.default
+_qkv_operator = torch.ops.ostinato.triton_qkv_attention.default
 
 
 def is_decode(metadata: AttentionMetadata, num_tokens: int) -> bool:
@@ -491,7 +492,9 @@ class TritonPagedAttention:
     ) -> None:
         """``forward`` after ``rotation.apply``: decode batches in one kernel, others in three."""
         key_cache, value_cache = metadata.kv_caches[spec.layer]
-        triton_qkv_attention(  # not by way of the operator: torch.compile does not come here
+        # torch.compile does not come here, and CUDA's captures need no operator to see.
+        run = triton_qkv_attention if qkv.is_cuda else _qkv_operator
+        run(
             qkv,
             rotation.table,
             rotation.qk_norm,
