@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +27,11 @@ _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Old conversions saved the rotary frequencies; we compute them from the config.
 _HARMLESS = ("rotary_emb.inv_freq",)
+
+
+# Stretches of a dimension, and which dimension.
+Parts: TypeAlias = tuple[tuple[range, ...], int]
+_NO_PARTS: Mapping[str, Parts] = {}
 
 
 @dataclass(frozen=True)
@@ -63,9 +69,12 @@ class Checkpoint:
         return sum(math.prod(info.shape) for info in self.tensors.values())
 
     def read(
-        self, names: Iterable[str], device: torch.device
+        self, names: Iterable[str], device: torch.device, parts: Mapping[str, Parts] = _NO_PARTS
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors called ``names``, on ``device``, file by file."""
+        """The tensors called ``names``, on ``device``, file by file.
+
+        Of those in ``parts``, only these stretches of one dimension are read and joined.
+        """
         by_file: dict[Path, list[str]] = {}
         for name in names:
             by_file.setdefault(self.tensors[name].file, []).append(name)
@@ -73,7 +82,8 @@ class Checkpoint:
             try:
                 with safe_open(file, framework="pt", device=str(device)) as reader:
                     for name in its_names:
-                        yield name, reader.get_tensor(name)
+                        wanted = parts.get(name)
+                        yield name, _read(reader, name, wanted)
             except (SafetensorError, OSError) as error:
                 raise _damaged(file, error) from error
 
@@ -109,9 +119,15 @@ class Checkpoint:
     def copy_into(
         self, slots: Iterable[WeightSlot], device: torch.device, *, show_progress: bool
     ) -> None:
-        """Copy every tensor to its slot, converted to the slot's dtype."""
+        """Copy every tensor to its slot, converted to its dtype; zeros where nothing is read."""
+        everything = list(slots)
+        for slot in everything:
+            if slot.parts == ():
+                slot.target.zero_()
+        slots = [slot for slot in everything if slot.parts != ()]
         targets = {slot.name: slot.target for slot in slots}
-        tensors = self.read(targets, device)
+        parts = {slot.name: (slot.parts, slot.dim) for slot in slots if slot.parts is not None}
+        tensors = self.read(targets, device, parts)
         for name, tensor in tqdm(
             tensors,
             desc="loading weights",
@@ -120,6 +136,17 @@ class Checkpoint:
             disable=not show_progress,
         ):
             targets[name].copy_(tensor)
+
+
+def _read(reader: Any, name: str, wanted: Parts | None) -> torch.Tensor:
+    if wanted is None:
+        whole: torch.Tensor = reader.get_tensor(name)
+        return whole
+    stretches, dim = wanted
+    part = reader.get_slice(name)
+    if dim == 0:
+        return torch.cat([part[r.start : r.stop] for r in stretches])
+    return torch.cat([part[:, r.start : r.stop] for r in stretches], dim=1)
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -20,6 +20,7 @@ from ostinato.errors import ConfigError
 from ostinato.runtime.attention.base import AttentionSpec, attend, attend_qkv
 from ostinato.runtime.attention.rotation import Rotation
 from ostinato.runtime.models.decoder_config import DecoderConfig
+from ostinato.runtime.models.exchange import ALONE, Exchange
 from ostinato.runtime.models.norm import RMSNorm
 from ostinato.runtime.models.rotary import angles_at, rotate
 from ostinato.runtime.operators.activation import silu_and_mul
@@ -31,21 +32,32 @@ from ostinato.runtime.operators.tuning import MAX_ROWS
 class WeightSlot(NamedTuple):
     """Where a checkpoint's tensor goes: ``shape`` in the file, broadcast into ``target``.
 
-    ``target`` is a view of a parameter, which may hold several of the checkpoint's tensors.
+    ``target`` is a view of a parameter, which may hold several of the checkpoint's tensors. Of a
+    tensor with ``parts`` only these stretches of dimension ``dim`` are read, one after another; if
+    there are none, the target becomes zero.
     """
 
     name: str
     target: torch.Tensor
     shape: torch.Size
+    parts: tuple[range, ...] | None = None
+    dim: int = 0
 
 
 class DecoderLayer(nn.Module):
     """One block: attention, then SwiGLU, each behind a norm and added to its input."""
 
     def __init__(
-        self, config: DecoderConfig, layer: int, *, device: torch.device, dtype: torch.dtype
+        self,
+        config: DecoderConfig,
+        layer: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        exchange: Exchange = ALONE,
     ) -> None:
         super().__init__()
+        self.exchange = exchange
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=config.num_heads,
@@ -77,10 +89,10 @@ class DecoderLayer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor
     ) -> torch.Tensor:
-        hidden = hidden + self._attention(self.input_norm(hidden), cos, signed_sin)
+        mixed = self._attention(self.input_norm(hidden), cos, signed_sin)
+        hidden = hidden + self.exchange.sum(self.o_proj(mixed.flatten(1)))
         gate, up = self.gate_up_proj(self.post_attention_norm(hidden)).chunk(2, dim=-1)
-        down: torch.Tensor = self.down_proj(F.silu(gate) * up)
-        return hidden + down
+        return hidden + self.exchange.sum(self.down_proj(F.silu(gate) * up))
 
     def forward_few(
         self, hidden: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
@@ -125,8 +137,8 @@ class DecoderLayer(nn.Module):
         if self.qk_norm is not None:
             queries_keys = self.qk_norm(queries_keys)
         query, key = rotate(queries_keys, cos, signed_sin).split(self._head_counts, dim=1)
-        mixed = attend(self.spec, query, key, value)
-        return self.o_proj(mixed.flatten(1))  # type: ignore[no-any-return]
+        query, key, value = self.exchange.tokens_for_heads(query, key, value)
+        return self.exchange.heads_for_tokens(attend(self.spec, query, key, value))
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """The layer's tensors as checkpoints name them."""
@@ -169,6 +181,7 @@ class Decoder(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         max_position: int | None = None,
+        exchange: Exchange = ALONE,
     ) -> None:
         super().__init__()
         self.config = config
@@ -183,7 +196,7 @@ class Decoder(nn.Module):
             _weight=torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype),
         ).requires_grad_(False)
         self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, device=device, dtype=dtype)
+            DecoderLayer(config, layer, device=device, dtype=dtype, exchange=exchange)
             for layer in range(config.num_layers)
         )
         self.norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, device=device, dtype=dtype)
@@ -210,6 +223,9 @@ class Decoder(nn.Module):
         hidden = F.embedding(input_ids, self.embed_tokens.weight)
         if hidden.is_cuda and not torch.compiler.is_compiling():
             return self._forward_fused(hidden, positions)
+        return self._forward_plain(hidden, positions)
+
+    def _forward_plain(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cos, signed_sin = angles_at(self.rotary_table, positions, self.dtype)
         for layer in self.decoder_layers():
             hidden = layer(hidden, cos, signed_sin)

@@ -1,0 +1,116 @@
+"""Collectives of one group of ranks: the protocol, the group of one, and a recorder.
+
+A ``Comm`` is passed to whoever needs it; nothing here is global. It knows its own size and its own
+place, and nothing of layouts: who is in a group, and in which order, is decided elsewhere.
+``distributed.py`` talks to other processes, ``loopback.py`` to other threads of this one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ostinato.errors import BatchError
+
+
+class Comm(Protocol):
+    """One group of ranks in an explicit order; ``index`` is this rank's place in it.
+
+    All members call the same collectives in the same order, with tensors of the same shape, dtype
+    and kind of device. Arguments may be strided. A result may share memory with the argument (a
+    group of one has nothing to move); none shares memory with another rank's. On CUDA the work is
+    ordered by the current stream, and nothing is read back to the host.
+    """
+
+    @property
+    def size(self) -> int:
+        """How many ranks the group has."""
+
+    @property
+    def index(self) -> int:
+        """The place of this rank in the group's order, 0 to size - 1."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Replace ``tensor`` by the sum over the group, in place; returns it."""
+
+    def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        """The members' tensors concatenated along ``dim``, in group order."""
+
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        """Trade parts: part j of ``split_dim`` goes to member j.
+
+        What arrives is concatenated along ``concat_dim`` in group order. ``split_dim`` must be a
+        multiple of the group's size.
+        """
+
+
+def equal_parts(tensor: Tensor, parts: int, dim: int) -> list[Tensor]:
+    """Views of ``tensor``, cut into ``parts`` equal ones along ``dim``."""
+    length = tensor.shape[dim]
+    if length % parts:
+        raise BatchError(
+            f"cannot split dimension {dim} of a tensor of shape {list(tensor.shape)} into {parts} "
+            f"equal parts, one per rank: {length} is not a multiple of {parts}; pad it first"
+        )
+    step = length // parts
+    return [tensor.narrow(dim, part * step, step) for part in range(parts)]
+
+
+class NoComm:
+    """The group of one rank. Every collective returns its argument as it is."""
+
+    size = 1
+    index = 0
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        return tensor
+
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        return tensor
+
+
+class CommCall(NamedTuple):
+    """One collective, as this rank called it: its name, and what went in."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class RecordingComm:
+    """Does what ``inner`` does, and lists the calls in ``calls``.
+
+    It sees calls, not replays: a graph that contains a collective is listed once, at its capture.
+    """
+
+    def __init__(self, inner: Comm) -> None:
+        self.inner = inner
+        self.calls: list[CommCall] = []
+
+    @property
+    def size(self) -> int:
+        return self.inner.size
+
+    @property
+    def index(self) -> int:
+        return self.inner.index
+
+    def _record(self, name: str, tensor: Tensor) -> None:
+        self.calls.append(CommCall(name, tuple(tensor.shape), tensor.dtype))
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self._record("all_reduce", tensor)
+        return self.inner.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        self._record("all_gather", tensor)
+        return self.inner.all_gather(tensor, dim)
+
+    def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
+        self._record("all_to_all", tensor)
+        return self.inner.all_to_all(tensor, split_dim, concat_dim)

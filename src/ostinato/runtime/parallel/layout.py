@@ -1,0 +1,184 @@
+"""Who owns what when one replica of a model runs on several ranks: arithmetic only.
+
+Ranks, groups, heads, tokens and vocabulary are plain integers here. There is no torch and no
+communication in this file, so every rule can be checked for all sizes without starting a process.
+
+A replica has SP x TP ranks; rank ``s * TP + t`` sits at ``(s, t)``. The *base* model is sharded
+over TP by ``t`` and splits tokens over ``s``; around attention, the ranks of equal ``t`` trade
+tokens for heads. The *shift* model is sharded over all ranks in the order ``i = t * SP + s``. That
+order, and not the order of rank numbers, leaves every rank with the same KV heads in both models,
+and so they can share one KV cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """The ranks of one replica. Groups are tuples of ranks whose order means something."""
+
+    sp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        _check_count("sequence parallel size (sp)", self.sp, least=1)
+        _check_count("tensor parallel size (tp)", self.tp, least=1)
+
+    @property
+    def world_size(self) -> int:
+        return self.sp * self.tp
+
+    def coordinates(self, rank: int) -> tuple[int, int]:
+        """``(s, t)`` of a rank."""
+        _check_index("rank", rank, self.world_size, self._words())
+        return divmod(rank, self.tp)
+
+    def rank_of(self, s: int, t: int) -> int:
+        _check_index("sequence coordinate s", s, self.sp, self._words())
+        _check_index("tensor coordinate t", t, self.tp, self._words())
+        return s * self.tp + t
+
+    def tensor_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks of equal ``s``, ordered by ``t``: they hold the shards of one base model."""
+        s, _ = self.coordinates(rank)
+        return tuple(self.rank_of(s, t) for t in range(self.tp))
+
+    def sequence_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks of equal ``t``, ordered by ``s``: they trade tokens for heads and back."""
+        _, t = self.coordinates(rank)
+        return tuple(self.rank_of(s, t) for s in range(self.sp))
+
+    @property
+    def shift_group(self) -> tuple[int, ...]:
+        """All ranks in the order of the shift model's shards: the rank at place i owns block i."""
+        return tuple(self.rank_of(s, t) for t in range(self.tp) for s in range(self.sp))
+
+    def shift_index(self, rank: int) -> int:
+        """The place of a rank in ``shift_group``: the block of heads it owns in both models."""
+        s, t = self.coordinates(rank)
+        return t * self.sp + s
+
+    def heads(self, num_heads: int, num_kv_heads: int) -> HeadLayout:
+        """Ownership of attention heads. Raises where heads cannot be dealt out evenly."""
+        return HeadLayout(layout=self, num_heads=num_heads, num_kv_heads=num_kv_heads)
+
+    def padded_tokens(self, num_tokens: int) -> int:
+        """``num_tokens`` rounded up to a multiple of SP, so that all shares are equally long."""
+        _check_count("num_tokens", num_tokens, least=0)
+        return -(-num_tokens // self.sp) * self.sp
+
+    def token_split(self, num_tokens: int, s: int) -> range:
+        """The share of the ranks at ``s``, in positions of the padded batch.
+
+        Shares are contiguous and equally long. Positions from ``num_tokens`` on are padding: the
+        last shares may hold some, or nothing else when there are fewer tokens than ranks.
+        """
+        _check_index("sequence coordinate s", s, self.sp, self._words())
+        share = self.padded_tokens(num_tokens) // self.sp
+        return range(s * share, (s + 1) * share)
+
+    def _words(self) -> str:
+        return f"sp={self.sp}, tp={self.tp}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadLayout:
+    """Which rank owns which attention heads, in the head numbers of the whole model.
+
+    Heads are dealt out in W = SP x TP blocks; the rank at place i of ``shift_group`` owns block i.
+    With fewer KV heads than ranks each block has one KV head, which several blocks then share.
+    """
+
+    layout: ParallelLayout
+    num_heads: int
+    num_kv_heads: int
+
+    def __post_init__(self) -> None:
+        _check_count("num_heads", self.num_heads, least=1)
+        _check_count("num_kv_heads", self.num_kv_heads, least=1)
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads="
+                f"{self.num_kv_heads}; query heads share KV heads in groups of equal size, so "
+                "check the model's config"
+            )
+        world = self.layout.world_size
+        if self._deals_evenly(world):
+            return
+        sizes = f"sp={self.layout.sp} x tp={self.layout.tp} = {world} ranks"
+        if self.num_heads % world:
+            what = f"{self.num_heads} query heads cannot be dealt out evenly to {sizes}"
+        else:
+            what = (
+                f"{self.num_kv_heads} KV heads (num_heads={self.num_heads}) fit {sizes} badly: "
+                "the number of KV heads must be a multiple or a divisor of the number of ranks"
+            )
+        works = [w for w in range(1, self.num_heads + 1) if self._deals_evenly(w)]
+        raise ConfigError(
+            f"{what}; with num_heads={self.num_heads} and num_kv_heads={self.num_kv_heads}, "
+            f"sp x tp can be {', '.join(map(str, works))}"
+        )
+
+    def query_heads(self, i: int) -> range:
+        """The query heads of block i."""
+        self._check_block(i)
+        share = self.num_heads // self.layout.world_size
+        return range(i * share, (i + 1) * share)
+
+    def kv_heads(self, i: int) -> range:
+        """The KV heads that the query heads of block i attend with."""
+        self._check_block(i)
+        world = self.layout.world_size
+        first = i * self.num_kv_heads // world
+        return range(first, first + max(1, self.num_kv_heads // world))
+
+    def base_query_heads(self, t: int) -> tuple[int, ...]:
+        """The query heads of the base model's shard t: its SP blocks, in order."""
+        return tuple(head for i in self._blocks(t) for head in self.query_heads(i))
+
+    def base_kv_heads(self, t: int) -> tuple[int, ...]:
+        """The KV heads of the base model's shard t: those of its SP blocks, in order.
+
+        A KV head that several blocks share is there once for each of them, so that the all-to-all
+        sends parts of equal size.
+        """
+        return tuple(head for i in self._blocks(t) for head in self.kv_heads(i))
+
+    def _blocks(self, t: int) -> range:
+        _check_index("tensor coordinate t", t, self.layout.tp, f"tp={self.layout.tp}")
+        return range(t * self.layout.sp, (t + 1) * self.layout.sp)
+
+    def _check_block(self, i: int) -> None:
+        world = self.layout.world_size
+        _check_index("block of heads", i, world, f"sp={self.layout.sp}, tp={self.layout.tp}")
+
+    def _deals_evenly(self, world: int) -> bool:
+        kv = self.num_kv_heads
+        return self.num_heads % world == 0 and (kv % world == 0 or world % kv == 0)
+
+
+def vocabulary(vocab_size: int, parts: int, index: int) -> range:
+    """The tokens of shard ``index`` when the vocabulary is cut into ``parts``.
+
+    Every shard is stored with ``ceil(vocab_size / parts)`` rows. The range holds the rows that are
+    tokens: the last shards may have fewer, even none, and the rest of their rows is padding.
+    """
+    _check_count("vocab_size", vocab_size, least=1)
+    _check_count("parts of the vocabulary", parts, least=1)
+    _check_index("part of the vocabulary", index, parts, f"vocab_size={vocab_size}")
+    share = -(-vocab_size // parts)
+    return range(min(index * share, vocab_size), min((index + 1) * share, vocab_size))
+
+
+def _check_count(name: str, value: int, *, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ConfigError(f"{name} must be an int of at least {least}, got {value!r}")
+
+
+def _check_index(name: str, value: int, size: int, where: str) -> None:
+    if type(value) is not int or not 0 <= value < size:
+        raise ConfigError(f"{name} must be an int from 0 to {size - 1} ({where}), got {value!r}")

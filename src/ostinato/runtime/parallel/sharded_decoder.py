@@ -1,0 +1,159 @@
+"""The native decoder over several ranks: the base model and the shift model of one layout.
+
+The *base* model is sharded over TP ranks, and the tokens of a batch are split over SP (Ulysses).
+The *shift* model is sharded over all of them. Both leave a rank the keys and values of the same
+heads, so one KV cache serves both, and a request may go from one to the other at any step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+from ostinato.errors import BatchError
+from ostinato.runtime.models.decoder import Decoder, WeightSlot
+from ostinato.runtime.models.decoder_config import DecoderConfig
+from ostinato.runtime.parallel.comm import Comm
+from ostinato.runtime.parallel.exchange import TensorExchange, UlyssesExchange
+from ostinato.runtime.parallel.layout import ParallelLayout
+from ostinato.runtime.parallel.sharding import Shard, sharded_slots
+
+# The group of these ranks, in this order, as seen by the calling rank.
+CommOf: TypeAlias = Callable[[Sequence[int]], Comm]
+
+
+class ShardedDecoder(Decoder):
+    """One rank's part of a decoder. A ``CausalLM``: tokens in, hidden states and logits of all out.
+
+    ``tensor``: the ranks that hold the parts of the weights. ``sequence``: the ranks that the
+    tokens of a batch are split over, contiguously; their number must divide that of the tokens.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        *,
+        tensor: Comm,
+        sequence: Comm,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_position: int | None = None,
+    ) -> None:
+        split = sequence.size > 1
+        super().__init__(
+            shard.local_config,
+            device=device,
+            dtype=dtype,
+            max_position=max_position,
+            exchange=UlyssesExchange(tensor, sequence) if split else TensorExchange(tensor),
+        )
+        self.shard = shard
+        self.vocab_size = shard.config.vocab_size
+        self._tensor = tensor
+        self._sequence = sequence
+        for layer in self.decoder_layers():  # attention sees one block of the shard's heads
+            layer.spec = replace(
+                layer.spec,
+                num_heads=layer.spec.num_heads // sequence.size,
+                num_kv_heads=layer.spec.num_kv_heads // sequence.size,
+            )
+        self.attention_specs = [layer.spec for layer in self.decoder_layers()]
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of all T tokens, on every rank."""
+        num_ranks, num_tokens = self._sequence.size, input_ids.shape[0]
+        if num_tokens % num_ranks:
+            raise BatchError(
+                f"{num_tokens} tokens cannot be split evenly over {num_ranks} ranks; pad them to "
+                f"{-(-num_tokens // num_ranks) * num_ranks}"
+            )
+        if num_ranks == 1:
+            return self._forward_plain(self._embed(input_ids), positions)
+        count = num_tokens // num_ranks
+        own = slice(self._sequence.index * count, (self._sequence.index + 1) * count)
+        hidden = self._forward_plain(self._embed(input_ids[own]), positions[own])
+        return self._sequence.all_gather(hidden)
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        if self._tensor.size == 1:
+            return F.embedding(input_ids, self.embed_tokens.weight)
+        vocabulary = self.shard.vocabulary
+        local = input_ids - vocabulary.start
+        owned = (local >= 0) & (local < len(vocabulary))
+        hidden = F.embedding(local.masked_fill(~owned, 0), self.embed_tokens.weight)
+        return self._tensor.all_reduce(hidden.masked_fill_(~owned.unsqueeze(1), 0.0))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, vocab_size] of hidden states [B, hidden_size], on every rank."""
+        logits = F.linear(self.norm(hidden), self.head_weight)
+        if self._tensor.size == 1:
+            return logits
+        return self._tensor.all_gather(logits, dim=1)[:, : self.vocab_size]
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        """The tensors of a checkpoint, and which part of each is this rank's."""
+        return sharded_slots(super().weight_slots(), self.shard)
+
+
+def build_base(
+    config: DecoderConfig,
+    layout: ParallelLayout,
+    rank: int,
+    comm_of: CommOf,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_position: int | None = None,
+) -> ShardedDecoder:
+    """The model for large batches: weights over TP, tokens over SP."""
+    heads = layout.heads(config.num_heads, config.num_kv_heads)
+    _, t = layout.coordinates(rank)
+    shard = Shard(
+        config=config,
+        query_heads=tuple(heads.base_query_heads(t)),
+        kv_heads=tuple(heads.base_kv_heads(t)),
+        index=t,
+        size=layout.tp,
+    )
+    return ShardedDecoder(
+        shard,
+        tensor=comm_of(layout.tensor_group(rank)),
+        sequence=comm_of(layout.sequence_group(rank)),
+        device=device,
+        dtype=dtype,
+        max_position=max_position,
+    )
+
+
+def build_shift(
+    config: DecoderConfig,
+    layout: ParallelLayout,
+    rank: int,
+    comm_of: CommOf,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_position: int | None = None,
+) -> ShardedDecoder:
+    """The model for small batches: weights over all ranks, in the order of the KV heads."""
+    heads = layout.heads(config.num_heads, config.num_kv_heads)
+    index = layout.shift_index(rank)
+    shard = Shard(
+        config=config,
+        query_heads=tuple(heads.query_heads(index)),
+        kv_heads=tuple(heads.kv_heads(index)),
+        index=index,
+        size=layout.world_size,
+    )
+    return ShardedDecoder(
+        shard,
+        tensor=comm_of(layout.shift_group),
+        sequence=comm_of((rank,)),
+        device=device,
+        dtype=dtype,
+        max_position=max_position,
+    )

@@ -1,0 +1,205 @@
+"""The watchdog: tells every rank, by number, which rank died, hangs or gave up.
+
+A daemon thread of each rank beats through a shared key-value store and looks at the beats of the
+others. Ages are measured by the watcher's own clock, from when it saw a beat change: the clocks of
+several machines need not agree.
+
+A beat means that the process runs Python: a killed, stopped or GIL-holding process stops beating. A
+rank whose main thread waits forever in its own code still beats; the timeout of the collective that
+the others wait in is what ends that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Protocol
+
+from ostinato.errors import ConfigError, RankFailedError
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that the watchdog uses."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class Watchdog:
+    """Beats for this rank and watches the others, from construction to ``close()``.
+
+    When a rank dies, its last beat is at most ``timeout_s + interval_s`` old when the others know;
+    an error it reported is known after one interval. From then on ``check()`` raises, and
+    ``on_failure`` has been called once, from the watchdog's thread. ``on_failure`` is for main
+    threads that are stuck in a collective with the dead rank: see ``end_process``.
+
+    Used in ``with``, an exception of the block is reported to the others. ``close()`` says goodbye:
+    a rank that left on purpose has not failed.
+
+    Args:
+        timeout_s: How old a heart-beat may get. A rank that has not started its watchdog yet has as
+            long, counted from the start of this one: start them after a barrier.
+        rank: This rank.
+        store: A store that all ranks share. Give the watchdog a client of its own
+            (``TCPStore.clone()``): one that waits for a key blocks all its users. A ``FileStore``
+            grows with every beat.
+        world_size: How many ranks there are.
+        interval_s: Time between beats; a tenth of the timeout if None.
+        store_rank: The rank that hosts the store, which is named when the store is gone.
+        on_failure: Called with the error, in the watchdog's thread.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        rank: int,
+        store: Store,
+        *,
+        world_size: int,
+        interval_s: float | None = None,
+        store_rank: int | None = None,
+        on_failure: Callable[[RankFailedError], None] | None = None,
+    ) -> None:
+        self.interval_s = timeout_s / 10 if interval_s is None else interval_s
+        if not 0 < self.interval_s <= timeout_s / 4:
+            raise ConfigError(
+                f"beats every {self.interval_s} s under a timeout of {timeout_s} s: the interval "
+                "must be positive and at most a quarter of the timeout"
+            )
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
+        self.timeout_s = timeout_s
+        self.rank = rank
+        self._store = store
+        self._store_rank = store_rank
+        self._on_failure = on_failure
+        self._failure: RankFailedError | None = None
+        self._closing = threading.Event()
+        self._beats = 0
+        now = time.monotonic()
+        self._last_pass = now
+        # Per watched rank: the last beat seen, and when it was seen first.
+        self._seen = {other: ("", now) for other in range(world_size) if other != rank}
+        self._thread = threading.Thread(target=self._watch, name=f"watchdog {rank}", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise ``RankFailedError`` if a rank failed. Costs no communication."""
+        if self._failure is not None:
+            raise self._failure
+        silence = time.monotonic() - self._last_pass
+        if silence > self.timeout_s and not self._closing.is_set():
+            raise self._store_failure(f"has not answered for {silence:.1f} s")
+
+    def report(self, message: str) -> None:
+        """Tell the other ranks that this one failed, and why."""
+        self._store.set(_error_key(self.rank), message)
+
+    def close(self) -> None:
+        """Leave: the others stop watching this rank. The thread has ended on return."""
+        if not self._closing.is_set():
+            self._closing.set()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(self.timeout_s)
+            if self._failure is None:
+                self._store.set(_beat_key(self.rank), _GOODBYE)
+
+    def __enter__(self) -> Watchdog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and self._failure is None:
+            self.report(f"{type(error).__name__}: {error}")
+        self.close()
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closing.is_set():
+            try:
+                self._failure = self._pass()
+            except Exception as error:
+                # A store whose host is gone raises whatever its connection does.
+                self._failure = self._store_failure(f"failed ({error})")
+            if self._failure is not None:
+                if self._on_failure is not None:
+                    self._on_failure(self._failure)
+                return
+            self._closing.wait(self.interval_s)
+
+    def _pass(self) -> RankFailedError | None:
+        """Beat, then look at every other rank once. Returns what is wrong, if anything is."""
+        self._beats += 1
+        self._store.set(_beat_key(self.rank), str(self._beats))
+        for other in tuple(self._seen):
+            failure = self._look_at(other)
+            if failure is not None:
+                return failure
+        self._last_pass = time.monotonic()
+        return None
+
+    def _look_at(self, other: int) -> RankFailedError | None:
+        message = self._read(_error_key(other))
+        if message:
+            return RankFailedError(f"rank {other} failed: {message}", other)
+        beat = self._read(_beat_key(other))
+        if beat == _GOODBYE:
+            del self._seen[other]
+            return None
+        now = time.monotonic()
+        last, since = self._seen[other]
+        if beat != last:
+            self._seen[other] = (beat, now)
+            return None
+        # One interval early: a beat can be that old already when it is first seen.
+        if now - since > self.timeout_s - self.interval_s:
+            what = "stopped beating" if beat else "never started beating"
+            return RankFailedError(
+                f"rank {other} {what}: no sign of life for {now - since:.1f} s (the timeout is "
+                f"{self.timeout_s} s); it died or hangs, see its own log",
+                other,
+            )
+        return None
+
+    def _read(self, key: str) -> str:
+        # get() would wait for a key that is not there yet.
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _store_failure(self, what: str) -> RankFailedError:
+        host = "" if self._store_rank is None else f", which rank {self._store_rank} hosts,"
+        return RankFailedError(
+            f"the store that the ranks beat through{host} {what}; the process that hosts it died "
+            "or hangs, or the network is down",
+            self._store_rank,
+        )
+
+
+def end_process(error: RankFailedError) -> None:
+    """An ``on_failure`` that ends this process at once, whatever its main thread waits in.
+
+    Nothing is cleaned up: a collective that waits for a dead rank cannot be left in any other way.
+    """
+    sys.stderr.write(f"ostinato: this process ends because {error}\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+_GOODBYE = "left"
+
+
+def _beat_key(rank: int) -> str:
+    return f"ostinato/watchdog/beat/{rank}"
+
+
+def _error_key(rank: int) -> str:
+    return f"ostinato/watchdog/error/{rank}"

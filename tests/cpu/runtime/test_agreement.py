@@ -1,0 +1,259 @@
+"""Ranks that must step together: the rule, what travels, and the refusal of unequal starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.errors import BatchError, ConfigError
+from ostinato.graphs.descriptor import BatchDescriptor, Choice, Reason
+from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.runtime.parallel.agreement import (
+    Agreement,
+    StepAgreement,
+    StepWish,
+    agree,
+    check_same,
+    decode,
+    encode,
+)
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+
+modes = st.sampled_from([NONE, PIECEWISE, FULL])
+wishes = st.one_of(
+    st.builds(StepWish, modes, st.integers(1, 2**40)), st.builds(StepWish.idle, modes)
+)
+groups = st.lists(wishes, min_size=1, max_size=8)
+
+
+class SentError(Exception):
+    """Ends a rank's first pass, once what it sends is known."""
+
+
+class FakeComm:
+    """One rank of a group: records what it sends, or answers with the sum where it is known."""
+
+    def __init__(self, index: int, size: int, total: torch.Tensor | None = None) -> None:
+        self.index, self.size, self.total = index, size, total
+        self.sent: list[torch.Tensor] = []
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.sent.append(tensor.clone())
+        if self.total is None:
+            raise SentError
+        return tensor.copy_(self.total)
+
+
+def run(
+    ranks: Callable[[FakeComm, int], Any], size: int, indices: list[int] | None = None
+) -> list[Any]:
+    """The result, or the error, of every rank, each of which made exactly one all-reduce."""
+    indices = list(range(size)) if indices is None else indices
+    first = [FakeComm(index, size) for index in indices]
+    for rank, comm in enumerate(first):
+        with pytest.raises(SentError):
+            ranks(comm, rank)
+    sent = [comm.sent[0] for comm in first]
+    assert {(tensor.dtype, tensor.shape) for tensor in sent} == {(torch.int64, sent[0].shape)}
+    results: list[Any] = []
+    for rank, index in enumerate(indices):
+        comm = FakeComm(index, size, torch.stack(sent).sum(0))
+        try:
+            results.append(ranks(comm, rank))
+        except ConfigError as error:
+            results.append(error)
+        assert len(comm.sent) == 1
+    return results
+
+
+# --- the rule ---
+
+
+def test_any_eager_rank_makes_all_eager() -> None:
+    agreed = agree([StepWish(FULL, 8), StepWish(NONE, 700), StepWish(PIECEWISE, 16)])
+    assert agreed.mode is NONE
+    assert agreed.num_tokens_across_dp == (8, 700, 16)
+    assert agreed.lowered_by == (1,)
+
+
+def test_otherwise_the_least_mode_and_the_largest_size() -> None:
+    agreed = agree([StepWish(FULL, 64), StepWish(PIECEWISE, 16), StepWish(PIECEWISE, 8)])
+    assert agreed == StepAgreement(
+        mode=PIECEWISE, num_tokens=64, num_tokens_across_dp=(64, 64, 64), lowered_by=(1, 2)
+    )
+
+
+def test_a_rank_without_work_runs_a_padding_batch_of_the_agreed_size() -> None:
+    agreed = agree([StepWish.idle(), StepWish(FULL, 4)])
+    assert agreed == StepAgreement(mode=FULL, num_tokens=4, num_tokens_across_dp=(4, 4))
+
+
+def test_a_rank_without_work_runs_one_token_when_all_are_eager() -> None:
+    agreed = agree([StepWish.idle(), StepWish(NONE, 5000)])
+    assert agreed == StepAgreement(mode=NONE, num_tokens=5000, num_tokens_across_dp=(1, 5000))
+
+
+def test_a_rank_without_work_and_without_graphs_still_counts() -> None:
+    agreed = agree([StepWish.idle(PIECEWISE), StepWish(FULL, 4)])
+    assert agreed.mode is PIECEWISE
+    assert agreed.lowered_by == (0,)
+
+
+def test_no_work_anywhere_is_no_step() -> None:
+    agreed = agree([StepWish.idle(), StepWish.idle(PIECEWISE)])
+    assert not agreed.has_work
+    assert agreed == StepAgreement(mode=NONE, num_tokens=0, num_tokens_across_dp=(0, 0))
+
+
+def test_one_rank_gets_its_wish() -> None:
+    assert agree([StepWish(FULL, 3)]) == StepAgreement(
+        mode=FULL, num_tokens=3, num_tokens_across_dp=(3,)
+    )
+
+
+@given(groups)
+def test_agreement_holds_for_all_ranks(group: list[StepWish]) -> None:
+    agreed = agree(group)
+    assert len(agreed.num_tokens_across_dp) == len(group)
+    assert agreed.has_work == any(wish.has_work for wish in group)
+    if not agreed.has_work:
+        return
+    assert all(agreed.mode.rank <= wish.mode.rank for wish in group)
+    assert agreed.mode in [wish.mode for wish in group]
+    for wish, runs in zip(group, agreed.num_tokens_across_dp, strict=True):
+        assert runs >= max(1, wish.num_tokens)
+        if agreed.mode is NONE:
+            assert runs == max(1, wish.num_tokens)
+        else:
+            assert runs == agreed.num_tokens == max(wish.num_tokens for wish in group)
+    lowered = any(wish.has_work and wish.mode.rank > agreed.mode.rank for wish in group)
+    assert bool(agreed.lowered_by) == lowered
+    assert all(group[rank].mode is agreed.mode for rank in agreed.lowered_by)
+
+
+def test_wish_of_a_choice() -> None:
+    choice = Choice(mode=FULL, descriptor=BatchDescriptor(16, num_reqs=16), reason=Reason.MIXED)
+    assert StepWish.of(choice) == StepWish(FULL, 16, has_work=True)
+
+
+@pytest.mark.parametrize(
+    ("wish", "message"),
+    [
+        ((CUDAGraphMode.FULL_AND_PIECEWISE, 1), "not FULL_AND_PIECEWISE"),
+        ((FULL, -1), "got -1"),
+        ((FULL, 2.0), r"got 2\.0"),
+        ((FULL, 0), "num_tokens=0 with has_work=True"),
+        ((FULL, 3, False), "num_tokens=3 with has_work=False"),
+    ],
+)
+def test_impossible_wishes(wish: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        StepWish(*wish)
+
+
+def test_a_group_has_a_rank() -> None:
+    with pytest.raises(BatchError, match="at least one rank"):
+        agree([])
+
+
+# --- what travels ---
+
+
+@given(groups)
+def test_the_sum_of_all_encodings_is_all_wishes(group: list[StepWish]) -> None:
+    vectors = [encode(wish, rank, len(group)) for rank, wish in enumerate(group)]
+    columns = list(zip(*vectors, strict=True))
+    assert all(sum(value != 0 for value in column) <= 1 for column in columns)
+    assert decode([sum(column) for column in columns]) == tuple(group)
+    assert len(columns) == 2 * len(group)
+
+
+@given(groups)
+def test_every_rank_comes_to_the_same_agreement_by_one_all_reduce(group: list[StepWish]) -> None:
+    agreement = Agreement()
+    results = run(lambda comm, rank: agreement.step(comm, group[rank]), len(group))
+    assert results == [agree(group)] * len(group)
+
+
+def test_the_exchange_runs_on_the_device(device: torch.device) -> None:
+    comm = FakeComm(0, 1, torch.tensor(encode(StepWish(FULL, 4), 0, 1), device=device))
+    assert Agreement(device).step(comm, StepWish(FULL, 4)).num_tokens == 4
+    assert comm.sent[0].device.type == device.type
+
+
+def test_two_ranks_in_one_place_are_found() -> None:
+    results = run(lambda comm, rank: Agreement().step(comm, StepWish.idle(NONE)), 3, [0, 1, 1])
+    assert len(results) == 3
+    for error in results:
+        assert isinstance(error, ConfigError)
+        assert "the place of rank 2 holds [0, 0]" in str(error)
+
+
+@pytest.mark.parametrize("summed", [[], [1], [4, 1], [1, -1], [0, 0], [1, 1, 1]])
+def test_what_is_no_sum_of_wishes_is_refused(summed: list[int]) -> None:
+    with pytest.raises(ConfigError):
+        decode(summed)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_outside_its_group_is_refused(rank: int) -> None:
+    with pytest.raises(ConfigError, match=f"rank {rank} is not in a group of 2"):
+        encode(StepWish(FULL, 1), rank, 2)
+
+
+# --- equal starts ---
+
+
+def check(values: list[str], name: str = "plan", indices: list[int] | None = None) -> list[Any]:
+    return run(lambda comm, rank: check_same(comm, name, values[rank]), len(values), indices)
+
+
+@given(st.text(), st.integers(1, 5))
+def test_equal_values_pass(value: str, size: int) -> None:
+    assert check([value] * size) == [None] * size
+
+
+@given(st.lists(st.text(max_size=3), min_size=2, max_size=5))
+def test_values_pass_exactly_when_equal(values: list[str]) -> None:
+    failed = [isinstance(result, ConfigError) for result in check(values)]
+    assert failed == [len(set(values)) > 1] * len(values)
+
+
+def test_every_rank_says_which_ranks_differ_and_in_what() -> None:
+    values = ["sp=2, tp=2", "sp=2, tp=2", "sp=4, tp=1", "sp=2, tp=2"]
+    errors = check(values, name="parallel config")
+    for rank, error in enumerate(errors):
+        assert isinstance(error, ConfigError)
+        assert "ranks differ in parallel config" in str(error)
+        assert "ranks 0, 1, 3 have 'sp=2, tp=2'" in str(error)
+        assert "rank 2 has 'sp=4, tp=1'" in str(error)
+        assert f"this is rank {rank} of 4" in str(error)
+
+
+def test_long_values_that_differ_at_the_end_differ() -> None:
+    start = "x" * 5000
+    errors = check([start + "a", start + "b"], name="weights")
+    for error in errors:
+        assert isinstance(error, ConfigError)
+        assert "rank 0 has" in str(error)
+        assert "rank 1 has" in str(error)
+        assert len(str(error)) < 500
+        # The beginnings are equal, so the digests must tell the two apart.
+        digests = [part[:8] for part in str(error).split("(sha256 ")[1:]]
+        assert len(set(digests)) == 2
+
+
+def test_trailing_nul_is_a_difference() -> None:
+    assert all(isinstance(result, ConfigError) for result in check(["a", "a\0"]))
+
+
+def test_a_rank_that_did_not_take_part_is_found() -> None:
+    results = check(["same", "same", "same"], indices=[0, 0, 2])
+    assert len(results) == 3
+    assert all(isinstance(r, ConfigError) and "place of rank" in str(r) for r in results)

@@ -1,0 +1,171 @@
+"""The decoder over several ranks against transformers in one process, all ranks by loop-back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from sharded_steps import RankResult, Step, run_request
+from transformers import AutoModelForCausalLM
+
+from ostinato.errors import BatchError, ConfigError
+from ostinato.runtime.models.decoder_config import DecoderConfig
+from ostinato.runtime.parallel.comm import NoComm
+from ostinato.runtime.parallel.layout import ParallelLayout
+from ostinato.runtime.parallel.loopback import LoopbackWorld
+from ostinato.runtime.parallel.sharded_decoder import build_base
+from ostinato.runtime.parallel.sharding import Shard
+
+LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
+TOKENS = [(i * 29 + 3) % 97 for i in range(23)]
+# Prompts whose lengths SP does not divide, decode by shift, a chunk by base again, and so on.
+STEPS = [Step(9, "base"), Step(1, "shift"), Step(2, "shift"), Step(5, "base")]
+STEPS += [Step(1, "base"), Step(3, "shift"), Step(1, "shift"), Step(1, "base")]
+
+
+def config_of(family: str, num_kv_heads: int) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,  # not even: the last part is shorter
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": 64,
+    }
+    if family == "llama":
+        return transformers.LlamaConfig(
+            **sizes, attention_bias=True, mlp_bias=True, tie_word_embeddings=False
+        )
+    if family == "qwen2":
+        return transformers.Qwen2Config(**sizes, tie_word_embeddings=True)
+    return transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)
+
+
+@dataclass
+class Reference:
+    path: str
+    logits: torch.Tensor
+    keys: list[torch.Tensor]
+    num_elements: int
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Reference]:
+    made: dict[tuple[str, int], Reference] = {}
+
+    def make(family: str, num_kv_heads: int) -> Reference:
+        if (family, num_kv_heads) not in made:
+            torch.manual_seed(0)
+            model: Any = AutoModelForCausalLM.from_config(
+                config_of(family, num_kv_heads), attn_implementation="eager"
+            ).eval()
+            for parameter in model.parameters():
+                parameter.data += 0.2 * torch.randn_like(parameter)
+            path: Path = tmp_path_factory.mktemp(f"{family}-{num_kv_heads}")
+            model.save_pretrained(path)
+            with torch.no_grad():
+                output = model(torch.tensor([TOKENS]), use_cache=True)
+            made[family, num_kv_heads] = Reference(
+                str(path),
+                output.logits[0],
+                [layer.keys[0].transpose(0, 1) for layer in output.past_key_values.layers],
+                sum(parameter.numel() for parameter in model.parameters()),
+            )
+        return made[family, num_kv_heads]
+
+    return make
+
+
+def run_all(layout: ParallelLayout, path: str) -> list[RankResult]:
+    world = LoopbackWorld(layout.world_size)
+    return world.run(
+        lambda rank: run_request(
+            rank, layout, lambda ranks: world.comm(ranks, rank), path, TOKENS, STEPS
+        )
+    )
+
+
+def assert_right(results: list[RankResult], reference: Reference) -> None:
+    for result in results:
+        torch.testing.assert_close(result.logits, reference.logits, atol=1e-4, rtol=1e-4)
+        for keys, expected in zip(result.keys, reference.keys, strict=True):
+            own = expected[:, list(result.kv_heads)]
+            torch.testing.assert_close(keys, own, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
+@pytest.mark.parametrize(("sp", "tp"), LAYOUTS)
+def test_tokens_logits_and_cache(
+    sp: int, tp: int, num_kv_heads: int, reference: Callable[[str, int], Reference]
+) -> None:
+    one = reference("llama", num_kv_heads)
+    assert_right(run_all(ParallelLayout(sp, tp), one.path), one)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_other_families(family: str, reference: Callable[[str, int], Reference]) -> None:
+    one = reference(family, 2)
+    assert_right(run_all(ParallelLayout(2, 2), one.path), one)
+
+
+class NaiveOrder(ParallelLayout):
+    """The shift model's parts in the order of the ranks, as a plain world would have them."""
+
+    def shift_index(self, rank: int) -> int:
+        return rank
+
+    @property
+    def shift_group(self) -> tuple[int, ...]:
+        return tuple(range(self.world_size))
+
+
+@pytest.mark.parametrize("num_kv_heads", [8, 4, 2])
+def test_the_naive_order_of_ranks_is_caught(
+    num_kv_heads: int, reference: Callable[[str, int], Reference]
+) -> None:
+    one = reference("llama", num_kv_heads)
+    with pytest.raises(AssertionError):
+        assert_right(run_all(NaiveOrder(2, 2), one.path), one)
+
+
+def test_a_rank_reads_its_part_only(reference: Callable[[str, int], Reference]) -> None:
+    one = reference("llama", 8)
+    (alone,) = run_all(ParallelLayout(1, 1), one.path)
+    assert alone.read == 2 * one.num_elements  # both models
+    for result in run_all(ParallelLayout(1, 4), one.path):
+        assert result.read < 0.3 * alone.read
+
+
+def test_tokens_that_cannot_be_split_are_refused(
+    reference: Callable[[str, int], Reference],
+) -> None:
+    layout = ParallelLayout(2, 1)
+    config = DecoderConfig.from_hf(config_of("llama", 8))
+    world = LoopbackWorld(2)
+
+    def run(rank: int) -> None:
+        model = build_base(
+            config,
+            layout,
+            rank,
+            lambda ranks: world.comm(ranks, rank),
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+        )
+        model.forward(torch.arange(3), torch.arange(3))
+
+    with pytest.raises(BatchError, match=r"3 tokens cannot be split evenly over 2 ranks.* to 4"):
+        world.run(run)
+
+
+def test_widths_that_cannot_be_split_are_refused() -> None:
+    config = DecoderConfig.from_hf(config_of("llama", 8))
+    with pytest.raises(ConfigError, match="width 48 cannot be split evenly over 5 ranks"):
+        Shard(config=config, query_heads=(0,), kv_heads=(0,), index=0, size=5)
+    assert NoComm().size == 1
