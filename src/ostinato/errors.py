@@ -68,3 +68,18 @@ class SchedulingError(OstinatoError, RuntimeError):
 
 class ModelLoadError(OstinatoError, RuntimeError):
     """A model could not be loaded: not found, incomplete, damaged, or too large for the device."""
+
+
+class CollectiveError(OstinatoError, RuntimeError):
+    """The ranks of a group called collectives that do not fit together, or one never came."""
+
+
+class RankFailedError(OstinatoError, RuntimeError):
+    """Another rank died, hangs or reported an error. ``rank`` says which, if it is known."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message, rank)
+        self.rank = rank
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -1,8 +1,9 @@
 """The watchdog: tells every rank, by number, which rank died, hangs or gave up.
 
 A daemon thread of each rank beats through a shared key-value store and looks at the beats of the
-others. Ages are measured by the watcher's own clock, from when it saw a beat change: the clocks of
-several machines need not agree.
+others. Ages are measured by the watcher's own clock, from when it saw a beat change, so the clocks
+of several machines need not agree; and only while it could look, so a pause of all ranks (a machine
+that was suspended) is nobody's failure.
 
 A beat means that the process runs Python: a killed, stopped or GIL-holding process stops beating. A
 rank whose main thread waits forever in its own code still beats; the timeout of the collective that
@@ -81,10 +82,10 @@ class Watchdog:
         self._failure: RankFailedError | None = None
         self._closing = threading.Event()
         self._beats = 0
-        now = time.monotonic()
-        self._last_pass = now
-        # Per watched rank: the last beat seen, and when it was seen first.
-        self._seen = {other: ("", now) for other in range(world_size) if other != rank}
+        self._last_pass = time.monotonic()
+        self._watched_s = 0.0
+        # Per watched rank: the last beat seen, and _watched_s when it was seen first.
+        self._seen = {other: ("", 0.0) for other in range(world_size) if other != rank}
         self._thread = threading.Thread(target=self._watch, name=f"watchdog {rank}", daemon=True)
         self._thread.start()
 
@@ -139,13 +140,15 @@ class Watchdog:
 
     def _pass(self) -> RankFailedError | None:
         """Beat, then look at every other rank once. Returns what is wrong, if anything is."""
+        now = time.monotonic()
+        self._watched_s += min(now - self._last_pass, 2 * self.interval_s)
+        self._last_pass = now
         self._beats += 1
         self._store.set(_beat_key(self.rank), str(self._beats))
         for other in tuple(self._seen):
             failure = self._look_at(other)
             if failure is not None:
                 return failure
-        self._last_pass = time.monotonic()
         return None
 
     def _look_at(self, other: int) -> RankFailedError | None:
@@ -156,16 +159,16 @@ class Watchdog:
         if beat == _GOODBYE:
             del self._seen[other]
             return None
-        now = time.monotonic()
         last, since = self._seen[other]
         if beat != last:
-            self._seen[other] = (beat, now)
+            self._seen[other] = (beat, self._watched_s)
             return None
+        age = self._watched_s - since
         # One interval early: a beat can be that old already when it is first seen.
-        if now - since > self.timeout_s - self.interval_s:
+        if age > self.timeout_s - self.interval_s:
             what = "stopped beating" if beat else "never started beating"
             return RankFailedError(
-                f"rank {other} {what}: no sign of life for {now - since:.1f} s (the timeout is "
+                f"rank {other} {what}: no sign of life for {age:.1f} s (the timeout is "
                 f"{self.timeout_s} s); it died or hangs, see its own log",
                 other,
             )

@@ -1,0 +1,48 @@
+"""The same request as in test_sharded_decoder over real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from sharded_steps import RankResult, run_request
+from test_sharded_decoder import STEPS, TOKENS, config_of
+from transformers import AutoModelForCausalLM
+from workers import GlooPool
+
+from ostinato.runtime.parallel.comm import Comm
+from ostinato.runtime.parallel.distributed import DistributedComm
+from ostinato.runtime.parallel.layout import ParallelLayout
+
+
+def run_rank(sp: int, tp: int, path: str) -> RankResult:
+    """On one process of a world of sp x tp."""
+    layout, rank = ParallelLayout(sp, tp), dist.get_rank()
+    # Groups are made by all ranks together, in one order; each asks for its own.
+    made: dict[tuple[int, ...], Comm] = {}
+    for group in (layout.tensor_group(rank), layout.sequence_group(rank), layout.shift_group):
+        if group not in made:
+            made[group] = DistributedComm(group, torch.device("cpu"))
+    alone = (rank,)
+    if alone not in made:
+        made[alone] = DistributedComm(alone, torch.device("cpu"))
+    return run_request(rank, layout, lambda ranks: made[tuple(ranks)], path, TOKENS, STEPS)
+
+
+@pytest.mark.parametrize(("sp", "tp"), [(2, 1), (1, 2), (2, 2), (4, 1)])
+def test_logits_equal_transformers(gloo_pool: GlooPool, tmp_path: Path, sp: int, tp: int) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config_of("qwen3", 2), attn_implementation="eager"
+    ).eval()
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(torch.tensor([TOKENS])).logits[0]
+    results = gloo_pool.run(run_rank, sp, tp, str(tmp_path), world_size=sp * tp)
+    assert len(results) == sp * tp
+    for result in results:
+        torch.testing.assert_close(result.logits, expected, atol=1e-4, rtol=1e-4)
