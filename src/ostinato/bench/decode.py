@@ -212,8 +212,9 @@ def _measure(
         ours, theirs = prompts(), prompts()
         for name, generate in list(running.items()):
             try:
-                if repeat == 0:  # warms up
-                    tokens[name] = generate(ours, SHORT)
+                if repeat == 0:  # warms up over all lengths: cuDNN makes a plan for each new one
+                    warmed = generate(ours, SHORT + window.new_tokens)
+                    tokens[name] = [row[:SHORT] for row in warmed]
                     continue
                 short = _seconds(generate, ours, SHORT)
                 long = _seconds(generate, theirs, SHORT + window.new_tokens)
