@@ -27,6 +27,7 @@ from ostinato import (
 from ostinato.compile.backend import PiecewiseModel, compile_piecewise
 from ostinato.compile.cache import CompileCache
 from ostinato.errors import BatchError, CaptureError, ConfigError
+from ostinato.graphs.backends.ambient import compiled_functions_run_eagerly
 from ostinato.runtime.attention.base import AttentionSpec, attend
 from ostinato.runtime.models.decoder import Decoder
 from ostinato.runtime.models.decoder_config import DecoderConfig
@@ -497,3 +498,22 @@ def test_a_failed_compilation_leaves_no_manifest(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), cache.in_use():
         raise ZeroDivisionError
     assert not cache.is_filled
+
+
+def test_captures_that_overlap_in_threads_leave_the_compiler_as_it_was() -> None:
+    """Ranks that take turns enter and leave in any order; what is left over would stay for good."""
+    import torch._dynamo
+
+    first, second = compiled_functions_run_eagerly(), compiled_functions_run_eagerly()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    second.__exit__(None, None, None)
+    compiled = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        compiled.append(graph)
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+    assert compiled

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -26,6 +28,35 @@ def capture_ambient() -> Iterator[None]:
         torch.set_autocast_cache_enabled(caching)
 
 
+class _ForceEager:
+    """torch's stance on compiled functions, which all threads share.
+
+    Captures of several threads may overlap in any order (ranks that take turns do), so the first
+    one changes it and the last one puts it back.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._stance: Any = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._depth == 0:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._depth += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0:
+                self._stance.__exit__(None, None, None)
+
+
+_force_eager = _ForceEager()
+
+
 @contextmanager
 def compiled_functions_run_eagerly() -> Iterator[None]:
     """torch.compile out of the way, if it is in use at all.
@@ -35,5 +66,8 @@ def compiled_functions_run_eagerly() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:  # then nothing was compiled, and importing it is slow
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    _force_eager.enter()
+    try:
         yield
+    finally:
+        _force_eager.leave()
