@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from ostinato.errors import BatchError, ConfigError
 from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.parallel.comm import NoComm
 from ostinato.runtime.parallel.layout import ParallelLayout
 from ostinato.runtime.parallel.loopback import LoopbackWorld
 from ostinato.runtime.parallel.sharded_decoder import build_base
@@ -168,4 +167,3 @@ def test_widths_that_cannot_be_split_are_refused() -> None:
     config = DecoderConfig.from_hf(config_of("llama", 8))
     with pytest.raises(ConfigError, match="width 48 cannot be split evenly over 5 ranks"):
         Shard(config=config, query_heads=(0,), kv_heads=(0,), index=0, size=5)
-    assert NoComm().size == 1

@@ -204,9 +204,8 @@ class Engine:
             plan = self.scheduler.schedule()
             if plan.num_tokens:
                 self._in_flight.append((plan, self.runner.run(plan)))
-            if len(self._in_flight) <= self._num_ahead and plan.num_tokens:
-                return []
-            if not self._in_flight:
+            catches_up = not plan.num_tokens or len(self._in_flight) > self._num_ahead
+            if not (self._in_flight and catches_up):
                 return []
             plan, result = self._in_flight.popleft()
             events = self.scheduler.commit(plan, result.token_ids())

@@ -30,7 +30,7 @@ class StepResult:
             assert filtered.logprob_token_ids is not None
             tensors += [filtered.logprob_token_ids, filtered.logprobs]
         self._copy = HostCopy(*tensors)
-        self._filtered_rows = filtered_rows
+        self._place = {row: place for place, row in enumerate(filtered_rows)}
         self._logprobs: tuple[list[list[int]], list[list[float]]] | None = None
 
     def token_ids(self) -> IntArray:
@@ -43,8 +43,6 @@ class StepResult:
         if self._logprobs is None:
             _, tokens, values = self._copy.wait()
             self._logprobs = tokens.tolist(), values.tolist()
-        position = self._filtered_rows.index(row)
-        kept = slice(1 + num_top)
-        return list(
-            zip(self._logprobs[0][position][kept], self._logprobs[1][position][kept], strict=True)
-        )
+        place, kept = self._place[row], slice(1 + num_top)
+        tokens_of, values_of = self._logprobs
+        return list(zip(tokens_of[place][kept], values_of[place][kept], strict=True))

@@ -21,6 +21,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ostinato.runtime.kernels.launch import next_power_of_2
+
 logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the kernels as far as blocks matter; a new number makes everybody measure again
@@ -206,7 +208,7 @@ def candidates(shape: LinearShape) -> list[Blocks]:
 
 
 def _cuts_of_one_row(shape: LinearShape) -> list[Blocks]:
-    whole = max(64, 1 << (shape.k - 1).bit_length())
+    whole = max(64, next_power_of_2(shape.k))
     sizes = [(8, 512, 8), (4, 1024, 4), (2, 1024, 4), (2, 2048, 4), (2, 4096, 4)]
     if shape.outputs < 4096:  # programs are few: rather smaller ones
         sizes[:2] = sizes[1::-1]
