@@ -19,6 +19,7 @@ from ostinato.errors import CaptureError
 from ostinato.graphs.backends.arena import Arena
 from ostinato.graphs.backends.guard import CaptureGuard, source_of_caller
 from ostinato.graphs.backends.out_variants import OutVariant, out_variant_of
+from ostinato.graphs.backends.python_kernels import kernel_of
 from ostinato.graphs.tree import map_tensors, tensors_in
 
 aten = torch.ops.aten
@@ -183,7 +184,7 @@ class Recorder(CaptureGuard):
             return partial(aten.copy_.default, targets[0], args[0])
         if targets:
             return partial(_run_and_copy, partial(func, *args, **kwargs), targets)
-        return partial(func, *args, **kwargs)
+        return partial(kernel_of(func), *args, **kwargs)
 
     def _in_place_step(
         self,

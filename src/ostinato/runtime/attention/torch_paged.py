@@ -8,12 +8,12 @@ lengths as tensors and looks at them when it runs: on the CPU in ``paged_cpu``, 
 from __future__ import annotations
 
 import torch
-from torch.library import Library, register_fake
 
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.runtime.attention.paged_cpu import paged_attention_cpu
 from ostinato.runtime.attention.paged_cuda import paged_attention_cuda
+from ostinato.runtime.operators.define import define
 
 _SCHEMA = """paged_attention(
     Tensor query, Tensor key, Tensor value,
@@ -23,19 +23,7 @@ _SCHEMA = """paged_attention(
 ) -> ()"""
 
 
-def _nothing_to_infer(*_: object) -> None:
-    """The operator under torch.compile: it makes no tensors, it writes into those it is given."""
-
-
-# A plain registration costs a few microseconds a call less than torch.library.custom_op. The
-# operator is there for as long as this object is.
-_LIBRARY = Library("ostinato", "FRAGMENT")
-_LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.impl("paged_attention", paged_attention_cpu, "CPU")
-_LIBRARY.impl("paged_attention", paged_attention_cuda, "CUDA")
-register_fake("ostinato::paged_attention", _nothing_to_infer, lib=_LIBRARY)
-
-_paged_attention = torch.ops.ostinato.paged_attention.default
+_paged_attention = define(_SCHEMA, cpu=paged_attention_cpu, cuda=paged_attention_cuda)
 
 
 class TorchPagedAttention:

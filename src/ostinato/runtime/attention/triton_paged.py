@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.library import Library, register_fake
 
 from ostinato.errors import CaptureError
 from ostinato.graphs.context import current_forward_context
@@ -20,6 +19,7 @@ from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.runtime.attention.rotation import Rotation
 from ostinato.runtime.kernels.launch import can_overlap, next_power_of_2, num_processors, overlap
+from ostinato.runtime.operators.define import define
 
 _SCHEMA = """triton_paged_attention(
     Tensor query, Tensor key, Tensor value,
@@ -410,19 +410,8 @@ def _padded_row(tensor: torch.Tensor) -> int:
     return max(16, next_power_of_2(tensor.shape[-1]))
 
 
-def _nothing_to_infer(*_: object) -> None:
-    """The operator under torch.compile: it makes no tensors, it writes into those it is given."""
-
-
-_LIBRARY = Library("ostinato", "FRAGMENT")  # operators are there for as long as this object is
-for _schema, _body in ((_SCHEMA, triton_paged_attention), (_QKV_SCHEMA, triton_qkv_attention)):
-    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(_body.__name__, _body, "CPU")
-    _LIBRARY.impl(_body.__name__, _body, "CUDA")
-    register_fake(f"ostinato::{_body.__name__}", _nothing_to_infer, lib=_LIBRARY)
-
-_operator = torch.ops.ostinato.triton_paged_attention.default
-_qkv_operator = torch.ops.ostinato.triton_qkv_attention.default
+_operator = define(_SCHEMA, cpu=triton_paged_attention, cuda=triton_paged_attention)
+_qkv_operator = define(_QKV_SCHEMA, cpu=triton_qkv_attention, cuda=triton_qkv_attention)
 
 
 def is_decode(metadata: AttentionMetadata, num_tokens: int) -> bool:

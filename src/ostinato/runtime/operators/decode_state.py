@@ -9,9 +9,9 @@ graph replays it with new contents: on CUDA one Triton kernel each, on the CPU t
 from __future__ import annotations
 
 import torch
-from torch.library import Library, register_fake
 
 from ostinato.runtime.kernels.launch import overlap
+from ostinato.runtime.operators.define import define
 
 _LOAD_SCHEMA = """load_decode_inputs(
     Tensor slots, Tensor num_computed, Tensor token_ids, Tensor state_block_table,
@@ -194,19 +194,5 @@ def triton_store_decode_outputs(
     )
 
 
-def _nothing_to_infer(*_: object) -> None:
-    """The operators under torch.compile: they make no tensors, they write into those given."""
-
-
-_LIBRARY = Library("ostinato", "FRAGMENT")  # the operators are there for as long as this object is
-for _schema, _name, _cpu, _cuda in (
-    (_LOAD_SCHEMA, "load_decode_inputs", load_decode_inputs_cpu, triton_load_decode_inputs),
-    (_STORE_SCHEMA, "store_decode_outputs", store_decode_outputs_cpu, triton_store_decode_outputs),
-):
-    _LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(_name, _cpu, "CPU")
-    _LIBRARY.impl(_name, _cuda, "CUDA")
-    register_fake(f"ostinato::{_name}", _nothing_to_infer, lib=_LIBRARY)
-
-_load = torch.ops.ostinato.load_decode_inputs.default
-_store = torch.ops.ostinato.store_decode_outputs.default
+_load = define(_LOAD_SCHEMA, cpu=load_decode_inputs_cpu, cuda=triton_load_decode_inputs)
+_store = define(_STORE_SCHEMA, cpu=store_decode_outputs_cpu, cuda=triton_store_decode_outputs)

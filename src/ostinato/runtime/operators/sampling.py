@@ -9,11 +9,11 @@ CUDA two Triton kernels, on the CPU torch operators.
 from __future__ import annotations
 
 import torch
-from torch.library import Library, register_fake
 
 from ostinato.errors import BatchError
 from ostinato.runtime.counter_random import exponential_log
 from ostinato.runtime.kernels.launch import num_processors, overlap
+from ostinato.runtime.operators.define import define
 
 _SCHEMA = """sample_rows(
     Tensor logits, Tensor slots, Tensor temperature, Tensor seed_key, Tensor lengths,
@@ -127,14 +127,4 @@ def chunks(num_rows: int, vocab_size: int, num_processors: int) -> tuple[int, in
     return blocks_per_chunk, -(-num_blocks // blocks_per_chunk)
 
 
-def _nothing_to_infer(*_: object) -> None:
-    """The operator under torch.compile: it makes no tensors, it writes into those it is given."""
-
-
-_LIBRARY = Library("ostinato", "FRAGMENT")  # the operator is there for as long as this object is
-_LIBRARY.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-_LIBRARY.impl("sample_rows", sample_rows_cpu, "CPU")
-_LIBRARY.impl("sample_rows", triton_sample_rows, "CUDA")
-register_fake("ostinato::sample_rows", _nothing_to_infer, lib=_LIBRARY)
-
-_operator = torch.ops.ostinato.sample_rows.default
+_operator = define(_SCHEMA, cpu=sample_rows_cpu, cuda=triton_sample_rows)

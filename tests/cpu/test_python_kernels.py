@@ -1,0 +1,57 @@
+"""Operators whose CPU kernel is a Python function: a replay calls the function itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.library import Library
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ostinato import GraphPool
+from ostinato.graphs.backends.python_kernels import kernel_of, replay_by_calling
+
+_LIBRARY = Library("ostinato_test_kernels", "FRAGMENT")
+_LIBRARY.define("double_into(Tensor x, Tensor(a!) out, float factor) -> ()")
+
+
+def double_into(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
+    torch.mul(x, factor, out=out)
+
+
+_LIBRARY.impl("double_into", double_into, "CPU")
+OPERATOR: Any = torch.ops.ostinato_test_kernels.double_into.default
+replay_by_calling(OPERATOR, double_into)
+
+
+class SeenOperators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_replay_calls_the_function_with_the_captured_tensors() -> None:
+    x = torch.randn(4)
+
+    def forward() -> torch.Tensor:
+        out = torch.empty(4)
+        OPERATOR(x + 1, out, 3.0)
+        return out
+
+    with GraphPool(torch.device("cpu"), lazy_capture=True) as pool:
+        captured = pool.capture(forward)
+        x.copy_(torch.randn(4))
+        with SeenOperators() as operators:
+            pool.replay(captured.tape)
+        assert torch.equal(captured.output, (x + 1) * 3.0)
+    assert torch.ops.aten.mul.out in operators.seen, "the kernel did not run"
+    assert OPERATOR not in operators.seen
+
+
+def test_an_operator_without_a_python_kernel_is_called_itself() -> None:
+    assert kernel_of(OPERATOR) is double_into
+    assert kernel_of(torch.ops.aten.add_.Tensor) is torch.ops.aten.add_.Tensor
