@@ -136,6 +136,8 @@ def native(device: torch.device) -> Callable[..., Any]:
     model = Decoder(DecoderConfig.from_hf(config), device=device, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data.normal_(0.0, 0.3)
+    # torch.compile sees the model written out, and only that can equal it to the bit.
+    model._forward_fused = model._forward_plain  # type: ignore[method-assign]
     return model.forward
 
 

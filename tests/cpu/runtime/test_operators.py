@@ -544,18 +544,11 @@ def test_operators_say_what_they_write(device: torch.device) -> None:
     decode = Decode({3: 5, 1: 0}, 3, device)
     rows = Rows(3, 40, device).set([0.0, 1.0, 1.0], [1, 2, 3])
     operators = torch.ops.ostinato
-    x = torch.randn(3, 8, device=device)
     cases: list[tuple[Any, tuple[Any, ...]]] = [
         (operators.sample_rows, rows.arguments()),
         (operators.load_decode_inputs, decode.load_arguments()),
         (operators.store_decode_outputs, decode.store_arguments(rows.tokens)),
     ]
-    if device.type == "cuda":
-        cases += [
-            (operators.rms_norm, (x, x[0], 1e-5)),
-            (operators.add_rms_norm, (x, x + 1, x[0], 1e-5)),
-            (operators.silu_and_mul, (x,)),
-        ]
     for operator, arguments in cases:
         torch.library.opcheck(
             operator.default, arguments, test_utils=["test_schema", "test_faketensor"]
