@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 
@@ -153,6 +154,15 @@ def test_graphed_inside_a_capture(pool: GraphPool) -> None:
 # --- closing ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("num_bytes", [-1, 1.5, "64M", None, True])
+def test_bytes_to_reserve_are_checked(device: torch.device, num_bytes: object) -> None:
+    with GraphPool(device) as pool:
+        with pytest.raises(ConfigError, match=re.escape(repr(num_bytes))):
+            pool.reserve(num_bytes)  # type: ignore[arg-type]
+        pool.reserve(0)
+        pool.reserve(1000)
+
+
 def test_nothing_runs_after_close(device: torch.device) -> None:
     pool = GraphPool(device, lazy_capture=True)
     wrapper = CUDAGraphWrapper(double, FULL, pool=pool)
@@ -167,6 +177,8 @@ def test_nothing_runs_after_close(device: torch.device) -> None:
         pass
     with pytest.raises(ClosedError, match="closed"):
         pool.capture(lambda: x + 1)
+    with pytest.raises(ClosedError, match="closed"):
+        pool.reserve(1000)
 
 
 def test_graphed_after_close(device: torch.device) -> None:

@@ -174,6 +174,19 @@ def test_sizes_share_the_memory_of_the_largest() -> None:
     assert pool_bytes([64, 56, 48, 40, 32, 24, 16, 8]) <= pool_bytes([64]) * 1.3
 
 
+def test_captures_share_a_reserved_piece(pool: GraphPool) -> None:
+    """Pieces taken as they are needed would add up: small ones first, then the largest."""
+    x = torch.ones(1024, device=CUDA)
+    pool.reserve(64 * 2**20)
+    reserved = pool.num_bytes
+    assert reserved >= 64 * 2**20
+    for megabytes in (12, 24, 48):
+        captured = pool.capture(lambda n=megabytes: x.repeat(n * 256).sum())
+        pool.replay(captured.tape)
+        assert captured.output.item() == megabytes * 256 * 1024
+    assert pool.num_bytes <= reserved + 4 * 2**20  # small tensors have pieces of their own
+
+
 def test_closing_gives_the_memory_back() -> None:
     gc.collect()
     torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError
+from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError, ConfigError
 from ostinato.graphs.backends import create_backend
 from ostinato.graphs.context import ForwardContext, current_forward_context
 from ostinato.graphs.modes import CUDAGraphMode
@@ -132,6 +132,18 @@ class GraphPool:
     @property
     def capture_allowed(self) -> bool:
         return self._sessions > 0 or self.lazy_capture
+
+    def reserve(self, num_bytes: int) -> None:
+        """Take memory for captures to come, in one piece.
+
+        Graphs share what is there: a piece as large as the largest tensor of any of them serves the
+        smaller ones of all others too, where pieces taken as they are needed would add up.
+        """
+        self._check_open()
+        if type(num_bytes) is not int or num_bytes < 0:
+            raise ConfigError(f"bytes to reserve must be an int, not negative, got {num_bytes!r}")
+        if num_bytes:
+            self.backend.reserve(num_bytes)
 
     # --- capture and replay --------------------------------------------------------------------
 

@@ -44,6 +44,9 @@ from ostinato.runtime.step_result import StepResult
 
 logger = logging.getLogger(__name__)
 
+# Of a decode step, while its logits are there: hidden states, and what the sampler needs.
+_BESIDE_LOGITS = 8 * 2**20
+
 
 @dataclass(frozen=True, kw_only=True)
 class _FilteredRows:
@@ -64,6 +67,11 @@ class _Members:
     slots: Sequence[int] | IntArray
     num_reqs: int  # padded
     filtered: _FilteredRows | None
+
+
+def _samples(entry: PlanEntry) -> bool:
+    """Whether the graph is a whole decode step, logits and sampling included."""
+    return entry.mode is CUDAGraphMode.FULL and entry.descriptor.uniform
 
 
 def _kernels_of(entry: PlanEntry) -> int:
@@ -331,6 +339,7 @@ class ModelRunner:
         start, bytes_before = time.perf_counter(), self._used_bytes()
         self.buffers.reset()
         self._members = None
+        self.pool.reserve(self._largest_logits() + _BESIDE_LOGITS)
         self.capture_report = self.graphs.capture(self._forward_captured, self._prepare_captured)
         self._let_go_of_logits()
         taken = self.capture_bytes = self._used_bytes() - bytes_before
@@ -341,6 +350,11 @@ class ModelRunner:
             taken / 2**30,
         )
         return taken
+
+    def _largest_logits(self) -> int:
+        """Bytes of the largest tensor in any graph."""
+        decode = [each.descriptor.num_tokens for each in self.plan.entries if _samples(each)]
+        return max(decode, default=0) * self.model.vocab_size * self.model.dtype.itemsize
 
     def num_nodes(self, entry: PlanEntry) -> int | None:
         """Nodes of an entry's graphs together: operators on the CPU, kernels and copies on CUDA."""

@@ -67,6 +67,9 @@ class GraphBackend(Protocol):
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of the tensor in the pool's memory, for what is computed between recordings."""
 
+    def reserve(self, num_bytes: int) -> None:
+        """Have so much memory in one piece, where the backend's pool is made of pieces."""
+
     def pool_bytes(self) -> int:
         """Memory the pool holds."""
 

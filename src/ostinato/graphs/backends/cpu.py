@@ -106,6 +106,9 @@ class CpuBackend:
             return tensor
         return self._arena.strong_like(tensor).copy_(tensor)
 
+    def reserve(self, num_bytes: int) -> None:
+        pass  # the arena is one piece, and grows
+
     def pool_bytes(self) -> int:
         return self._arena.peak_bytes
 

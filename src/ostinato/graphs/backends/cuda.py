@@ -275,6 +275,13 @@ class CudaBackend:
         self._segments_fresh = False
         return copy.copy_(tensor)
 
+    def reserve(self, num_bytes: int) -> None:
+        # torch cuts later requests out of a free piece that is large enough, if it came to the pool
+        # on the same stream, but it never joins pieces.
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool.memory):
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        self._segments_fresh = False
+
     def pool_bytes(self) -> int:
         self._segments_fresh = False
         return sum(size for _, size in self._pool_segments())
