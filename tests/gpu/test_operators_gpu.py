@@ -17,6 +17,7 @@ from ostinato.runtime.counter_random import spread_seed
 from ostinato.runtime.operators.activation import silu_and_mul
 from ostinato.runtime.operators.decode_state import load_decode_inputs, store_decode_outputs
 from ostinato.runtime.operators.norm import add_rms_norm, rms_norm
+from ostinato.runtime.operators.parts import num_parts, product_in_parts
 from ostinato.runtime.operators.sampling import sample_rows
 from ostinato.runtime.sampler import sample
 from ostinato.runtime.sampling_state import SamplingFeatures, SamplingState
@@ -55,6 +56,28 @@ def test_norm(num_tokens: int, dim: int, dtype: torch.dtype) -> None:
         exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
         close(got, exact * weight.double())
     assert torch.equal(add_rms_norm(x, residual, weight, 1e-5)[1], x + residual)
+
+
+@pytest.mark.parametrize("shape", [(256, 2048, 8192), (100, 4096, 4096), (65, 512, 2048)])
+def test_a_product_in_parts_and_the_norm_that_adds_them(shape: tuple[int, int, int]) -> None:
+    rows, outputs, inner = shape
+    x = torch.randn(rows, inner, device=CUDA, dtype=torch.bfloat16)
+    weight = torch.randn(outputs, inner, device=CUDA, dtype=torch.bfloat16) / inner**0.5
+    residual = torch.randn(rows, outputs, device=CUDA, dtype=torch.bfloat16)
+    scale = torch.randn(outputs, device=CUDA, dtype=torch.bfloat16)
+    parts = product_in_parts(x, weight)
+    assert parts.shape[0] == num_parts(*shape) > 1
+    exact = x.double() @ weight.double().T
+    # As far off as the whole product is, rounded once; a little more, since the sum of squares of
+    # so many errors varies little.
+    whole = (x @ weight.T).double() - exact
+    assert (parts.double().sum(0) - exact).norm() < 1.5 * whole.norm()
+    normed, total = add_rms_norm(parts, residual, scale, 1e-5)
+    torch.testing.assert_close(
+        total.double(), parts.double().sum(0) + residual.double(), rtol=2**-7, atol=1e-5
+    )
+    exact = total.double()
+    close(normed, exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * scale.double())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -25,6 +25,7 @@ from ostinato.runtime.counter_random import exponential_log, spread_seed
 from ostinato.runtime.input_buffers import InputBuffers
 from ostinato.runtime.kv_cache import CacheSize
 from ostinato.runtime.operators import activation, decode_state, norm, sampling
+from ostinato.runtime.operators.parts import in_parts, num_parts
 from ostinato.runtime.request_state import RequestState
 from ostinato.runtime.sampler import sample
 from ostinato.runtime.sampling_state import SamplingFeatures, SamplingState
@@ -122,6 +123,52 @@ def test_norm_of_a_sum(
     assert_rounded(got, llama_norm(x + residual, weight, 1e-6), dtype)
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
+
+
+@few
+@given(parts=st.integers(1, 5), rows=st.integers(1, 5), dim=st.integers(1, 300), dtype=dtypes)
+def test_norm_of_a_sum_that_comes_in_parts(
+    find: Any, device: torch.device, parts: int, rows: int, dim: int, dtype: torch.dtype
+) -> None:
+    dtype = known(dtype, find, device)
+    x = strided(parts, rows, dim, dtype=dtype, device=device)
+    residual = strided(rows, dim, dtype=dtype, device=device)
+    weight = torch.randn(dim).to(device, dtype)
+    got, total = find(norm, "add_rms_norm")(x, residual, weight, 1e-6)
+    assert_rounded(total, x.double().sum(0) + residual.double(), dtype)
+    assert_rounded(got, llama_norm(total, weight, 1e-6), dtype)
+    assert got.shape == total.shape == residual.shape
+
+
+@given(
+    parts=st.sampled_from([1, 2, 3, 4]),
+    rows=st.integers(1, 6),
+    outputs=st.integers(1, 6),
+    inner=st.integers(1, 8),
+)
+def test_parts_of_a_product_add_up_to_it(parts: int, rows: int, outputs: int, inner: int) -> None:
+    x = torch.randn(rows, parts * inner, dtype=torch.float64)
+    weight = torch.randn(outputs, parts * inner, dtype=torch.float64)
+    got = in_parts(x, weight, parts)
+    assert got.shape == (parts, rows, outputs)
+    torch.testing.assert_close(got.sum(0), x @ weight.T)
+
+
+@given(rows=st.integers(1, 600), outputs=st.integers(1, 20000), inner=st.integers(1, 30000))
+def test_parts_are_even_and_never_more_than_fill_a_gpu(rows: int, outputs: int, inner: int) -> None:
+    parts = num_parts(rows, outputs, inner)
+    assert inner % parts == 0
+    if parts > 1:
+        assert 64 < rows <= 256
+        assert inner // parts >= 1024
+        assert parts * -(-rows // 128) * -(-outputs // 128) <= 128
+
+
+def test_parts_as_they_were_measured() -> None:
+    narrow, wide = (2048, 8192), (4096, 14336)  # the last product of Llama-3.2-1B and 3.1-8B
+    assert [num_parts(rows, *narrow) for rows in (64, 65, 128, 256, 257)] == [1, 4, 4, 4, 1]
+    assert [num_parts(rows, *wide) for rows in (64, 128, 256, 257)] == [1, 4, 2, 1]
+    assert num_parts(256, 28672, 4096) == 1
 
 
 @pytest.mark.parametrize("shape", [(24,), (3, 2, 24), (2, 3, 2, 24)])

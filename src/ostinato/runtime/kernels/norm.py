@@ -2,6 +2,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """One kernel: RMSNorm of rows, with or without a residual added first.
 
+The input may come in parts, whose sum it is.
+
 OVERLAP: weights are fetched while the kernel before is still running, all else when it is done.
 """
 
@@ -24,6 +26,8 @@ def rms_norm_kernel(
     x_inner_stride,
     residual_outer_stride,
     residual_inner_stride,
+    x_part_stride,
+    PARTS: tl.constexpr,
     INNER: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
@@ -44,6 +48,8 @@ def rms_norm_kernel(
         gdc_wait()
     place = x + outer * x_outer_stride + inner * x_inner_stride
     values = tl.load(place + d, mask=there, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        values += tl.load(place + part * x_part_stride + d, mask=there, other=0.0).to(tl.float32)
     if residual is not None:
         place = residual + outer * residual_outer_stride + inner * residual_inner_stride
         values += tl.load(place + d, mask=there, other=0.0).to(tl.float32)

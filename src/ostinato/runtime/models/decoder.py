@@ -26,6 +26,7 @@ from ostinato.runtime.models.rotary import angles_at, rotate
 from ostinato.runtime.operators.activation import silu_and_mul
 from ostinato.runtime.operators.linear import Norm, linear
 from ostinato.runtime.operators.norm import add_rms_norm, rms_norm
+from ostinato.runtime.operators.parts import product_in_parts
 from ostinato.runtime.operators.tuning import MAX_ROWS
 
 
@@ -113,16 +114,23 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for many tokens, as products of torch and small operators between them.
 
-        ``delta`` is what the layer before has still to add to ``hidden``; this layer's is returned
-        beside the new ``hidden``. So every sum is made by the norm that reads it.
+        ``delta`` is what the layer before has still to add to ``hidden``, perhaps in parts; this
+        layer's is returned beside the new ``hidden``. So every sum is made by the norm that reads
+        it.
         """
         normed, hidden = _add_and_norm(self.input_norm, delta, hidden)
         mixed = attend_qkv(self.spec, self.qkv_proj(normed), self._rotation(table), positions)
-        normed, hidden = _add_and_norm(
-            self.post_attention_norm, self.o_proj(mixed.flatten(1)), hidden
-        )
-        delta = self.down_proj(silu_and_mul(self.gate_up_proj(normed)))
+        delta = self._in_parts(self.o_proj, mixed.flatten(1))
+        normed, hidden = _add_and_norm(self.post_attention_norm, delta, hidden)
+        delta = self._in_parts(self.down_proj, silu_and_mul(self.gate_up_proj(normed)))
         return hidden, delta
+
+    def _in_parts(self, projection: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        """A product that a norm will add to something, whole or in parts."""
+        bias: torch.Tensor | None = projection.bias
+        if bias is not None or self.exchange is not ALONE:
+            return self.exchange.sum(projection(x))
+        return product_in_parts(x, projection.weight)
 
     def _rotation(self, table: torch.Tensor) -> Rotation:
         qk_norm = None if self.qk_norm is None else self.qk_norm.weight
@@ -240,7 +248,9 @@ class Decoder(nn.Module):
         delta: torch.Tensor | None = None
         for layer in self.decoder_layers():
             hidden, delta = layer.forward_many(hidden, delta, positions, table)
-        return hidden if delta is None else hidden + delta
+        if delta is None:
+            return hidden
+        return hidden + (delta.sum(0) if delta.dim() > hidden.dim() else delta)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] of hidden states [B, hidden_size]."""

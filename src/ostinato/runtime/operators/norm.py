@@ -29,11 +29,15 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(rms_norm(x + residual), x + residual)``, both new tensors.
 
-    All three inputs are of one type. What is normed is the sum as it is rounded to that type.
+    All three inputs are of one type. What is normed is the sum as it is rounded to that type. ``x``
+    may come in parts (``product_in_parts``): with one dimension more than ``residual``, the first.
     """
     if x.is_cuda:
         return triton_add_rms_norm(x, residual, weight, eps)
-    total = x + residual
+    if x.dim() > residual.dim():
+        total = (x.float().sum(0) + residual.float()).to(x.dtype)
+    else:
+        total = x + residual
     return rms_norm(total, weight, eps), total
 
 
@@ -48,7 +52,8 @@ def triton_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``add_rms_norm`` in Triton."""
-    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    shape = residual.shape
+    out, total = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
     _launch(x, residual, weight, out, total, eps)
     return out, total
 
@@ -66,6 +71,10 @@ def _launch(
     if out.numel() == 0:
         return
     dim = x.shape[-1]
+    parts, part_stride = 1, 0
+    if residual is not None and x.dim() > residual.dim():
+        x = x.contiguous()  # it usually is; a copy of the first part alone would be wrong
+        parts, part_stride, x = x.shape[0], x.stride(0), x[0]
     x = _as_rows(x)
     residual = None if residual is None else _as_rows(residual)
     if residual is not None and residual.shape != x.shape:  # one was copied, one was not
@@ -80,6 +89,8 @@ def _launch(
         eps,
         *x.stride()[:2],
         *((0, 0) if residual is None else residual.stride()[:2]),
+        part_stride,
+        PARTS=parts,
         INNER=x.shape[1],
         DIM=dim,
         DIM_PAD=padded,
