@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ostinato.cli import bench, model
+from ostinato.cli import bench, model, plan
 from ostinato.errors import OstinatoError
 
 
@@ -30,6 +30,7 @@ class _App(typer.Typer):
 
 app = _App(no_args_is_help=True, add_completion=False, help="CUDA graphs for LLM inference.")
 app.add_typer(bench.app, name="bench")
+app.add_typer(plan.app, name="plan")
 app.command()(model.generate)
 app.command()(model.capture)
 app.command()(model.explain)

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
-from ostinato.cli import options, tables
+from ostinato.cli import options, parallel_tables, tables
+from ostinato.cli.layouts import Layouts, parse_layouts
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
@@ -117,6 +118,34 @@ def prefill(
         repeats=repeats,
     )
     _report(results, tables.prefill_tables, as_json, output)
+
+
+@app.command()
+def parallel(
+    *,
+    model: Annotated[str, typer.Option(help="Shape; weights are random.")] = "llama-3.2-1b",
+    layouts: Layouts = None,
+    tokens: Annotated[str | None, typer.Option(help="Tokens. Default: 1,2,4,...,2048.")] = None,
+    context: Annotated[int, typer.Option(help="Keys that a decoded token sees.")] = 512,
+    repeats: Annotated[int, typer.Option(help="Medians over this many.")] = 10,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    as_json: options.Json = False,
+    output: Output = None,
+) -> None:
+    """What one rank computes in a step of several, on one device; communication excluded."""
+    from ostinato.bench.parallel import TOKENS, run
+
+    results = run(
+        model,
+        layouts=parse_layouts(layouts, "--layouts"),
+        tokens=options.integers(tokens, "--tokens") or TOKENS,
+        context=context,
+        repeats=repeats,
+        device=device,
+        dtype=dtype,
+    )
+    _report(results, parallel_tables.bench_tables, as_json, output)
 
 
 def _report(

@@ -51,6 +51,14 @@ class ModelOptions:
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Memory of the KV cache: 512M, 4GiB.")
     ] = None
+    tensor_parallel: Annotated[int, typer.Option(help="Ranks that the weights are split over.")] = 1
+    sequence_parallel: Annotated[
+        int, typer.Option(help="Ranks that the tokens of a batch are split over.")
+    ] = 1
+    shift_parallel_threshold: Annotated[
+        int | None,
+        typer.Option(help="Batches of up to so many tokens split the weights over all ranks."),
+    ] = None
 
     def engine_config(self, *, quiet: bool) -> EngineConfig:
         from ostinato.runtime.config import EngineConfig, GraphConfig
@@ -70,6 +78,9 @@ class ModelOptions:
             max_model_len=self.max_model_len,
             kv_cache_memory=self.kv_cache_memory,
             show_progress=not quiet,
+            tensor_parallel=self.tensor_parallel,
+            sequence_parallel=self.sequence_parallel,
+            shift_parallel_threshold=self.shift_parallel_threshold,
         )
 
 

@@ -96,7 +96,8 @@ class Choice:
     """How one batch runs: under which mode, padded to which key, and why.
 
     It is made once, before the input buffers are filled, and travels with the batch; nothing
-    downstream decides again. For an eager batch the descriptor holds the unpadded token count.
+    downstream decides again. For an eager batch the descriptor holds its token count, padded no
+    further than to the plan's ``token_multiple``.
     """
 
     mode: CUDAGraphMode

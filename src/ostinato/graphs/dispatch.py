@@ -186,6 +186,6 @@ class Dispatcher:
     def _eager_choice(self, num_tokens: int, reason: Reason) -> Choice:
         key = (num_tokens, reason)
         if key not in self._eager:
-            descriptor = BatchDescriptor(num_tokens)
+            descriptor = BatchDescriptor(self.plan.padded_tokens(num_tokens))
             self._eager[key] = Choice(mode=CUDAGraphMode.NONE, descriptor=descriptor, reason=reason)
         return self._eager[key]

@@ -8,6 +8,8 @@ and never chosen.
 from __future__ import annotations
 
 import hashlib
+import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -37,6 +39,9 @@ class CapturePlan:
 
     Order of capture: PIECEWISE before FULL, mixed before decode, and the largest first in each, so
     that the memory pool is sized once and every later graph fits into it.
+
+    ``token_multiple``: batches always have a multiple of so many tokens, eager ones too, because
+    their tokens are split evenly over ranks; so do all sizes.
     """
 
     mode: CUDAGraphMode
@@ -46,6 +51,7 @@ class CapturePlan:
     max_num_batched_tokens: int
     max_loras: int
     entries: tuple[PlanEntry, ...]
+    token_multiple: int = 1
 
     @classmethod
     def build(
@@ -59,7 +65,33 @@ class CapturePlan:
         max_loras: int = 0,
     ) -> CapturePlan:
         """Plan the graphs of a *resolved* mode (see ``resolve_mode``)."""
-        mode = CUDAGraphMode.parse(mode)
+        plan = cls.without_sizes(
+            mode,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            decode_query_lens=decode_query_lens,
+            max_loras=max_loras,
+        )
+        # With no graphs, sizes mean nothing; an empty list is then not a mistake.
+        if plan.mode is CUDAGraphMode.NONE:
+            return plan
+        checked = validate_sizes(sizes, max_num_batched_tokens=max_num_batched_tokens)
+        plan = plan.with_sizes(checked)
+        if not plan.entries:
+            raise _nothing_to_capture(plan, checked)
+        return plan
+
+    @classmethod
+    def without_sizes(
+        cls,
+        mode: CUDAGraphMode,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        decode_query_lens: Iterable[int] = (1,),
+        max_loras: int = 0,
+    ) -> CapturePlan:
+        """A plan that captures nothing, for ``with_sizes``."""
         check_positive_int("max_num_seqs", max_num_seqs)
         check_positive_int("max_num_batched_tokens", max_num_batched_tokens)
         listed = list(decode_query_lens)
@@ -67,30 +99,30 @@ class CapturePlan:
             raise ConfigError("decode_query_lens is empty; use (1,) for decode without speculation")
         for query_len in listed:
             check_positive_int("decode query length", query_len)
-        query_lens = tuple(sorted(set(listed)))
         if type(max_loras) is not int or max_loras < 0:
             raise ConfigError(f"max_loras must be 0 or a positive integer, got {max_loras!r}")
-        # With no graphs, sizes mean nothing; an empty list is then not a mistake.
-        checked: tuple[int, ...] = ()
-        if mode is not CUDAGraphMode.NONE:
-            checked = validate_sizes(sizes, max_num_batched_tokens=max_num_batched_tokens)
-        draft = cls(
-            mode=mode,
-            sizes=checked,
-            decode_query_lens=query_lens,
+        return cls(
+            mode=CUDAGraphMode.parse(mode),
+            sizes=(),
+            decode_query_lens=tuple(sorted(set(listed))),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_loras=max_loras,
             entries=(),
         )
-        entries = (*draft._mixed_entries(), *draft._decode_entries())
-        if mode is not CUDAGraphMode.NONE and not entries:
-            raise ConfigError(
-                f"graph mode {mode.name} has nothing to capture: no size of {list(checked)} fits "
-                f"decode batches of {list(query_lens)} tokens a request, {max_num_seqs} requests "
-                f"and {max_num_batched_tokens} tokens at most; add a smaller size"
-            )
-        return replace(draft, entries=entries)
+
+    def with_sizes(self, sizes: tuple[int, ...], *, token_multiple: int = 1) -> CapturePlan:
+        """The plan with these sizes, which may be none: then every batch is too large for it."""
+        check_positive_int("token_multiple", token_multiple)
+        uneven = [size for size in sizes if size % token_multiple]
+        if uneven:
+            raise ConfigError(f"sizes {uneven} are not multiples of {token_multiple}")
+        draft = replace(self, sizes=sizes, token_multiple=token_multiple, entries=())
+        return replace(draft, entries=(*draft._mixed_entries(), *draft._decode_entries()))
+
+    def padded_tokens(self, num_tokens: int) -> int:
+        """``num_tokens`` rounded up to what a batch may have, graph or not."""
+        return -(-num_tokens // self.token_multiple) * self.token_multiple
 
     @cached_property
     def lora_cases(self) -> tuple[int, ...]:
@@ -108,13 +140,16 @@ class CapturePlan:
             self.max_num_seqs,
             self.max_num_batched_tokens,
             self.max_loras,
+            self.token_multiple,
             [(entry.mode.value, repr(entry.descriptor)) for entry in self.entries],
         )
         return hashlib.sha256(repr(fields).encode()).hexdigest()
 
     def decode_sizes_for(self, query_len: int) -> tuple[int, ...]:
+        # Whole requests that split evenly too.
+        step = math.lcm(query_len, self.token_multiple)
         return decode_sizes(
-            self.sizes,
+            [-(-size // step) * step for size in self.sizes],
             query_len=query_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -163,3 +198,29 @@ class CapturePlan:
         ]
         for key in sorted(keys, reverse=True):
             yield PlanEntry(mode=CUDAGraphMode.FULL, descriptor=self.decode_descriptor(*key))
+
+
+def sequence_parallel_sizes(
+    sizes: Iterable[int], *, sp: int, threshold: int, max_num_batched_tokens: int
+) -> tuple[int, ...]:
+    """Token counts captured for a model whose batches are split over ``sp`` ranks.
+
+    Each size is what one rank computes. Batches of up to ``threshold`` tokens run another model.
+    """
+    totals = {size * sp for size in sizes}
+    return tuple(sorted(n for n in totals if threshold < n <= max_num_batched_tokens))
+
+
+def shift_sizes(sizes: Iterable[int], *, threshold: int) -> tuple[int, ...]:
+    """Token counts captured for the model that runs batches of up to ``threshold`` tokens: every
+    size up to the one that the threshold is padded to."""
+    ladder = tuple(sorted(set(sizes)))
+    return ladder[: bisect_left(ladder, threshold) + 1]
+
+
+def _nothing_to_capture(plan: CapturePlan, sizes: tuple[int, ...]) -> ConfigError:
+    return ConfigError(
+        f"graph mode {plan.mode.name} has nothing to capture: no size of {list(sizes)} fits "
+        f"decode batches of {list(plan.decode_query_lens)} tokens a request, {plan.max_num_seqs} "
+        f"requests and {plan.max_num_batched_tokens} tokens at most; add a smaller size"
+    )

@@ -16,6 +16,7 @@ import torch
 from ostinato.errors import ConfigError
 from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.sizes import check_positive_int, default_sizes, validate_sizes
+from ostinato.runtime.parallel.layout import ParallelLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ATTENTION_BACKENDS = ("auto", "torch", "triton")
@@ -73,7 +74,13 @@ class GraphConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Everything an engine is built from, as the user gave it."""
+    """Everything an engine is built from, as the user gave it.
+
+    With ``tensor_parallel`` x ``sequence_parallel`` more than one, the model runs on so many ranks.
+    Batches of up to ``shift_parallel_threshold`` tokens are then not split by their tokens: they
+    run with the weights split over all ranks. A rank that dies or hangs is known to the others
+    after ``rank_timeout_s``.
+    """
 
     model: str | None = None
     device: str = "auto"
@@ -92,6 +99,10 @@ class EngineConfig:
     random_weights: bool = False
     seed: int = 0
     show_progress: bool = True
+    tensor_parallel: int = 1
+    sequence_parallel: int = 1
+    shift_parallel_threshold: int | None = None
+    rank_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
         limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefill_chunk")
@@ -111,6 +122,42 @@ class EngineConfig:
             object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
         if self.model is not None and not str(self.model):
             raise ConfigError("model is empty; name a directory, a hub model or a shape, or None")
+        self._check_parallel()
+
+    def _check_parallel(self) -> None:
+        check_positive_int("tensor_parallel", self.tensor_parallel)
+        check_positive_int("sequence_parallel", self.sequence_parallel)
+        timeout = self.rank_timeout_s
+        if not isinstance(timeout, (int, float)) or not timeout > 0:
+            raise ConfigError(f"rank_timeout_s must be a positive number, got {timeout!r}")
+        if self.shift_parallel_threshold is not None:
+            check_positive_int("shift_parallel_threshold", self.shift_parallel_threshold)
+            if self.sequence_parallel == 1:
+                raise ConfigError(
+                    f"shift_parallel_threshold is {self.shift_parallel_threshold}, but with "
+                    "sequence_parallel 1 no tokens are split that could be shifted; raise "
+                    "sequence_parallel or leave the threshold out"
+                )
+        if self.layout.world_size == 1:
+            return
+        ranks = f"{self.layout.world_size} ranks"
+        if self.graphs.compile:
+            raise ConfigError(f"compile={self.graphs.compile!r} is for one device, not for {ranks}")
+        if self.graphs.eager_fallback:
+            raise ConfigError(
+                f"eager_fallback is for one device, not for {ranks}: a rank whose capture failed "
+                "would leave the others waiting in the middle of theirs"
+            )
+        if ":" in self.device:
+            raise ConfigError(
+                f"device {self.device!r} names one device, but there are {ranks}; write "
+                f"{self.device.partition(':')[0]!r}, and each rank takes the one of its number"
+            )
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The ranks that the model runs on."""
+        return ParallelLayout(sp=self.sequence_parallel, tp=self.tensor_parallel)
 
     def torch_device(self) -> torch.device:
         if self.device == "auto":

@@ -60,17 +60,23 @@ class Completion:
 
 
 class Engine:
-    """Owns the model, the runner and the scheduler. For one thread."""
+    """Owns the model, the runner and the scheduler. For one thread.
+
+    Where all ranks run one script, requests are for the engine of rank 0; the others have their
+    part of the model and do what it does (``sharing``).
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
-        loaded = startup.load(config)
+        started = startup.start(config)
+        loaded = started.loaded
         self.model = loaded.model
         self.model_path = loaded.path
         self._model_config = loaded.config
         self.tokenizer = loaded.tokenizer
         self.eos_token_ids = loaded.eos_token_ids
-        self.runner, self.resolved_mode = startup.build_runner(config, loaded.model)
+        self.runner, self.resolved_mode = started.runner, started.resolved_mode
+        self.sharing = started.sharing
         cache, plan = self.runner.cache, self.runner.plan
         self.max_model_len = cache.max_model_len
         self.scheduler = Scheduler(

@@ -31,7 +31,8 @@ def explain_batch(
         )
     device = config.torch_device()
     backend = create_attention(config.attention, device)
-    plan, resolved = plan_graphs(config, device, backend)
+    plans = plan_graphs(config, device, backend)
+    plan, resolved = plans.for_batch(num_tokens), plans.resolved
     dispatcher = Dispatcher(plan)
     for entry in plan.entries:
         dispatcher.mark_captured(entry)
@@ -55,4 +56,4 @@ def explain_batch(
         "key": "-" if eager else str(choice.descriptor),
         "reason": choice.reason.value,
         "captured_sizes": list(plan.sizes),
-    }
+    } | ({"model": "shift" if plan is plans.shift else "base"} if plans.shift else {})

@@ -31,6 +31,14 @@ class LLM:
     ``model``: None for the embedded SmolLM2-135M-Instruct; a directory or hub name of a safetensors
     checkpoint; or, with ``random_weights``, the name of a shape. Limits that are None are chosen
     for the device. Use it in ``with``, or ``close()`` it, to give the memory back. For one thread.
+
+    With ``tensor_parallel`` x ``sequence_parallel`` more than one it runs on so many ranks, one GPU
+    each, or processes on the CPU. In a plain process it starts the other ranks itself. Under
+    ``torchrun`` every rank runs the script and makes the same calls, and every rank gets the
+    results; there the number of ranks must be right. ``tensor_parallel`` splits the weights;
+    ``sequence_parallel`` splits the tokens of a batch, and batches of up to
+    ``shift_parallel_threshold`` tokens use all ranks for the weights instead. A rank that dies
+    takes the others down within ``rank_timeout_s``, with an error that names it.
     """
 
     def __init__(
@@ -53,6 +61,10 @@ class LLM:
         random_weights: bool = False,
         seed: int = 0,
         show_progress: bool = True,
+        tensor_parallel: int = 1,
+        sequence_parallel: int = 1,
+        shift_parallel_threshold: int | None = None,
+        rank_timeout_s: float = 30.0,
     ) -> None:
         self.config = EngineConfig(
             model=None if model is None else str(model),
@@ -72,6 +84,10 @@ class LLM:
             random_weights=random_weights,
             seed=seed,
             show_progress=show_progress,
+            tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+            shift_parallel_threshold=shift_parallel_threshold,
+            rank_timeout_s=rank_timeout_s,
         )
         self.engine = Engine(self.config)
 
@@ -98,6 +114,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete all prompts; results in the order of the prompts."""
         outputs, completions = self._prepare(prompts, params)
+        return self.engine.sharing.call(lambda: self._complete(outputs, completions))
+
+    def _complete(
+        self, outputs: list[RequestOutput], completions: list[_Numbered]
+    ) -> list[RequestOutput]:
         with self._running(completions), self._bar(len(completions)) as bar:
             num_left = self._unfinished(completions)
             while num_left:
@@ -116,7 +137,7 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """Complete all prompts and yield what each step adds. Leaving the loop aborts the rest."""
         _, completions = self._prepare(prompts, params)  # checked now, not at the first next()
-        return self._stream(completions)
+        return self.engine.sharing.iterate(self._stream(completions))
 
     def _stream(self, completions: list[_Numbered]) -> Iterator[TextDelta]:
         shown = [(0, 0)] * len(completions)

@@ -7,6 +7,10 @@ those; and the graphs hold the addresses of all of them, so they come last.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from ostinato.errors import ConfigError
@@ -14,23 +18,50 @@ from ostinato.graphs.capture_inputs import prepare_capture_inputs
 from ostinato.graphs.context import set_forward_context
 from ostinato.graphs.descriptor import BatchDescriptor
 from ostinato.graphs.modes import CUDAGraphMode, ResolvedMode, resolve_mode
-from ostinato.graphs.plan import CapturePlan, PlanEntry
+from ostinato.graphs.plan import CapturePlan, PlanEntry, sequence_parallel_sizes, shift_sizes
 from ostinato.runtime.attention import create_attention
 from ostinato.runtime.attention.base import AttentionBackend
 from ostinato.runtime.config import CPU_KV_CACHE_BYTES, EngineConfig
 from ostinato.runtime.input_buffers import InputBuffers
 from ostinato.runtime.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
-from ostinato.runtime.model_runner import ModelRunner
+from ostinato.runtime.model_runner import ModelRunner, SmallBatchModel
 from ostinato.runtime.models.base import CausalLM
 from ostinato.runtime.models.load import LoadedModel, load_model
+from ostinato.runtime.sharing import Sharing, Unshared
+
+if TYPE_CHECKING:
+    from ostinato.runtime.parallel.place import RankPlace
 
 # What a captured graph takes outside the pool, in the driver; measured on an H200 for a 1B model.
 _BYTES_PER_GRAPH = 2**20
 
 
-def load(config: EngineConfig) -> LoadedModel:
-    """The model, on its device."""
-    device = config.torch_device()
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """All that an engine needs. On several ranks, ``sharing`` gives all of them the results."""
+
+    loaded: LoadedModel
+    runner: ModelRunner
+    resolved_mode: ResolvedMode
+    sharing: Sharing
+
+
+def start(config: EngineConfig) -> Started:
+    """Load, allocate, capture; on several ranks if the configuration says so."""
+    if config.layout.world_size > 1:
+        from ostinato.runtime.parallel.start import start_ranks
+
+        return start_ranks(config)
+    loaded = load(config)
+    runner, resolved = build_runner(config, loaded)
+    return Started(loaded=loaded, runner=runner, resolved_mode=resolved, sharing=Unshared())
+
+
+def load(
+    config: EngineConfig, place: RankPlace | None = None, *, tokenizer: bool = True
+) -> LoadedModel:
+    """The model, on its device; this rank's part of it, if it has a place among several."""
+    device = config.torch_device() if place is None else place.device
     return load_model(
         config.model,
         device=device,
@@ -39,12 +70,30 @@ def load(config: EngineConfig) -> LoadedModel:
         seed=config.seed,
         max_position=config.max_model_len,
         show_progress=config.show_progress,
+        place=place,
+        tokenizer=tokenizer,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphPlans:
+    """Which graphs there will be, of the model and, for batches up to a threshold, of its shift."""
+
+    model: CapturePlan
+    shift: CapturePlan | None
+    threshold: int
+    resolved: ResolvedMode
+
+    def for_batch(self, num_tokens: int) -> CapturePlan:
+        """The plan that a batch of so many tokens, padding not counted, runs by."""
+        if self.shift is None or num_tokens > self.threshold:
+            return self.model
+        return self.shift
 
 
 def plan_graphs(
     config: EngineConfig, device: torch.device, backend: AttentionBackend
-) -> tuple[CapturePlan, ResolvedMode]:
+) -> GraphPlans:
     """Which graphs there will be; needs no weights."""
     max_num_seqs, max_num_batched_tokens = config.batch_limits(device)
     requested = config.graphs.mode
@@ -54,35 +103,58 @@ def plan_graphs(
     # Every model calls attention through ``attend``, and its graphs can be broken there.
     resolved = resolve_mode(requested, backend.support, piecewise_available=True)
     sizes = () if resolved.mode is CUDAGraphMode.NONE else config.capture_sizes(device)
-    plan = CapturePlan.build(
+    whole = CapturePlan.build(
         resolved.mode,
         sizes,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-    return plan, resolved
+    sp, threshold = config.sequence_parallel, config.shift_parallel_threshold or 0
+    if sp == 1:
+        return GraphPlans(model=whole, shift=None, threshold=0, resolved=resolved)
+    base_sizes = sequence_parallel_sizes(
+        whole.sizes, sp=sp, threshold=threshold, max_num_batched_tokens=max_num_batched_tokens
+    )
+    shift = whole.with_sizes(shift_sizes(whole.sizes, threshold=threshold)) if threshold else None
+    return GraphPlans(
+        model=whole.with_sizes(base_sizes, token_multiple=sp),
+        shift=shift,
+        threshold=threshold,
+        resolved=resolved,
+    )
 
 
-def build_runner(config: EngineConfig, model: CausalLM) -> tuple[ModelRunner, ResolvedMode]:
+def build_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    place: RankPlace | None = None,
+    make: Callable[..., ModelRunner] = ModelRunner,
+) -> tuple[ModelRunner, ResolvedMode]:
     """Size the KV cache, allocate everything, capture the graphs."""
+    model = loaded.model
     backend = create_attention(config.attention, model.device)
-    plan, resolved = plan_graphs(config, model.device, backend)
+    plans = plan_graphs(config, model.device, backend)
+    plan = plans.model
+    if place is not None:
+        place.check_same("the plan of the graphs", _digest(plans))
     per_block = bytes_per_block(model.attention_specs, config.block_size, model.dtype)
+    budget = kv_cache_budget(config, model, plan, backend)
     cache = size_cache(
-        kv_cache_budget(config, model, plan, backend),
+        budget if place is None else place.least(budget),
         bytes_per_block=per_block,
         block_size=config.block_size,
         model_limit=model.max_position,
         max_model_len=config.max_model_len,
         max_num_seqs=plan.max_num_seqs,
     )
-    runner = ModelRunner(
+    runner = make(
         model,
         plan,
         graphs=config.graphs,
         cache=cache,
         backend=backend,
         show_progress=config.show_progress,
+        **_shifting(loaded, plans),
     )
     try:
         runner.compile_model()
@@ -90,7 +162,22 @@ def build_runner(config: EngineConfig, model: CausalLM) -> tuple[ModelRunner, Re
     except BaseException:
         runner.close()
         raise
-    return runner, resolved
+    return runner, plans.resolved
+
+
+def _digest(plans: GraphPlans) -> str:
+    return " ".join(plan.digest for plan in (plans.model, plans.shift) if plan is not None)
+
+
+def _shifting(loaded: LoadedModel, plans: GraphPlans) -> dict[str, Any]:
+    """What a runner is told about the second model, if there is one."""
+    if loaded.shift is None:
+        return {}
+    assert plans.shift is not None, "both follow from the threshold"
+    shift = SmallBatchModel(
+        model=loaded.shift, plan=plans.shift, threshold=plans.threshold, name="shift model"
+    )
+    return {"name": "base model", "small": shift}
 
 
 def kv_cache_budget(
@@ -101,7 +188,8 @@ def kv_cache_budget(
         return int(config.kv_cache_memory)
     if model.device.type != "cuda":
         return CPU_KV_CACHE_BYTES
-    eager = activation_bytes(model, plan, plan.max_num_batched_tokens, config, backend)
+    most = plan.padded_tokens(plan.max_num_batched_tokens)
+    eager = activation_bytes(model, plan, most, config, backend)
     graphs = 0
     if plan.entries:
         largest = max(entry.descriptor.num_tokens for entry in plan.entries)
@@ -142,7 +230,7 @@ def activation_bytes(
     )
     buffers = InputBuffers(
         max_num_seqs=plan.max_num_seqs,
-        max_num_tokens=plan.max_num_batched_tokens,
+        max_num_tokens=plan.padded_tokens(plan.max_num_batched_tokens),
         cache=cache,
         device=model.device,
     )

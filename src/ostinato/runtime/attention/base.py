@@ -53,6 +53,9 @@ class AttentionMetadata:
     is no limit inside a graph: a graph of mixed batches is captured with an even split, and
     replayed with any.
 
+    ``logits_indices`` [S] int64: the tokens whose hidden states will be read, each at most once;
+    -1 for padding. None: those of all tokens. Models may spare the others their last layers.
+
     The tensors may be read by graphs: a replay finds new contents at the same addresses.
     """
 
@@ -66,6 +69,7 @@ class AttentionMetadata:
     # nobody's: no request ever holds it.
     kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
     backend: AttentionBackend
+    logits_indices: torch.Tensor | None = None
 
 
 class AttentionBackend(Protocol):

@@ -9,7 +9,7 @@ into its fused parameters; every other causal LM goes through transformers' own 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,9 @@ from ostinato.runtime.models.stated_config import StatedConfig, read_stated_conf
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from ostinato.runtime.parallel.place import RankPlace
+    from ostinato.runtime.parallel.sharded_decoder import ShardedDecoder
+
     ModelConfig = PretrainedConfig | StatedConfig
 
 FreeMemory = Callable[[torch.device], int | None]
@@ -44,6 +47,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 class LoadedModel:
     """A model, ready to run, and what belongs to it.
 
+    ``model`` may be one rank's part; ``shift`` is then another part of it, for small batches.
     ``path`` is the directory it came from: None for named shapes. ``tokenizer`` is None where there
     is none, and for random weights. ``generic_reason`` says why the model does not run on the
     native decoder; None if it does.
@@ -55,6 +59,7 @@ class LoadedModel:
     tokenizer: Any | None
     eos_token_ids: frozenset[int]
     generic_reason: str | None
+    shift: CausalLM | None = None
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -82,89 +87,127 @@ def load_model(
     max_position: int | None = None,
     show_progress: bool = True,
     free_memory: FreeMemory = free_memory,
+    place: RankPlace | None = None,
+    tokenizer: bool = True,
 ) -> LoadedModel:
     """Load the model called ``name``; None is the embedded default.
 
     ``max_position``: the longest sequence that will be run, which limits tables that grow with it.
-    With ``random_weights`` the weights are drawn from ``seed`` and only the config is read.
+    With ``random_weights`` the weights are drawn from ``seed`` and only the config is read. With a
+    ``place`` among several ranks, this rank's part of the model is loaded and no more; a rank that
+    sees no text can do without the ``tokenizer``.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"weights can be {', '.join(map(str, _DTYPES))}, not {dtype}")
-    build = _Build(device, dtype, max_position, show_progress, free_memory)
+    build = _Build(device, dtype, max_position, show_progress, free_memory, place)
     path: Path | None
     if random_weights:
         path, config = _shape(name or _DEFAULT_SHAPE)
         reason = obstacle(config)
-        model = build.random(config, seed, native=reason is None)
+        _check_can_split(place, reason)
+        model, *shift = build.random(config, seed, native=reason is None)
     else:
         path = find_model(name, show_progress=show_progress)
         config = _read_config(path)
         reason = obstacle(config)
-        model = build.from_files(path, config, native=reason is None)
+        _check_can_split(place, reason)
+        model, *shift = build.from_files(path, config, native=reason is None)
     return LoadedModel(
         model=model,
         path=path,
         config=config,
-        tokenizer=None if random_weights or path is None else _read_tokenizer(path),
+        tokenizer=_read_tokenizer(path) if tokenizer and path and not random_weights else None,
         eos_token_ids=_eos_token_ids(path, config),
         generic_reason=reason,
+        shift=shift[0] if shift else None,
     )
+
+
+def _check_can_split(place: RankPlace | None, generic_reason: str | None) -> None:
+    if place is not None and generic_reason is not None:
+        layout = place.layout
+        raise ConfigError(
+            f"only models of the native decoder run on several ranks (tensor_parallel "
+            f"{layout.tp}, sequence_parallel {layout.sp}); this one does not: {generic_reason}"
+        )
 
 
 @dataclass(frozen=True)
 class _Build:
-    """How to build a model, once its config is known."""
+    """How to build a model, once its config is known: a list of one, or a rank's parts of it."""
 
     device: torch.device
     dtype: torch.dtype
     max_position: int | None
     show_progress: bool
     free_memory: FreeMemory
+    place: RankPlace | None
 
-    def random(self, config: ModelConfig, seed: int, *, native: bool) -> CausalLM:
+    def random(self, config: ModelConfig, seed: int, *, native: bool) -> Sequence[CausalLM]:
         if not native:
             from ostinato.runtime.models.hf import HFCausalLM
 
-            return HFCausalLM.from_config(
+            model = HFCausalLM.from_config(
                 as_hf(config),
                 device=self.device,
                 dtype=self.dtype,
                 seed=seed,
                 max_model_len=self.max_position,
             )
+            return [model]
         decoder_config = DecoderConfig.from_hf(config)
-        self._check_fit("the model", _bytes_of(self._decoder(decoder_config, "meta")))
-        model = self._decoder(decoder_config, self.device)
-        draw_weights(model, seed)
-        return model
+        self._check_fit("the model", _bytes_of(self._decoders(decoder_config, "meta")))
+        if self.place is not None:
+            from ostinato.runtime.parallel.models import draw_sharded_weights
 
-    def from_files(self, path: Path, config: ModelConfig, *, native: bool) -> CausalLM:
+            parts = self._parts(decoder_config, self.device, self.place)
+            draw_sharded_weights(parts, seed)
+            return parts
+        models = self._decoders(decoder_config, self.device)
+        draw_weights(models[0], seed)
+        return models
+
+    def from_files(self, path: Path, config: ModelConfig, *, native: bool) -> Sequence[CausalLM]:
         checkpoint = Checkpoint(path)
         if not native:
             from ostinato.runtime.models.hf import HFCausalLM
 
             self._check_fit(str(path), checkpoint.num_elements() * self.dtype.itemsize)
-            return HFCausalLM.from_pretrained(
+            model = HFCausalLM.from_pretrained(
                 path,
                 config=as_hf(config),
                 device=self.device,
                 dtype=self.dtype,
                 max_model_len=self.max_position,
             )
+            return [model]
         decoder_config = DecoderConfig.from_hf(config)
         if decoder_config.tied_head and _has_own_head(checkpoint):
             decoder_config = replace(decoder_config, tied_head=False)
-        plan = self._decoder(decoder_config, "meta")
-        ignored = [_HEAD] if decoder_config.tied_head else []
-        checkpoint.check(plan.weight_slots(), ignored=ignored)
-        self._check_fit(str(path), _bytes_of(plan))
-        model = self._decoder(decoder_config, self.device)
-        checkpoint.copy_into(model.weight_slots(), self.device, show_progress=self.show_progress)
-        return model
+        plans = self._decoders(decoder_config, "meta")
+        for plan in plans:
+            ignored = [_HEAD] if plan.lm_head is None else []
+            checkpoint.check(plan.weight_slots(), ignored=ignored)
+        self._check_fit(str(path), _bytes_of(plans))
+        models = self._decoders(decoder_config, self.device)
+        for decoder in models:
+            slots = decoder.weight_slots()
+            checkpoint.copy_into(slots, self.device, show_progress=self.show_progress)
+        return models
 
-    def _decoder(self, config: DecoderConfig, device: torch.device | str) -> Decoder:
-        return Decoder(
-            config, device=torch.device(device), dtype=self.dtype, max_position=self.max_position
+    def _decoders(self, config: DecoderConfig, device: torch.device | str) -> Sequence[Decoder]:
+        device = torch.device(device)
+        if self.place is not None:
+            return self._parts(config, device, self.place)
+        return [Decoder(config, device=device, dtype=self.dtype, max_position=self.max_position)]
+
+    def _parts(
+        self, config: DecoderConfig, device: torch.device, place: RankPlace
+    ) -> list[ShardedDecoder]:
+        from ostinato.runtime.parallel.models import build_models
+
+        return build_models(
+            config, place, device=device, dtype=self.dtype, max_position=self.max_position
         )
 
     def _check_fit(self, what: str, needed: int) -> None:
@@ -181,8 +224,8 @@ def as_hf(config: ModelConfig) -> PretrainedConfig:
     return config.to_hf() if isinstance(config, StatedConfig) else config
 
 
-def _bytes_of(model: Decoder) -> int:
-    tensors = [*model.parameters(), *model.buffers()]
+def _bytes_of(models: Sequence[Decoder]) -> int:
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from ostinato.errors import ConfigError
 from ostinato.runtime.models.decoder import Decoder
@@ -140,10 +141,14 @@ def shape_config(name: str) -> StatedConfig:
 
 def draw_weights(model: Decoder, seed: int) -> None:
     """Fill a decoder with random weights, in place; the same ones for the same seed and device."""
-    generator = torch.Generator(model.device).manual_seed(seed)
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if isinstance(module, RMSNorm):
+    draw_parameters(model, torch.Generator(model.device).manual_seed(seed))
+
+
+def draw_parameters(module: nn.Module, generator: torch.Generator) -> None:
+    """The same for a part of one, from where ``generator`` stands."""
+    for inner in module.modules():
+        for name, parameter in inner.named_parameters(recurse=False):
+            if isinstance(inner, RMSNorm):
                 parameter.fill_(1.0)
             elif name == "bias":
                 parameter.zero_()

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 _TILE = 128  # rows and columns of the result that one program computes
 _PROGRAMS = 128  # that keep a GPU busy
-_FEWEST_ROWS, _MOST_ROWS = 65, 256  # fewer are for our own kernels, more fill a GPU anyway
+_FEWEST_ROWS, MOST_ROWS = 65, 256  # fewer are for our own kernels, more fill a GPU anyway
 _MOST_PARTS = 4
 _SHORTEST = 1024  # inner elements of a part
 
@@ -41,7 +41,7 @@ def in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
 
 def num_parts(num_rows: int, outputs: int, inner: int) -> int:
     """As many as fill a GPU, in powers of 2; one where that is not worth it."""
-    if not _FEWEST_ROWS <= num_rows <= _MOST_ROWS:
+    if not _FEWEST_ROWS <= num_rows <= MOST_ROWS:
         return 1
     tiles = -(-num_rows // _TILE) * -(-outputs // _TILE)
     parts = 1

@@ -16,10 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ostinato.errors import ClosedError, CollectiveError, ConfigError
+from ostinato.runtime.parallel import collectives
 from ostinato.runtime.parallel.comm import equal_parts
-
-# The same function under its new name where torch has it: the old one warns on every call.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class DistributedComm:
@@ -59,8 +57,11 @@ class DistributedComm:
         self.index = self.ranks.index(dist.get_rank())
         # Torch wants every rank of the world to make every group, in the same order.
         made = {members: self._new_group(members, timeout_s) for members in groups}
-        self._group: dist.ProcessGroup | None = made[self.ranks]
-        torch_order = dist.get_process_group_ranks(self._group)
+        own = made[self.ranks]
+        assert own is not None, "this rank is a member"
+        self._group: dist.ProcessGroup | None = own
+        self._number = collectives.register(own)
+        torch_order = dist.get_process_group_ranks(own)
         self._places = tuple(torch_order.index(rank) for rank in self.ranks)
         self._connect()
 
@@ -92,15 +93,15 @@ class DistributedComm:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if tensor.is_contiguous():
-            dist.all_reduce(tensor, group=self._open_group())
+            collectives.all_reduce(tensor, self._open())
             return tensor
         dense = tensor.contiguous()
-        dist.all_reduce(dense, group=self._open_group())
+        collectives.all_reduce(dense, self._open())
         return tensor.copy_(dense)
 
     def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
         received = tensor.new_empty((self.size * tensor.numel(),))
-        _all_gather(received, tensor.contiguous().view(-1), group=self._open_group())
+        collectives.all_gather(received, tensor.contiguous().view(-1), self._open())
         return self._joined(received, list(tensor.shape), dim)
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
@@ -114,8 +115,18 @@ class DistributedComm:
                 by_place[place] = part
             sent = torch.stack(by_place)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received.view(-1), sent.view(-1), group=self._open_group())
+        collectives.all_to_all(received.view(-1), sent.view(-1), self._open())
         return self._joined(received.view(-1), part_shape, concat_dim)
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """The first member's ``tensor``, in one piece, to all. Not for graphs."""
+        self._open()
+        dist.broadcast(tensor, src=self.ranks[0], group=self._group)
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Return when all members have come here; raises if they have not in time. gloo only."""
+        self._open()
+        dist.monitored_barrier(self._group, timeout=timedelta(seconds=timeout_s))
 
     @property
     def _in_torch_order(self) -> bool:
@@ -131,13 +142,24 @@ class DistributedComm:
 
     # --- the end ---------------------------------------------------------------------------------
 
-    def _open_group(self) -> dist.ProcessGroup:
+    def _open(self) -> int:
+        """The number of the group, while it is open."""
         if self._group is None:
             raise ClosedError(f"the group of ranks {self.ranks} was closed")
-        return self._group
+        return self._number
+
+    def abort(self) -> None:
+        """End collectives that wait for a rank that will not come. The group is of no use after.
+
+        May be called from another thread than the one that waits.
+        """
+        group = self._group
+        if group is not None:
+            group.abort()
 
     def close(self) -> None:
         """Give the communicator back. Graphs that contain its collectives must be gone."""
+        collectives.release(self._number)
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None

@@ -7,9 +7,8 @@ heads, so one KV cache serves both, and a request may go from one to the other a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +19,8 @@ from ostinato.runtime.models.decoder_config import DecoderConfig
 from ostinato.runtime.parallel.comm import Comm
 from ostinato.runtime.parallel.exchange import TensorExchange, UlyssesExchange
 from ostinato.runtime.parallel.layout import ParallelLayout
+from ostinato.runtime.parallel.place import CommOf
 from ostinato.runtime.parallel.sharding import Shard, sharded_slots
-
-# The group of these ranks, in this order, as seen by the calling rank.
-CommOf: TypeAlias = Callable[[Sequence[int]], Comm]
 
 
 class ShardedDecoder(Decoder):
@@ -72,11 +69,24 @@ class ShardedDecoder(Decoder):
                 f"{-(-num_tokens // num_ranks) * num_ranks}"
             )
         if num_ranks == 1:
-            return self._forward_plain(self._embed(input_ids), positions)
+            hidden = self._embed(input_ids)
+            if hidden.is_cuda:
+                return self._forward_many(hidden, positions)
+            return self._forward_plain(hidden, positions)
         count = num_tokens // num_ranks
         own = slice(self._sequence.index * count, (self._sequence.index + 1) * count)
         hidden = self._forward_plain(self._embed(input_ids[own]), positions[own])
         return self._sequence.all_gather(hidden)
+
+    def _forward_many(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Layers of fused operators, for any number of tokens.
+
+        Those for few tokens add the residual inside a product, before the sum over the ranks.
+        """
+        delta: torch.Tensor | None = None
+        for layer in self.decoder_layers():
+            hidden, delta = layer.forward_many(hidden, delta, positions, self.rotary_table)
+        return hidden if delta is None else hidden + delta
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self._tensor.size == 1:

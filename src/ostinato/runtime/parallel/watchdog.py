@@ -101,6 +101,14 @@ class Watchdog:
         """Tell the other ranks that this one failed, and why."""
         self._store.set(_error_key(self.rank), message)
 
+    def reported(self, rank: int | None) -> RankFailedError | None:
+        """What ``rank`` said of its failure, if it did. Asks the store."""
+        try:
+            message = "" if rank is None else self._read(_error_key(rank))
+        except Exception:  # the store is gone with its host
+            message = ""
+        return RankFailedError(f"rank {rank} failed: {message}", rank) if message else None
+
     def close(self) -> None:
         """Leave: the others stop watching this rank. The thread has ended on return."""
         if not self._closing.is_set():

@@ -1,0 +1,239 @@
+"""``ostinato bench parallel``: what one rank computes in a step, for each layout, on one device.
+
+Communication is excluded: the collectives of the sharded decoder give results of the right shape
+and move nothing. All ranks have parts of one size, so the first stands for all. Every step is one
+FULL graph, so that launches are excluded too. The model and its head are measured apart and added:
+the shift model uses the base model's head, and layouts share what is alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ostinato.bench.measure import machine
+from ostinato.bench.rank_step import SilentComm, make_batch, make_cache
+from ostinato.errors import ConfigError
+from ostinato.graphs.context import set_forward_context
+from ostinato.graphs.descriptor import BatchDescriptor
+from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.pool import GraphPool
+from ostinato.graphs.sizes import check_positive_int
+from ostinato.graphs.wrapper import CUDAGraphWrapper
+from ostinato.runtime.attention import create_attention
+from ostinato.runtime.attention.base import AttentionMetadata
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.models.decoder_config import DecoderConfig
+from ostinato.runtime.models.shapes import draw_weights, shape_config
+from ostinato.runtime.parallel.cost import KINDS, Kind, check_layout, default_layouts
+from ostinato.runtime.parallel.cost_communication import Model
+from ostinato.runtime.parallel.layout import ParallelLayout
+from ostinato.runtime.parallel.sharded_decoder import ShardedDecoder, build_base, build_shift
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+EXCLUDED = (
+    "excluded: one device computes the part of one rank; collectives, and the copies that pack and "
+    "unpack their tensors, take no time"
+)
+
+Times: TypeAlias = dict[tuple[Kind, int], float]  # seconds, by kind and number of tokens
+
+
+def run(
+    model: str,
+    *,
+    layouts: Sequence[ParallelLayout] | None = None,
+    tokens: Sequence[int] = TOKENS,
+    context: int = 512,
+    repeats: int = 10,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> dict[str, Any]:
+    """Median milliseconds of base and shift for each layout, kind of batch and number of tokens.
+
+    ``model``: a named shape. ``layouts`` None: all of 2 to 8 ranks that it can run on. ``context``:
+    keys that each decoded token sees. A prefill is one prompt from its beginning.
+    """
+    chosen = EngineConfig(device=device, dtype=dtype)
+    on = chosen.torch_device()
+    config = DecoderConfig.from_hf(shape_config(model))
+    if layouts is None:
+        layouts = default_layouts(config)
+    _check(config, layouts, tokens, context=context, repeats=repeats)
+    bench = _Bench(
+        config=config,
+        tokens=sorted(set(tokens)),
+        context=context,
+        repeats=repeats,
+        device=on,
+        dtype=chosen.torch_dtype(on),
+    )
+    with torch.inference_mode():
+        rows = bench.rows(list(dict.fromkeys(layouts)))
+    return {
+        "command": "ostinato bench parallel",
+        "machine": machine(),
+        "model": model,
+        "random_weights": True,
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        "device": on.type,
+        "communication": EXCLUDED,
+        "context": context,
+        "repeats": repeats,
+        "rows": rows,
+    }
+
+
+def _check(
+    config: DecoderConfig, layouts: Sequence[ParallelLayout], tokens: Sequence[int], **counts: int
+) -> None:
+    if not layouts or not tokens:
+        raise ConfigError("there is nothing to measure; give at least one layout and one size")
+    for layout in layouts:
+        check_layout(config, layout)
+    for size in tokens:
+        check_positive_int("number of tokens", size)
+    for name, count in counts.items():
+        check_positive_int(name, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bench:
+    """Builds and measures models one after another; none is kept."""
+
+    config: DecoderConfig
+    tokens: list[int]
+    context: int
+    repeats: int
+    device: torch.device
+    dtype: torch.dtype
+    heads: dict[int, dict[int, float]] = field(default_factory=dict)  # seconds by TP, then by rows
+
+    def rows(self, layouts: Sequence[ParallelLayout]) -> list[dict[str, Any]]:
+        rows = []
+        shifts: dict[int, Times] = {}  # by the number of ranks: the rest makes no difference
+        for layout in layouts:
+            base = self._measure(layout, "base")
+            shift = base  # without sequence parallelism both are one model
+            if layout.sp > 1:
+                ranks = layout.world_size
+                if ranks not in shifts:
+                    shifts[ranks] = self._measure(layout, "shift")
+                shift = shifts[ranks]
+            rows += [self._row(layout, kind, size, base, shift) for kind, size in base]
+        return rows
+
+    def _row(
+        self, layout: ParallelLayout, kind: Kind, size: int, base: Times, shift: Times
+    ) -> dict[str, Any]:
+        head = self.heads[layout.tp][size if kind == "decode" else 1]
+        return {
+            "sp": layout.sp,
+            "tp": layout.tp,
+            "kind": kind,
+            "num_tokens": size,
+            "base_ms": (base[kind, size] + head) * 1e3,
+            "shift_ms": (shift[kind, size] + head) * 1e3,
+            "head_ms": head * 1e3,
+        }
+
+    def _measure(self, layout: ParallelLayout, name: Model) -> Times:
+        times = self._measure_model(layout, name)
+        gc.collect()  # the pool knew the last batch, and the batch the cache
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return times
+
+    def _measure_model(self, layout: ParallelLayout, name: Model) -> Times:
+        """The model without its head, which is measured as well if it is the first of its size."""
+        model = self._build(layout, name)
+        cache = make_cache(
+            model.attention_specs,
+            max_tokens=self.tokens[-1],
+            context=self.context,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        attention = create_attention("auto", self.device)
+        times: Times = {}
+        with GraphPool(self.device) as pool, pool.capturing():
+            for kind in KINDS:
+                for size in reversed(self.tokens):  # the largest first: the others fit into it
+                    ids, positions, metadata = make_batch(
+                        kind,
+                        size,
+                        layout.padded_tokens(size) if name == "base" else size,
+                        context=self.context,
+                        vocab_size=self.config.vocab_size,
+                        cache=cache,
+                        attention=attention,
+                    )
+                    times[kind, size] = self._seconds(model, (ids, positions), metadata, pool)
+            if name == "base" and layout.tp not in self.heads:
+                self.heads[layout.tp] = self._measure_head(model, pool)
+        return {(kind, size): times[kind, size] for kind in KINDS for size in self.tokens}
+
+    def _build(self, layout: ParallelLayout, name: Model) -> ShardedDecoder:
+        # The shift model uses the base model's head, and has none.
+        config = self.config if name == "base" else replace(self.config, tied_head=True)
+        model = (build_base if name == "base" else build_shift)(
+            config,
+            layout,
+            0,
+            partial(SilentComm, rank=0),
+            device=self.device,
+            dtype=self.dtype,
+            max_position=max(self.context, self.tokens[-1]),
+        )
+        draw_weights(model, seed=0)
+        return model
+
+    def _measure_head(self, model: ShardedDecoder, pool: GraphPool) -> dict[int, float]:
+        width = self.config.hidden_size
+        times = {}
+        for num_reqs in sorted({1, *self.tokens}, reverse=True):
+            hidden = torch.randn(num_reqs, width, device=self.device, dtype=self.dtype)
+            times[num_reqs] = self._seconds(model.compute_logits, (hidden,), None, pool)
+        return times
+
+    def _seconds(
+        self,
+        runnable: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        metadata: AttentionMetadata | None,
+        pool: GraphPool,
+    ) -> float:
+        """The median of replays of one FULL graph."""
+        with set_forward_context(attn_metadata=metadata):
+            runnable(*inputs)  # kernels are compiled here: in a capture they must not be
+        graphs = CUDAGraphWrapper(runnable, CUDAGraphMode.FULL, pool=pool)
+        descriptor = BatchDescriptor(inputs[0].shape[0], num_reqs=1)
+        with set_forward_context(CUDAGraphMode.FULL, descriptor, attn_metadata=metadata):
+            graphs(*inputs)  # captures
+            replay = partial(graphs, *inputs)
+            replay()
+            seconds = [_timed(replay, self.device) for _ in range(self.repeats)]
+        graphs.clear_graphs()
+        return statistics.median(seconds)
+
+
+def _timed(replay: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cpu":
+        started = time.perf_counter()
+        replay()
+        return time.perf_counter() - started
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    replay()  # keeps the GPU busy while the host launches what is timed
+    start.record()
+    replay()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

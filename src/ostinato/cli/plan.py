@@ -1,0 +1,100 @@
+"""``ostinato plan``: predictions, with all that they assume. Runs no model."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from ostinato.cli import options, parallel_tables
+from ostinato.cli.layouts import Layouts, parse_layouts
+from ostinato.errors import ConfigError
+
+app = typer.Typer(no_args_is_help=True, help="Predict, and say what was assumed.")
+
+
+@app.callback()
+def main() -> None:
+    """Predict, and say what was assumed."""
+
+
+@app.command()
+def parallel(
+    *,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="What `bench parallel --output` wrote. Default: a roofline."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Shape. Default: llama-3.1-8b.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Default: bfloat16.")] = None,
+    gpus: Annotated[
+        str | None, typer.Option(help="Numbers of GPUs. Default: of 2 to 8, all that fit.")
+    ] = None,
+    layouts: Layouts = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s per GPU in one direction. Default: 450, NVLink 4.")
+    ] = None,
+    latency: Annotated[float | None, typer.Option(help="µs of a collective. Default: 10.")] = None,
+    memory_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s of a GPU's memory. Default: 4390, an H200.")
+    ] = None,
+    peak: Annotated[
+        float | None, typer.Option(help="TFLOP/s of a GPU. Default: an H200's for the dtype.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Keys that a decoded token sees. Default: 512.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Largest batch. Default: 2048, or what was measured.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw step times: .png, .svg or .pdf. Needs matplotlib.")
+    ] = None,
+    plot_layout: Annotated[
+        str | None, typer.Option(help="What to draw. Default: most GPUs, then most SP.")
+    ] = None,
+    as_json: options.Json = False,
+    output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+) -> None:
+    """Step times, thresholds and the best layout for TP, SP and shift on several GPUs."""
+    from ostinato.bench import plot_parallel
+    from ostinato.bench.plan import Question, run
+
+    drawn = parse_layouts(plot_layout, "--plot-layout")
+    if plot is not None:
+        plot_parallel.check_picture(plot)
+    elif drawn:
+        raise ConfigError("--plot-layout says what to draw; say where to as well, --plot")
+    results = run(
+        Question(
+            source=source,
+            model=model,
+            dtype=dtype,
+            gpus=options.integers(gpus, "--gpus"),
+            layouts=parse_layouts(layouts, "--layouts"),
+            bandwidth=bandwidth,
+            latency=latency,
+            memory_bandwidth=memory_bandwidth,
+            peak=peak,
+            context=context,
+            max_tokens=max_tokens,
+        )
+    )
+    given = " ".join(["ostinato", *sys.argv[1:]])
+    results["command"] = re.sub(r" --(output|plot)[ =]\S+", "", given)
+    if plot is not None:
+        plot_parallel.draw_into(results, plot, drawn[0] if drawn else None)
+    text = json.dumps(results, indent=2) + "\n"
+    if output is not None:
+        output.write_text(text, encoding="utf-8")
+    if as_json:
+        sys.stdout.write(text)
+        return
+    console = Console()
+    for part in parallel_tables.plan_tables(results):
+        console.print(part)

@@ -1,0 +1,258 @@
+"""A rank's membership in the world that runs one model: groups, channel, watchdog, faults.
+
+A ``World`` is made by all ranks together. It knows nothing of models. What goes wrong on another
+rank surfaces here, as an error that names it: a broken connection at once, silence after the
+timeout. A main thread that is stuck in a collective by then is set free where that can be done (the
+other processes are ours to end, or NCCL aborts), and otherwise the process ends, with the reason on
+stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ostinato.errors import CaptureError, OstinatoError, RankFailedError
+from ostinato.runtime.parallel.channel import Channel
+from ostinato.runtime.parallel.comm import Comm, NoComm
+from ostinato.runtime.parallel.distributed import DistributedComm
+from ostinato.runtime.parallel.layout import ParallelLayout
+from ostinato.runtime.parallel.place import RankPlace
+from ostinato.runtime.parallel.watchdog import Store, Watchdog, end_process
+
+_FOREVER_S = 10 * 365 * 24 * 3600.0
+_GOODBYE_S = 5.0  # how long a rank that leaves waits for the others to come along
+_COMMUNICATION = ("gloo", "nccl", "connection", "socket", "broken pipe")
+
+
+class World:
+    """Made by all ranks at the same time; ``torch.distributed`` is initialised with all of them.
+
+    Args:
+        layout: How many ranks there are, and how the model is split over them.
+        device: Of this rank.
+        store: A client of its own, for the watchdog; the same keys on all ranks, used by nobody
+            else, before or after.
+        threshold: The largest batch of the shift model; 0 for none.
+        timeout_s: After how long a rank that shows no sign of life has failed.
+        symmetric: All ranks run the same script; otherwise rank 0 alone does, and the others serve.
+        dead_rank: Says which rank's process has ended, and how, where that can be seen.
+        end_others: Ends the other ranks' processes at once, where they are ours.
+        on_close: Called at the end, when the groups are gone.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        device: torch.device,
+        store: Store,
+        *,
+        threshold: int = 0,
+        timeout_s: float = 30.0,
+        symmetric: bool = True,
+        dead_rank: Callable[[], RankFailedError | None] = lambda: None,
+        end_others: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.layout = layout
+        self.rank = dist.get_rank()
+        self.device = device
+        self.symmetric = symmetric
+        self._timeout_s = timeout_s
+        self._dead_rank = dead_rank
+        self._end_others = end_others
+        self._on_close = on_close
+        self._failure: RankFailedError | None = None
+        self._working = False  # the main thread is where another rank can keep it waiting
+        self._closed = False
+        ranks = tuple(range(layout.world_size))
+        self._comms: dict[tuple[int, ...], DistributedComm] = {}
+        self._control = DistributedComm(ranks, "cpu", timeout_s=_FOREVER_S)
+        self._watchdog = Watchdog(
+            timeout_s,
+            self.rank,
+            store,
+            world_size=layout.world_size,
+            store_rank=0,
+            on_failure=self._rescue,
+        )
+        for group in (
+            layout.tensor_group(self.rank),
+            layout.sequence_group(self.rank),
+            *([layout.shift_group] if threshold else []),
+        ):
+            if len(group) > 1 and group not in self._comms:
+                self._comms[group] = DistributedComm(group, device)
+        self.channel = Channel(self._control)
+        self.place = RankPlace(
+            layout=layout,
+            rank=self.rank,
+            device=device,
+            comm_of=self._comm_of,
+            everyone=self._control,
+            threshold=threshold,
+        )
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def _comm_of(self, ranks: Sequence[int]) -> Comm:
+        group = tuple(ranks)
+        return NoComm() if len(group) == 1 else self._comms[group]
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if a rank is known to have failed. Costs no communication."""
+        if self._failure is None:
+            self._watchdog.check()
+            self._failure = self._dead_rank()
+            if self._failure is None:
+                return
+            said = self._watchdog.reported(self._failure.rank)
+            if said is not None:
+                self._failure = said
+        raise RankFailedError(str(self._failure), self._failure.rank)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Work that all ranks do, and wait for one another in. What fails in it fails the world.
+
+        A broken collective becomes a ``RankFailedError`` that names the rank. Any other error is
+        this rank's own: the others are told, and it is raised as it is.
+        """
+        self.check()
+        self._working = True
+        try:
+            yield
+        except BaseException as error:
+            self._working = False
+            failure = self._blamed(error)
+            if failure is None:
+                self._fail(error)
+                raise
+            self._failure = failure
+            if failure is error:
+                raise
+            raise failure from error
+        finally:
+            self._working = False
+
+    def _blamed(self, error: BaseException) -> RankFailedError | None:
+        """Which other rank ``error`` comes from, if it does."""
+        if isinstance(error, RankFailedError):
+            return error
+        if _is_communication(error):
+            # The connection broke before the word got round. It does, within the timeout.
+            deadline = time.monotonic() + 1.2 * self._timeout_s + 1.0
+            while time.monotonic() < deadline:
+                try:
+                    self.check()
+                except RankFailedError as failure:
+                    return failure
+                time.sleep(0.02)
+        return None
+
+    def _fail(self, error: BaseException) -> None:
+        what = f"{type(error).__name__}: {error}"
+        self._failure = RankFailedError(f"rank {self.rank} failed before: {what}", self.rank)
+        self.report(error)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed. They know after a tenth of the timeout."""
+        with contextlib.suppress(Exception):  # the store may be what failed
+            self._watchdog.report(f"{type(error).__name__}: {error}")
+
+    def _rescue(self, failure: RankFailedError) -> None:
+        """In the watchdog's thread: get the main thread out of a collective with a failed rank."""
+        if not self.is_first and not self.symmetric:
+            if not self._closed:
+                end_process(failure)
+            return
+        self._failure = failure
+        self._end_others()  # which breaks the connections that gloo waits in
+        self._abort()
+        deadline = time.monotonic() + max(1.0, self._timeout_s / 4)
+        while self._working and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self._working:
+            end_process(failure)
+
+    def _abort(self) -> None:
+        for comm in self._comms.values():
+            if comm.device.type == "cuda":  # gloo cannot
+                with contextlib.suppress(Exception):
+                    comm.abort()
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave. The models and their graphs must be gone. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._failure is None:
+            # A rank that cut its connections first would break the collective a slower one is in.
+            with contextlib.suppress(Exception):
+                self._control.wait_for_all(_GOODBYE_S)
+        with contextlib.suppress(Exception):
+            self._watchdog.close()
+        if self._failure is not None:
+            self._abort()  # or giving NCCL's communicators back would wait for the failed rank
+        for comm in (*self._comms.values(), self._control):
+            with contextlib.suppress(Exception):
+                comm.close()
+        self._on_close()
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether a connection between ranks broke, in a capture or outside."""
+    if isinstance(error, dist.DistError):
+        return True
+    if isinstance(error, CaptureError) and error.__cause__ is not None:
+        return _is_communication(error.__cause__)
+    if isinstance(error, OstinatoError) or not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(word in text for word in _COMMUNICATION)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is done: the other ranks are in the middle of it too.
+
+    A second one is not held back.
+    """
+    previous: Any = signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not (in_main_thread and callable(previous)):
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if held:
+        previous(signal.SIGINT, sys._getframe())

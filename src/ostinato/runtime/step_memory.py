@@ -1,0 +1,70 @@
+"""Everything of a step that has an address: request state, input buffers, KV cache.
+
+All models that serve the same requests share one; their graphs hold the addresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.graphs.plan import CapturePlan
+from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata
+from ostinato.runtime.input_buffers import InputBuffers
+from ostinato.runtime.kv_cache import CacheSize, KVCache
+from ostinato.runtime.models.base import CausalLM
+from ostinato.runtime.request_state import RequestState
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
+    """Owned by the runner. ``cache`` is the size of ``kv_cache``, which ``backend`` reads."""
+
+    state: RequestState
+    buffers: InputBuffers
+    kv_cache: KVCache
+    cache: CacheSize
+    backend: AttentionBackend
+
+    @classmethod
+    def allocate(
+        cls, model: CausalLM, plan: CapturePlan, cache: CacheSize, backend: AttentionBackend
+    ) -> StepMemory:
+        """For the batches of ``plan``, and the keys and values of ``model``."""
+        device = model.device
+        return cls(
+            state=RequestState(max_num_seqs=plan.max_num_seqs, cache=cache, device=device),
+            buffers=InputBuffers(
+                max_num_seqs=plan.max_num_seqs,
+                max_num_tokens=plan.padded_tokens(plan.max_num_batched_tokens),
+                cache=cache,
+                device=device,
+            ),
+            kv_cache=KVCache(
+                model.attention_specs,
+                num_blocks=cache.num_blocks,
+                block_size=cache.block_size,
+                dtype=model.dtype,
+                device=device,
+            ),
+            cache=cache,
+            backend=backend,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.state.device
+
+    def metadata(
+        self, *, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len: int
+    ) -> AttentionMetadata:
+        """The batch in the buffers as attention sees it."""
+        return self.buffers.metadata(
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            kv_cache=self.kv_cache,
+            backend=self.backend,
+        )

@@ -1,0 +1,89 @@
+"""Settings for several ranks: what is refused, and that the command line has them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from ostinato import LLM, GraphConfig
+from ostinato.cli.options import ModelOptions
+from ostinato.errors import ConfigError
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.explain import explain_batch
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"tensor_parallel": 0}, "tensor_parallel must be a positive integer, got 0"),
+    ({"sequence_parallel": True}, "sequence_parallel must be a positive integer, got True"),
+    ({"rank_timeout_s": 0}, "rank_timeout_s must be a positive number, got 0"),
+    (
+        {"sequence_parallel": 2, "shift_parallel_threshold": 0},
+        "shift_parallel_threshold must be a positive integer, got 0",
+    ),
+    (
+        {"tensor_parallel": 2, "shift_parallel_threshold": 8},
+        "shift_parallel_threshold is 8, but with sequence_parallel 1 no tokens are split",
+    ),
+    (
+        {"tensor_parallel": 2, "graphs": GraphConfig(compile=True)},
+        "compile=True is for one device, not for 2 ranks",
+    ),
+    (
+        {"sequence_parallel": 4, "graphs": GraphConfig(eager_fallback=True)},
+        "eager_fallback is for one device, not for 4 ranks",
+    ),
+    (
+        {"tensor_parallel": 2, "device": "cuda:1"},
+        "device 'cuda:1' names one device, but there are 2 ranks; write 'cuda'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=str)
+def test_bad_settings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(**options)
+    assert str(error.value).startswith(message)
+
+
+def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="takes 2 GPUs, but torch finds 1"):
+        LLM("tiny", random_weights=True, device="cuda", tensor_parallel=2)
+
+
+@pytest.mark.parametrize(("world_size", "rank"), [("3", "0"), ("1", "0")])
+def test_a_world_of_the_wrong_size(
+    monkeypatch: pytest.MonkeyPatch, world_size: str, rank: str
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", world_size)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    message = f"sequence_parallel 1 takes 2 ranks, but this world has {world_size}"
+    with pytest.raises(ConfigError, match=message):
+        LLM("tiny", random_weights=True, device="cpu", tensor_parallel=2)
+
+
+def test_the_command_line_and_llm_have_them() -> None:
+    chosen = ModelOptions(tensor_parallel=2, sequence_parallel=3, shift_parallel_threshold=5)
+    config = chosen.engine_config(quiet=True)
+    assert (config.tensor_parallel, config.sequence_parallel) == (2, 3)
+    assert config.shift_parallel_threshold == 5
+    names = inspect.signature(LLM.__init__).parameters
+    assert set(EngineConfig.__dataclass_fields__) <= set(names)
+
+
+def test_explain_names_the_model() -> None:
+    config = EngineConfig(
+        device="cpu",
+        sequence_parallel=2,
+        shift_parallel_threshold=3,
+        graphs=GraphConfig(capture_sizes=[1, 2, 4]),
+    )
+    small = explain_batch(config, num_tokens=3, num_reqs=3)
+    assert (small["model"], small["padded_to"]) == ("shift", 4)
+    large = explain_batch(config, num_tokens=5, num_reqs=1)
+    assert (large["model"], large["padded_to"], large["captured_sizes"]) == ("base", 8, [4, 8])
+    assert explain_batch(config, num_tokens=9, num_reqs=1)["padded_to"] == 10  # eager, by two

@@ -1,0 +1,173 @@
+"""Plans through messages: what a runner sees of them is the same on the other side."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.errors import CollectiveError
+from ostinato.runtime.block_allocator import BlockAllocator
+from ostinato.runtime.kv_cache import CacheSize
+from ostinato.runtime.parallel.channel import Channel
+from ostinato.runtime.parallel.plan_message import (
+    Kind,
+    PlanDecoder,
+    PlanEncoder,
+    to_bytes,
+    to_words,
+)
+from ostinato.runtime.request import Request
+from ostinato.runtime.request_state import RequestState
+from ostinato.runtime.sampling_params import SamplingParams
+from ostinato.runtime.schedule_plan import DecodePlan, Plan
+from ostinato.runtime.scheduler import Scheduler
+
+CACHE = CacheSize(num_blocks=24, block_size=4, max_model_len=48)
+
+
+class Wire:
+    """Broadcasts of one channel, delivered to another in order."""
+
+    def __init__(self) -> None:
+        self.sent: deque[torch.Tensor] = deque()
+        self.sizes: list[int] = []
+        self.ends = Sender(self), Receiver(self)
+
+
+class Sender:
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self.wire.sent.append(tensor.clone())
+        self.wire.sizes.append(tensor.nbytes)
+
+
+class Receiver:
+    def __init__(self, wire: Wire) -> None:
+        self.wire = wire
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self.wire.sent.popleft())
+
+
+def seen_by_a_runner(plan: Plan) -> tuple[Any, ...]:
+    rows = [
+        (
+            row.slot,
+            row.start,
+            row.num_tokens,
+            list(row.new_blocks),
+            row.first_new_block,
+            row.is_new,
+            row.samples,
+        )
+        for row in plan.requests
+    ]
+    return plan.shape, plan.is_decode, plan.num_tokens, plan.num_samples, plan.max_query_len, rows
+
+
+def contents(state: RequestState) -> list[torch.Tensor]:
+    sampling = state.sampling
+    return [
+        state.token_ids,
+        state.num_computed,
+        state.block_table,
+        sampling._floats.on_device,
+        sampling._ints.on_device,
+        sampling.bias_ids,
+        sampling.stop_ids,
+    ]
+
+
+arrivals = st.lists(
+    st.tuples(st.integers(0, 12), st.integers(1, 30), st.integers(1, 16), st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=60)
+@given(arrivals)
+def test_plans_arrive_as_they_were_made(given: list[tuple[int, int, int, bool]]) -> None:
+    scheduler = Scheduler(
+        BlockAllocator(CACHE.num_blocks, CACHE.block_size, prefix_reuse=True),
+        max_num_seqs=4,
+        max_num_batched_tokens=18,
+        max_model_len=CACHE.max_model_len,
+    )
+    wire = Wire()
+    sending, receiving = (Channel(end) for end in wire.ends)
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    here, there = (
+        RequestState(max_num_seqs=4, cache=CACHE, device=torch.device("cpu")) for _ in range(2)
+    )
+    last_slots = kept = None
+    for step in range(200):
+        for number, (after, length, count, plain) in enumerate(given):
+            if after == step:
+                scheduler.add(request(number, length, count, plain))
+        plan = scheduler.schedule()
+        if not plan.num_tokens:
+            if step > 12:
+                break
+            continue
+        wire.sizes.clear()
+        sending.send(*encoder.encode(plan))
+        arrived = decoder.decode(*receiving.receive())
+        assert seen_by_a_runner(arrived) == seen_by_a_runner(plan)
+        if isinstance(plan, DecodePlan):
+            assert isinstance(arrived, DecodePlan)
+            assert wire.sizes == [512], "a steady step is one small message"
+            # A runner knows by identity that the rows are those of the step before.
+            assert (arrived.slots is kept) == (plan.slots is last_slots)
+            last_slots, kept = plan.slots, arrived.slots
+        here.update(plan)
+        there.update(arrived)
+        for ours, theirs in zip(contents(here), contents(there), strict=True):
+            assert torch.equal(ours, theirs)
+        scheduler.commit(plan, [(step * 7 + i) % 50 for i in range(plan.num_samples)])
+    assert not wire.sent
+
+
+def request(number: int, length: int, count: int, plain: bool) -> Request:
+    params = SamplingParams(max_tokens=count, temperature=0.0)
+    if not plain:
+        params = SamplingParams(
+            max_tokens=count, top_p=0.9, min_tokens=1, logit_bias={3: 1.5}, stop_token_ids=[9]
+        )
+    return Request(
+        request_id=str(number),
+        prompt_token_ids=[(number * 5 + i) % 50 for i in range(length)],
+        params=params,
+        max_total_tokens=min(length + count, CACHE.max_model_len),
+        seed=2**62 + number,
+        stop_token_ids=frozenset(params.stop_token_ids),
+    )
+
+
+def test_a_plan_without_the_one_before_is_refused() -> None:
+    with pytest.raises(CollectiveError, match="refers to one before it that did not arrive"):
+        PlanDecoder().decode(Kind.DECODE_AGAIN, np.empty(0, dtype=np.int64))
+
+
+@given(st.binary(max_size=100))
+def test_bytes_survive_as_words(data: bytes) -> None:
+    assert to_bytes(to_words(data)) == data
+
+
+def test_long_messages_take_a_second_broadcast() -> None:
+    wire = Wire()
+    sending, receiving = (Channel(end) for end in wire.ends)
+    words = np.arange(1000, dtype=np.int64)
+    sending.send(Kind.STEP, words)
+    kind, got = receiving.receive()
+    assert kind is Kind.STEP
+    assert np.array_equal(got, words)
+    assert wire.sizes == [512, 8000]

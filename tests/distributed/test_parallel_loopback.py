@@ -1,0 +1,139 @@
+"""Runners of all ranks in one process, on any device: base and shift model through graphs.
+
+The ranks meet by loop-back, which graphs cannot contain, so they are piecewise or none. Each rank
+has a scheduler of its own; they decide alike, because all ranks sample alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parallel_llm import assert_block_0_untouched, poison, spy_on
+
+from ostinato import GraphConfig, SamplingParams
+from ostinato.runtime import startup
+from ostinato.runtime.block_allocator import BlockAllocator
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.model_runner import ModelRunner
+from ostinato.runtime.parallel.loopback import LoopbackWorld
+from ostinato.runtime.parallel.place import RankPlace
+from ostinato.runtime.parallel.sharded_decoder import ShardedDecoder
+from ostinato.runtime.request import Request
+from ostinato.runtime.scheduler import Scheduler
+
+LENGTHS = (1, 5, 23, 30)
+
+
+def config_for(device: torch.device, **options: Any) -> EngineConfig:
+    return EngineConfig(
+        model="tiny",
+        random_weights=True,
+        device=device.type,
+        dtype="float32",
+        max_num_seqs=3,
+        max_num_batched_tokens=33,
+        max_model_len=64,
+        prefill_chunk=15,
+        block_size=4,
+        kv_cache_memory=2**18,
+        show_progress=False,
+        **options,
+    )
+
+
+@torch.inference_mode()
+def generate(runner: ModelRunner) -> list[list[int]]:
+    """Some tokens for a few prompts; some greedy, some not."""
+    cache = runner.cache
+    scheduler = Scheduler(
+        BlockAllocator(cache.num_blocks, cache.block_size, prefix_reuse=True),
+        max_num_seqs=runner.plan.max_num_seqs,
+        max_num_batched_tokens=runner.plan.max_num_batched_tokens,
+        max_model_len=cache.max_model_len,
+        prefill_chunk=15,
+    )
+    requests = [
+        Request(
+            request_id=str(length),
+            prompt_token_ids=[(length * 31 + i * 7) % 512 for i in range(length)],
+            params=SamplingParams(temperature=0.7 * (length % 2)),
+            max_total_tokens=length + 12,
+            seed=length,
+        )
+        for length in LENGTHS
+    ]
+    for request in requests:
+        scheduler.add(request)
+    while scheduler.has_unfinished:
+        plan = scheduler.schedule()
+        scheduler.commit(plan, runner.run(plan).token_ids())
+    return [request.output_token_ids for request in requests]
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[list[int]]]:
+    return {}
+
+
+def tokens_alone(device: torch.device, made: dict[str, list[list[int]]]) -> list[list[int]]:
+    if device.type not in made:
+        config = config_for(device, graphs=GraphConfig(mode="NONE"))
+        runner, _ = startup.build_runner(config, startup.load(config))
+        made[device.type] = generate(runner)
+        runner.close()
+    return made[device.type]
+
+
+@pytest.mark.parametrize(("tp", "mode"), [(2, "PIECEWISE"), (4, "NONE")])
+def test_the_layers_that_cuda_runs(
+    monkeypatch: pytest.MonkeyPatch, alone: dict[str, list[list[int]]], tp: int, mode: str
+) -> None:
+    """Fused operators are for CUDA; their bodies on the CPU show that the sums are right."""
+    monkeypatch.setattr(ShardedDecoder, "_forward_plain", ShardedDecoder._forward_many)
+    test_tokens_equal_those_of_one_rank(torch.device("cpu"), alone, 1, tp, 0, mode)
+
+
+@pytest.mark.parametrize("mode", ["PIECEWISE", "NONE"])
+@pytest.mark.parametrize(("sp", "tp", "threshold"), [(1, 2, 0), (2, 1, 2), (2, 2, 2), (4, 1, 0)])
+def test_tokens_equal_those_of_one_rank(
+    device: torch.device,
+    alone: dict[str, list[list[int]]],
+    sp: int,
+    tp: int,
+    threshold: int,
+    mode: str,
+) -> None:
+    expected = tokens_alone(device, alone)
+    config = config_for(
+        device,
+        tensor_parallel=tp,
+        sequence_parallel=sp,
+        shift_parallel_threshold=threshold or None,
+        graphs=GraphConfig(mode=mode, capture_sizes=None if mode == "NONE" else [1, 2, 4, 8]),
+    )
+    world = LoopbackWorld(config.layout.world_size)
+
+    def rank_of_world(rank: int) -> tuple[list[list[int]], set[tuple[str, str]]]:
+        place = RankPlace(
+            layout=config.layout,
+            rank=rank,
+            device=device,
+            comm_of=lambda ranks: world.comm(ranks, rank),
+            everyone=world.comm(range(world.world_size), rank),
+            threshold=threshold,
+        )
+        runner, _ = startup.build_runner(config, startup.load(config, place), place)
+        poison(runner)
+        steps = spy_on(runner)
+        tokens = generate(runner)
+        assert_block_0_untouched(runner)
+        runner.close()
+        return tokens, steps
+
+    for tokens, steps in world.run(rank_of_world):
+        assert tokens == expected
+        models = {"base", "shift"} if threshold else {"base"}
+        assert {model for model, _ in steps} == models
+        assert mode in {how for _, how in steps}
