@@ -19,7 +19,7 @@ TOLERANCE = 2e-2
 SIZES: dict[str, Any] = {
     "vocab_size": 1000,
     "hidden_size": 512,
-    "intermediate_size": 2048,  # long enough for products in parts
+    "intermediate_size": 1024,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,

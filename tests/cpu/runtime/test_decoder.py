@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
@@ -22,11 +23,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ostinato import set_forward_context
 from ostinato.errors import ConfigError
+from ostinato.runtime.models import decoder
 from ostinato.runtime.models.decoder import Decoder
 from ostinato.runtime.models.decoder_config import DecoderConfig, obstacle, supports
 from ostinato.runtime.models.load import load_model
 from ostinato.runtime.models.rotary import Rotary
 from ostinato.runtime.models.shapes import shape_config
+from ostinato.runtime.operators.parts import in_parts
 
 SIZES = {
     "vocab_size": 97,
@@ -135,6 +138,26 @@ def test_logits_equal_transformers(name: str, tmp_path: Path, device: torch.devi
     assert logits.dtype is torch.float32
     assert expected.std() > 1  # logits that could not tell models apart would prove nothing
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_many_tokens_in_fused_operators(
+    name: str, parts: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way of CUDA for many tokens, on any device, with products whole and in parts."""
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return in_parts(x, weight, parts) if parts > 1 else F.linear(x, weight)
+
+    monkeypatch.setattr(decoder, "product_in_parts", product)
+    monkeypatch.setattr(Decoder, "_forward_plain", Decoder._forward_fused)
+    theirs = reference(CONFIGS[name], tmp_path).to(device)
+    model = load_model(str(tmp_path), device=device, dtype=torch.float32, show_progress=False).model
+    ids = torch.randint(0, SIZES["vocab_size"], (32,), device=device)
+    with torch.no_grad():
+        expected = theirs(ids[None]).logits[0]
+    torch.testing.assert_close(run(model, ids), expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b"])
