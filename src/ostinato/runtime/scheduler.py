@@ -206,8 +206,8 @@ class Scheduler:
         array = np.asarray(tokens, dtype=np.int64)
         if self._steady.may_end(array):
             return None
-        events, completed = self._steady.commit(array)
-        for request, index in completed:
+        events = self._steady.commit(array)
+        for request, index in self._steady.some_completed():
             self._publish(request, index, index + 1)
         return events
 
@@ -253,6 +253,8 @@ class Scheduler:
     def _end_steady(self) -> None:
         if self._steady is not None:
             self._steady.flush()
+            for request, index in self._steady.all_completed():
+                self._publish(request, index, index + 1)
             self._steady = None
 
     def rollback(self) -> None:

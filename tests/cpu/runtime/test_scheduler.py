@@ -615,8 +615,10 @@ depths = st.integers(1, MAX_DEPTH)
 class SchedulerMachine(RuleBasedStateMachine):
     """A life of random arrivals, steps in flight, aborts, failures and cache resets."""
 
-    @initialize(limits=limits, last_depth=depths)
-    def start(self, limits: dict[str, Any], last_depth: int) -> None:
+    @initialize(limits=limits, last_depth=depths, named_at_once=st.sampled_from([1, 2, 32]))
+    def start(self, limits: dict[str, Any], last_depth: int, named_at_once: int) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(steady_decode, "_FEWEST_NAMED_AT_ONCE", named_at_once)
         self.world = make_world(**limits)
         self.last_depth = last_depth
 
@@ -684,6 +686,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.drain(self.last_depth)
             self.world.check_outputs()
+            self.patch.undo()
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
@@ -920,6 +923,39 @@ def test_in_the_steady_state_only_watched_requests_are_heard_of() -> None:
         assert [(e.request.request_id, e.index) for e in events] == [("b", 1), ("d", 3)]
     assert [e.request.request_id for e in world.advance(2)] == [*"abcd"]
     assert not world.scheduler.has_unfinished
+
+
+def test_blocks_completed_together_are_named_over_several_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(steady_decode, "_FEWEST_NAMED_AT_ONCE", 2)
+    world = make_world(
+        block_size=4, max_model_len=LONG, max_num_seqs=6, max_num_batched_tokens=20, num_blocks=200
+    )
+    requests = [
+        make_request(str(n), [n % VOCAB, n // VOCAB, 0, 0], max_tokens=40, max_len=LONG)
+        for n in range(5)
+    ]
+    world.add(*requests)
+    named = []
+    for _ in range(8):
+        world.step()
+        named.append(len(world.allocator._block_of))
+    assert world.scheduler._steady is not None
+    # Prompts are published when they are computed; then 5 blocks are complete after every 4 steps.
+    assert named == [5, 5, 5, 5, 7, 9, 10, 10]
+    for _ in range(2):
+        world.step()
+    assert len(world.allocator._block_of) == 14, "one is still to be named"
+    # Somebody comes who could use it: it can be found.
+    world.add(
+        make_request("late", [*requests[4].all_token_ids[:12], 0], max_tokens=1, max_len=LONG)
+    )
+    assert len(world.allocator._block_of) == 15
+    world.step()
+    assert world.arrivals[-1].num_cached_tokens == 12
+    world.drain()
+    world.check_outputs()
 
 
 def test_plans_of_the_steady_state_share_what_does_not_change() -> None:
