@@ -518,6 +518,7 @@ MODEL_OPTIONS: list[tuple[list[str], str, Any]] = [
     (["--max-num-seqs", "3"], "max_num_seqs", 3),
     (["--max-num-batched-tokens", "9"], "max_num_batched_tokens", 9),
     (["--max-model-len", "7"], "max_model_len", 7),
+    (["--swiftkv-layers", "5"], "swiftkv_layers", 5),
     (["--kv-cache-memory", "1M"], "kv_cache_memory", 2**20),
 ]
 

@@ -106,7 +106,12 @@ def test_shape_defaults() -> None:
 
 def test_reasons_to_run_through_a_graph() -> None:
     graphs = {reason for reason in Reason if not reason.is_eager}
-    assert graphs == {Reason.UNIFORM_DECODE, Reason.MIXED, Reason.FULL_BLOCKED}
+    assert graphs == {
+        Reason.UNIFORM_DECODE,
+        Reason.MIXED,
+        Reason.FULL_BLOCKED,
+        Reason.PIECES_ON_ANOTHER_RANK,
+    }
 
 
 def test_choice_is_a_value() -> None:

@@ -51,6 +51,10 @@ class ModelOptions:
     kv_cache_memory: Annotated[
         str | None, typer.Option(help="Memory of the KV cache: 512M, 4GiB.")
     ] = None
+    swiftkv_layers: Annotated[
+        int | None,
+        typer.Option(help="Later layers run only for tokens whose logits are wanted (SwiftKV)."),
+    ] = None
     tensor_parallel: Annotated[int, typer.Option(help="Ranks that the weights are split over.")] = 1
     sequence_parallel: Annotated[
         int, typer.Option(help="Ranks that the tokens of a batch are split over.")
@@ -77,6 +81,7 @@ class ModelOptions:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             kv_cache_memory=self.kv_cache_memory,
+            swiftkv_layers=self.swiftkv_layers,
             show_progress=not quiet,
             tensor_parallel=self.tensor_parallel,
             sequence_parallel=self.sequence_parallel,

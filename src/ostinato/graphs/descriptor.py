@@ -72,11 +72,12 @@ class BatchDescriptor:
 
 
 class Reason(Enum):
-    """Why a batch runs the way it does. Everything but the first three means: eagerly."""
+    """Why a batch runs the way it does. Everything but the first four means: eagerly."""
 
     UNIFORM_DECODE = "uniform decode batch with a captured graph"
     MIXED = "batch with a captured graph"
     FULL_BLOCKED = "attention cannot be captured for this batch, so its pieces are replayed"
+    PIECES_ON_ANOTHER_RANK = "a rank that this one steps with has no full graph for its batch"
     MODE_NONE = "graph mode is NONE"
     MIXED_NOT_PLANNED = "the graph mode has graphs for uniform decode batches only"
     TOO_LARGE = "more tokens than the largest captured size"
@@ -85,10 +86,16 @@ class Reason(Enum):
     NOT_CAPTURED = "the graph for this size is not captured yet"
     CAPTURE_FAILED = "the capture of this size failed and eager fallback was allowed"
     DISABLED = "the graph was disabled"
+    EAGER_ON_ANOTHER_RANK = "a rank that this one steps with runs its batch eagerly"
 
     @property
     def is_eager(self) -> bool:
-        return self not in (Reason.UNIFORM_DECODE, Reason.MIXED, Reason.FULL_BLOCKED)
+        return self not in (
+            Reason.UNIFORM_DECODE,
+            Reason.MIXED,
+            Reason.FULL_BLOCKED,
+            Reason.PIECES_ON_ANOTHER_RANK,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

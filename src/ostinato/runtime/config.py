@@ -76,6 +76,10 @@ class GraphConfig:
 class EngineConfig:
     """Everything an engine is built from, as the user gave it.
 
+    ``swiftkv_layers``: only so many layers run for all tokens of a prompt. What they make is where
+    the later layers have their keys and values from; these run only for tokens whose logits are
+    wanted. That makes a SwiftKV model of a plain one, for speed: its answers are another model's.
+
     With ``tensor_parallel`` x ``sequence_parallel`` more than one, the model runs on so many ranks.
     Batches of up to ``shift_parallel_threshold`` tokens are then not split by their tokens: they
     run with the weights split over all ranks. A rank that dies or hangs is known to the others
@@ -98,6 +102,7 @@ class EngineConfig:
     overlap: bool | None = None
     random_weights: bool = False
     seed: int = 0
+    swiftkv_layers: int | None = None
     show_progress: bool = True
     tensor_parallel: int = 1
     sequence_parallel: int = 1
@@ -106,7 +111,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefill_chunk")
-        for name in limits:
+        for name in (*limits, "swiftkv_layers"):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))
         check_positive_int("block_size", self.block_size)

@@ -31,7 +31,8 @@ def explain_batch(
         )
     device = config.torch_device()
     backend = create_attention(config.attention, device)
-    plans = plan_graphs(config, device, backend)
+    swiftkv = config.swiftkv_layers is not None
+    plans = plan_graphs(config, device, backend, late_layers_apart=swiftkv)
     plan, resolved = plans.for_batch(num_tokens), plans.resolved
     dispatcher = Dispatcher(plan)
     for entry in plan.entries:

@@ -13,10 +13,12 @@ import torch
 
 from ostinato.graphs.capture_inputs import TokenBuffers
 from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata
+from ostinato.runtime.attention.selected import last_tokens
 from ostinato.runtime.kv_cache import CacheSize, KVCache
 from ostinato.runtime.request_state import RequestState
 
 PADDING_SLOT_MAPPING = -1
+NOT_SELECTED = -1
 
 
 class InputBuffers:
@@ -32,6 +34,7 @@ class InputBuffers:
         self.slots = zeros(max_num_seqs)
         self.query_lens = zeros(max_num_seqs, dtype=torch.int32)
         self.sampled = zeros(max_num_seqs)
+        self.logits_indices = zeros(max_num_seqs)
         self._padding_slot = max_num_seqs  # the state's last row
         self.tokens = TokenBuffers(
             query_start_loc=zeros(max_num_seqs + 1, dtype=torch.int32),
@@ -64,6 +67,7 @@ class InputBuffers:
         ):
             buffer.zero_()
         tokens.slot_mappings.fill_(PADDING_SLOT_MAPPING)
+        self.logits_indices.fill_(NOT_SELECTED)
 
     def fill(
         self,
@@ -110,6 +114,15 @@ class InputBuffers:
         padding = num_reqs - len(slots)
         _copy_from_host(self.slots[:num_reqs], [*slots, *[self._padding_slot] * padding])
 
+    def select_last_tokens(self, num_reqs: int) -> None:
+        """Say whose states will be read: of each of the filled rows, the last token's."""
+        starts = self.tokens.query_start_loc[: num_reqs + 1]
+        last_tokens(starts, self.logits_indices[:num_reqs])
+
+    def select_all_tokens(self, num_reqs: int) -> None:
+        """The same for rows of one token each, which need not be filled yet."""
+        self.logits_indices[:num_reqs].copy_(self.token_range[:num_reqs])
+
     def metadata(
         self,
         *,
@@ -119,8 +132,13 @@ class InputBuffers:
         max_seq_len: int,
         kv_cache: KVCache,
         backend: AttentionBackend,
+        selected: bool = False,
     ) -> AttentionMetadata:
-        """The filled batch as attention sees it: views of these buffers."""
+        """The filled batch as attention sees it: views of these buffers.
+
+        ``selected``: the states of one token for each row, at most, will be read; which one has
+        been, or will be, said. Otherwise those of all tokens.
+        """
         tokens = self.tokens
         return AttentionMetadata(
             query_start_loc=tokens.query_start_loc[: num_reqs + 1],
@@ -131,6 +149,7 @@ class InputBuffers:
             max_seq_len=max_seq_len,
             kv_caches=kv_cache.layers,
             backend=backend,
+            logits_indices=self.logits_indices[:num_reqs] if selected else None,
         )
 
 

@@ -32,6 +32,10 @@ class LLM:
     checkpoint; or, with ``random_weights``, the name of a shape. Limits that are None are chosen
     for the device. Use it in ``with``, or ``close()`` it, to give the memory back. For one thread.
 
+    ``swiftkv_layers`` makes a SwiftKV model of a plain one: all layers after so many take their
+    keys and values from the output of these, and run only for the tokens whose logits are wanted.
+    Without training for it the text suffers; checkpoints that were trained say so themselves.
+
     With ``tensor_parallel`` x ``sequence_parallel`` more than one it runs on so many ranks, one GPU
     each, or processes on the CPU. In a plain process it starts the other ranks itself. Under
     ``torchrun`` every rank runs the script and makes the same calls, and every rank gets the
@@ -60,6 +64,7 @@ class LLM:
         overlap: bool | None = None,
         random_weights: bool = False,
         seed: int = 0,
+        swiftkv_layers: int | None = None,
         show_progress: bool = True,
         tensor_parallel: int = 1,
         sequence_parallel: int = 1,
@@ -83,6 +88,7 @@ class LLM:
             overlap=overlap,
             random_weights=random_weights,
             seed=seed,
+            swiftkv_layers=swiftkv_layers,
             show_progress=show_progress,
             tensor_parallel=tensor_parallel,
             sequence_parallel=sequence_parallel,

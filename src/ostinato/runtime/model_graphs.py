@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ def _samples(entry: PlanEntry) -> bool:
 class ModelGraphs:
     """The graphs of ``model`` by ``plan``, over ``memory``. ``head`` makes logits of its states.
 
-    ``name`` is what the progress bar calls the model.
+    ``name`` is what the progress bar calls the model. With ``num_ranks``, so many data-parallel
+    ranks run the same graphs at the same time, and the forward context says how many tokens each
+    has.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class ModelGraphs:
         graphs: GraphConfig,
         show_progress: bool = True,
         name: str = "model",
+        num_ranks: int | None = None,
     ) -> None:
         self.plan = plan
+        self._num_ranks = num_ranks
         self._head = head
         self._memory = memory
         self._pool = pool
@@ -89,23 +94,38 @@ class ModelGraphs:
 
     # --- one batch -----------------------------------------------------------------------------
 
-    def decode(self, choice: Choice) -> DecodeOutput:
+    def decode(
+        self, choice: Choice, num_tokens_across_dp: torch.Tensor | None = None
+    ) -> DecodeOutput:
         """One token for each row in the buffers, padding included; they are worked out inside."""
         if choice.mode is CUDAGraphMode.FULL:
             self.manager.run_fullgraph(choice.descriptor)
             return self._decode_outputs[choice.descriptor]
-        padded = choice.padded_num_tokens
+        padded, in_pieces = choice.padded_num_tokens, choice.mode is CUDAGraphMode.PIECEWISE
+        if in_pieces and self._memory.selects:
+            # The pieces are those of mixed batches, which read what is selected.
+            self._memory.buffers.select_all_tokens(padded)
         metadata = self._memory.metadata(
             num_reqs=padded,
             num_tokens=padded,
             max_query_len=1,
             max_seq_len=self._memory.cache.max_model_len,
+            selected=in_pieces,
         )
-        with set_forward_context(choice.mode, choice.descriptor, attn_metadata=metadata):
+        with set_forward_context(
+            choice.mode,
+            choice.descriptor,
+            attn_metadata=metadata,
+            num_tokens_across_dp=num_tokens_across_dp,
+        ):
             return self._decode(padded)
 
     def hidden_states(
-        self, choice: Choice, metadata: AttentionMetadata, num_tokens: int
+        self,
+        choice: Choice,
+        metadata: AttentionMetadata,
+        num_tokens: int,
+        num_tokens_across_dp: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states of the batch in the buffers [num_tokens, hidden], padding cut off."""
         if choice.mode is CUDAGraphMode.FULL:
@@ -113,7 +133,12 @@ class ModelGraphs:
             assert isinstance(hidden, torch.Tensor)
             return hidden
         buffers, padded = self._memory.buffers, choice.padded_num_tokens
-        with set_forward_context(choice.mode, choice.descriptor, attn_metadata=metadata):
+        with set_forward_context(
+            choice.mode,
+            choice.descriptor,
+            attn_metadata=metadata,
+            num_tokens_across_dp=num_tokens_across_dp,
+        ):
             hidden = self.piecewise(buffers.input_ids[:padded], buffers.tokens.positions[:padded])
         return hidden[:num_tokens]
 
@@ -169,22 +194,29 @@ class ModelGraphs:
             self.plan,
             self._memory.buffers.tokens,
             max_model_len=max_model_len,
-            build_attn_metadata=self._captured_metadata,
+            build_attn_metadata=partial(
+                self._captured_metadata, selected=not entry.descriptor.uniform
+            ),
         )
         # More tokens than a request can have: the block table ends before.
         inputs.seq_lens.clamp_(max=max_model_len)
+        across = None
+        if self._num_ranks is not None:
+            across = torch.full((self._num_ranks,), inputs.num_tokens, dtype=torch.int32)
         return PreparedBatch(
             inputs=inputs,
             attn_metadata=inputs.attn_metadata,
             slot_mapping=inputs.slot_mappings,
+            num_tokens_across_dp=across,
         )
 
-    def _captured_metadata(self, inputs: CaptureInputs) -> AttentionMetadata:
+    def _captured_metadata(self, inputs: CaptureInputs, *, selected: bool) -> AttentionMetadata:
         return self._memory.metadata(
             num_reqs=inputs.num_reqs,
             num_tokens=inputs.num_tokens,
             max_query_len=inputs.max_query_len,
             max_seq_len=inputs.max_seq_len,
+            selected=selected,
         )
 
     def num_nodes(self, entry: PlanEntry) -> int | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ostinato.errors import ConfigError
 from ostinato.graphs.capture_loop import CaptureReport
 from ostinato.graphs.counters import compilation_counter
 from ostinato.graphs.descriptor import BatchShape, Choice
@@ -23,14 +24,16 @@ from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.plan import CapturePlan, PlanEntry
 from ostinato.graphs.pool import GraphPool
 from ostinato.graphs.stats import DispatchStats
-from ostinato.runtime.attention.base import AttentionBackend
+from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata
 from ostinato.runtime.config import GraphConfig
 from ostinato.runtime.kv_cache import CacheSize
 from ostinato.runtime.model_graphs import ModelGraphs
 from ostinato.runtime.models.base import CausalLM
 from ostinato.runtime.operators.sampling import sample_rows
+from ostinato.runtime.parallel.agreed_dispatch import AgreedDispatch
+from ostinato.runtime.parallel.agreement import Reducer
 from ostinato.runtime.sampler import SamplingFeatures, sample
-from ostinato.runtime.schedule_plan import DecodePlan, IntArray, Plan
+from ostinato.runtime.schedule_plan import DecodePlan, IntArray, Plan, ScheduledRequest
 from ostinato.runtime.step_memory import StepMemory
 from ostinato.runtime.step_result import StepResult
 
@@ -75,7 +78,12 @@ class _Members:
 
 
 class ModelRunner:
-    """Runs batches of one model on one device, through graphs where the plan has them."""
+    """Runs batches of one model on one device, through graphs where the plan has them.
+
+    With an ``agreement``, the runners of all its ranks step together, each with requests of its
+    own: they agree on the mode and the size of each step, by one all-reduce of CPU tensors. Where
+    one calls ``run``, all others must call ``run`` or ``run_idle``.
+    """
 
     def __init__(
         self,
@@ -88,7 +96,9 @@ class ModelRunner:
         show_progress: bool = True,
         name: str = "model",
         small: SmallBatchModel | None = None,
+        agreement: Reducer | None = None,
     ) -> None:
+        _check_can_agree(agreement, graphs, small)
         self.model = model
         self.plan = plan
         self.cache = cache
@@ -107,6 +117,7 @@ class ModelRunner:
                 graphs=graphs,
                 show_progress=show_progress,
                 name=name,
+                num_ranks=None if agreement is None else agreement.size,
             )
 
         self.graphs = graphs_of(model, plan, name)
@@ -114,6 +125,9 @@ class ModelRunner:
             self.graphs if small is None else graphs_of(small.model, small.plan, small.name)
         )
         self._threshold = 0 if small is None else small.threshold
+        self._agreed = (
+            None if agreement is None else AgreedDispatch(agreement, plan, self.graphs.dispatch)
+        )
         self._members: _Members | None = None
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
@@ -129,13 +143,37 @@ class ModelRunner:
 
     def run(self, plan: Plan) -> StepResult:
         """Start one step: all of its work is enqueued, and nothing is waited for."""
-        choice = self.dispatch(plan.shape)
+        choice, across = self.dispatch(plan.shape), None
+        if self._agreed is not None:
+            agreed = self._agreed.step(choice)
+            assert agreed is not None, "this rank has work"
+            choice, across = agreed.choice, agreed.num_tokens_across_dp
         graphs = self._graphs_for(plan.num_tokens)
         self.state.update(plan)
         self.stats.record(choice, plan.num_tokens)
         if plan.is_decode and self._is_decode_batch(choice):
-            return self._run_decode(plan, choice, graphs)
-        return self._run_mixed(plan, choice, graphs)
+            return self._run_decode(plan, choice, graphs, across)
+        return self._run_mixed(plan, choice, graphs, across)
+
+    def run_idle(self) -> bool:
+        """A step in which this rank has no work: a padding batch, if any other rank has some.
+
+        False if none has, and nothing was run.
+        """
+        if self._agreed is None:
+            raise ConfigError("run_idle is for ranks that step together: give it an agreement")
+        agreed = self._agreed.step(None)
+        if agreed is None:
+            return False
+        choice, across = agreed.choice, agreed.num_tokens_across_dp
+        self._members = None
+        if self._is_decode_batch(choice):
+            self.buffers.set_rows([], choice.padded_num_tokens)
+            self.graphs.decode(choice, across)
+        else:
+            metadata = self._fill([], choice, max_query_len=1)
+            self.graphs.hidden_states(choice, metadata, choice.padded_num_tokens, across)
+        return True
 
     def _is_decode_batch(self, choice: Choice) -> bool:
         """Whether the chosen batch has one token for each of its rows, padding included."""
@@ -143,10 +181,12 @@ class ModelRunner:
             return choice.descriptor.uniform
         return choice.padded_num_tokens <= self.plan.max_num_seqs
 
-    def _run_decode(self, plan: Plan, choice: Choice, graphs: ModelGraphs) -> StepResult:
+    def _run_decode(
+        self, plan: Plan, choice: Choice, graphs: ModelGraphs, across: torch.Tensor | None
+    ) -> StepResult:
         num_reqs = plan.num_tokens
         members = self._set_members(plan, choice.padded_num_tokens)
-        output = graphs.decode(choice)
+        output = graphs.decode(choice, across)
         return self._result(
             members.filtered,
             output.token_ids[:num_reqs],
@@ -170,29 +210,15 @@ class ModelRunner:
         self._members = members
         return members
 
-    def _run_mixed(self, plan: Plan, choice: Choice, graphs: ModelGraphs) -> StepResult:
+    def _run_mixed(
+        self, plan: Plan, choice: Choice, graphs: ModelGraphs, across: torch.Tensor | None
+    ) -> StepResult:
         """A batch with prompts in it: filled by the host's word on how many tokens each has."""
         self._members = None
         requests = plan.requests
-        num_reqs, num_tokens = len(requests), plan.num_tokens
-        eager = choice.mode is CUDAGraphMode.NONE
-        padded_reqs = num_reqs if eager else choice.descriptor.num_reqs or num_reqs
-        padded_tokens = choice.padded_num_tokens
-        buffers, state = self.buffers, self.state
-        buffers.fill(
-            state,
-            [item.slot for item in requests],
-            [item.num_tokens for item in requests],
-            num_reqs=padded_reqs,
-            num_tokens=padded_tokens,
-        )
-        metadata = self.memory.metadata(
-            num_reqs=padded_reqs,
-            num_tokens=padded_tokens,
-            max_query_len=plan.max_query_len,
-            max_seq_len=max(item.start + item.num_tokens for item in requests),
-        )
-        hidden = graphs.hidden_states(choice, metadata, num_tokens)
+        num_reqs, buffers, state = len(requests), self.buffers, self.state
+        metadata = self._fill(requests, choice, max_query_len=plan.max_query_len)
+        hidden = graphs.hidden_states(choice, metadata, plan.num_tokens, across)
         state.advance(buffers.slots[:num_reqs], buffers.query_lens[:num_reqs])
         sampling = [item.slot for item in requests if item.samples]
         if not sampling:
@@ -206,6 +232,37 @@ class ModelRunner:
         sample_rows(logits, slots, parameters.temperature, parameters.seed_key, lengths, token_ids)
         state.append(slots, token_ids)
         return self._result(self._filtered_rows(sampling), token_ids, logits, slots, lengths)
+
+    def _fill(
+        self, requests: Sequence[ScheduledRequest], choice: Choice, *, max_query_len: int
+    ) -> AttentionMetadata:
+        """Put a batch into the buffers, padded as chosen; without requests it is all padding."""
+        padded_tokens = choice.padded_num_tokens
+        padded_reqs = self._padded_reqs(choice, max(len(requests), 1))
+        self.buffers.fill(
+            self.state,
+            [item.slot for item in requests],
+            [item.num_tokens for item in requests],
+            num_reqs=padded_reqs,
+            num_tokens=padded_tokens,
+        )
+        if self.memory.selects:
+            self.buffers.select_last_tokens(padded_reqs)
+        return self.memory.metadata(
+            num_reqs=padded_reqs,
+            num_tokens=padded_tokens,
+            max_query_len=max_query_len,
+            max_seq_len=max((item.start + item.num_tokens for item in requests), default=1),
+            selected=True,
+        )
+
+    def _padded_reqs(self, choice: Choice, num_reqs: int) -> int:
+        if choice.mode is CUDAGraphMode.NONE:
+            return num_reqs
+        if self.memory.selects:
+            # Pieces too read which tokens are selected, in as many rows as they were captured with.
+            return min(choice.padded_num_tokens, self.plan.max_num_seqs)
+        return choice.descriptor.num_reqs or num_reqs
 
     def _sampled_rows(self, plan: Plan) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Tokens whose states are sampled from (None: all), and the slots they belong to."""
@@ -320,3 +377,19 @@ class ModelRunner:
         self.kv_cache.layers.clear()
         if hasattr(self, "model"):
             del self.model, self.graphs, self._small
+
+
+def _check_can_agree(
+    agreement: Reducer | None, graphs: GraphConfig, small: SmallBatchModel | None
+) -> None:
+    if agreement is None:
+        return
+    ranks = f"{agreement.size} ranks that step together"
+    if graphs.eager_fallback:
+        raise ConfigError(
+            f"eager_fallback is not for {ranks}: one that lacks a graph cannot run what they agree"
+        )
+    if small is not None:
+        raise ConfigError(
+            f"a {small.name} for small batches is not for {ranks}: they would run different models"
+        )

@@ -28,6 +28,7 @@ from ostinato.runtime.model_runner import ModelRunner, SmallBatchModel
 from ostinato.runtime.models.base import CausalLM
 from ostinato.runtime.models.load import LoadedModel, load_model
 from ostinato.runtime.sharing import Sharing, Unshared
+from ostinato.runtime.step_memory import selects_tokens
 
 if TYPE_CHECKING:
     from ostinato.runtime.parallel.place import RankPlace
@@ -72,6 +73,7 @@ def load(
         show_progress=config.show_progress,
         place=place,
         tokenizer=tokenizer,
+        swiftkv_layers=config.swiftkv_layers,
     )
 
 
@@ -92,9 +94,17 @@ class GraphPlans:
 
 
 def plan_graphs(
-    config: EngineConfig, device: torch.device, backend: AttentionBackend
+    config: EngineConfig,
+    device: torch.device,
+    backend: AttentionBackend,
+    *,
+    late_layers_apart: bool,
 ) -> GraphPlans:
-    """Which graphs there will be; needs no weights."""
+    """Which graphs there will be; needs no weights.
+
+    ``late_layers_apart``: of a SwiftKV model, whose late layers are split over all ranks for
+    batches of every size; the shift model then has graphs of all sizes.
+    """
     max_num_seqs, max_num_batched_tokens = config.batch_limits(device)
     requested = config.graphs.mode
     if requested is None:
@@ -115,10 +125,10 @@ def plan_graphs(
     base_sizes = sequence_parallel_sizes(
         whole.sizes, sp=sp, threshold=threshold, max_num_batched_tokens=max_num_batched_tokens
     )
-    shift = whole.with_sizes(shift_sizes(whole.sizes, threshold=threshold)) if threshold else None
+    small = whole.sizes if late_layers_apart else shift_sizes(whole.sizes, threshold=threshold)
     return GraphPlans(
         model=whole.with_sizes(base_sizes, token_multiple=sp),
-        shift=shift,
+        shift=whole.with_sizes(small) if threshold else None,
         threshold=threshold,
         resolved=resolved,
     )
@@ -133,7 +143,7 @@ def build_runner(
     """Size the KV cache, allocate everything, capture the graphs."""
     model = loaded.model
     backend = create_attention(config.attention, model.device)
-    plans = plan_graphs(config, model.device, backend)
+    plans = plan_graphs(config, model.device, backend, late_layers_apart=selects_tokens(model))
     plan = plans.model
     if place is not None:
         place.check_same("the plan of the graphs", _digest(plans))
@@ -247,6 +257,7 @@ def activation_bytes(
         max_seq_len=cache.max_model_len,
         kv_cache=kv_cache,
         backend=backend,
+        selected=selects_tokens(model),
     )
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)

@@ -19,13 +19,17 @@ from ostinato.runtime.request_state import RequestState
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
-    """Owned by the runner. ``cache`` is the size of ``kv_cache``, which ``backend`` reads."""
+    """Owned by the runner. ``cache`` is the size of ``kv_cache``, which ``backend`` reads.
+
+    ``selects``: the models spare tokens some of their layers, and are told which tokens need all.
+    """
 
     state: RequestState
     buffers: InputBuffers
     kv_cache: KVCache
     cache: CacheSize
     backend: AttentionBackend
+    selects: bool = False
 
     @classmethod
     def allocate(
@@ -50,6 +54,7 @@ class StepMemory:
             ),
             cache=cache,
             backend=backend,
+            selects=selects_tokens(model),
         )
 
     @property
@@ -57,9 +62,18 @@ class StepMemory:
         return self.state.device
 
     def metadata(
-        self, *, num_reqs: int, num_tokens: int, max_query_len: int, max_seq_len: int
+        self,
+        *,
+        num_reqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        selected: bool,
     ) -> AttentionMetadata:
-        """The batch in the buffers as attention sees it."""
+        """The batch in the buffers as attention sees it.
+
+        ``selected``: models that spare tokens some layers may, except for one token of each row.
+        """
         return self.buffers.metadata(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -67,4 +81,10 @@ class StepMemory:
             max_seq_len=max_seq_len,
             kv_cache=self.kv_cache,
             backend=self.backend,
+            selected=selected and self.selects,
         )
+
+
+def selects_tokens(model: CausalLM) -> bool:
+    """Whether ``model`` wants to know which tokens' states will be read."""
+    return bool(getattr(model, "runs_late_layers_apart", False))

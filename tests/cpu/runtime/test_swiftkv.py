@@ -7,14 +7,13 @@ through all layers. Tokens that skip the late layers must not show in anybody's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -27,7 +26,6 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from ostinato import (
     BatchDescriptor,
@@ -49,6 +47,7 @@ from ostinato.runtime.models.decoder_config import DecoderConfig
 from ostinato.runtime.models.swiftkv import SwiftKVDecoder, convert
 from ostinato.runtime.models.swiftkv_config import SwiftKVConfig
 from paged_requests import Batch, PagedRequests, Piece
+from swiftkv_statement import Statement, untrained
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -80,80 +79,7 @@ STEPS = [
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 
 
-# --- the statement of SwiftKV -------------------------------------------------------------------
-
-
-@dataclass
-class Stated:
-    """Of one request: logits [T, V], and keys and values [T, num_kv_heads, head_dim] per layer."""
-
-    logits: Tensor
-    caches: list[tuple[Tensor, Tensor]]
-
-
-class Statement:
-    """``weights`` by the names of a SwiftKV checkpoint."""
-
-    def __init__(self, config: Any, weights: dict[str, Tensor], num_early: int) -> None:
-        self.config, self.weights, self.num_early = config, weights, num_early
-
-    def weight(self, name: str) -> Tensor:
-        return self.weights[f"model.{name}.weight"]
-
-    def norm(self, x: Tensor, name: str) -> Tensor:
-        return (
-            x
-            * (x.pow(2).mean(-1, keepdim=True) + self.config.rms_norm_eps).rsqrt()
-            * (self.weight(name))
-        )
-
-    def linear(self, x: Tensor, name: str) -> Tensor:
-        return F.linear(x, self.weight(name), self.weights.get(f"model.{name}.bias"))
-
-    def heads(self, x: Tensor, layer: str, kind: str, suffix: str) -> Tensor:
-        """[heads, T, head_dim]."""
-        heads = self.linear(x, f"{layer}.self_attn.{kind}_proj{suffix}")
-        heads = heads.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
-        norm = f"{layer}.self_attn.{kind}_norm"
-        return self.norm(heads, norm) if f"model.{norm}.weight" in self.weights else heads
-
-    @property
-    def head_dim(self) -> int:
-        given: int | None = getattr(self.config, "head_dim", None)
-        return given or self.config.hidden_size // self.config.num_attention_heads
-
-    @torch.no_grad()
-    def run(self, tokens: Sequence[int]) -> Stated:
-        device = self.weight("embed_tokens").device
-        positions = torch.arange(len(tokens), device=device)
-        hidden = F.embedding(torch.tensor(tokens, device=device), self.weight("embed_tokens"))
-        rotary = LlamaRotaryEmbedding(self.config).to(device)
-        cos, sin = rotary(hidden, positions[None])
-        distance = positions[:, None] - positions
-        window = getattr(self.config, "sliding_window", None) or len(tokens)
-        seen = (distance >= 0) & (distance < window)
-        caches, source = [], hidden
-        for index in range(self.config.num_hidden_layers):
-            layer, late = f"layers.{index}", index >= self.num_early
-            if index == self.num_early:
-                source = self.norm(hidden, "norm_swiftkv")
-            x = self.norm(hidden, f"{layer}.input_layernorm")
-            suffix = "_swiftkv" if late else ""
-            query = self.heads(x, layer, "q", suffix)
-            key = self.heads(source if late else x, layer, "k", suffix)
-            value = self.heads(source if late else x, layer, "v", suffix)
-            query, key = (t[0] for t in apply_rotary_pos_emb(query[None], key[None], cos, sin))
-            caches.append((key.transpose(0, 1), value.transpose(0, 1)))
-            mixed = F.scaled_dot_product_attention(
-                query[None], key[None], value[None], seen, enable_gqa=True
-            )[0]
-            mixed = mixed.transpose(0, 1).flatten(1)
-            hidden = hidden + self.linear(mixed, f"{layer}.self_attn.o_proj")
-            x = self.norm(hidden, f"{layer}.post_attention_layernorm")
-            gate, up = (self.linear(x, f"{layer}.mlp.{name}_proj") for name in ("gate", "up"))
-            hidden = hidden + self.linear(F.silu(gate) * up, f"{layer}.mlp.down_proj")
-        head = self.weights.get("lm_head.weight", self.weight("embed_tokens"))
-        return Stated(F.linear(self.norm(hidden, "norm"), head), caches)
+# --- models ---------------------------------------------------------------------------------------
 
 
 def theirs(name: str, device: torch.device) -> Any:
@@ -316,13 +242,7 @@ def test_conversion_with_more_late_layers_is_what_training_starts_from(
     device: torch.device,
 ) -> None:
     decoder, reference = plain_decoder("llama", device)
-    weights = dict(reference.state_dict())
-    for index in range(EARLY, LAYERS):
-        for kind in "qkv":
-            module = f"model.layers.{index}.self_attn.{kind}_proj"
-            weights[f"{module}_swiftkv.weight"] = weights[f"{module}.weight"]
-    first = weights[f"model.layers.{EARLY}.input_layernorm.weight"]
-    weights["model.norm_swiftkv.weight"] = first
+    weights = untrained(reference.state_dict(), EARLY, LAYERS)
     model = convert(decoder, EARLY)
     requests = PagedRequests(model.attention_specs, TOKENS, device=device)
     pieces = STEPS[0]

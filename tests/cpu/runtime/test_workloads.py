@@ -97,6 +97,7 @@ def poison_every_step(engine: Engine) -> None:
             buffers.slots,
             buffers.query_lens,
             buffers.sampled,
+            buffers.logits_indices,
             buffers.input_ids,
             buffers.tokens.positions,
             buffers.tokens.seq_lens,

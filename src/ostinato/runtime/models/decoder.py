@@ -271,6 +271,10 @@ class Decoder(nn.Module):
         if self.lm_head is not None:
             yield _slot("lm_head.weight", self.lm_head.weight)
 
+    def ignored_names(self) -> list[str]:
+        """Tensors that a checkpoint may have besides those of ``weight_slots``."""
+        return []
+
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:
             assert isinstance(layer, DecoderLayer)

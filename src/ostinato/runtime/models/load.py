@@ -19,19 +19,25 @@ import torch
 from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.runtime.models.base import CausalLM
 from ostinato.runtime.models.checkpoint import Checkpoint
-from ostinato.runtime.models.decoder import Decoder
-from ostinato.runtime.models.decoder_config import DecoderConfig, obstacle
+from ostinato.runtime.models.decoder import Decoder, WeightSlot
+from ostinato.runtime.models.description import (
+    ModelDescription,
+    NativeConfig,
+    describe,
+    describe_shape,
+)
 from ostinato.runtime.models.locate import find_model
-from ostinato.runtime.models.shapes import SHAPES, draw_weights, shape_config
-from ostinato.runtime.models.stated_config import StatedConfig, read_stated_config
+from ostinato.runtime.models.shapes import draw_weights
+from ostinato.runtime.models.stated_config import StatedConfig
+from ostinato.runtime.models.swiftkv import SwiftKVDecoder
+from ostinato.runtime.models.swiftkv_config import SwiftKVConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from ostinato.runtime.models.description import ModelConfig
     from ostinato.runtime.parallel.place import RankPlace
     from ostinato.runtime.parallel.sharded_decoder import ShardedDecoder
-
-    ModelConfig = PretrainedConfig | StatedConfig
 
 FreeMemory = Callable[[torch.device], int | None]
 
@@ -89,36 +95,40 @@ def load_model(
     free_memory: FreeMemory = free_memory,
     place: RankPlace | None = None,
     tokenizer: bool = True,
+    swiftkv_layers: int | None = None,
 ) -> LoadedModel:
     """Load the model called ``name``; None is the embedded default.
 
     ``max_position``: the longest sequence that will be run, which limits tables that grow with it.
     With ``random_weights`` the weights are drawn from ``seed`` and only the config is read. With a
     ``place`` among several ranks, this rank's part of the model is loaded and no more; a rank that
-    sees no text can do without the ``tokenizer``.
+    sees no text can do without the ``tokenizer``. ``swiftkv_layers`` makes a SwiftKV model of a
+    plain one: the keys and values of all layers after so many are made of their output.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"weights can be {', '.join(map(str, _DTYPES))}, not {dtype}")
     build = _Build(device, dtype, max_position, show_progress, free_memory, place)
     path: Path | None
     if random_weights:
-        path, config = _shape(name or _DEFAULT_SHAPE)
-        reason = obstacle(config)
-        _check_can_split(place, reason)
-        model, *shift = build.random(config, seed, native=reason is None)
+        path, described = describe_shape(name or _DEFAULT_SHAPE)
     else:
         path = find_model(name, show_progress=show_progress)
-        config = _read_config(path)
-        reason = obstacle(config)
-        _check_can_split(place, reason)
-        model, *shift = build.from_files(path, config, native=reason is None)
+        described = describe(path)
+    _check_can_split(place, described.generic_reason)
+    if swiftkv_layers is not None:
+        described = described.as_swiftkv(swiftkv_layers)
+    if random_weights or path is None:
+        model, *shift = build.random(described, seed)
+    else:
+        model, *shift = build.from_files(path, described)
+    config = described.config
     return LoadedModel(
         model=model,
         path=path,
         config=config,
         tokenizer=_read_tokenizer(path) if tokenizer and path and not random_weights else None,
         eos_token_ids=_eos_token_ids(path, config),
-        generic_reason=reason,
+        generic_reason=described.generic_reason,
         shift=shift[0] if shift else None,
     )
 
@@ -143,72 +153,81 @@ class _Build:
     free_memory: FreeMemory
     place: RankPlace | None
 
-    def random(self, config: ModelConfig, seed: int, *, native: bool) -> Sequence[CausalLM]:
-        if not native:
+    def random(self, described: ModelDescription, seed: int) -> Sequence[CausalLM]:
+        if described.generic_reason is not None:
             from ostinato.runtime.models.hf import HFCausalLM
 
             model = HFCausalLM.from_config(
-                as_hf(config),
+                as_hf(described.config),
                 device=self.device,
                 dtype=self.dtype,
                 seed=seed,
                 max_model_len=self.max_position,
             )
             return [model]
-        decoder_config = DecoderConfig.from_hf(config)
-        self._check_fit("the model", _bytes_of(self._decoders(decoder_config, "meta")))
+        config = described.native_config
+        self._check_fit("the model", _bytes_of(self._decoders(config, "meta")))
         if self.place is not None:
             from ostinato.runtime.parallel.models import draw_sharded_weights
 
-            parts = self._parts(decoder_config, self.device, self.place)
+            parts = self._parts(config, self.device, self.place)
             draw_sharded_weights(parts, seed)
             return parts
-        models = self._decoders(decoder_config, self.device)
+        models = self._decoders(config, self.device)
         draw_weights(models[0], seed)
         return models
 
-    def from_files(self, path: Path, config: ModelConfig, *, native: bool) -> Sequence[CausalLM]:
+    def from_files(self, path: Path, described: ModelDescription) -> Sequence[CausalLM]:
         checkpoint = Checkpoint(path)
-        if not native:
+        if described.generic_reason is not None:
             from ostinato.runtime.models.hf import HFCausalLM
 
             self._check_fit(str(path), checkpoint.num_elements() * self.dtype.itemsize)
             model = HFCausalLM.from_pretrained(
                 path,
-                config=as_hf(config),
+                config=as_hf(described.config),
                 device=self.device,
                 dtype=self.dtype,
                 max_model_len=self.max_position,
             )
             return [model]
-        decoder_config = DecoderConfig.from_hf(config)
-        if decoder_config.tied_head and _has_own_head(checkpoint):
-            decoder_config = replace(decoder_config, tied_head=False)
-        plans = self._decoders(decoder_config, "meta")
+        config = described.native_config
+        if _is_tied(config) and _has_own_head(checkpoint):
+            config = _untied(config)
+        plans = self._decoders(config, "meta")
         for plan in plans:
             ignored = [_HEAD] if plan.lm_head is None else []
-            checkpoint.check(plan.weight_slots(), ignored=ignored)
+            checkpoint.check(plan.weight_slots(), ignored=[*ignored, *plan.ignored_names()])
         self._check_fit(str(path), _bytes_of(plans))
-        models = self._decoders(decoder_config, self.device)
+        models = self._decoders(config, self.device)
+        read: set[tuple[str, int]] = set()  # models may share layers
         for decoder in models:
-            slots = decoder.weight_slots()
+            slots = [slot for slot in decoder.weight_slots() if _place_of(slot) not in read]
+            read.update(map(_place_of, slots))
             checkpoint.copy_into(slots, self.device, show_progress=self.show_progress)
         return models
 
-    def _decoders(self, config: DecoderConfig, device: torch.device | str) -> Sequence[Decoder]:
+    def _decoders(self, config: NativeConfig, device: torch.device | str) -> Sequence[Decoder]:
         device = torch.device(device)
         if self.place is not None:
             return self._parts(config, device, self.place)
-        return [Decoder(config, device=device, dtype=self.dtype, max_position=self.max_position)]
+        dtype, max_position = self.dtype, self.max_position
+        if isinstance(config, SwiftKVConfig):
+            return [SwiftKVDecoder(config, device=device, dtype=dtype, max_position=max_position)]
+        return [Decoder(config, device=device, dtype=dtype, max_position=max_position)]
 
     def _parts(
-        self, config: DecoderConfig, device: torch.device, place: RankPlace
-    ) -> list[ShardedDecoder]:
+        self, config: NativeConfig, device: torch.device, place: RankPlace
+    ) -> Sequence[ShardedDecoder]:
         from ostinato.runtime.parallel.models import build_models
+        from ostinato.runtime.parallel.swiftkv_sharded import build_swiftkv_models
 
-        return build_models(
-            config, place, device=device, dtype=self.dtype, max_position=self.max_position
-        )
+        dtype, max_position = self.dtype, self.max_position
+        if isinstance(config, SwiftKVConfig):
+            return build_swiftkv_models(
+                config, place, device=device, dtype=dtype, max_position=max_position
+            )
+        return build_models(config, place, device=device, dtype=dtype, max_position=max_position)
 
     def _check_fit(self, what: str, needed: int) -> None:
         free = self.free_memory(self.device)
@@ -226,7 +245,22 @@ def as_hf(config: ModelConfig) -> PretrainedConfig:
 
 def _bytes_of(models: Sequence[Decoder]) -> int:
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    once = {id(tensor): tensor for tensor in tensors}  # models may share layers
+    return sum(tensor.numel() * tensor.element_size() for tensor in once.values())
+
+
+def _place_of(slot: WeightSlot) -> tuple[str, int]:
+    return slot.name, slot.target.data_ptr()
+
+
+def _is_tied(config: NativeConfig) -> bool:
+    return (config.decoder if isinstance(config, SwiftKVConfig) else config).tied_head
+
+
+def _untied(config: NativeConfig) -> NativeConfig:
+    if isinstance(config, SwiftKVConfig):
+        return replace(config, decoder=replace(config.decoder, tied_head=False))
+    return replace(config, tied_head=False)
 
 
 def _has_own_head(checkpoint: Checkpoint) -> bool:
@@ -238,34 +272,6 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
         return False
     tensors = dict(checkpoint.read([_HEAD, _EMBEDDING], torch.device("cpu")))
     return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
-
-
-def _shape(name: str) -> tuple[Path | None, ModelConfig]:
-    path = Path(name).expanduser()
-    if name not in SHAPES and (path / "config.json").is_file():
-        return path, _read_config(path)
-    if name not in SHAPES and path.is_dir():
-        raise ModelLoadError(f"{path} has no config.json to read the model's shape from")
-    return None, shape_config(name)
-
-
-def _read_config(path: Path) -> ModelConfig:
-    file = path / "config.json"
-    if not file.is_file():
-        raise ModelLoadError(f"{path} has no config.json; a model's directory needs one")
-    stated = read_stated_config(file)
-    if stated is not None and obstacle(stated) is None:
-        return stated
-    from transformers import AutoConfig
-
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of a bad config, the file is named
-        raise ModelLoadError(
-            f"transformers cannot read {file}: {error} (models that need their own code, with "
-            "trust_remote_code, are not run)"
-        ) from error
-    return config
 
 
 def _read_tokenizer(path: Path) -> Any | None:

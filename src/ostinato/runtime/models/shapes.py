@@ -141,7 +141,14 @@ def shape_config(name: str) -> StatedConfig:
 
 def draw_weights(model: Decoder, seed: int) -> None:
     """Fill a decoder with random weights, in place; the same ones for the same seed and device."""
-    draw_parameters(model, torch.Generator(model.device).manual_seed(seed))
+    generator = torch.Generator(model.device).manual_seed(seed)
+    # The head last, also where a kind of decoder has layers that it made later: the weights are
+    # then those of the plain decoder.
+    for part in model.children():
+        if part is not model.lm_head:
+            draw_parameters(part, generator)
+    if model.lm_head is not None:
+        draw_parameters(model.lm_head, generator)
 
 
 def draw_parameters(module: nn.Module, generator: torch.Generator) -> None:

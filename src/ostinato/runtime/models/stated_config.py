@@ -7,8 +7,6 @@ here, and goes to transformers.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -85,11 +83,3 @@ def stated_config(fields: Any) -> StatedConfig | None:
     if not isinstance(kind, str) or _ROPE.get(kind) != rope.keys():
         return None
     return StatedConfig(fields)
-
-
-def read_stated_config(file: Path) -> StatedConfig | None:
-    """As ``stated_config``, from a file; also None where it cannot be read."""
-    try:
-        return stated_config(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return None

@@ -64,7 +64,6 @@ class SwiftKVDecoder(Decoder):
             yield from self.late.named_slots(self.late.plain_slots())
 
     def ignored_names(self) -> list[str]:
-        """Tensors that a checkpoint may have besides those of ``weight_slots``."""
         return [] if self.late is None else self.late.ignored_names()
 
 

@@ -8,14 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ostinato.errors import ConfigError
 from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.models.stated_config import stated_config
+from ostinato.runtime.models.stated_config import StatedConfig, stated_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _SUFFIX = "_swiftkv"
 _OWN_FIELDS = ("num_key_value_layers", "key_value_group_size", "auto_map", "architectures")
+
+
+def is_swiftkv(fields: Any) -> bool:
+    """Whether the fields of a config.json name a SwiftKV model."""
+    kind = fields.get("model_type") if isinstance(fields, Mapping) else None
+    return isinstance(kind, str) and kind.endswith(_SUFFIX)
+
+
+def plain_config(fields: Mapping[str, Any]) -> PretrainedConfig | StatedConfig:
+    """The config of the plain decoder that a SwiftKV model, by its config.json, was made from."""
+    kind: str = fields["model_type"]
+    plain = {name: value for name, value in fields.items() if name not in _OWN_FIELDS}
+    plain["model_type"] = kind.removesuffix(_SUFFIX)
+    stated = stated_config(plain)
+    if stated is not None:
+        return stated
+    from transformers import AutoConfig
+
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(**plain)
+    except ValueError as error:  # a family that transformers does not know
+        raise ConfigError(f"model_type {kind!r}: SwiftKV of an unknown family ({error})") from error
+    return config
 
 
 def first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:
@@ -49,10 +75,10 @@ class SwiftKVConfig:
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SwiftKVConfig:
         """Of the config.json of a SwiftKV checkpoint: model_type ``llama_swiftkv`` and its kin."""
-        kind = fields.get("model_type")
-        if not isinstance(kind, str) or not kind.endswith(_SUFFIX):
+        if not is_swiftkv(fields):
             raise ConfigError(
-                f"model_type of a SwiftKV model ends in {_SUFFIX!r}; this is {kind!r}"
+                f"model_type of a SwiftKV model ends in {_SUFFIX!r}; this is "
+                f"{fields.get('model_type')!r}"
             )
         group = fields.get("key_value_group_size") or 1
         if group != 1:
@@ -60,19 +86,7 @@ class SwiftKVConfig:
                 f"key_value_group_size is {group}: keys and values shared among {group} layers "
                 "(AcrossKV) are not supported; use a model in which it is 1"
             )
-        plain = {name: value for name, value in fields.items() if name not in _OWN_FIELDS}
-        plain["model_type"] = kind.removesuffix(_SUFFIX)
-        config: Any = stated_config(plain)
-        if config is None:
-            from transformers import AutoConfig
-
-            try:
-                config = AutoConfig.for_model(**plain)
-            except ValueError as error:  # a family that transformers does not know
-                raise ConfigError(
-                    f"model_type {kind!r}: SwiftKV of an unknown family ({error})"
-                ) from error
-        decoder = DecoderConfig.from_hf(config)
+        decoder = DecoderConfig.from_hf(plain_config(fields))
         num_early = fields.get("num_key_value_layers") or decoder.num_layers
         return cls(decoder=decoder, num_key_value_layers=num_early, trained=True)
 

@@ -110,6 +110,7 @@ def weights_fingerprint(loaded: LoadedModel, *, random_weights: bool) -> str:
     stated = {
         field.name: getattr(model.shard.config, field.name) for field in fields(DecoderConfig)
     }
+    stated["early_layers"] = getattr(model.shard, "num_layers", None)  # of a SwiftKV model
     del stated["rotary"]  # computed, and the last bit is the machine's
     digest = hashlib.sha256(repr(stated).encode())
     if loaded.path is not None and not random_weights:

@@ -96,7 +96,6 @@ class ShardedSwiftKV(ShardedDecoder):
             yield from self._late_part.weight_slots()
 
     def ignored_names(self) -> list[str]:
-        """Tensors that a checkpoint may have besides those of ``weight_slots``."""
         return [] if self.late is None else self.late.ignored_names()
 
 

@@ -88,7 +88,7 @@ class World:
         for group in (
             layout.tensor_group(self.rank),
             layout.sequence_group(self.rank),
-            *([layout.shift_group] if threshold else []),
+            layout.shift_group,  # with TP and SP, the late layers of SwiftKV need it in any case
         ):
             if len(group) > 1 and group not in self._comms:
                 self._comms[group] = DistributedComm(group, device)
