@@ -148,7 +148,7 @@ def build_runner(
     if place is not None:
         place.check_same("the plan of the graphs", _digest(plans))
     per_block = bytes_per_block(model.attention_specs, config.block_size, model.dtype)
-    budget = kv_cache_budget(config, model, plan, backend)
+    budget = kv_cache_budget(config, model, plans, backend)
     cache = size_cache(
         budget if place is None else place.least(budget),
         bytes_per_block=per_block,
@@ -191,20 +191,23 @@ def _shifting(loaded: LoadedModel, plans: GraphPlans) -> dict[str, Any]:
 
 
 def kv_cache_budget(
-    config: EngineConfig, model: CausalLM, plan: CapturePlan, backend: AttentionBackend
+    config: EngineConfig, model: CausalLM, plans: GraphPlans, backend: AttentionBackend
 ) -> int:
     """Bytes for the KV cache: a setting, or on CUDA what weights, activations and graphs leave."""
     if config.kv_cache_memory is not None:
         return int(config.kv_cache_memory)
     if model.device.type != "cuda":
         return CPU_KV_CACHE_BYTES
+    plan = plans.model
     most = plan.padded_tokens(plan.max_num_batched_tokens)
     eager = activation_bytes(model, plan, most, config, backend)
     graphs = 0
-    if plan.entries:
-        largest = max(entry.descriptor.num_tokens for entry in plan.entries)
-        graphs = activation_bytes(model, plan, largest, config, backend)
-        graphs += len(plan.entries) * _BYTES_PER_GRAPH
+    # The graphs of a second model are in the same pool, and its activations are no larger.
+    entries = [*plan.entries, *(plans.shift.entries if plans.shift is not None else ())]
+    if entries:
+        largest = max(entry.descriptor.num_tokens for entry in entries)
+        graphs = activation_bytes(model, plan, plan.padded_tokens(largest), config, backend)
+        graphs += len(entries) * _BYTES_PER_GRAPH
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     budget = int(total * config.gpu_memory_utilization) - (total - free) - eager - graphs

@@ -122,6 +122,6 @@ def test_the_budget_on_the_cpu(given_memory: int | str | None, budget: int) -> N
     """A setting or a constant; the model is not run for it."""
     config = EngineConfig(device="cpu", kv_cache_memory=given_memory)
     device, backend = torch.device("cpu"), TorchPagedAttention()
-    plan = plan_graphs(config, device, backend, late_layers_apart=False).model
+    plans = plan_graphs(config, device, backend, late_layers_apart=False)
     model: Any = SimpleNamespace(device=device)
-    assert kv_cache_budget(config, model, plan, backend) == budget
+    assert kv_cache_budget(config, model, plans, backend) == budget

@@ -20,7 +20,7 @@ from ostinato.runtime.parallel.comm import Comm
 from ostinato.runtime.parallel.exchange import TensorExchange, UlyssesExchange
 from ostinato.runtime.parallel.layout import ParallelLayout
 from ostinato.runtime.parallel.place import CommOf
-from ostinato.runtime.parallel.sharding import Shard, sharded_slots
+from ostinato.runtime.parallel.sharding import Shard, base_shard, sharded_slots, shift_shard
 
 
 class ShardedDecoder(Decoder):
@@ -120,17 +120,8 @@ def build_base(
     max_position: int | None = None,
 ) -> ShardedDecoder:
     """The model for large batches: weights over TP, tokens over SP."""
-    heads = layout.heads(config.num_heads, config.num_kv_heads)
-    _, t = layout.coordinates(rank)
-    shard = Shard(
-        config=config,
-        query_heads=tuple(heads.base_query_heads(t)),
-        kv_heads=tuple(heads.base_kv_heads(t)),
-        index=t,
-        size=layout.tp,
-    )
     return ShardedDecoder(
-        shard,
+        base_shard(config, layout, rank),
         tensor=comm_of(layout.tensor_group(rank)),
         sequence=comm_of(layout.sequence_group(rank)),
         device=device,
@@ -150,17 +141,8 @@ def build_shift(
     max_position: int | None = None,
 ) -> ShardedDecoder:
     """The model for small batches: weights over all ranks, in the order of the KV heads."""
-    heads = layout.heads(config.num_heads, config.num_kv_heads)
-    index = layout.shift_index(rank)
-    shard = Shard(
-        config=config,
-        query_heads=tuple(heads.query_heads(index)),
-        kv_heads=tuple(heads.kv_heads(index)),
-        index=index,
-        size=layout.world_size,
-    )
     return ShardedDecoder(
-        shard,
+        shift_shard(config, layout, rank),
         tensor=comm_of(layout.shift_group),
         sequence=comm_of((rank,)),
         device=device,

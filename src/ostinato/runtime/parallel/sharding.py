@@ -15,7 +15,7 @@ import torch
 from ostinato.errors import ConfigError
 from ostinato.runtime.models.decoder import WeightSlot
 from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.parallel.layout import vocabulary
+from ostinato.runtime.parallel.layout import ParallelLayout, vocabulary
 
 _COLUMNS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 _ADDED_ONCE = ("self_attn.o_proj.bias", "mlp.down_proj.bias")
@@ -59,6 +59,32 @@ class Shard:
     def width(self) -> range:
         part = self.config.intermediate_size // self.size
         return range(self.index * part, (self.index + 1) * part)
+
+
+def base_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Shard:
+    """A rank's part of the model for large batches: over TP."""
+    heads = layout.heads(config.num_heads, config.num_kv_heads)
+    _, t = layout.coordinates(rank)
+    return Shard(
+        config=config,
+        query_heads=tuple(heads.base_query_heads(t)),
+        kv_heads=tuple(heads.base_kv_heads(t)),
+        index=t,
+        size=layout.tp,
+    )
+
+
+def shift_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Shard:
+    """A rank's part of the model for small batches: over all ranks, in the order of KV heads."""
+    heads = layout.heads(config.num_heads, config.num_kv_heads)
+    index = layout.shift_index(rank)
+    return Shard(
+        config=config,
+        query_heads=tuple(heads.query_heads(index)),
+        kv_heads=tuple(heads.kv_heads(index)),
+        index=index,
+        size=layout.world_size,
+    )
 
 
 def sharded_slots(slots: Iterable[WeightSlot], shard: Shard) -> Iterator[WeightSlot]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -14,7 +15,21 @@ from ostinato.runtime.parallel.world import World, uninterrupted
 T = TypeVar("T")
 
 
-class SharingLeader:
+class _Sharing(ABC):
+    @abstractmethod
+    def call(self, function: Callable[[], T]) -> T:
+        """The result of ``function``, which rank 0 runs."""
+
+    def iterate(self, items: Iterator[T]) -> Iterator[T]:
+        """Rank 0's ``items``, one by one."""
+        while True:
+            item = self.call(lambda: next(items, _END))
+            if isinstance(item, _End):
+                return
+            yield item
+
+
+class SharingLeader(_Sharing):
     """Rank 0 of ranks that all run the script."""
 
     def __init__(self, world: World) -> None:
@@ -29,13 +44,6 @@ class SharingLeader:
         self._share(result)
         return result
 
-    def iterate(self, items: Iterator[T]) -> Iterator[T]:
-        while True:
-            item = self.call(lambda: next(items, _END))
-            if isinstance(item, _End):
-                return
-            yield item
-
     def _share(self, result: Any, *, failed: bool = False) -> None:
         if failed and self._world.failed:
             return  # they know
@@ -44,7 +52,7 @@ class SharingLeader:
             self._world.channel.send(Kind.RESULT, message)
 
 
-class SharingFollower:
+class SharingFollower(_Sharing):
     """Any other of the ranks that all run the script."""
 
     def __init__(self, runner: FollowingRunner) -> None:
@@ -56,13 +64,6 @@ class SharingFollower:
             raise result
         shared: T = result
         return shared
-
-    def iterate(self, items: Iterator[T]) -> Iterator[T]:
-        while True:
-            item = self.call(lambda: next(items, _END))
-            if isinstance(item, _End):
-                return
-            yield item
 
 
 class _End:

@@ -18,10 +18,9 @@ from ostinato.runtime.models.swiftkv_config import SwiftKVConfig, first_layers
 from ostinato.runtime.models.swiftkv_layers import LateLayers
 from ostinato.runtime.parallel.comm import Comm
 from ostinato.runtime.parallel.exchange import TensorExchange
-from ostinato.runtime.parallel.layout import ParallelLayout
 from ostinato.runtime.parallel.place import RankPlace
 from ostinato.runtime.parallel.sharded_decoder import ShardedDecoder
-from ostinato.runtime.parallel.sharding import Shard, sharded_slots
+from ostinato.runtime.parallel.sharding import Shard, base_shard, sharded_slots, shift_shard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +112,8 @@ def build_swiftkv_models(
     share their late layers: parameters are to be counted once.
     """
     layout, rank, comm_of = place.layout, place.rank, place.comm_of
-    base = _base_shard(config.decoder, layout, rank)
-    shift = _shift_shard(config.decoder, layout, rank)
+    base = base_shard(config.decoder, layout, rank)
+    shift = shift_shard(config.decoder, layout, rank)
     late = None
     if config.late_layers:
         exchange = TensorExchange(comm_of(layout.shift_group))
@@ -139,30 +138,6 @@ def build_swiftkv_models(
         headless = replace(shift, config=replace(shift.config, tied_head=True))  # the base has one
         models.append(model(headless, layout.shift_group, (rank,)))
     return models
-
-
-def _base_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Shard:
-    heads = layout.heads(config.num_heads, config.num_kv_heads)
-    _, t = layout.coordinates(rank)
-    return Shard(
-        config=config,
-        query_heads=heads.base_query_heads(t),
-        kv_heads=heads.base_kv_heads(t),
-        index=t,
-        size=layout.tp,
-    )
-
-
-def _shift_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Shard:
-    heads = layout.heads(config.num_heads, config.num_kv_heads)
-    index = layout.shift_index(rank)
-    return Shard(
-        config=config,
-        query_heads=tuple(heads.query_heads(index)),
-        kv_heads=tuple(heads.kv_heads(index)),
-        index=index,
-        size=layout.world_size,
-    )
 
 
 def _early(shard: Shard, num_layers: int) -> EarlyShard:
