@@ -40,16 +40,36 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 _CONFIG = "OSTINATO_RANK_CONFIG"
 
+# How many ranks the world has that this process started, while it is open.
+_num_started: int | None = None
+
 
 def join_world(config: EngineConfig) -> World:
     """This process's place in the world that ``config`` asks for, which has several ranks."""
+    if _num_started is not None:
+        raise ConfigError(
+            f"another LLM of this process runs on {_num_started} ranks; close it first: a process "
+            "starts ranks for one at a time"
+        )
     if dist.is_available() and dist.is_initialized():
         return _join_ranks(config, owns_group=False)
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
         _check_world_size(config, int(os.environ["WORLD_SIZE"]), "WORLD_SIZE, set by torchrun")
-        dist.init_process_group("gloo", timeout=timedelta(seconds=_START_S))
-        return _join_ranks(config, owns_group=True)
+        with _group_gone_if_it_fails():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=_START_S))
+            return _join_ranks(config, owns_group=True)
     return _start_ranks(config)
+
+
+@contextlib.contextmanager
+def _group_gone_if_it_fails() -> Iterator[None]:
+    """Around what makes torch's process group: if it fails, it can be tried again."""
+    try:
+        yield
+    except BaseException:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        raise
 
 
 # --- ranks that exist ----------------------------------------------------------------------------
@@ -58,10 +78,11 @@ def join_world(config: EngineConfig) -> World:
 def _join_ranks(config: EngineConfig, *, owns_group: bool) -> World:
     _check_world_size(config, dist.get_world_size(), "torch.distributed is initialised with it")
     device = _device(config, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
-    # Worlds may follow one another on the same store.
-    name = [f"ostinato/{uuid.uuid4()}"]
-    dist.broadcast_object_list(name, src=0)
-    store = PrefixStore(name[0], _client(dist.distributed_c10d._get_default_store()))
+    # Worlds may follow one another on the same store. Gathering the names, the ranks wait for one
+    # another, and from there on for rank_timeout_s only.
+    names = [""] * dist.get_world_size()
+    dist.all_gather_object(names, f"ostinato/{uuid.uuid4()}")
+    store = PrefixStore(names[0], _client(dist.distributed_c10d._get_default_store()))
     return World(
         config.layout,
         device,
@@ -99,16 +120,37 @@ def _device(config: EngineConfig, local_rank: int) -> torch.device:
 
 
 def _start_ranks(config: EngineConfig) -> World:
+    global _num_started
     _check_devices(config)
-    with _local_interface():
-        store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    with _local_interface(), _group_gone_if_it_fails():
+        store = _local_store()
         ranks = _Ranks(config, store)
+        _num_started = config.layout.world_size
         try:
             ranks.wait_for_all()
             return _join_started(config, 0, _device(config, 0), store, ranks)
         except BaseException:
-            ranks.stop()
+            _stop(ranks)
             raise
+
+
+def _local_store() -> TCPStore:
+    """A store that this machine alone can reach. Torch itself would listen on all interfaces."""
+    with socket.create_server((_HOST, 0), backlog=128) as listening:
+        port = listening.getsockname()[1]
+        return TCPStore(
+            _HOST,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # the store closes it
+        )
+
+
+def _stop(ranks: _Ranks) -> None:
+    global _num_started
+    _num_started = None
+    ranks.stop()
 
 
 def join_started(port: int, rank: int) -> tuple[EngineConfig, World]:
@@ -137,9 +179,11 @@ def _join_started(
     )
 
     def leave() -> None:
-        dist.destroy_process_group()
-        if ranks is not None:
-            ranks.stop()
+        try:
+            dist.destroy_process_group()
+        finally:
+            if ranks is not None:
+                _stop(ranks)
 
     return World(
         config.layout,
@@ -190,12 +234,12 @@ class _OnOurStreams(DefaultLogsSpecs):
 class _Ranks:
     """The processes of all ranks but 0, which is this one.
 
-    ``store`` lives in this process, and for as long as this object: ranks on their way out use it.
+    ``store`` lives in this process, and until they have ended: ranks on their way out use it.
     """
 
     def __init__(self, config: EngineConfig, store: TCPStore) -> None:
         command = ("-m", "ostinato.runtime.parallel.worker", str(store.port))
-        self._store = store
+        self._store: TCPStore | None = store
         environment = {
             _CONFIG: base64.b64encode(pickle.dumps(config)).decode(),
             # A rank that loses rank 0 says so itself; torch's warnings are pages of C++ frames.
@@ -218,6 +262,7 @@ class _Ranks:
 
     def wait_for_all(self) -> None:
         """Return when all have found the store."""
+        assert self._store is not None, "not stopped"
         deadline = time.monotonic() + _START_S
         while self._store.add("started", 0) < self._size - 1:
             failure = self.dead()
@@ -245,14 +290,16 @@ class _Ranks:
                 handler.proc.wait()
 
     def stop(self) -> None:
-        """Wait a moment for those that are on their way out, and end the rest."""
+        """Wait a moment for those on their way out, and end the rest. Twice is harmless."""
         deadline = time.monotonic() + 5.0
         handlers = self._context.subprocess_handlers.values()
         while time.monotonic() < deadline and any(h.proc.poll() is None for h in handlers):
             time.sleep(0.01)
         self.kill()
-        self._context.close()
-        torch.set_num_threads(self._own_threads)
+        if self._store is not None:
+            self._context.close()
+            torch.set_num_threads(self._own_threads)
+            self._store = None
 
 
 @contextlib.contextmanager
@@ -263,6 +310,8 @@ def _signals_as_they_are() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
+            if handler is None:
+                continue  # set by other than Python code, and cannot be set back from here
             with contextlib.suppress(ValueError):  # not the main thread: nothing was taken over
                 signal.signal(number, handler)
 

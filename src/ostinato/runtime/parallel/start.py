@@ -48,8 +48,9 @@ def start_rank(config: EngineConfig, world: World) -> tuple[LoadedModel, ModelRu
                     value = repr(getattr(config, field.name))
                     world.place.check_same(f"the setting {field.name}", value)
             sees_text = world.is_first or world.symmetric
-            loaded = startup.load(config, world.place, tokenizer=sees_text)
-            fingerprint = weights_fingerprint(loaded, random_weights=config.random_weights)
+            with world.by_itself():
+                loaded = startup.load(config, world.place, tokenizer=sees_text)
+                fingerprint = weights_fingerprint(loaded, random_weights=config.random_weights)
             world.place.check_same("the weights", fingerprint)
             make = partial(kind, world=world)
             runner, resolved = startup.build_runner(config, loaded, world.place, make)

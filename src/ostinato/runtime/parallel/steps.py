@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ostinato.errors import SchedulingError
+from ostinato.graphs.pool import GraphPool
 from ostinato.runtime.model_runner import ModelRunner
 from ostinato.runtime.parallel.plan_message import Kind, PlanDecoder, PlanEncoder, to_bytes
 from ostinato.runtime.parallel.world import World, uninterrupted
@@ -37,7 +39,7 @@ class RankRunner(ModelRunner):
 
     def begin(self) -> None:
         """All ranks are ready. If nobody closes this one, it leaves when it is no more."""
-        self._leave = weakref.finalize(self, _leave, self._world)
+        self._leave = weakref.finalize(self, _leave, self._world, self.pool)
 
     def close(self) -> None:
         super().close()
@@ -66,9 +68,11 @@ class _AwaitedResult(StepResult):
         self._world = world
 
     def token_ids(self) -> IntArray:
-        with uninterrupted(), self._world.together():
+        # Starting the step has looked at the processes.
+        with uninterrupted(), self._world.together(processes=False):
             tokens = self._own.token_ids()
-            self._world.check()  # a step that was set free from a failed rank has no results
+            # A step that was set free from a failed rank has no results.
+            self._world.check(processes=False)
             return tokens
 
     def logprobs(self, row: int, num_top: int) -> list[tuple[int, float]]:
@@ -82,6 +86,12 @@ class FollowingRunner(RankRunner):
         super().__init__(*args, **options)
         self._decoder = PlanDecoder()
 
+    def run(self, plan: Plan) -> StepResult:
+        raise SchedulingError(
+            f"this is rank {self._world.rank}, and requests are for rank 0, which no other rank "
+            "steps without; call generate or stream, on all ranks"
+        )
+
     @torch.inference_mode()
     def follow(self) -> Any:
         """Run what rank 0 says, until it shares a result, which is returned, or leaves: None."""
@@ -92,10 +102,12 @@ class FollowingRunner(RankRunner):
                     return None
                 if kind is Kind.RESULT:
                     return pickle.loads(to_bytes(words))
-                self.run(self._decoder.decode(kind, words))
+                super().run(self._decoder.decode(kind, words))
 
 
-def _leave(world: World) -> None:
+def _leave(world: World, pool: GraphPool) -> None:
+    with contextlib.suppress(Exception):
+        pool.close()  # first: graphs hold the communicators that they captured
     if world.is_first and not world.symmetric:
         # Ranks that only serve do not know when to leave; those that run the script do.
         with contextlib.suppress(Exception), world.together():

@@ -3,7 +3,8 @@
 A daemon thread of each rank beats through a shared key-value store and looks at the beats of the
 others. Ages are measured by the watcher's own clock, from when it saw a beat change, so the clocks
 of several machines need not agree; and only while it could look, so a pause of all ranks (a machine
-that was suspended) is nobody's failure.
+that was suspended) is nobody's failure. A store whose host is stopped does not answer, and blocks
+that thread; a second one, which never touches the store, sees that.
 
 A beat means that the process runs Python: a killed, stopped or GIL-holding process stops beating. A
 rank whose main thread waits forever in its own code still beats; the timeout of the collective that
@@ -36,8 +37,9 @@ class Watchdog:
 
     When a rank dies, its last beat is at most ``timeout_s + interval_s`` old when the others know;
     an error it reported is known after one interval. From then on ``check()`` raises, and
-    ``on_failure`` has been called once, from the watchdog's thread. ``on_failure`` is for main
-    threads that are stuck in a collective with the dead rank: see ``end_process``.
+    ``on_failure`` has been called once, from a thread of the watchdog. ``on_failure`` is for main
+    threads that are stuck in a collective with the dead rank: see ``end_process``. The same holds
+    while the store does not answer, after as long; ``check()`` no longer raises if it does again.
 
     Used in ``with``, an exception of the block is reported to the others. ``close()`` says goodbye:
     a rank that left on purpose has not failed.
@@ -52,7 +54,7 @@ class Watchdog:
         world_size: How many ranks there are.
         interval_s: Time between beats; a tenth of the timeout if None.
         store_rank: The rank that hosts the store, which is named when the store is gone.
-        on_failure: Called with the error, in the watchdog's thread.
+        on_failure: Called with the error, in a thread of the watchdog.
     """
 
     def __init__(
@@ -82,20 +84,27 @@ class Watchdog:
         self._failure: RankFailedError | None = None
         self._closing = threading.Event()
         self._beats = 0
+        self._told = threading.Lock()  # taken by the first to call on_failure, and kept
         self._last_pass = time.monotonic()
         self._watched_s = 0.0
+        self._answers = 0  # of the store
+        self._silent_s = 0.0  # since the last of them
         # Per watched rank: the last beat seen, and _watched_s when it was seen first.
         self._seen = {other: ("", 0.0) for other in range(world_size) if other != rank}
-        self._thread = threading.Thread(target=self._watch, name=f"watchdog {rank}", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=loop, name=f"watchdog {rank}", daemon=True)
+            for loop in (self._watch, self._watch_store)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def check(self) -> None:
         """Raise ``RankFailedError`` if a rank failed. Costs no communication."""
         if self._failure is not None:
             raise self._failure
-        silence = time.monotonic() - self._last_pass
-        if silence > self.timeout_s and not self._closing.is_set():
-            raise self._store_failure(f"has not answered for {silence:.1f} s")
+        silence = self._silence()
+        if silence is not None and not self._closing.is_set():
+            raise silence
 
     def report(self, message: str) -> None:
         """Tell the other ranks that this one failed, and why."""
@@ -110,12 +119,18 @@ class Watchdog:
         return RankFailedError(f"rank {rank} failed: {message}", rank) if message else None
 
     def close(self) -> None:
-        """Leave: the others stop watching this rank. The thread has ended on return."""
+        """Leave: the others stop watching this rank.
+
+        The threads have ended on return, but for one that waits for a store that does not answer.
+        """
         if not self._closing.is_set():
             self._closing.set()
-            if threading.current_thread() is not self._thread:
-                self._thread.join(self.timeout_s)
-            if self._failure is None:
+            own = threading.current_thread()
+            for thread in self._threads:
+                if thread is not own:
+                    thread.join(self.timeout_s)
+            blocked = any(thread.is_alive() for thread in self._threads if thread is not own)
+            if self._failure is None and not blocked:
                 self._store.set(_beat_key(self.rank), _GOODBYE)
 
     def __enter__(self) -> Watchdog:
@@ -131,7 +146,7 @@ class Watchdog:
             self.report(f"{type(error).__name__}: {error}")
         self.close()
 
-    # --- the thread ------------------------------------------------------------------------------
+    # --- the threads -----------------------------------------------------------------------------
 
     def _watch(self) -> None:
         while not self._closing.is_set():
@@ -141,10 +156,32 @@ class Watchdog:
                 # A store whose host is gone raises whatever its connection does.
                 self._failure = self._store_failure(f"failed ({error})")
             if self._failure is not None:
-                if self._on_failure is not None:
-                    self._on_failure(self._failure)
+                self._tell(self._failure)
                 return
             self._closing.wait(self.interval_s)
+
+    def _watch_store(self) -> None:
+        """Measure how long the store has not answered, counting only while this process ran."""
+        answers, last = self._answers, time.monotonic()
+        while self._failure is None and not self._closing.wait(self.interval_s):
+            now = time.monotonic()
+            passed, last = min(now - last, 2 * self.interval_s), now
+            self._silent_s = self._silent_s + passed if answers == self._answers else 0.0
+            answers = self._answers
+            silence = self._silence()
+            if silence is not None:
+                self._tell(silence)
+
+    def _silence(self) -> RankFailedError | None:
+        silent_s = self._silent_s
+        # One interval early, as for beats.
+        if silent_s <= self.timeout_s - self.interval_s:
+            return None
+        return self._store_failure(f"has not answered for {silent_s:.1f} s")
+
+    def _tell(self, failure: RankFailedError) -> None:
+        if self._on_failure is not None and self._told.acquire(blocking=False):
+            self._on_failure(failure)
 
     def _pass(self) -> RankFailedError | None:
         """Beat, then look at every other rank once. Returns what is wrong, if anything is."""
@@ -153,8 +190,10 @@ class Watchdog:
         self._last_pass = now
         self._beats += 1
         self._store.set(_beat_key(self.rank), str(self._beats))
+        self._answers += 1
         for other in tuple(self._seen):
             failure = self._look_at(other)
+            self._answers += 1
             if failure is not None:
                 return failure
         return None

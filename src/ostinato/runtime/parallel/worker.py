@@ -21,6 +21,12 @@ def main(port: int, rank: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which says what follows
     try:
         config, world = join_started(port, rank)
+    except Exception as error:  # there is no world to report it through
+        where = "" if isinstance(error, OstinatoError) else traceback.format_exc()
+        what = f"{type(error).__name__}: {error}"
+        sys.stderr.write(f"ostinato: rank {rank} could not join ({what})\n{where}")
+        return 1
+    try:
         _, runner, _ = start_rank(config, world)
         assert isinstance(runner, FollowingRunner), "rank 0 is nobody's worker"
         runner.follow()

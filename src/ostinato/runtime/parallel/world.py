@@ -37,6 +37,9 @@ _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "broken pipe")
 class World:
     """Made by all ranks at the same time; ``torch.distributed`` is initialised with all of them.
 
+    "The same time" is within ``timeout_s``: let the ranks wait for one another first. What fails in
+    making it is closed, ``on_close`` included.
+
     Args:
         layout: How many ranks there are, and how the model is split over them.
         device: Of this rank.
@@ -74,9 +77,9 @@ class World:
         self._failure: RankFailedError | None = None
         self._working = False  # the main thread is where another rank can keep it waiting
         self._closed = False
-        ranks = tuple(range(layout.world_size))
+        self._control: DistributedComm | None = None
         self._comms: dict[tuple[int, ...], DistributedComm] = {}
-        self._control = DistributedComm(ranks, "cpu", timeout_s=_FOREVER_S)
+        self._aborts: dict[tuple[int, ...], threading.Thread] = {}
         self._watchdog = Watchdog(
             timeout_s,
             self.rank,
@@ -85,22 +88,35 @@ class World:
             store_rank=0,
             on_failure=self._rescue,
         )
+        try:
+            with self.together():
+                everyone = self._make_groups()
+        except BaseException:
+            self.close()
+            raise
+        self.channel = Channel(everyone)
+        self.place = RankPlace(
+            layout=layout,
+            rank=self.rank,
+            device=device,
+            comm_of=self._comm_of,
+            everyone=everyone,
+            threshold=threshold,
+        )
+
+    def _make_groups(self) -> DistributedComm:
+        """Connect this rank to the others; returns the group of all."""
+        layout = self.layout
+        ranks = tuple(range(layout.world_size))
+        everyone = self._control = DistributedComm(ranks, "cpu", timeout_s=_FOREVER_S)
         for group in (
             layout.tensor_group(self.rank),
             layout.sequence_group(self.rank),
             layout.shift_group,  # with TP and SP, the late layers of SwiftKV need it in any case
         ):
             if len(group) > 1 and group not in self._comms:
-                self._comms[group] = DistributedComm(group, device)
-        self.channel = Channel(self._control)
-        self.place = RankPlace(
-            layout=layout,
-            rank=self.rank,
-            device=device,
-            comm_of=self._comm_of,
-            everyone=self._control,
-            threshold=threshold,
-        )
+                self._comms[group] = DistributedComm(group, self.device)
+        return everyone
 
     @property
     def is_first(self) -> bool:
@@ -116,11 +132,14 @@ class World:
 
     # --- faults ----------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise if a rank is known to have failed. Costs no communication."""
+    def check(self, *, processes: bool = True) -> None:
+        """Raise if a rank is known to have failed. Costs no communication.
+
+        ``processes``: look at each rank's process as well, a system call for each.
+        """
         if self._failure is None:
             self._watchdog.check()
-            self._failure = self._dead_rank()
+            self._failure = self._dead_rank() if processes else None
             if self._failure is None:
                 return
             said = self._watchdog.reported(self._failure.rank)
@@ -129,13 +148,14 @@ class World:
         raise RankFailedError(str(self._failure), self._failure.rank)
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, *, processes: bool = True) -> Iterator[None]:
         """Work that all ranks do, and wait for one another in. What fails in it fails the world.
 
         A broken collective becomes a ``RankFailedError`` that names the rank. Any other error is
-        this rank's own: the others are told, and it is raised as it is.
+        this rank's own: the others are told, and it is raised as it is. ``processes`` as for
+        ``check``, which comes first.
         """
-        self.check()
+        self.check(processes=processes)
         self._working = True
         try:
             yield
@@ -151,6 +171,18 @@ class World:
             raise failure from error
         finally:
             self._working = False
+
+    @contextlib.contextmanager
+    def by_itself(self) -> Iterator[None]:
+        """Inside ``together``, work that waits for no other rank, however long it takes.
+
+        A rank that fails meanwhile does not end this process: the error is raised at the end.
+        """
+        self._working = False
+        yield
+        # In this order, a rank that fails in between is either seen here or rescued from.
+        self._working = True
+        self.check()
 
     def _blamed(self, error: BaseException) -> RankFailedError | None:
         """Which other rank ``error`` comes from, if it does."""
@@ -193,10 +225,11 @@ class World:
             end_process(failure)
 
     def _abort(self) -> None:
-        for comm in self._comms.values():
-            if comm.device.type == "cuda":  # gloo cannot
-                with contextlib.suppress(Exception):
-                    comm.abort()
+        """Begin to abort every communicator that can be: one that blocks holds up no other."""
+        for group, comm in tuple(self._comms.items()):
+            if comm.device.type == "cuda" and group not in self._aborts:  # gloo cannot
+                self._aborts[group] = threading.Thread(target=_abort, args=(comm,), daemon=True)
+                self._aborts[group].start()
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -205,7 +238,7 @@ class World:
         if self._closed:
             return
         self._closed = True
-        if self._failure is None:
+        if self._failure is None and self._control is not None:
             # A rank that cut its connections first would break the collective a slower one is in.
             with contextlib.suppress(Exception):
                 self._control.wait_for_all(_GOODBYE_S)
@@ -213,10 +246,19 @@ class World:
             self._watchdog.close()
         if self._failure is not None:
             self._abort()  # or giving NCCL's communicators back would wait for the failed rank
+            deadline = time.monotonic() + _GOODBYE_S
+            for thread in self._aborts.values():
+                thread.join(max(0.0, deadline - time.monotonic()))
         for comm in (*self._comms.values(), self._control):
-            with contextlib.suppress(Exception):
-                comm.close()
+            if comm is not None:
+                with contextlib.suppress(Exception):
+                    comm.close()
         self._on_close()
+
+
+def _abort(comm: DistributedComm) -> None:
+    with contextlib.suppress(Exception):  # it may be closed already
+        comm.abort()
 
 
 def _is_communication(error: BaseException) -> bool:
