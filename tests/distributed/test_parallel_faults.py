@@ -238,7 +238,7 @@ import sys
 from ostinato import LLM, SamplingParams
 
 llm = LLM("tiny", random_weights=True, device="cpu", max_model_len=128, show_progress=False,
-          tensor_parallel=2, rank_timeout_s=2)
+          tensor_parallel=2, rank_timeout_s=4)
 ranks = llm.engine.runner._world._dead_rank.__self__
 sys.stdout.write(f"{ranks._context.pids()[0]}\\n")
 sys.stdout.flush()
