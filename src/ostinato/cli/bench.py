@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +11,7 @@ from rich.console import Console, RenderableType
 
 from ostinato.cli import options, parallel_tables, tables
 from ostinato.cli.layouts import Layouts, parse_layouts
+from ostinato.cli.results import write_results
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
@@ -154,15 +152,7 @@ def _report(
     as_json: bool,
     output: Path | None,
 ) -> None:
-    # The command as it was given, so that a result file says how to make it again; where the files
-    # went is nobody's business.
-    given = " ".join(["ostinato", *sys.argv[1:]])
-    results["command"] = re.sub(r" --(output|profile)[ =]\S+", "", given)
-    text = json.dumps(results, indent=2) + "\n"
-    if output is not None:
-        output.write_text(text, encoding="utf-8")
-    if as_json:
-        sys.stdout.write(text)
+    if write_results(results, as_json=as_json, output=output):
         return
     console = Console()
     machine = results["machine"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +10,7 @@ from rich.console import Console
 
 from ostinato.cli import options, parallel_tables
 from ostinato.cli.layouts import Layouts, parse_layouts
+from ostinato.cli.results import write_results
 from ostinato.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Predict, and say what was assumed.")
@@ -85,15 +83,9 @@ def parallel(
             max_tokens=max_tokens,
         )
     )
-    given = " ".join(["ostinato", *sys.argv[1:]])
-    results["command"] = re.sub(r" --(output|plot)[ =]\S+", "", given)
     if plot is not None:
         plot_parallel.draw_into(results, plot, drawn[0] if drawn else None)
-    text = json.dumps(results, indent=2) + "\n"
-    if output is not None:
-        output.write_text(text, encoding="utf-8")
-    if as_json:
-        sys.stdout.write(text)
+    if write_results(results, as_json=as_json, output=output):
         return
     console = Console()
     for part in parallel_tables.plan_tables(results):

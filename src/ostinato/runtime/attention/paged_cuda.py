@@ -64,8 +64,8 @@ def paged_attention_cuda(
     max_seq_len: int,
 ) -> None:
     """Store ``key`` and ``value``, attend over the cache, and write all of ``out``."""
-    _store(key, key_cache, slot_mapping)
-    _store(value, value_cache, slot_mapping)
+    store_rows(key, key_cache, slot_mapping)
+    store_rows(value, value_cache, slot_mapping)
     num_tokens, num_reqs = query.shape[0], seq_lens.shape[0]
     if num_tokens == 0 or num_reqs == 0:
         out.zero_()
@@ -91,7 +91,7 @@ def paged_attention_cuda(
     out.copy_(_out_of_tiles(softmax.values / softmax.total, tiles))
 
 
-def _store(rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def store_rows(rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write each token's row to its slot; padding writes to slot 0 what is there already."""
     slots = cache.view(-1, *cache.shape[2:])
     padding = (slot_mapping < 0)[:, None, None]

@@ -10,6 +10,7 @@ import torch
 
 from ostinato.graphs.context import get_forward_context
 from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.runtime.attention.paged_cuda import store_rows
 from ostinato.runtime.operators.define import define
 
 _SCHEMA = """store_kv(
@@ -51,11 +52,8 @@ def store_kv_cuda(
     slot_mapping: torch.Tensor,
 ) -> None:
     """The same in fixed shapes: padding writes to slot 0, which is nobody's, what is there."""
-    padding = (slot_mapping < 0)[:, None, None]
-    targets = slot_mapping.clamp(min=0)
-    for rows, cache in ((key, key_cache), (value, value_cache)):
-        slots = cache.flatten(0, 1)
-        slots.index_copy_(0, targets, torch.where(padding, slots[:1], rows))
+    store_rows(key, key_cache, slot_mapping)
+    store_rows(value, value_cache, slot_mapping)
 
 
 _store_kv = define(_SCHEMA, cpu=store_kv_cpu, cuda=store_kv_cuda)

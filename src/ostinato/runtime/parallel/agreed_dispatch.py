@@ -44,10 +44,6 @@ class AgreedDispatch:
         self._plan = plan
         self._dispatch = dispatch
 
-    @property
-    def num_ranks(self) -> int:
-        return self._comm.size
-
     def step(self, own: Choice | None) -> AgreedStep | None:
         """What to run where ``own`` would be run alone; None: no work, on this rank or on any.
 

@@ -75,10 +75,11 @@ _END = _End()
 
 def _portable(error: BaseException) -> Exception:
     """``error``, or what can be said of it on another rank."""
+    described = RankFailedError(f"rank 0 raised {type(error).__name__}: {error}", 0)
+    if not isinstance(error, Exception):
+        return described
     try:
-        if isinstance(error, Exception):
-            pickle.loads(pickle.dumps(error))
-            return error
-    except Exception:
-        pass
-    return RankFailedError(f"rank 0 raised {type(error).__name__}: {error}", 0)
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # anybody's error, with anything in it
+        return described
+    return error

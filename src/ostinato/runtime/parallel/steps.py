@@ -2,9 +2,10 @@
 
 The scheduler is on rank 0. It sends each step's plan to the others before it runs the step itself;
 every rank brings its own request state up to date by it, chooses the same graph, and runs it. No
-token is sent: logits are gathered, so all ranks have the same to the bit, and the noise of sampling
-is a function of seed and position. So all ranks sample the same tokens and write them to their own
-state, and the next step finds them there.
+token is sent: all ranks have the same logits, and the noise of sampling is a function of seed and
+position. So all ranks sample the same tokens and write them to their own state, and the next step
+finds them there. Where the head is split its parts are gathered, and logits are equal to the bit;
+with tensor parallelism of 1 each rank computes them whole, which is the same on GPUs of one kind.
 """
 
 from __future__ import annotations
