@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -140,6 +141,24 @@ def test_sizes_with_the_same_kernels_are_warmed_up_once_per_mode(pool: GraphPool
     piecewise = [NONE, PIECEWISE, PIECEWISE]
     full = [NONE, FULL, FULL]
     assert engine.model.modes == [*piecewise, *piecewise, *full, *full]
+
+
+def test_of_a_mode_only_the_first_entry_is_watched(
+    pool: GraphPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusted = []
+
+    @contextmanager
+    def trusting() -> Iterator[None]:
+        trusted.append(True)
+        yield
+
+    monkeypatch.setattr(pool.backend, "trusting", trusting)
+    entries = 8  # four sizes in two modes
+    Engine(pool, BOTH, [1, 2, 3, 4]).capture()
+    assert not trusted, "nothing is known of the forward"
+    Engine(pool, BOTH, [1, 2, 3, 4], kernel_class=lambda entry: entry.descriptor).capture()
+    assert len(trusted) == entries - 2
 
 
 def test_a_size_that_turns_out_different_is_captured_with_all_care(pool: GraphPool) -> None:

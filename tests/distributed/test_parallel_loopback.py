@@ -1,7 +1,8 @@
 """Runners of all ranks in one process, on any device: base and shift model through graphs.
 
-The ranks meet by loop-back, which graphs cannot contain, so they are piecewise or none. Each rank
-has a scheduler of its own; they decide alike, because all ranks sample alike.
+The ranks meet by loop-back, which graphs cannot contain, so on the CPU they are piecewise or none,
+on CUDA none. Each rank has a scheduler of its own; they decide alike, because all ranks sample
+alike.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from parallel_llm import assert_block_0_untouched, poison, spy_on
 
 from ostinato import GraphConfig, SamplingParams
+from ostinato.errors import CaptureError
 from ostinato.runtime import startup
 from ostinato.runtime.block_allocator import BlockAllocator
 from ostinato.runtime.config import EngineConfig
@@ -105,6 +107,8 @@ def test_tokens_equal_those_of_one_rank(
     threshold: int,
     mode: str,
 ) -> None:
+    if device.type == "cuda" and mode != "NONE":
+        pytest.skip("a process captures one forward on a GPU at a time")
     expected = tokens_alone(device, alone)
     config = config_for(
         device,
@@ -137,3 +141,25 @@ def test_tokens_equal_those_of_one_rank(
         models = {"base", "shift"} if threshold else {"base"}
         assert {model for model, _ in steps} == models
         assert mode in {how for _, how in steps}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_ranks_that_would_wait_for_each_others_captures_are_told() -> None:
+    device = torch.device("cuda")
+    graphs = GraphConfig(mode="PIECEWISE", capture_sizes=[4])
+    config = config_for(device, tensor_parallel=2, graphs=graphs)
+    world = LoopbackWorld(2)
+
+    def rank_of_world(rank: int) -> None:
+        place = RankPlace(
+            layout=config.layout,
+            rank=rank,
+            device=device,
+            comm_of=lambda ranks: world.comm(ranks, rank),
+            everyone=world.comm(range(2), rank),
+            threshold=0,
+        )
+        startup.build_runner(config, startup.load(config, place), place)
+
+    with pytest.raises(CaptureError, match="one forward on a GPU at a time"):
+        world.run(rank_of_world)

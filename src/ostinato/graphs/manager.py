@@ -44,9 +44,10 @@ class CudaGraphManager(Generic[Inputs]):
     are copied, inside the graph, into buffers that are allocated once and do not move;
     ``run_fullgraph`` returns views of them, valid until the next replay.
 
-    Before a capture the forward runs ``num_warmups`` times. ``kernel_class`` says which entries of
-    one mode run the same kernels: of those, only the first is warmed up and watched operator by
-    operator for what a graph cannot contain.
+    Before a capture the forward runs ``num_warmups`` times, and the capture is watched operator by
+    operator for what a graph cannot contain. ``kernel_class`` says which entries of one mode run
+    the same kernels: of those, only the first is warmed up. It also says that the forward is the
+    same for all sizes, but for its kernels: of a mode, only the first entry is watched.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class CudaGraphManager(Generic[Inputs]):
         self.dispatcher = Dispatcher(plan)
         self._num_warmups = num_warmups
         self._kernel_class = kernel_class
-        self._seen_classes: set[Hashable] = set()
+        self._seen: set[Hashable] = set()  # classes of kernels, and kinds of entries
         self._eager_fallback = eager_fallback
         self._show_progress = show_progress
         self._name = name
@@ -136,31 +137,34 @@ class CudaGraphManager(Generic[Inputs]):
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
     ) -> None:
         before = self.pool.serial
-        if self._kernels_are_new(entry):
-            self._capture_entry(entry, forward, prepare(entry), num_warmups=self._num_warmups)
+        num_warmups, watched = self._num_warmups, True
+        if self._kernel_class is not None:
+            watched = self._is_new((entry.mode, entry.descriptor.uniform))
+            if not self._is_new((entry.mode, "kernels", self._kernel_class(entry))):
+                num_warmups = 0
+        if watched:
+            self._capture_entry(entry, forward, prepare(entry), num_warmups=num_warmups)
         else:
-            self._capture_like_others(entry, forward, prepare)
+            self._capture_like_others(entry, forward, prepare, num_warmups=num_warmups)
         self._captured.append(range(before + 1, self.pool.serial + 1))
 
-    def _kernels_are_new(self, entry: PlanEntry) -> bool:
-        if self._kernel_class is None:
-            return True
-        kernels = (entry.mode, self._kernel_class(entry))
-        if kernels in self._seen_classes:
-            return False
-        self._seen_classes.add(kernels)
-        return True
+    def _is_new(self, kind: Hashable) -> bool:
+        is_new = kind not in self._seen
+        self._seen.add(kind)
+        return is_new
 
     def _capture_like_others(
         self,
         entry: PlanEntry,
         forward: Callable[[Inputs], Output],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
+        *,
+        num_warmups: int,
     ) -> None:
-        """Capture an entry whose kernels are those of one before: no warm-up, nobody watches."""
+        """Capture an entry whose forward is that of one before: nobody watches."""
         try:
             with self.pool.backend.trusting():
-                self._capture_entry(entry, forward, prepare(entry), num_warmups=0)
+                self._capture_entry(entry, forward, prepare(entry), num_warmups=num_warmups)
         except CaptureOutOfMemoryError:
             raise
         except CaptureError:

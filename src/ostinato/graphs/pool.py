@@ -120,11 +120,15 @@ class GraphPool:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Start-up: captures are legal inside, garbage is collected once and then left alone."""
+        """Start-up: captures are legal inside, garbage is collected once and then left alone.
+
+        Only young garbage, such as a failed attempt has left: what was there when the program began
+        is most of what there is, and going through it takes longer than many a capture.
+        """
         self._check_open()
         self._sessions += 1
         try:
-            with _garbage_collection_paused(collect=True):
+            with _garbage_collection_paused(generation=1):
                 yield
         finally:
             self._sessions -= 1
@@ -168,7 +172,11 @@ class GraphPool:
             if self.offloader is not None:
                 self.offloader.sync_prev_onload()
             collect = collect_garbage and self._sessions == 0
-            with _garbage_collection_paused(collect=collect), self.backend.capture_scope():
+            generation = 2 if collect else None
+            with (
+                _garbage_collection_paused(generation=generation),
+                self.backend.capture_scope(),
+            ):
                 recording = Recording(self.backend, split_at_breaks=split_at_breaks)
                 outer, self._inside = self._inside, range(before + 1, sys.maxsize)
                 try:
@@ -301,10 +309,13 @@ class GraphPool:
 
 
 @contextmanager
-def _garbage_collection_paused(*, collect: bool) -> Iterator[None]:
-    """Keep the collector from freeing device objects in the middle of a capture."""
-    if collect:
-        gc.collect()
+def _garbage_collection_paused(*, generation: int | None) -> Iterator[None]:
+    """Keep the collector from freeing device objects in the middle of a capture.
+
+    Before that, what is garbage up to ``generation`` is collected.
+    """
+    if generation is not None:
+        gc.collect(generation)
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -27,7 +27,7 @@ from ostinato.runtime.attention.base import AttentionMetadata
 from ostinato.runtime.config import GraphConfig
 from ostinato.runtime.decode_step import DecodeOutput, decode_step
 from ostinato.runtime.kernels.launch import next_power_of_2
-from ostinato.runtime.models.base import CausalLM
+from ostinato.runtime.models.base import CausalLM, with_few_layers
 from ostinato.runtime.models.embedded import cache_directory
 from ostinato.runtime.operators.parts import MOST_ROWS
 from ostinato.runtime.operators.tuning import MAX_ROWS, row_class
@@ -74,6 +74,7 @@ class ModelGraphs:
     ) -> None:
         self.plan = plan
         self._num_ranks = num_ranks
+        self._model = model
         self._head = head
         self._memory = memory
         self._pool = pool
@@ -169,8 +170,16 @@ class ModelGraphs:
         return report
 
     def _forward_captured(self, inputs: CaptureInputs) -> torch.Tensor:
+        context = get_forward_context()
+        if context.runtime_mode is CUDAGraphMode.NONE:
+            with with_few_layers(self._model):  # a warm-up
+                return self._forward_recorded(inputs, context.descriptor)
+        return self._forward_recorded(inputs, context.descriptor)
+
+    def _forward_recorded(
+        self, inputs: CaptureInputs, descriptor: BatchDescriptor | None
+    ) -> torch.Tensor:
         assert inputs.input_ids is not None
-        descriptor = get_forward_context().descriptor
         if descriptor is None or not descriptor.uniform:
             return self.piecewise(inputs.input_ids, inputs.positions)
         output = self._decode(inputs.num_reqs)

@@ -25,7 +25,7 @@ from ostinato.runtime.config import CPU_KV_CACHE_BYTES, EngineConfig
 from ostinato.runtime.input_buffers import InputBuffers
 from ostinato.runtime.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
 from ostinato.runtime.model_runner import ModelRunner, SmallBatchModel
-from ostinato.runtime.models.base import CausalLM
+from ostinato.runtime.models.base import CausalLM, with_few_layers
 from ostinato.runtime.models.load import LoadedModel, load_model
 from ostinato.runtime.sharing import Sharing, Unshared
 from ostinato.runtime.step_memory import selects_tokens
@@ -265,7 +265,7 @@ def activation_bytes(
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     assert inputs.input_ids is not None
-    with set_forward_context(attn_metadata=metadata):
+    with set_forward_context(attn_metadata=metadata), with_few_layers(model):
         hidden = model.forward(inputs.input_ids, inputs.positions)
     model.compute_logits(hidden[: inputs.num_reqs])
     return torch.cuda.max_memory_allocated(model.device) - before

@@ -24,6 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from ostinato import set_forward_context
 from ostinato.errors import ConfigError
 from ostinato.runtime.models import decoder
+from ostinato.runtime.models.base import with_few_layers
 from ostinato.runtime.models.decoder import Decoder
 from ostinato.runtime.models.decoder_config import DecoderConfig, obstacle, supports
 from ostinato.runtime.models.load import load_model
@@ -239,6 +240,23 @@ def test_specs_say_what_attention_needs() -> None:
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.value_dim) == (4, 2, 16, 16)
     assert spec.scale == 0.25
     assert (model.vocab_size, model.hidden_size) == (97, 48)
+
+
+def test_few_layers_are_two_of_each_kind() -> None:
+    config = dataclasses.replace(
+        DecoderConfig.from_hf(CONFIGS["mistral"]),
+        num_layers=7,
+        windows=(None, 4, 4, None, None, 4, 9),
+    )
+    model = Decoder(config, device=torch.device("meta"), dtype=torch.float32)
+    whole = list(model.decoder_layers())
+    with with_few_layers(model):
+        kept = [whole.index(layer) for layer in model.decoder_layers()]
+    assert sorted(kept) == [0, 1, 2, 3, 6]
+    assert list(model.decoder_layers()) == whole
+    with pytest.raises(KeyboardInterrupt), with_few_layers(model):
+        raise KeyboardInterrupt
+    assert list(model.decoder_layers()) == whole
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from torch import Tensor
 from ostinato.errors import BatchError
 from ostinato.runtime.operators import linear as module
 from ostinato.runtime.operators import tuning
-from ostinato.runtime.operators.linear import Counters, Norm, launch, linear
+from ostinato.runtime.operators.linear import Counters, Norm, linear, run_kernel
 from ostinato.runtime.operators.tuning import Blocks, Choice, LinearShape, Tuning
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
@@ -112,7 +112,7 @@ class Case:
     def launch(self, blocks: Blocks) -> Tensor:
         x = self.x if self.x.shape[0] > 1 else self.x.contiguous()
         before = [None if t is None else t.clone() for t in (x, self.residual)]
-        y = launch(blocks, x, self.weight, self.bias, self.norm, self.gated, self.residual)
+        y = run_kernel(blocks, x, self.weight, self.bias, self.norm, self.gated, self.residual)
         for tensor, copy in zip((x, self.residual), before, strict=True):
             assert tensor is None or torch.equal(tensor, copy)
         return y

@@ -6,9 +6,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+_in_capture: ContextVar[bool] = ContextVar("ostinato_in_capture", default=False)
+
+
+def in_capture() -> bool:
+    """Whether this thread is in a capture, also between its recordings, or warms up for one.
+
+    On a GPU no other thread of the process can begin one meanwhile.
+    """
+    return _in_capture.get()
 
 
 @contextmanager
@@ -21,10 +32,12 @@ def capture_ambient() -> Iterator[None]:
     caching = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
+    outer = _in_capture.set(True)
     try:
         with torch.no_grad():
             yield
     finally:
+        _in_capture.reset(outer)
         torch.set_autocast_cache_enabled(caching)
 
 

@@ -18,7 +18,13 @@ from ostinato.graphs.context import current_forward_context
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.runtime.attention.rotation import Rotation
-from ostinato.runtime.kernels.launch import can_overlap, next_power_of_2, num_processors, overlap
+from ostinato.runtime.kernels.launch import (
+    can_overlap,
+    launch,
+    next_power_of_2,
+    num_processors,
+    overlap,
+)
 from ostinato.runtime.operators.define import define
 
 _SCHEMA = """triton_paged_attention(
@@ -295,20 +301,18 @@ def _store(
     from ostinato.runtime.kernels.paged_attention import store_kernel
 
     num_heads, num_kv_heads = out.shape[1], key.shape[1]
-    store_kernel[(key.shape[0],)](
-        key,
-        value,
-        key_cache,
-        value_cache,
-        out,
-        slot_mapping,
-        query_start_loc,
-        query_start_loc.shape[0] - 1,
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *out.stride()[:2],
+    launch(
+        store_kernel,
+        (key.shape[0],),
+        (key, value, key_cache, value_cache, out, slot_mapping, query_start_loc),
+        (
+            query_start_loc.shape[0] - 1,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *out.stride()[:2],
+        ),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=key.shape[2],
@@ -337,6 +341,7 @@ def _attend(
     num_tokens, num_heads, value_dim = out.shape
     num_kv_heads = key_cache.shape[2]
     query_start_loc, _, block_table = batch
+    sinks, *numbers = rules
     num_reqs = query_start_loc.shape[0] - 1
     max_keys = block_table.shape[1] * key_cache.shape[1]
     pieces = cut(
@@ -357,22 +362,21 @@ def _attend(
         highest, total = torch.empty((2, *shape), device=out.device, dtype=torch.float32).unbind()
         values = torch.empty((*shape, value_dim), device=out.device, dtype=torch.float32)
         partial = (values, highest, total)
-    attend_kernel[(pieces.num_tiles * num_kv_heads, num_splits)](
-        query,
-        key_cache,
-        value_cache,
-        out,
-        *partial,
-        *batch,
-        *rules,
-        num_reqs,
-        max_keys,
-        num_splits,
-        *query.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *out.stride()[:2],
-        block_table.stride(0),
+    launch(
+        attend_kernel,
+        (pieces.num_tiles * num_kv_heads, num_splits),
+        (query, key_cache, value_cache, out, *partial, *batch, sinks),
+        (
+            *numbers,
+            num_reqs,
+            max_keys,
+            num_splits,
+            *query.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *out.stride()[:2],
+            block_table.stride(0),
+        ),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=query.shape[2],
@@ -389,12 +393,11 @@ def _attend(
         num_stages=pieces.num_stages,
     )
     if split:
-        join_kernel[(num_tokens, num_heads)](
-            *partial,
-            out,
-            query_start_loc,
-            num_reqs,
-            *out.stride()[:2],
+        launch(
+            join_kernel,
+            (num_tokens, num_heads),
+            (*partial, out, query_start_loc),
+            (num_reqs, *out.stride()[:2]),
             NUM_HEADS=num_heads,
             VALUE_DIM=value_dim,
             VALUE_PAD=_padded_row(out),

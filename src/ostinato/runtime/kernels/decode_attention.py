@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ostinato.runtime.kernels.launch import next_power_of_2, overlap
+from ostinato.runtime.kernels.launch import launch, next_power_of_2, overlap
 from ostinato.runtime.kernels.paged_attention import LOG2_E, logits
 from ostinato.runtime.kernels.rotary_store import load_angles, load_halves, store_halves, turned
 
@@ -399,29 +399,24 @@ def decode_attention(
     # As many parts at a time as fit into some 64 registers of each thread.
     chunk = max(1, min(16, 2048 * pieces.num_warps // (rows_pad * value_pad)))
     line = 128 // key_cache.itemsize  # of the L2 cache: 128 bytes
-    decode_kernel[(num_tokens * num_kv_heads, num_splits)](
-        qkv,
-        table,
-        qk_norm,
-        positions,
-        key_cache,
-        value_cache,
-        out,
-        *partial,
-        *batch,
-        sinks,
-        eps,
-        scale,
-        window,
-        soft_cap,
-        block_table.shape[1] * block_size,
-        num_splits,
-        qkv.stride(0),
-        table.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *out.stride()[:2],
-        block_table.stride(0),
+    launch(
+        decode_kernel,
+        (num_tokens * num_kv_heads, num_splits),
+        (qkv, table, qk_norm, positions, key_cache, value_cache, out, *partial, *batch, sinks),
+        (
+            eps,
+            scale,
+            window,
+            soft_cap,
+            block_table.shape[1] * block_size,
+            num_splits,
+            qkv.stride(0),
+            table.stride(0),
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *out.stride()[:2],
+            block_table.stride(0),
+        ),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

@@ -1,11 +1,79 @@
-"""What a launch of a kernel depends on beside its tensors: facts about the device."""
+"""Launching a Triton kernel, and the facts about a device that a launch depends on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+
+class _Variant(NamedTuple):
+    """A kernel as it was compiled for one kind of arguments and one device."""
+
+    run: Callable[..., None]
+    function: int
+    metadata: tuple[Any, ...]
+    constants: tuple[Any, ...]  # those that are parameters, in their order
+
+
+_variants: dict[tuple[Any, ...], _Variant] = {}
+_MOST_VARIANTS = 1 << 14  # then all are found out anew
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: Sequence[torch.Tensor | None],
+    numbers: Sequence[float | None] = (),
+    **constants: Any,
+) -> None:
+    """``kernel[grid](*tensors, *numbers, **constants)``, with less Python from the second time on.
+
+    Tensors and then numbers are all the arguments that are no constants of the kernel. Triton looks
+    at each of them, and at every option, to find the variant that was compiled for them, which
+    takes longer than all else in a launch; a capture makes some ten thousand. Here a variant is
+    found by types and values as they are, and by whether 16 divides an address.
+    """
+    first = tensors[0]
+    assert first is not None, "a kernel's first argument is always there"
+    knobs = _known_triton() if first.is_cuda else None
+    if knobs is None or knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:
+        kernel[grid](*tensors, *numbers, **constants)
+        return
+    addresses = [0 if each is None else each.data_ptr() for each in tensors]
+    kinds = [
+        None if each is None else (each.dtype, each.is_cuda, address % 16 == 0)
+        for each, address in zip(tensors, addresses, strict=True)
+    ]
+    device = first.get_device()
+    # With the types of numbers, because 1 equals 1.0.
+    key = (kernel.fn, device, *kinds, *numbers, *map(type, numbers), *constants.items())
+    variant = _variants.get(key)
+    if variant is None:
+        compiled = kernel[grid](*tensors, *numbers, **constants)
+        names = kernel.arg_names[len(tensors) + len(numbers) :]
+        _remember(key, compiled, tuple(constants[name] for name in names))
+        return
+    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    run, function, metadata, rest = variant
+    run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *rest)
+
+
+def _remember(key: tuple[Any, ...], compiled: Any, constants: tuple[Any, ...]) -> None:
+    if len(_variants) >= _MOST_VARIANTS:
+        _variants.clear()
+    _variants[key] = _Variant(compiled.run, compiled.function, compiled.packed_metadata, constants)
+
+
+@cache
+def _known_triton() -> Any:
+    """Triton's settings for launches, or None if it is no version whose launches we know."""
+    import triton
+
+    return triton.knobs.runtime if triton.__version__.startswith("3.6.") else None
 
 
 def next_power_of_2(number: int) -> int:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ostinato.runtime.kernels.launch import next_power_of_2, overlap
+from ostinato.runtime.kernels.launch import launch, next_power_of_2, overlap
 
 # Heads of one program.
 _HEADS = 16
@@ -171,24 +171,30 @@ def rotary_store(
     table, qk_norm, eps = rotation
     query = torch.empty(out.shape, device=out.device, dtype=key_cache.dtype)
     num_pieces = -(-(num_heads + 2 * num_kv_heads) // _HEADS)
-    rotary_store_kernel[(num_tokens, num_pieces)](
-        qkv,
-        table,
-        qk_norm,
-        positions,
-        query,
-        key_cache,
-        value_cache,
-        out,
-        slot_mapping,
-        query_start_loc,
-        eps,
-        query_start_loc.shape[0] - 1,
-        qkv.stride(0),
-        table.stride(0),
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
-        *out.stride()[:2],
+    launch(
+        rotary_store_kernel,
+        (num_tokens, num_pieces),
+        (
+            qkv,
+            table,
+            qk_norm,
+            positions,
+            query,
+            key_cache,
+            value_cache,
+            out,
+            slot_mapping,
+            query_start_loc,
+        ),
+        (
+            eps,
+            query_start_loc.shape[0] - 1,
+            qkv.stride(0),
+            table.stride(0),
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *out.stride()[:2],
+        ),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,

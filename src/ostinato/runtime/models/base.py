@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -29,3 +30,13 @@ class CausalLM(Protocol):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size], in float32 or the model's type, of states [B, hidden_size]."""
+
+
+def with_few_layers(model: CausalLM) -> AbstractContextManager[None]:
+    """Inside, ``model`` leaves out the layers that are like others, if it can tell which are.
+
+    What a forward computes is wrong then, but it launches the same kernels and takes as much memory
+    at its peak: for warming up, and for measuring.
+    """
+    few_layers = getattr(model, "few_layers", None)
+    return nullcontext() if few_layers is None else few_layers()

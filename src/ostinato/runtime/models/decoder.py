@@ -10,6 +10,8 @@ it is written out. What differs between the families is in ``DecoderConfig``; lo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -119,10 +121,12 @@ class DecoderLayer(nn.Module):
         it.
         """
         normed, hidden = _add_and_norm(self.input_norm, delta, hidden)
-        mixed = attend_qkv(self.spec, self.qkv_proj(normed), self._rotation(table), positions)
+        qkv = F.linear(normed, self.qkv_proj.weight, self.qkv_proj.bias)
+        mixed = attend_qkv(self.spec, qkv, self._rotation(table), positions)
         delta = self._in_parts(self.o_proj, mixed.flatten(1))
         normed, hidden = _add_and_norm(self.post_attention_norm, delta, hidden)
-        delta = self._in_parts(self.down_proj, silu_and_mul(self.gate_up_proj(normed)))
+        gate_up = F.linear(normed, self.gate_up_proj.weight, self.gate_up_proj.bias)
+        delta = self._in_parts(self.down_proj, silu_and_mul(gate_up))
         return hidden, delta
 
     def _in_parts(self, projection: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -274,6 +278,18 @@ class Decoder(nn.Module):
     def ignored_names(self) -> list[str]:
         """Tensors that a checkpoint may have besides those of ``weight_slots``."""
         return []
+
+    @contextmanager
+    def few_layers(self) -> Iterator[None]:
+        """For ``with_few_layers``. Two layers of a kind: the very first has nothing to add up."""
+        whole, kinds = self.layers, dict[AttentionSpec, list[DecoderLayer]]()
+        for layer in self.decoder_layers():
+            kinds.setdefault(replace(layer.spec, layer=0), []).append(layer)
+        self.layers = nn.ModuleList(layer for like in kinds.values() for layer in like[:2])
+        try:
+            yield
+        finally:
+            self.layers = whole
 
     def decoder_layers(self) -> Iterator[DecoderLayer]:
         for layer in self.layers:

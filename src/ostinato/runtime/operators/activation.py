@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ostinato.runtime.kernels.launch import overlap
+from ostinato.runtime.kernels.launch import launch, overlap
 
 _BLOCK = 1024
 
@@ -32,11 +32,11 @@ def triton_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     width = out.shape[-1]
     rows = gate_up.reshape(-1, 2 * width)  # a view, unless rows are spread over several dimensions
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    silu_and_mul_kernel[(rows.shape[0], -(-width // _BLOCK))](
-        rows,
-        out,
-        rows.stride(0),
-        width,
+    launch(
+        silu_and_mul_kernel,
+        (rows.shape[0], -(-width // _BLOCK)),
+        (rows, out),
+        (rows.stride(0), width),
         BLOCK=_BLOCK,
         **overlap(out.device),
         num_warps=4,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.runtime.kernels.launch import overlap
+from ostinato.runtime.kernels.launch import launch, overlap
 from ostinato.runtime.operators.define import define
 
 _LOAD_SCHEMA = """load_decode_inputs(
@@ -147,22 +147,28 @@ def triton_load_decode_inputs(
     from ostinato.runtime.kernels.decode_state import load_inputs_kernel
 
     num_rows = slots.shape[0]
-    load_inputs_kernel[(num_rows,)](
-        slots,
-        num_computed,
-        token_ids,
-        state_block_table,
-        input_ids,
-        positions,
-        seq_lens,
-        query_start_loc,
-        block_table,
-        slot_mapping,
-        padding_slot,
-        num_rows,
-        token_ids.stride(0),
-        state_block_table.stride(0),
-        block_table.stride(0),
+    launch(
+        load_inputs_kernel,
+        (num_rows,),
+        (
+            slots,
+            num_computed,
+            token_ids,
+            state_block_table,
+            input_ids,
+            positions,
+            seq_lens,
+            query_start_loc,
+            block_table,
+            slot_mapping,
+        ),
+        (
+            padding_slot,
+            num_rows,
+            token_ids.stride(0),
+            state_block_table.stride(0),
+            block_table.stride(0),
+        ),
         BLOCK_SIZE=block_size,
         **overlap(slots.device),
         num_warps=1,
@@ -180,14 +186,11 @@ def triton_store_decode_outputs(
     from ostinato.runtime.kernels.decode_state import store_outputs_kernel
 
     num_rows = slots.shape[0]
-    store_outputs_kernel[(-(-num_rows // _STORE_ROWS),)](
-        slots,
-        tokens,
-        num_computed,
-        token_ids,
-        padding_slot,
-        num_rows,
-        token_ids.stride(0),
+    launch(
+        store_outputs_kernel,
+        (-(-num_rows // _STORE_ROWS),),
+        (slots, tokens, num_computed, token_ids),
+        (padding_slot, num_rows, token_ids.stride(0)),
         BLOCK=_STORE_ROWS,
         **overlap(slots.device),
         num_warps=4,

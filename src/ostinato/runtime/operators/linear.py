@@ -9,6 +9,7 @@ should not see it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -17,13 +18,12 @@ import torch
 import torch.nn.functional as F
 
 from ostinato.errors import BatchError
-from ostinato.runtime.kernels.launch import overlap
+from ostinato.runtime.kernels.launch import launch, overlap
 from ostinato.runtime.operators.tuning import (
     MAX_ROWS,
     Blocks,
     Choice,
     LinearShape,
-    default_choice,
     row_class,
     tuning,
 )
@@ -59,7 +59,7 @@ def linear(
     choice = _choice(x, weight, bias, norm, gated, residual)
     if choice == "torch":
         return wide(x, weight, bias, norm, gated, residual)
-    return launch(choice, x, weight, bias, norm, gated, residual)
+    return run_kernel(choice, x, weight, bias, norm, gated, residual)
 
 
 def _check(
@@ -136,7 +136,7 @@ def _choice(
         return "torch"
     flags = (norm is not None, gated, residual is not None)
     shape = LinearShape(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, *flags)
-    return tuning().get(shape.key(_gpu(x.device))) or default_choice(shape)
+    return tuning().choice(shape, _gpu(x.device))
 
 
 @cache
@@ -151,7 +151,7 @@ def _has_kernels(device: torch.device) -> bool:
     return has_cores and find_spec("triton") is not None
 
 
-def launch(
+def run_kernel(
     blocks: Blocks,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -170,8 +170,10 @@ def launch(
         x, norm = rms_norm(x, norm.weight, norm.eps), None
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty(x.shape[0], outputs, device=x.device, dtype=x.dtype)
-    kernel, grid, arguments, options = prepare(blocks, x, weight, bias, norm, gated, residual, out)
-    kernel[grid](*arguments, **options)
+    kernel, grid, tensors, numbers, options = prepare(
+        blocks, x, weight, bias, norm, gated, residual, out
+    )
+    launch(kernel, grid, tensors, numbers, **options)
     return out
 
 
@@ -184,8 +186,8 @@ def prepare(
     gated: bool,
     residual: torch.Tensor | None,
     out: torch.Tensor,
-) -> tuple[Any, tuple[int, ...], tuple[Any, ...], dict[str, Any]]:
-    """A kernel, its grid, its arguments and its constants. ``norm`` is for one row."""
+) -> tuple[Any, tuple[int, ...], Sequence[torch.Tensor | None], Sequence[float], dict[str, Any]]:
+    """A kernel, and what ``launch`` takes beside it. ``norm`` is for one row."""
     from ostinato.runtime.kernels.linear import row_kernel, tile_kernel
 
     num_rows, outputs = out.shape
@@ -201,23 +203,23 @@ def prepare(
         "num_warps": blocks.num_warps,
         **overlap(x.device),
     }
-    arguments: tuple[Any, ...]
+    tensors: tuple[torch.Tensor | None, ...]
     if num_rows == 1:
         norm_weight, eps = (None, 0.0) if norm is None else norm
-        arguments = (x, weight, bias, norm_weight, residual, out, eps)
-        return row_kernel, (tiles,), arguments, {**constants, "num_stages": 1}
+        tensors = (x, weight, bias, norm_weight, residual, out)
+        return row_kernel, (tiles,), tensors, (eps,), {**constants, "num_stages": 1}
     block_m = row_class(num_rows)
     sums = _sums(blocks, tiles, block_m, gated, x.device)
     residual_stride = 0 if residual is None else residual.stride(0)
-    strides = (x.stride(0), residual_stride)
-    arguments = (x, weight, bias, residual, out, *sums, num_rows, *strides)
+    numbers = (num_rows, x.stride(0), residual_stride)
     constants |= {
         "BLOCK_M": block_m,
         "SPLIT_K": blocks.split_k,
         "STAGES": blocks.num_stages,
         "num_stages": blocks.num_stages,
     }
-    return tile_kernel, (tiles, blocks.split_k), arguments, constants
+    tensors = (x, weight, bias, residual, out, *sums)
+    return tile_kernel, (tiles, blocks.split_k), tensors, numbers, constants
 
 
 # --- products that are split ----------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ostinato.runtime.operators.linear import Norm, launch, wide
+from ostinato.runtime.operators.linear import Norm, run_kernel, wide
 from ostinato.runtime.operators.tuning import Choice, LinearShape, row_class
 
 _MEASURED_ROWS = {1: 1, 16: 8, 32: 32, 64: 64}  # of the classes of numbers of rows
@@ -52,7 +52,7 @@ def _runner(
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if choice == "torch":
             return wide(x, weight, None, norm, shape.gated, residual)
-        return launch(choice, x, weight, None, norm, shape.gated, residual)
+        return run_kernel(choice, x, weight, None, norm, shape.gated, residual)
 
     return run
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.runtime.kernels.launch import next_power_of_2, overlap
+from ostinato.runtime.kernels.launch import launch, next_power_of_2, overlap
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -52,8 +52,8 @@ def triton_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``add_rms_norm`` in Triton."""
-    shape = residual.shape
-    out, total = (torch.empty(shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    out = torch.empty(residual.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(residual.shape, dtype=x.dtype, device=x.device)
     _launch(x, residual, weight, out, total, eps)
     return out, total
 
@@ -75,23 +75,19 @@ def _launch(
     if residual is not None and x.dim() > residual.dim():
         x = x.contiguous()  # it usually is; a copy of the first part alone would be wrong
         parts, part_stride, x = x.shape[0], x.stride(0), x[0]
-    x = _as_rows(x)
-    residual = None if residual is None else _as_rows(residual)
-    if residual is not None and residual.shape != x.shape:  # one was copied, one was not
-        x, residual = x.reshape(-1, 1, dim), residual.reshape(-1, 1, dim)
+    inner = x.shape[1] if x.dim() == 3 else 1
+    x, strides = _rows_in_one_piece(x, inner)
+    residual_strides = (0, 0)
+    if residual is not None:
+        residual, residual_strides = _rows_in_one_piece(residual, inner)
     padded = next_power_of_2(dim)
-    rms_norm_kernel[(x.shape[0] * x.shape[1],)](
-        x,
-        residual,
-        weight.contiguous(),
-        out,
-        total,
-        eps,
-        *x.stride()[:2],
-        *((0, 0) if residual is None else residual.stride()[:2]),
-        part_stride,
+    launch(
+        rms_norm_kernel,
+        (out.numel() // dim,),
+        (x, residual, weight.contiguous(), out, total),
+        (eps, *strides, *residual_strides, part_stride),
         PARTS=parts,
-        INNER=x.shape[1],
+        INNER=inner,
         DIM=dim,
         DIM_PAD=padded,
         **overlap(x.device),
@@ -99,11 +95,11 @@ def _launch(
     )
 
 
-def _as_rows(x: torch.Tensor) -> torch.Tensor:
-    """``x`` as [outer, inner, D] with rows in one piece: a view where there is one."""
+def _rows_in_one_piece(x: torch.Tensor, inner: int) -> tuple[torch.Tensor, tuple[int, int]]:
+    """``x``, copied if need be, and the strides by which row r is at [r // inner, r % inner]."""
     if x.stride(-1) != 1 or x.dim() > 3:
-        x = x.contiguous().view(-1, x.shape[-1])
-    while x.dim() < 3:
-        # Rows of a matrix count as outer ones: their number is no constant of the kernel.
-        x = x.unsqueeze(-2)
-    return x
+        return x.contiguous(), (inner * x.shape[-1], x.shape[-1])
+    if x.dim() == 3:
+        return x, (x.stride(0), x.stride(1))
+    # Rows of a matrix count as outer ones: their number is no constant of the kernel.
+    return x, (x.stride(0) if x.dim() == 2 else 0, 0)

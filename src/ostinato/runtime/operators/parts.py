@@ -34,8 +34,9 @@ def product_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
     """[``parts``, M, N] of dense ``x`` and ``weight``; K is a multiple of ``parts``."""
-    x_parts = x.unflatten(1, (parts, -1)).transpose(0, 1)
-    weight_parts = weight.unflatten(1, (parts, -1)).permute(1, 2, 0)
+    (num_rows, inner), outputs = x.shape, weight.shape[0]
+    x_parts = x.view(num_rows, parts, inner // parts).transpose(0, 1)
+    weight_parts = weight.view(outputs, parts, inner // parts).permute(1, 2, 0)
     return torch.bmm(x_parts, weight_parts)
 
 

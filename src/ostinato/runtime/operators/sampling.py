@@ -12,7 +12,7 @@ import torch
 
 from ostinato.errors import BatchError
 from ostinato.runtime.counter_random import exponential_log
-from ostinato.runtime.kernels.launch import num_processors, overlap
+from ostinato.runtime.kernels.launch import launch, num_processors, overlap
 from ostinato.runtime.operators.define import define
 
 _SCHEMA = """sample_rows(
@@ -91,28 +91,28 @@ def triton_sample_rows(
         raise BatchError(f"out_tokens must be in one piece, its strides are {out_tokens.stride()}")
     blocks_per_chunk, num_chunks = chunks(num_rows, vocab_size, num_processors(logits.device))
     candidates = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
-    best_of_chunk_kernel[(num_rows, num_chunks)](
-        logits,
-        slots,
-        temperature,
-        seed_key,
-        lengths,
-        candidates,
-        logits.stride(0),
-        temperature.stride(0),
-        seed_key.stride(0),
-        vocab_size,
-        blocks_per_chunk,
-        num_chunks,
+    launch(
+        best_of_chunk_kernel,
+        (num_rows, num_chunks),
+        (logits, slots, temperature, seed_key, lengths, candidates),
+        (
+            logits.stride(0),
+            temperature.stride(0),
+            seed_key.stride(0),
+            vocab_size,
+            blocks_per_chunk,
+            num_chunks,
+        ),
         BLOCK=_BLOCK,
         **overlap(logits.device),
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,  # torch rounds the product before it subtracts it
     )
-    best_of_all_kernel[(num_rows,)](
-        candidates,
-        out_tokens,
-        num_chunks,
+    launch(
+        best_of_all_kernel,
+        (num_rows,),
+        (candidates, out_tokens),
+        (num_chunks,),
         CHUNKS_PAD=_MAX_CHUNKS,
         **overlap(logits.device),
         num_warps=2,

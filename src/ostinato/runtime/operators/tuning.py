@@ -135,9 +135,18 @@ class Tuning:
         self._file = file
         self._shipped = shipped
         self._own = self._read()
+        self._choices: dict[tuple[LinearShape, str], Choice] = {}  # made so far
 
     def get(self, key: str) -> Choice | None:
         return self._own.get(key) or self._shipped.get(key)
+
+    def choice(self, shape: LinearShape, gpu: str) -> Choice:
+        """What is known for this shape, or else a guess."""
+        choice = self._choices.get((shape, gpu))
+        if choice is None:
+            choice = self.get(shape.key(gpu)) or default_choice(shape)
+            self._choices[shape, gpu] = choice
+        return choice
 
     def remember(self, choices: dict[str, Choice]) -> None:
         """Use ``choices`` from now on, in later processes too if the file can be written.
@@ -146,6 +155,7 @@ class Tuning:
         measured again.
         """
         self._own = self._read() | self._own | choices
+        self._choices.clear()
         try:
             _replace(self._file, write_table(self._own))
         except OSError as error:

@@ -7,7 +7,8 @@ hanging. It says nothing about the time that communication takes.
 
 On CUDA the threads start on the device and stream that ``run`` was called on, and a collective
 orders the streams of ranks that switched to their own; the host waits for nothing. Collectives are
-eager breaks: a piecewise graph runs them between its segments, a full graph cannot contain them.
+eager breaks: on the CPU a piecewise graph runs them between its segments, a full graph cannot
+contain them. On CUDA no graph can: a process captures one forward at a time, from end to end.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ostinato.errors import CaptureError, CollectiveError, ConfigError
+from ostinato.graphs.backends.ambient import in_capture
 from ostinato.graphs.segments import eager_break, is_recording
 from ostinato.runtime.parallel.comm import equal_parts
 
@@ -215,6 +217,12 @@ class _Run(Generic[T]):
     ) -> Tensor:
         if self._error is not None:
             raise _Released
+        if tensor.is_cuda and in_capture():
+            raise CaptureError(
+                f"rank {rank} would wait in {operation} for ranks that wait to capture: a process "
+                "captures one forward on a GPU at a time; use graph mode NONE with LoopbackWorld, "
+                "or a process for each rank"
+            )
         meeting = self._meetings.setdefault(group, _Meeting())
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         shape = f"{operation} of a {tensor.dtype} {list(tensor.shape)} on {tensor.device}"

@@ -1,0 +1,79 @@
+"""Two layers of each kind stand for all of them: in the memory of a step, and in what is warmed up."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.runtime import startup
+from ostinato.runtime.config import EngineConfig
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SETTINGS: dict[str, Any] = {
+    "model": "qwen3-0.6b",
+    "random_weights": True,
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 1024,
+    "max_model_len": 512,
+    "show_progress": False,
+}
+
+
+def test_a_step_of_few_layers_takes_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(**SETTINGS)
+    measure = startup.activation_bytes
+    measured: list[list[int]] = []
+
+    def spy(*args: Any) -> int:
+        measured[-1].append(measure(*args))
+        return measured[-1][-1]
+
+    def build() -> None:
+        measured.append([])
+        runner, _ = startup.build_runner(config, startup.load(config))
+        runner.close()
+
+    monkeypatch.setattr(startup, "activation_bytes", spy)
+    build()
+    build()  # the first of a process also takes what is kept, such as workspaces
+    monkeypatch.setattr(startup, "with_few_layers", lambda model: nullcontext())
+    build()
+    assert measured[1] == measured[2]
+    assert len(measured[1]) == 2
+    assert all(measured[1])
+
+
+# In a process of its own: nothing else has loaded a kernel there.
+LOADS = """
+import sys, torch, triton
+from ostinato.runtime import startup
+from ostinato.runtime.config import EngineConfig
+
+loads = []
+def loading(*_args):
+    loads.append(torch.cuda.is_current_stream_capturing())
+triton.knobs.runtime.kernel_load_start_hook.add(loading)
+config = EngineConfig(**eval(sys.argv[1]))
+runner, _ = startup.build_runner(config, startup.load(config))
+print(len(loads), sum(loads), runner.capture_report.num_graphs)
+runner.close()
+"""
+
+
+def test_no_kernel_is_loaded_inside_a_capture() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADS, repr(SETTINGS)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    loaded, in_captures, graphs = map(int, done.stdout.split())
+    assert loaded > 20
+    assert graphs > 100
+    assert in_captures == 0
