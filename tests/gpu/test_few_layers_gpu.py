@@ -1,4 +1,4 @@
-"""Two layers of each kind stand for all of them: in the memory of a step, and in what is warmed up."""
+"""Two layers of a kind stand for all of them: in a step's memory, and in what is warmed up."""
 
 from __future__ import annotations
 
