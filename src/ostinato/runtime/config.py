@@ -82,8 +82,8 @@ class EngineConfig:
 
     With ``tensor_parallel`` x ``sequence_parallel`` more than one, the model runs on so many ranks.
     Batches of up to ``shift_parallel_threshold`` tokens are then not split by their tokens: they
-    run with the weights split over all ranks. A rank that dies or hangs is known to the others
-    after ``rank_timeout_s``.
+    run with the weights split over all ranks. A rank that dies, or keeps the others waiting in a
+    step, is known to all after ``rank_timeout_s``.
     """
 
     model: str | None = None

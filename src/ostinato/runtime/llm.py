@@ -41,8 +41,14 @@ class LLM:
     ``torchrun`` every rank runs the script and makes the same calls, and every rank gets the
     results; there the number of ranks must be right. ``tensor_parallel`` splits the weights;
     ``sequence_parallel`` splits the tokens of a batch, and batches of up to
-    ``shift_parallel_threshold`` tokens use all ranks for the weights instead. A rank that dies
-    takes the others down within ``rank_timeout_s``, with an error that names it.
+    ``shift_parallel_threshold`` tokens use all ranks for the weights instead.
+
+    A rank that dies or hangs takes the others down within ``rank_timeout_s`` and a tenth of it,
+    with an error that names it. A rank hangs if in all that time it does not move on in a step
+    while others wait for it, even if it is only slow (from seven tenths of the time on it may be
+    taken for hung); all ranks slow together do not. Under ``torchrun`` that includes the way to a
+    call that rank 0 has begun. Rank 0 may take any time between calls, and loading and capturing
+    may take any time on any rank.
     """
 
     def __init__(

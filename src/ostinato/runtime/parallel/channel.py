@@ -2,7 +2,7 @@
 
 It never touches the GPU's communicators, so no rank waits for a device to learn what comes next.
 Waiting for a message has no time limit: a server may be idle for days. That rank 0 is gone ends the
-wait; that it hangs is the watchdog's to find out.
+wait; that it, or another rank, hangs is the watchdog's to find out, by the progress noted here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from ostinato.runtime.parallel.plan_message import Kind, Message
+from ostinato.runtime.parallel.progress import Progress
 from ostinato.runtime.schedule_plan import IntArray
 
 # Words of the message that always goes out. A steady step says which blocks were added, three words
@@ -27,10 +28,14 @@ class Broadcaster(Protocol):
 
 
 class Channel:
-    """Messages from rank 0, which calls ``send``, to all others, which call ``receive``."""
+    """Messages from rank 0, which calls ``send``, to all others, which call ``receive``.
 
-    def __init__(self, group: Broadcaster) -> None:
+    ``progress`` is told where in that this rank is; rank 0 has announced the step to it before.
+    """
+
+    def __init__(self, group: Broadcaster, progress: Progress | None = None) -> None:
         self._group = group
+        self._progress = Progress() if progress is None else progress
         self._buffer = torch.zeros(_WORDS, dtype=torch.int64)
         self._words = self._buffer.numpy()  # the same memory
 
@@ -40,16 +45,20 @@ class Channel:
         fits = count <= _WORDS - _HEAD
         if fits:
             self._words[_HEAD : _HEAD + count] = words
+        self._progress.run()  # before: sending waits until the others receive
         self._group.broadcast(self._buffer)
         if not fits:
             self._group.broadcast(torch.from_numpy(words.copy()))
 
     def receive(self) -> Message:
         """The next message. What it holds is valid until the one after it."""
+        self._progress.expect()
         self._group.broadcast(self._buffer)
         kind, count = self._words[:_HEAD].tolist()
-        if count <= _WORDS - _HEAD:
-            return Kind(kind), self._words[_HEAD : _HEAD + count]
-        rest = torch.empty(count, dtype=torch.int64)
-        self._group.broadcast(rest)
-        return Kind(kind), rest.numpy()
+        words = self._words[_HEAD : _HEAD + count]
+        if count > _WORDS - _HEAD:
+            rest = torch.empty(count, dtype=torch.int64)
+            self._group.broadcast(rest)
+            words = rest.numpy()
+        self._progress.run()
+        return Kind(kind), words

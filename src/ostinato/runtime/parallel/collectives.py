@@ -19,15 +19,28 @@ from ostinato.runtime.operators.define import define
 # The same function under its new name where torch has it: the old one warns on every call.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_groups: dict[int, dist.ProcessGroup] = {}
+
+class _Registered:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.num_calls = 0
+
+
+_groups: dict[int, _Registered] = {}
 _numbers = itertools.count()
 
 
 def register(group: dist.ProcessGroup) -> int:
     """A number for ``group``, valid until ``release``."""
     number = next(_numbers)
-    _groups[number] = group
+    _groups[number] = _Registered(group)
     return number
+
+
+def num_calls(number: int) -> int:
+    """How many collectives of a group were begun here. A CUDA graph's count at its capture."""
+    registered = _groups.get(number)
+    return 0 if registered is None else registered.num_calls
 
 
 def release(number: int) -> None:
@@ -36,10 +49,11 @@ def release(number: int) -> None:
 
 
 def _group(number: int) -> dist.ProcessGroup:
-    group = _groups.get(number)
-    if group is None:
+    registered = _groups.get(number)
+    if registered is None:
         raise ClosedError("a collective was called whose group of ranks was closed")
-    return group
+    registered.num_calls += 1
+    return registered.group
 
 
 def all_reduce(tensor: Tensor, group: int) -> None:

@@ -129,6 +129,11 @@ class DistributedComm:
         dist.monitored_barrier(self._group, timeout=timedelta(seconds=timeout_s))
 
     @property
+    def num_calls(self) -> int:
+        """How many collectives this rank has begun, broadcasts and replays on a GPU not counted."""
+        return collectives.num_calls(self._number)
+
+    @property
     def _in_torch_order(self) -> bool:
         return self._places == tuple(range(self.size))
 

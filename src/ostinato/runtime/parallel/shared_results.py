@@ -49,6 +49,7 @@ class SharingLeader(_Sharing):
             return  # they know
         message = to_words(pickle.dumps((failed, result)))
         with uninterrupted(), self._world.together():
+            self._world.progress.announce()
             self._world.channel.send(Kind.RESULT, message)
 
 

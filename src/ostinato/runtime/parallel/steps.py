@@ -57,6 +57,7 @@ class LeadingRunner(RankRunner):
     def run(self, plan: Plan) -> StepResult:
         # Started on one rank, a step is finished on all, or the ranks are out of step for good.
         with uninterrupted(), self._world.together():
+            self._world.progress.announce()
             self._world.channel.send(*self._encoder.encode(plan))
             return _AwaitedResult(super().run(plan), self._world)
 
@@ -112,5 +113,6 @@ def _leave(world: World, pool: GraphPool) -> None:
     if world.is_first and not world.symmetric:
         # Ranks that only serve do not know when to leave; those that run the script do.
         with contextlib.suppress(Exception), world.together():
+            world.progress.announce()
             world.channel.send(Kind.CLOSE, _NOTHING)
     world.close()

@@ -7,36 +7,33 @@ that was suspended) is nobody's failure. A store whose host is stopped does not 
 that thread; a second one, which never touches the store, sees that.
 
 A beat means that the process runs Python: a killed, stopped or GIL-holding process stops beating. A
-rank whose main thread waits forever in its own code still beats; the timeout of the collective that
-the others wait in is what ends that.
+rank whose main thread hangs in its own code still beats, so a beat says how far that thread has
+come, and every rank compares (``progress.py``). Who finds a failure says so in its last beat: the
+others give the same reason, and not that this one left because of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
 
 from ostinato.errors import ConfigError, RankFailedError
-
-
-class Store(Protocol):
-    """The part of ``torch.distributed.Store`` that the watchdog uses."""
-
-    def set(self, key: str, value: str, /) -> object: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
+from ostinato.runtime.parallel.beats import GOODBYE, Beats, Store
+from ostinato.runtime.parallel.progress import HungRanks, Progress
 
 
 class Watchdog:
     """Beats for this rank and watches the others, from construction to ``close()``.
 
     When a rank dies, its last beat is at most ``timeout_s + interval_s`` old when the others know;
-    an error it reported is known after one interval. From then on ``check()`` raises, and
+    an error it reported is known after one interval. A rank that has not moved for so long while
+    others wait for it is known to all, itself included; one that does so for less than
+    ``timeout_s - 3 * interval_s`` is never taken for hung. From then on ``check()`` raises, and
     ``on_failure`` has been called once, from a thread of the watchdog. ``on_failure`` is for main
     threads that are stuck in a collective with the dead rank: see ``end_process``. The same holds
     while the store does not answer, after as long; ``check()`` no longer raises if it does again.
@@ -54,6 +51,8 @@ class Watchdog:
         world_size: How many ranks there are.
         interval_s: Time between beats; a tenth of the timeout if None.
         store_rank: The rank that hosts the store, which is named when the store is gone.
+        progress: Of this rank's main thread; given on all ranks, or on none, whose main threads
+            then are not watched.
         on_failure: Called with the error, in a thread of the watchdog.
     """
 
@@ -66,6 +65,7 @@ class Watchdog:
         world_size: int,
         interval_s: float | None = None,
         store_rank: int | None = None,
+        progress: Progress | None = None,
         on_failure: Callable[[RankFailedError], None] | None = None,
     ) -> None:
         self.interval_s = timeout_s / 10 if interval_s is None else interval_s
@@ -78,12 +78,12 @@ class Watchdog:
             raise ConfigError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
         self.timeout_s = timeout_s
         self.rank = rank
-        self._store = store
+        self._beats = Beats(rank, store)
         self._store_rank = store_rank
         self._on_failure = on_failure
         self._failure: RankFailedError | None = None
         self._closing = threading.Event()
-        self._beats = 0
+        self._num_beats = 0
         self._told = threading.Lock()  # taken by the first to call on_failure, and kept
         self._last_pass = time.monotonic()
         self._watched_s = 0.0
@@ -91,6 +91,8 @@ class Watchdog:
         self._silent_s = 0.0  # since the last of them
         # Per watched rank: the last beat seen, and _watched_s when it was seen first.
         self._seen = {other: ("", 0.0) for other in range(world_size) if other != rank}
+        # Two intervals early: one until a beat tells where a rank is, one until that is seen.
+        self._hung = HungRanks(rank, timeout_s - 2 * self.interval_s, progress)
         self._threads = [
             threading.Thread(target=loop, name=f"watchdog {rank}", daemon=True)
             for loop in (self._watch, self._watch_store)
@@ -108,15 +110,21 @@ class Watchdog:
 
     def report(self, message: str) -> None:
         """Tell the other ranks that this one failed, and why."""
-        self._store.set(_error_key(self.rank), message)
+        self._beats.tell_error(message)
 
     def reported(self, rank: int | None) -> RankFailedError | None:
-        """What ``rank`` said of its failure, if it did. Asks the store."""
+        """What ``rank`` said of its end, if it did: its own error, or whose failure it found.
+
+        Asks the store.
+        """
         try:
-            message = "" if rank is None else self._read(_error_key(rank))
+            if rank is not None:
+                self._beats.of(rank)
+        except RankFailedError as failure:
+            return failure
         except Exception:  # the store is gone with its host
-            message = ""
-        return RankFailedError(f"rank {rank} failed: {message}", rank) if message else None
+            return None
+        return None
 
     def close(self) -> None:
         """Leave: the others stop watching this rank.
@@ -131,7 +139,7 @@ class Watchdog:
                     thread.join(self.timeout_s)
             blocked = any(thread.is_alive() for thread in self._threads if thread is not own)
             if self._failure is None and not blocked:
-                self._store.set(_beat_key(self.rank), _GOODBYE)
+                self._beats.say_goodbye()
 
     def __enter__(self) -> Watchdog:
         return self
@@ -150,13 +158,20 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closing.is_set():
+            failure = None
             try:
-                self._failure = self._pass()
+                self._pass()
+            except RankFailedError as found:
+                failure = found
+                # If the store does not answer now, the other thread sees it: no failure is set yet.
+                with contextlib.suppress(Exception):
+                    self._beats.tell_finding(found)
             except Exception as error:
                 # A store whose host is gone raises whatever its connection does.
-                self._failure = self._store_failure(f"failed ({error})")
-            if self._failure is not None:
-                self._tell(self._failure)
+                failure = self._store_failure(f"failed ({error})")
+            if failure is not None:
+                self._failure = failure
+                self._tell(failure)
                 return
             self._closing.wait(self.interval_s)
 
@@ -183,47 +198,41 @@ class Watchdog:
         if self._on_failure is not None and self._told.acquire(blocking=False):
             self._on_failure(failure)
 
-    def _pass(self) -> RankFailedError | None:
-        """Beat, then look at every other rank once. Returns what is wrong, if anything is."""
+    def _pass(self) -> None:
+        """Beat, then look at every other rank once. Raises what is wrong, if anything is."""
         now = time.monotonic()
         self._watched_s += min(now - self._last_pass, 2 * self.interval_s)
         self._last_pass = now
-        self._beats += 1
-        self._store.set(_beat_key(self.rank), str(self._beats))
+        self._num_beats += 1
+        self._beats.beat(f"{self._num_beats} {self._hung.own_report()}")
         self._answers += 1
         for other in tuple(self._seen):
-            failure = self._look_at(other)
+            self._look_at(other, self._beats.of(other))
             self._answers += 1
-            if failure is not None:
-                return failure
-        return None
+        self._hung.look(self._watched_s, self._is_beating)
 
-    def _look_at(self, other: int) -> RankFailedError | None:
-        message = self._read(_error_key(other))
-        if message:
-            return RankFailedError(f"rank {other} failed: {message}", other)
-        beat = self._read(_beat_key(other))
-        if beat == _GOODBYE:
+    def _look_at(self, other: int, beat: str) -> None:
+        if beat == GOODBYE:
             del self._seen[other]
-            return None
+            self._hung.forget(other)
+            return
         last, since = self._seen[other]
         if beat != last:
             self._seen[other] = (beat, self._watched_s)
-            return None
+            self._hung.hear(other, beat.partition(" ")[2])
+            return
         age = self._watched_s - since
         # One interval early: a beat can be that old already when it is first seen.
         if age > self.timeout_s - self.interval_s:
             what = "stopped beating" if beat else "never started beating"
-            return RankFailedError(
+            raise RankFailedError(
                 f"rank {other} {what}: no sign of life for {age:.1f} s (the timeout is "
                 f"{self.timeout_s} s); it died or hangs, see its own log",
                 other,
             )
-        return None
 
-    def _read(self, key: str) -> str:
-        # get() would wait for a key that is not there yet.
-        return self._store.get(key).decode() if self._store.check([key]) else ""
+    def _is_beating(self, rank: int) -> bool:
+        return rank == self.rank or self._watched_s - self._seen[rank][1] < self.timeout_s / 2
 
     def _store_failure(self, what: str) -> RankFailedError:
         host = "" if self._store_rank is None else f", which rank {self._store_rank} hosts,"
@@ -242,14 +251,3 @@ def end_process(error: RankFailedError) -> None:
     sys.stderr.write(f"ostinato: this process ends because {error}\n")
     sys.stderr.flush()
     os._exit(1)
-
-
-_GOODBYE = "left"
-
-
-def _beat_key(rank: int) -> str:
-    return f"ostinato/watchdog/beat/{rank}"
-
-
-def _error_key(rank: int) -> str:
-    return f"ostinato/watchdog/error/{rank}"

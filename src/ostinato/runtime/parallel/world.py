@@ -1,10 +1,10 @@
 """A rank's membership in the world that runs one model: groups, channel, watchdog, faults.
 
 A ``World`` is made by all ranks together. It knows nothing of models. What goes wrong on another
-rank surfaces here, as an error that names it: a broken connection at once, silence after the
-timeout. A main thread that is stuck in a collective by then is set free where that can be done (the
-other processes are ours to end, or NCCL aborts), and otherwise the process ends, with the reason on
-stderr.
+rank surfaces here, as an error that names it: a broken connection at once, after the timeout that a
+rank is silent or keeps the others waiting. A main thread that is stuck in a collective by then is
+set free where that can be done (the other processes are ours to end, or NCCL aborts), and otherwise
+the process ends, with the reason on stderr.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import torch
 import torch.distributed as dist
 
 from ostinato.errors import CaptureError, OstinatoError, RankFailedError
+from ostinato.runtime.parallel.beats import Store
 from ostinato.runtime.parallel.channel import Channel
 from ostinato.runtime.parallel.comm import Comm, NoComm
 from ostinato.runtime.parallel.distributed import DistributedComm
 from ostinato.runtime.parallel.layout import ParallelLayout
 from ostinato.runtime.parallel.place import RankPlace
-from ostinato.runtime.parallel.watchdog import Store, Watchdog, end_process
+from ostinato.runtime.parallel.progress import Progress
+from ostinato.runtime.parallel.watchdog import Watchdog, end_process
 
 _FOREVER_S = 10 * 365 * 24 * 3600.0
 _GOODBYE_S = 5.0  # how long a rank that leaves waits for the others to come along
@@ -46,7 +48,8 @@ class World:
         store: A client of its own, for the watchdog; the same keys on all ranks, used by nobody
             else, before or after.
         threshold: The largest batch of the shift model; 0 for none.
-        timeout_s: After how long a rank that shows no sign of life has failed.
+        timeout_s: After how long a rank has failed that shows no sign of life, or that does not
+            move on while others wait for it in a step.
         symmetric: All ranks run the same script; otherwise rank 0 alone does, and the others serve.
         dead_rank: Says which rank's process has ended, and how, where that can be seen.
         end_others: Ends the other ranks' processes at once, where they are ours.
@@ -80,12 +83,14 @@ class World:
         self._control: DistributedComm | None = None
         self._comms: dict[tuple[int, ...], DistributedComm] = {}
         self._aborts: dict[tuple[int, ...], threading.Thread] = {}
+        self.progress = Progress(self._num_calls)  # of the main thread
         self._watchdog = Watchdog(
             timeout_s,
             self.rank,
             store,
             world_size=layout.world_size,
             store_rank=0,
+            progress=self.progress,
             on_failure=self._rescue,
         )
         try:
@@ -94,7 +99,7 @@ class World:
         except BaseException:
             self.close()
             raise
-        self.channel = Channel(everyone)
+        self.channel = Channel(everyone, self.progress)
         self.place = RankPlace(
             layout=layout,
             rank=self.rank,
@@ -125,6 +130,10 @@ class World:
     @property
     def failed(self) -> bool:
         return self._failure is not None
+
+    def _num_calls(self) -> int:
+        """The same on all ranks that have come equally far, whichever groups they are in."""
+        return sum(comm.num_calls for comm in tuple(self._comms.values()))
 
     def _comm_of(self, ranks: Sequence[int]) -> Comm:
         group = tuple(ranks)
@@ -161,6 +170,7 @@ class World:
             yield
         except BaseException as error:
             self._working = False
+            self.progress.finish()  # before finding out whose fault it is: that takes time
             failure = self._blamed(error)
             if failure is None:
                 self._fail(error)
@@ -171,6 +181,7 @@ class World:
             raise failure from error
         finally:
             self._working = False
+            self.progress.finish()
 
     @contextlib.contextmanager
     def by_itself(self) -> Iterator[None]:
@@ -215,7 +226,7 @@ class World:
             if not self._closed:
                 end_process(failure)
             return
-        self._failure = failure
+        self._failure = self._failure or failure  # what this rank itself failed of is the reason
         self._end_others()  # which breaks the connections that gloo waits in
         self._abort()
         deadline = time.monotonic() + max(1.0, self._timeout_s / 4)

@@ -1,0 +1,70 @@
+"""What the ranks tell one another through the store: beats, errors, findings, and that they leave.
+
+Knows nothing of time, nor of what a beat says besides that it is another one.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ostinato.errors import RankFailedError
+
+GOODBYE = "left"
+_FINDING = "found "
+
+
+class Store(Protocol):
+    """The part of ``torch.distributed.Store`` that the watchdog uses."""
+
+    def set(self, key: str, value: str, /) -> object: ...
+    def get(self, key: str, /) -> bytes: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+class Beats:
+    """Those of all ranks, as ``rank`` writes and reads them. Raises and waits as the store does."""
+
+    def __init__(self, rank: int, store: Store) -> None:
+        self._rank = rank
+        self._store = store
+
+    def beat(self, beat: str) -> None:
+        """Replace this rank's beat."""
+        self._store.set(_beat_key(self._rank), beat)
+
+    def say_goodbye(self) -> None:
+        """This rank's last beat, if it leaves on purpose."""
+        self.beat(GOODBYE)
+
+    def tell_finding(self, failure: RankFailedError) -> None:
+        """This rank's last beat, if it leaves because another has failed."""
+        rank = "" if failure.rank is None else str(failure.rank)
+        self.beat(f"{_FINDING}{rank}:{failure}")
+
+    def tell_error(self, message: str) -> None:
+        """This rank has failed."""
+        self._store.set(_error_key(self._rank), message)
+
+    def of(self, rank: int) -> str:
+        """The last beat of ``rank``; empty before its first. Raises what it told of a failure."""
+        # In this order: a rank that leaves because of an error tells the error first.
+        beat = self._read(_beat_key(rank))
+        error = self._read(_error_key(rank))
+        if error:
+            raise RankFailedError(f"rank {rank} failed: {error}", rank)
+        if beat.startswith(_FINDING):
+            found, _, message = beat.removeprefix(_FINDING).partition(":")
+            raise RankFailedError(message, int(found) if found else None)
+        return beat
+
+    def _read(self, key: str) -> str:
+        # get() would wait for a key that is not there yet.
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _beat_key(rank: int) -> str:
+    return f"ostinato/watchdog/beat/{rank}"
+
+
+def _error_key(rank: int) -> str:
+    return f"ostinato/watchdog/error/{rank}"

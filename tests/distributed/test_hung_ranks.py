@@ -1,0 +1,155 @@
+"""Ranks that beat, and whose main thread hangs: who is named, when, and who is not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from test_parallel_start import PARAMS, PROMPTS, TINY, gone, pid_of_rank_1
+from workers import GlooPool, WorkerDiedError
+
+from ostinato import LLM, SamplingParams
+from ostinato.errors import RankFailedError
+
+TIMEOUT_S = 2.5
+WATCHED: dict[str, Any] = {**TINY, "rank_timeout_s": TIMEOUT_S}
+# The stated time, the timeout and a tenth; three seconds for a machine that is busy.
+KNOWN_S = 1.1 * TIMEOUT_S + 3
+
+
+@pytest.fixture(autouse=True)
+def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def in_rank(rank: int, code: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the rank that is started under this number run ``code`` before anything else."""
+    guarded = f"import sys, time\nif sys.argv[:1] == ['-m'] and sys.argv[-1] == '{rank}':\n{code}"
+    (directory / "sitecustomize.py").write_text(guarded)
+    monkeypatch.setenv("PYTHONPATH", str(directory))
+
+
+# Sleeps at the n-th call of a method, for so many seconds, by what SLEEPS says.
+SLEEPY = """
+    from {module} import {name}
+    calls, method = [], {name}.{method}
+    def sleepy(*args):
+        calls.append(1)
+        time.sleep({sleeps}.get(len(calls), 0))
+        return method(*args)
+    {name}.{method} = sleepy
+"""
+
+
+def test_a_rank_that_hangs_in_a_step_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """And is not while it is only slow, nor is anybody while rank 0 asks for nothing."""
+    sleeps = {5: 0.3 * TIMEOUT_S, 40: 1000}
+    in_step = {"module": "ostinato.runtime.request_state", "name": "RequestState"}
+    in_rank(1, SLEEPY.format(**in_step, method="update", sleeps=sleeps), tmp_path, monkeypatch)
+    with LLM(**WATCHED, tensor_parallel=2) as llm:
+        pid = pid_of_rank_1(llm)
+        tokens = llm.generate(PROMPTS[0], PARAMS[0])[0].outputs[0].token_ids
+        time.sleep(2 * TIMEOUT_S)
+        assert llm.generate(PROMPTS[0], PARAMS[0])[0].outputs[0].token_ids == tokens
+        start = time.monotonic()
+        with pytest.raises(
+            RankFailedError, match=r"rank 1 has been in step 40 for .* rank 0 wa"
+        ) as c:
+            llm.generate(PROMPTS, SamplingParams(max_tokens=100))
+        assert time.monotonic() - start < KNOWN_S
+        assert c.value.rank == 1
+        with pytest.raises(RankFailedError, match="rank 1 has been in step 40"):
+            llm.generate(PROMPTS)
+    assert gone(pid)
+    log = capfd.readouterr().err
+    assert re.search(r"rank 1 has held the others up for .* here:(\n.*)*in sleepy\n", log)
+
+
+def test_of_many_ranks_the_one_that_does_not_come_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever finds out ends; that is the reason which is given, and not that it ended."""
+    channel = {"module": "ostinato.runtime.parallel.channel", "name": "Channel"}
+    in_rank(2, SLEEPY.format(**channel, method="receive", sleeps={6: 1000}), tmp_path, monkeypatch)
+    with LLM(**WATCHED, tensor_parallel=2, sequence_parallel=2) as llm:
+        start = time.monotonic()
+        with pytest.raises(
+            RankFailedError, match=r"rank 2 has been in step 5 for .* rank 0 wai"
+        ) as c:
+            llm.generate(PROMPTS, PARAMS)
+        assert time.monotonic() - start < KNOWN_S
+        assert c.value.rank == 2
+
+
+SCRIPT = """
+import sys, time
+from ostinato import LLM, SamplingParams
+
+llm = LLM("tiny", random_weights=True, device="cpu", max_model_len=128, show_progress=False,
+          tensor_parallel=2, rank_timeout_s={timeout_s})
+steps, update = [], llm.engine.runner.state.update
+
+def hangs(plan):
+    steps.append(plan)
+    if len(steps) == 7:
+        sys.stdout.write(f"{{llm.engine.runner._world._dead_rank.__self__._context.pids()[0]}}\\n")
+        sys.stdout.flush()
+        time.sleep(1000)
+    update(plan)
+
+llm.engine.runner.state.update = hangs
+llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=12))
+"""
+
+
+def test_rank_0_that_hangs_in_a_step_ends_with_the_others(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(timeout_s=TIMEOUT_S))
+    with subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            pid, start = int(process.stdout.readline()), time.monotonic()
+            _, said = process.communicate(timeout=20)
+            # Rank 0 gives its main thread another second to come back.
+            assert time.monotonic() - start < KNOWN_S + 1
+        finally:
+            process.kill()
+    assert process.returncode == 1
+    assert gone(pid)
+    assert "this process ends because rank 0 has been in step 7 for" in said
+    assert re.search(r"rank 0 has held the others up for .* here:(\n.*)*in hangs\n", said)
+
+
+def comes_late() -> str:
+    """A rank of those that all run the script, and that is elsewhere in it."""
+    with LLM(**WATCHED, tensor_parallel=2) as llm:
+        llm.generate(PROMPTS, PARAMS)
+        if dist.get_rank() == 1:
+            world: Any = llm.engine.runner._world  # type: ignore[attr-defined]
+            deadline = time.monotonic() + KNOWN_S
+            while not world.failed and time.monotonic() < deadline:
+                time.sleep(0.05)
+        with pytest.raises(RankFailedError) as caught:
+            llm.generate(PROMPTS, PARAMS)
+        return str(caught.value)
+
+
+def test_a_rank_that_is_elsewhere_in_the_script_is_named(gloo_pool: GlooPool) -> None:
+    """It is told as soon as it is known; leaving, it frees rank 0, which else would have ended."""
+    try:
+        results = dict(enumerate(gloo_pool.run(comes_late)))
+    except WorkerDiedError as died:  # the machine is busy, and rank 1 came too late for that
+        results = died.results
+    assert 1 in results
+    for said in results.values():
+        assert re.match(r"rank 1 has not come to step \d+ for .* while rank 0 waits for it", said)
