@@ -74,7 +74,8 @@ class GraphBackend(Protocol):
         """Memory the pool holds."""
 
     def release_unused(self) -> None:
-        """Give back pool memory that no graph needs, as far as the device allows."""
+        """Give back memory that no graph needs, the pool's and what warm-ups left, as far as the
+        device allows."""
 
     def close(self) -> None:
         """Drop the pool. All its graphs must have been closed."""

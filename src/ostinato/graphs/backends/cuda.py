@@ -291,7 +291,8 @@ class CudaBackend:
         if self._pool.num_graphs == 0:
             self._replace_pool()
             gc.collect()
-            torch.cuda.empty_cache()
+        # What warm-ups took on the capture stream, torch would keep for that stream alone.
+        torch.cuda.empty_cache()
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
