@@ -51,6 +51,16 @@ def test_a_step_of_few_layers_takes_the_memory_of_all(monkeypatch: pytest.Monkey
     assert all(measured[1])
 
 
+def test_what_warm_ups_took_is_given_back() -> None:
+    """torch keeps freed memory for its stream, and nothing else runs on that of captures."""
+    config = EngineConfig(**SETTINGS)
+    runner, _ = startup.build_runner(config, startup.load(config))
+    reserved = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    assert reserved - torch.cuda.memory_reserved() <= 4 * 2**20  # bytes
+    runner.close()
+
+
 # In a process of its own: nothing else has loaded a kernel there.
 LOADS = """
 import sys, torch, triton
