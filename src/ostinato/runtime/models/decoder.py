@@ -141,12 +141,11 @@ class DecoderLayer(nn.Module):
     def _mix(self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Attention from the raw product, as the next product takes it."""
         qkv = self.exchange.qkv_for_heads(qkv, *self._head_counts)
-        qk_norm = None
-        if self.qk_norm is not None:
-            # Attention's heads may be a part of these. Queries have all the same weight, and keys.
-            num_heads, spec = self._head_counts[0], self.spec
-            rows = slice(num_heads - spec.num_heads, num_heads + spec.num_kv_heads)
-            qk_norm = self.qk_norm.weight[rows]
+        qk_norm: torch.Tensor | None = None if self.qk_norm is None else self.qk_norm.weight
+        num_heads, spec = self._head_counts[0], self.spec
+        if qk_norm is not None and spec.num_heads < num_heads:
+            # Attention has a part of these heads. All queries have one weight, and all keys.
+            qk_norm = qk_norm[num_heads - spec.num_heads : num_heads + spec.num_kv_heads]
         rotation = Rotation(table=table, qk_norm=qk_norm, eps=self.input_norm.eps)
         mixed = attend_qkv(self.spec, qkv, rotation, positions)
         return self.exchange.heads_for_tokens(mixed).flatten(1)
