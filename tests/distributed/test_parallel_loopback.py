@@ -88,16 +88,13 @@ def tokens_alone(device: torch.device, made: dict[str, list[list[int]]]) -> list
     return made[device.type]
 
 
-@pytest.mark.parametrize(
-    ("sp", "tp", "mode"), [(1, 2, "PIECEWISE"), (1, 4, "NONE"), (2, 1, "PIECEWISE"), (2, 2, "NONE")]
-)
+@pytest.mark.parametrize(("tp", "mode"), [(2, "PIECEWISE"), (4, "NONE")])
 def test_the_layers_that_cuda_runs(
-    monkeypatch: pytest.MonkeyPatch, alone: dict[str, list[list[int]]], sp: int, tp: int, mode: str
+    monkeypatch: pytest.MonkeyPatch, alone: dict[str, list[list[int]]], tp: int, mode: str
 ) -> None:
     """Fused operators are for CUDA; their bodies on the CPU show that the sums are right."""
-    monkeypatch.setattr(ShardedDecoder, "_runs_fused", lambda self, hidden: True)
-    threshold = 2 if sp > 1 else 0
-    test_tokens_equal_those_of_one_rank(torch.device("cpu"), alone, sp, tp, threshold, mode)
+    monkeypatch.setattr(ShardedDecoder, "_forward_plain", ShardedDecoder._forward_many)
+    test_tokens_equal_those_of_one_rank(torch.device("cpu"), alone, 1, tp, 0, mode)
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "NONE"])

@@ -85,10 +85,12 @@ def _panel(axes: Any, results: dict[str, Any], about: dict[str, Any], kind: str)
     _format(axes, results)
     if about["threshold"] and sp > 1:
         axes.axvline(about["threshold"], color="#888888", lw=1, ls="--", zorder=1)
-        axes.annotate(f"threshold {about['threshold']:,}", (about["threshold"], 0.98),
-                      xycoords=("data", "axes fraction"), xytext=(-4, 0), fontsize=8,
-                      textcoords="offset points", rotation=90, ha="right", va="top",
-                      color="#555555")  # fmt: skip
+        # Above the panel, where no line runs through it; centred, or flush with the right edge.
+        edge = 0.75 * max(row["num_tokens"] for row in results["steps"])
+        axes.annotate(f"threshold {about['threshold']:,}", (about["threshold"], 1.0),
+                      xycoords=("data", "axes fraction"), xytext=(0, 2), fontsize=8,
+                      textcoords="offset points", va="bottom", color="#555555",
+                      ha="right" if about["threshold"] > edge else "center")  # fmt: skip
 
 
 def _rows(

@@ -100,13 +100,10 @@ class DecoderLayer(nn.Module):
     def forward_few(
         self, hidden: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
-        """The same for few tokens, in five operators; ``table`` is the model's table of angles.
-
-        ``positions`` are those of all tokens that attention sees, if they are split over ranks. Not
-        where products are summed over ranks, since the residual is inside of them.
-        """
+        """The same for few tokens, in five operators; ``table`` is the model's table of angles."""
         qkv = _apply(self.qkv_proj, hidden, norm=self.input_norm)
-        hidden = _apply(self.o_proj, self._mix(qkv, positions, table), residual=hidden)
+        mixed = attend_qkv(self.spec, qkv, self._rotation(table), positions).flatten(1)
+        hidden = _apply(self.o_proj, mixed, residual=hidden)
         gated = _apply(self.gate_up_proj, hidden, norm=self.post_attention_norm, gated=True)
         return _apply(self.down_proj, gated, residual=hidden)
 
@@ -121,11 +118,12 @@ class DecoderLayer(nn.Module):
 
         ``delta`` is what the layer before has still to add to ``hidden``, perhaps in parts; this
         layer's is returned beside the new ``hidden``. So every sum is made by the norm that reads
-        it. ``positions`` as in ``forward_few``.
+        it.
         """
         normed, hidden = _add_and_norm(self.input_norm, delta, hidden)
         qkv = F.linear(normed, self.qkv_proj.weight, self.qkv_proj.bias)
-        delta = self._in_parts(self.o_proj, self._mix(qkv, positions, table))
+        mixed = attend_qkv(self.spec, qkv, self._rotation(table), positions)
+        delta = self._in_parts(self.o_proj, mixed.flatten(1))
         normed, hidden = _add_and_norm(self.post_attention_norm, delta, hidden)
         gate_up = F.linear(normed, self.gate_up_proj.weight, self.gate_up_proj.bias)
         delta = self._in_parts(self.down_proj, silu_and_mul(gate_up))
@@ -138,17 +136,9 @@ class DecoderLayer(nn.Module):
             return self.exchange.sum(projection(x))
         return product_in_parts(x, projection.weight)
 
-    def _mix(self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Attention from the raw product, as the next product takes it."""
-        qkv = self.exchange.qkv_for_heads(qkv, *self._head_counts)
-        qk_norm: torch.Tensor | None = None if self.qk_norm is None else self.qk_norm.weight
-        num_heads, spec = self._head_counts[0], self.spec
-        if qk_norm is not None and spec.num_heads < num_heads:
-            # Attention has a part of these heads. All queries have one weight, and all keys.
-            qk_norm = qk_norm[num_heads - spec.num_heads : num_heads + spec.num_kv_heads]
-        rotation = Rotation(table=table, qk_norm=qk_norm, eps=self.input_norm.eps)
-        mixed = attend_qkv(self.spec, qkv, rotation, positions)
-        return self.exchange.heads_for_tokens(mixed).flatten(1)
+    def _rotation(self, table: torch.Tensor) -> Rotation:
+        qk_norm = None if self.qk_norm is None else self.qk_norm.weight
+        return Rotation(table=table, qk_norm=qk_norm, eps=self.input_norm.eps)
 
     def _attention(
         self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor
