@@ -171,8 +171,10 @@ class ModelGraphs:
 
     def _forward_captured(self, inputs: CaptureInputs) -> torch.Tensor:
         context = get_forward_context()
-        if context.runtime_mode is CUDAGraphMode.NONE:
-            with with_few_layers(self._model):  # a warm-up
+        is_warm_up = context.runtime_mode is CUDAGraphMode.NONE
+        # A compiled model has all of its layers, or might be traced with few of them.
+        if is_warm_up and not isinstance(self.piecewise, PiecewiseModel):
+            with with_few_layers(self._model):
                 return self._forward_recorded(inputs, context.descriptor)
         return self._forward_recorded(inputs, context.descriptor)
 

@@ -23,6 +23,7 @@ from ostinato import (
     compilation_counter,
 )
 from ostinato.runtime.engine import Engine
+from ostinato.runtime.model_graphs import ModelGraphs
 
 PROMPTS = [[1, 2, 3], list(range(10, 45)), [7], [100, 90, 80, 70, 60, 50]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -552,6 +553,28 @@ def test_counters(mode: str, triggers: int, graphs: int, tmp_path: Path) -> None
             show_progress=False,
         )
     llm.close()
+
+
+@pytest.mark.parametrize("compiler", [None, "eager"])
+def test_warming_up_with_few_layers_leaves_the_model_whole(
+    compiler: Any, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, prompts = twelve_layers(tmp_path), [[1, 2, 3], [5] * 7]
+    settings: dict[str, Any] = {
+        "device": device.type,
+        "dtype": "float32",
+        "random_weights": True,
+        "max_model_len": 64,
+        "max_num_seqs": 2,
+        "show_progress": False,
+    }
+    with LLM(path, graphs=GraphConfig(mode="NONE"), **settings) as plain:
+        expected = tokens_of(plain, prompts)
+    # If a warm-up is where a compiled model is traced first, that must be all of it.
+    monkeypatch.setattr(ModelGraphs, "compile", lambda self: None)
+    graphs = GraphConfig(capture_sizes=[1, 2, 8], num_warmups=1, compile=compiler)
+    with LLM(path, graphs=graphs, **settings) as llm:
+        assert tokens_of(llm, prompts) == expected
 
 
 def test_nothing_to_capture_says_why(caplog: pytest.LogCaptureFixture) -> None:
