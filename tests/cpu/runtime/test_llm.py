@@ -555,7 +555,7 @@ def test_counters(mode: str, triggers: int, graphs: int, tmp_path: Path) -> None
     llm.close()
 
 
-@pytest.mark.parametrize("compiler", [None, "eager"])
+@pytest.mark.parametrize("compiler", [False, "eager"])
 def test_warming_up_with_few_layers_leaves_the_model_whole(
     compiler: Any, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -570,8 +570,8 @@ def test_warming_up_with_few_layers_leaves_the_model_whole(
     }
     with LLM(path, graphs=GraphConfig(mode="NONE"), **settings) as plain:
         expected = tokens_of(plain, prompts)
-    # If a warm-up is where a compiled model is traced first, that must be all of it.
-    monkeypatch.setattr(ModelGraphs, "compile", lambda self: None)
+    if device.type == "cuda":  # only there can a warm-up be where the model is traced
+        monkeypatch.setattr(ModelGraphs, "compile", lambda self: None)
     graphs = GraphConfig(capture_sizes=[1, 2, 8], num_warmups=1, compile=compiler)
     with LLM(path, graphs=graphs, **settings) as llm:
         assert tokens_of(llm, prompts) == expected
