@@ -25,9 +25,10 @@ from ostinato import BatchDescriptor, CUDAGraphMode, GraphPool, set_forward_cont
 from ostinato.errors import ConfigError
 from ostinato.runtime.attention import triton_paged
 from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata, attend_qkv
+from ostinato.runtime.attention.cuts import MAX_JOINED_SPLITS, decode_cut
 from ostinato.runtime.attention.rotation import Rotation
 from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.attention.triton_paged import TritonPagedAttention, decode_cut, is_decode
+from ostinato.runtime.attention.triton_paged import TritonPagedAttention, is_decode
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -367,7 +368,7 @@ def decode_splits(num_reqs: int, **changed: int) -> int:
 
 
 def test_keys_are_split_to_fill_the_gpu_and_no_further() -> None:
-    assert decode_splits(1) == triton_paged._MAX_JOINED_SPLITS
+    assert decode_splits(1) == MAX_JOINED_SPLITS
     assert decode_splits(1, max_keys=100) == 4
     assert decode_splits(256) == 1
     assert decode_splits(1, num_processors=1 << 40, num_kv_heads=1 << 17, num_heads=1 << 17) == 1

@@ -35,7 +35,8 @@ from ostinato import GraphPool
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.runtime.attention import triton_paged
 from ostinato.runtime.attention.base import AttentionBackend
-from ostinato.runtime.attention.triton_paged import TritonPagedAttention, cut
+from ostinato.runtime.attention.cuts import cut
+from ostinato.runtime.attention.triton_paged import TritonPagedAttention
 
 if not torch.cuda.is_available() and "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"

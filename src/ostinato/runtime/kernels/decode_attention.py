@@ -30,7 +30,7 @@ from ostinato.runtime.kernels.paged_attention import LOG2_E, logits
 from ostinato.runtime.kernels.rotary_store import load_angles, load_halves, store_halves, turned
 
 if TYPE_CHECKING:
-    from ostinato.runtime.attention.triton_paged import DecodeCut
+    from ostinato.runtime.attention.cuts import DecodeCut
 
 
 @triton.jit
