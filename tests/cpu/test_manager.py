@@ -143,7 +143,7 @@ def test_sizes_with_the_same_kernels_are_warmed_up_once_per_mode(pool: GraphPool
     assert engine.model.modes == [*piecewise, *piecewise, *full, *full]
 
 
-def test_of_a_mode_only_the_first_entry_is_watched(
+def test_of_a_kind_only_the_first_entry_is_watched(
     pool: GraphPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trusted = []
@@ -159,6 +159,32 @@ def test_of_a_mode_only_the_first_entry_is_watched(
     assert not trusted, "nothing is known of the forward"
     Engine(pool, BOTH, [1, 2, 3, 4], kernel_class=lambda entry: entry.descriptor).capture()
     assert len(trusted) == entries - 2
+
+
+def test_a_first_entry_that_failed_does_not_speak_for_others(
+    pool: GraphPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[int] = []
+    trusting = pool.backend.trusting
+
+    @contextmanager
+    def trusted() -> Iterator[None]:
+        watched.append(-1)
+        with trusting():
+            yield
+
+    monkeypatch.setattr(pool.backend, "trusting", trusted)
+    engine = Engine(pool, PIECEWISE, [1, 2, 3], kernel_class=lambda entry: 0, eager_fallback=True)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 3:
+            raise CaptureOutOfMemoryError("the largest does not fit")
+        return engine.piecewise(x)
+
+    report = engine.capture(forward)
+    assert [entry.error is None for entry in report.entries] == [False, True, True]
+    assert engine.model.modes == [NONE, PIECEWISE, PIECEWISE], "size 2 is warmed up, 1 is like it"
+    assert watched == [-1], "so is size 1 alone not watched"
 
 
 def test_a_size_that_turns_out_different_is_captured_with_all_care(pool: GraphPool) -> None:

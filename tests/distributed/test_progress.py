@@ -8,13 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import RankFailedError
 from ostinato.runtime.parallel.beats import Beats
+from ostinato.runtime.parallel.channel import Channel
 from ostinato.runtime.parallel.layout import ParallelLayout
+from ostinato.runtime.parallel.plan_message import Kind
 from ostinato.runtime.parallel.progress import (
     HungRanks,
     Position,
@@ -203,6 +207,32 @@ def test_who_is_behind(positions: list[tuple[int, Stage, int]], behind: list[int
     assert ranks_behind(by_rank) == behind
     del by_rank[0]  # it has left, or was not heard yet
     assert ranks_behind(by_rank) == []
+
+
+def test_a_step_is_with_a_rank_when_it_is_sent_or_received() -> None:
+    """What rank 0 does before it sends is rank 0's to answer for, not the others'."""
+    at_broadcast: list[Stage] = []
+
+    class Group:
+        def broadcast(self, tensor: torch.Tensor) -> None:
+            at_broadcast.append(progress.position().stage)
+            tensor[0] = Kind.CLOSE
+
+    progress = Progress()
+    channel = Channel(Group(), progress)
+    progress.announce()
+    assert progress.position() == (1, ANNOUNCED, 0)
+    assert ranks_behind({0: progress.position(), 1: Position(1, AWAITED)}) == [0]
+    channel.send(Kind.CLOSE, np.empty(0, dtype=np.int64))
+    assert at_broadcast == [RUNNING]
+    assert ranks_behind({0: progress.position(), 1: Position(1, AWAITED)}) == [1]
+    progress.finish()
+    assert progress.position() == (1, DONE, 0)
+
+    progress = Progress()
+    Channel(Group(), progress).receive()
+    assert at_broadcast[1:] == [AWAITED]
+    assert progress.position() == (1, RUNNING, 0)
 
 
 @given(st.builds(Position, st.integers(0), st.sampled_from(Stage), st.integers(0)))

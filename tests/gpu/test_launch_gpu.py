@@ -88,6 +88,7 @@ def test_every_variant_is_found_again(dtype: torch.dtype) -> None:
             got = run(x, y, 0.5, count, stride, doubled=doubled)
             assert torch.equal(got, expected(x, y, 0.5, count, stride, doubled))
     before = len(module._variants)
+    assert before > 0
     got = run(torch.ones(64, device="cuda", dtype=dtype), None, 0.5, 33, 1)
     assert len(module._variants) == before, "new tensors of a known kind are nothing new"
     assert torch.equal(got, torch.full((33,), 0.5, device="cuda"))

@@ -76,7 +76,6 @@ def capture_entries(
                 report.entries.append(
                     _capture_one(entry, capture, pool, dispatcher, eager_fallback)
                 )
-    pool.release_unused()
     return report
 
 

@@ -46,8 +46,9 @@ class CudaGraphManager(Generic[Inputs]):
 
     Before a capture the forward runs ``num_warmups`` times, and the capture is watched operator by
     operator for what a graph cannot contain. ``kernel_class`` says which entries of one mode run
-    the same kernels: of those, only the first is warmed up. It also says that the forward is the
-    same for all sizes, but for its kernels: of a mode, only the first entry is watched.
+    the same kernels: of those, only the first is warmed up. It also says that what one size may
+    capture another may: of a mode, only the first uniform entry and the first other are watched. If
+    a later one fails, it is tried once more as if it were the first.
     """
 
     def __init__(
@@ -66,7 +67,8 @@ class CudaGraphManager(Generic[Inputs]):
         self.dispatcher = Dispatcher(plan)
         self._num_warmups = num_warmups
         self._kernel_class = kernel_class
-        self._seen: set[Hashable] = set()  # classes of kernels, and kinds of entries
+        # Classes of kernels, and kinds of entries, of which one was captured.
+        self._seen: set[Hashable] = set()
         self._eager_fallback = eager_fallback
         self._show_progress = show_progress
         self._name = name
@@ -116,8 +118,11 @@ class CudaGraphManager(Generic[Inputs]):
         forward: Callable[[Inputs], Output],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
     ) -> CaptureReport:
-        """Capture what is missing of the plan. ``prepare`` runs outside the graphs."""
-        return capture_entries(
+        """Capture what is missing of the plan. ``prepare`` runs outside the graphs.
+
+        For start-up: what warm-ups took is given back (``GraphPool.release_unused``).
+        """
+        report = capture_entries(
             self._missing(),
             lambda entry: self._capture(entry, forward, prepare),
             pool=self.pool,
@@ -126,6 +131,8 @@ class CudaGraphManager(Generic[Inputs]):
             show_progress=self._show_progress,
             name=self._name,
         )
+        self.pool.release_unused()
+        return report
 
     def _missing(self) -> list[PlanEntry]:
         return [entry for entry in self.plan.entries if self.dispatcher.is_open(entry)]
@@ -137,21 +144,18 @@ class CudaGraphManager(Generic[Inputs]):
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
     ) -> None:
         before = self.pool.serial
-        num_warmups, watched = self._num_warmups, True
+        num_warmups, kind, kernels = self._num_warmups, None, None
         if self._kernel_class is not None:
-            watched = self._is_new((entry.mode, entry.descriptor.uniform))
-            if not self._is_new((entry.mode, "kernels", self._kernel_class(entry))):
-                num_warmups = 0
-        if watched:
-            self._capture_entry(entry, forward, prepare(entry), num_warmups=num_warmups)
-        else:
+            kind = (entry.mode, entry.descriptor.uniform)
+            kernels = (entry.mode, "kernels", self._kernel_class(entry))
+            num_warmups = 0 if kernels in self._seen else num_warmups
+        if kind in self._seen:
             self._capture_like_others(entry, forward, prepare, num_warmups=num_warmups)
+        else:
+            self._capture_entry(entry, forward, prepare(entry), num_warmups=num_warmups)
+        if kind is not None:  # those that failed do not speak for others
+            self._seen |= {kind, kernels}
         self._captured.append(range(before + 1, self.pool.serial + 1))
-
-    def _is_new(self, kind: Hashable) -> bool:
-        is_new = kind not in self._seen
-        self._seen.add(kind)
-        return is_new
 
     def _capture_like_others(
         self,

@@ -122,8 +122,8 @@ class GraphPool:
     def capturing(self) -> Iterator[None]:
         """Start-up: captures are legal inside, garbage is collected once and then left alone.
 
-        Only young garbage, such as a failed attempt has left: what was there when the program began
-        is most of what there is, and going through it takes longer than many a capture.
+        Only young garbage: what was there when the program began is most of what there is, and
+        going through it takes longer than many a capture.
         """
         self._check_open()
         self._sessions += 1
@@ -271,7 +271,10 @@ class GraphPool:
             owner.discard(serials)
 
     def release_unused(self) -> None:
-        """Give back memory that no graph needs, as far as the device allows."""
+        """Give back memory that no graph needs, as far as the device allows.
+
+        On CUDA that is what torch has cached for the whole process, and it waits for the device.
+        """
         self.backend.release_unused()
 
     @property

@@ -83,7 +83,7 @@ class EngineConfig:
     With ``tensor_parallel`` x ``sequence_parallel`` more than one, the model runs on so many ranks.
     Batches of up to ``shift_parallel_threshold`` tokens are then not split by their tokens: they
     run with the weights split over all ranks. A rank that dies, or keeps the others waiting in a
-    step, is known to all after ``rank_timeout_s``.
+    step, is known to all within ``rank_timeout_s`` and a tenth of it.
     """
 
     model: str | None = None

@@ -43,12 +43,13 @@ class LLM:
     ``sequence_parallel`` splits the tokens of a batch, and batches of up to
     ``shift_parallel_threshold`` tokens use all ranks for the weights instead.
 
-    A rank that dies or hangs takes the others down within ``rank_timeout_s`` and a tenth of it,
-    with an error that names it. A rank hangs if in all that time it does not move on in a step
-    while others wait for it, even if it is only slow (from seven tenths of the time on it may be
-    taken for hung); all ranks slow together do not. Under ``torchrun`` that includes the way to a
-    call that rank 0 has begun. Rank 0 may take any time between calls, and loading and capturing
-    may take any time on any rank.
+    That a rank died or hangs is known to the others within ``rank_timeout_s`` and a tenth of it,
+    and takes them down with an error that names it; a process that cannot be set free from waiting
+    for that rank ends up to a quarter of the time later. A rank hangs if in all that time it does
+    not move on in a step while others wait for it, even if it is only slow (from seven tenths of
+    the time on it may be taken for hung); all ranks slow together do not. Under ``torchrun`` that
+    includes the way to a call that rank 0 has begun. Rank 0 may take any time between calls, and
+    loading and capturing may take any time on any rank.
     """
 
     def __init__(

@@ -292,7 +292,12 @@ class CudaBackend:
             self._replace_pool()
             gc.collect()
         # What warm-ups took on the capture stream, torch would keep for that stream alone.
-        torch.cuda.empty_cache()
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            # Refused while another thread captures or allocates to a pool. It is not urgent.
+            if "captures_underway" not in str(error):
+                raise
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)

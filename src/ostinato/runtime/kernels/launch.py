@@ -34,10 +34,18 @@ def launch(
     Tensors and then numbers are all the arguments that are no constants of the kernel. Triton looks
     at each of them, and at every option, to find the variant that was compiled for them, which
     takes longer than all else in a launch; a capture makes some ten thousand. Here a variant is
-    found by types and values as they are, and by whether 16 divides an address.
+    found by types and values as they are, and by whether 16 divides an address. Triton's settings
+    for debugging, and globals that a kernel reads, count when they are first seen.
+
+    It runs on the device of its first tensor, whichever is the current one.
     """
     first = tensors[0]
     assert first is not None, "a kernel's first argument is always there"
+    device = first.get_device()
+    if first.is_cuda and device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            launch(kernel, grid, tensors, numbers, **constants)
+        return
     knobs = _known_triton() if first.is_cuda else None
     if knobs is None or knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:
         kernel[grid](*tensors, *numbers, **constants)
@@ -47,14 +55,14 @@ def launch(
         None if each is None else (each.dtype, each.is_cuda, address % 16 == 0)
         for each, address in zip(tensors, addresses, strict=True)
     ]
-    device = first.get_device()
     # With the types of numbers, because 1 equals 1.0.
     key = (kernel.fn, device, *kinds, *numbers, *map(type, numbers), *constants.items())
     variant = _variants.get(key)
     if variant is None:
         compiled = kernel[grid](*tensors, *numbers, **constants)
-        names = kernel.arg_names[len(tensors) + len(numbers) :]
-        _remember(key, compiled, tuple(constants[name] for name in names))
+        if compiled is not None:  # as it is under Triton's interpreter
+            names = kernel.arg_names[len(tensors) + len(numbers) :]
+            _remember(key, compiled, tuple(constants[name] for name in names))
         return
     x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
