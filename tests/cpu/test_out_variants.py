@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato import GraphPool
+from ostinato.graphs.backends import recorder
+from ostinato.graphs.backends.bindings import out_calls
 from ostinato.graphs.backends.out_variants import out_variant_of
 
 aten = torch.ops.aten
@@ -127,3 +130,45 @@ def test_the_variant_computes_the_same(operator: Any, args: Any, kwargs: Any) ->
     named = dict(zip(variant.output_names, targets, strict=True))
     variant.operator(*args, **kept, **named)
     assert all(map(torch.equal, targets, expected))
+
+
+@pytest.mark.parametrize(
+    ("operator", "function"),
+    [
+        (aten.mm.out, torch.mm),
+        (aten.silu.out, torch._C._nn.silu),
+        (aten.linalg_vector_norm.out, torch.linalg.vector_norm),
+    ],
+)
+def test_torch_has_faster_ways_to_call_an_out_variant(operator: Any, function: Any) -> None:
+    calls = out_calls(operator)
+    assert len(calls) == 2
+    assert calls[0] is function
+    assert calls[-1] is operator
+
+
+def test_an_out_variant_without_a_function_is_called_itself() -> None:
+    # torch.embedding takes no ``out``, and says so when it is tried.
+    ids, table = torch.tensor([2, 0]), torch.randn(3, 4)
+    with GraphPool("cpu", lazy_capture=True) as pool:
+        captured = pool.capture(lambda: torch.nn.functional.embedding(ids, table) + 1)
+        ids.copy_(torch.tensor([1, 2]))
+        pool.replay(captured.tape)
+        assert torch.equal(captured.output, table[[1, 2]] + 1)
+        assert captured.tape.num_nodes == 2
+
+
+def test_a_function_that_does_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(x: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        return torch.sub(x, other, out=out)
+
+    def calls(operator: Any) -> tuple[Any, ...]:
+        return (wrong, operator) if operator is aten.mul.out else (operator,)
+
+    monkeypatch.setattr(recorder, "out_calls", calls)
+    x, y = torch.randn(5), torch.randn(5)
+    with GraphPool("cpu", lazy_capture=True) as pool:
+        captured = pool.capture(lambda: x * y)
+        x.copy_(torch.randn(5))
+        pool.replay(captured.tape)
+        assert torch.equal(captured.output, x * y)

@@ -17,6 +17,7 @@ import torch
 
 from ostinato.errors import CaptureError
 from ostinato.graphs.backends.arena import Arena
+from ostinato.graphs.backends.bindings import Call, in_place_call, out_calls
 from ostinato.graphs.backends.guard import CaptureGuard, source_of_caller
 from ostinato.graphs.backends.out_variants import OutVariant, out_variant_of
 from ostinato.graphs.backends.python_kernels import kernel_of
@@ -42,9 +43,10 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 class Verified(NamedTuple):
-    """An out-variant that gave the right bits once, and what its outputs looked like."""
+    """An out-variant, the call of it that gave the right bits, and what its outputs looked like."""
 
     variant: OutVariant
+    call: Call
     outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
     one_tensor: bool
 
@@ -95,10 +97,14 @@ class Recorder(CaptureGuard):
             targets = {i: self._fixed(tensor) for i, tensor in placed.items()}
             step = self._in_place_step(func, replay_args, replay_kwargs, outputs, targets)
             if step is None:
-                step = self._step(func, replay_args, replay_kwargs, outputs, targets)
-            elif call is not None and all(i in placed and t.numel() for i, t in enumerate(outputs)):
-                self._remember(call, func, [*placed.values()], isinstance(result, torch.Tensor))
-            self.steps.append(step)
+                self.steps.append(self._step(func, replay_args, replay_kwargs, outputs, targets))
+            else:
+                self.steps.append(step)
+                if call is not None and all(
+                    i in placed and t.numel() for i, t in enumerate(outputs)
+                ):
+                    one = isinstance(result, torch.Tensor)
+                    self._remember(call, func, step.func, [*placed.values()], one)
         static = iter([placed.get(i, tensor) for i, tensor in enumerate(outputs)])
         return map_tensors(lambda _: next(static), result)
 
@@ -106,6 +112,7 @@ class Recorder(CaptureGuard):
         """Record a call whose like was verified before: it runs once, into its place."""
         placed = [self._arena.strong(*looks) for looks in known.outputs]
         step = _out_call(
+            known.call,
             known.variant,
             map_tensors(self._fixed, args),
             map_tensors(self._fixed, kwargs),
@@ -116,12 +123,17 @@ class Recorder(CaptureGuard):
         return placed[0] if known.one_tensor else tuple(placed)
 
     def _remember(
-        self, call: Hashable, func: torch._ops.OpOverload, placed: list[torch.Tensor], one: bool
+        self,
+        key: Hashable,
+        func: torch._ops.OpOverload,
+        call: Call,
+        placed: list[torch.Tensor],
+        one: bool,
     ) -> None:
         variant = out_variant_of(func)
         assert variant is not None, "the call was just made through it"
         looks = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in placed]
-        self._verified[call] = Verified(variant, looks, one)
+        self._verified[key] = Verified(variant, call, looks, one)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Custom operators may draw without saying so.
@@ -184,7 +196,8 @@ class Recorder(CaptureGuard):
             return partial(aten.copy_.default, targets[0], args[0])
         if targets:
             return partial(_run_and_copy, partial(func, *args, **kwargs), targets)
-        return partial(kernel_of(func), *args, **kwargs)
+        kernel = kernel_of(func)
+        return partial(in_place_call(func) if kernel is func else kernel, *args, **kwargs)
 
     def _in_place_step(
         self,
@@ -193,7 +206,7 @@ class Recorder(CaptureGuard):
         kwargs: dict[str, Any],
         outputs: list[torch.Tensor],
         targets: dict[int, torch.Tensor],
-    ) -> Step | None:
+    ) -> partial[object] | None:
         """The out-variant's call, if there is one and it gives the very same bits here and now."""
         # A second draw would advance the generator, so random operators are run again and copied.
         if func in _COPIES or torch.Tag.nondeterministic_seeded in func.tags:
@@ -201,18 +214,11 @@ class Recorder(CaptureGuard):
         variant = out_variant_of(func)
         if variant is None or len(targets) != len(variant.output_names):
             return None
-        step = _out_call(variant, args, kwargs, targets.values())
-        for index, target in targets.items():
-            # Start from the opposite of the right answer, so that a byte left alone is seen.
-            torch.bitwise_not(_bits(outputs[index]), out=_bits(target))
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")  # some variants resize what they are given
-                step()
-        except (RuntimeError, Warning):
-            return None
-        exact = all(torch.equal(_bits(outputs[i]), _bits(target)) for i, target in targets.items())
-        return step if exact else None
+        for call in out_calls(variant.operator):
+            step = _out_call(call, variant, args, kwargs, targets.values())
+            if _is_exact(step, outputs, targets):
+                return step
+        return None
 
     def _fixed(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor as replay refers to it: without reserving arena memory."""
@@ -221,15 +227,30 @@ class Recorder(CaptureGuard):
         return self._arena.weak(tensor) if self._arena.owns(tensor) else tensor
 
 
+def _is_exact(step: Step, outputs: list[torch.Tensor], targets: dict[int, torch.Tensor]) -> bool:
+    """Whether ``step`` writes the bits of the ``outputs`` into their ``targets``. It is run."""
+    for index, target in targets.items():
+        # Start from the opposite of the right answer, so that a byte left alone is seen.
+        torch.bitwise_not(_bits(outputs[index]), out=_bits(target))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # some variants resize what they are given
+            step()
+    except (RuntimeError, TypeError, Warning):
+        return False
+    return all(torch.equal(_bits(outputs[i]), _bits(target)) for i, target in targets.items())
+
+
 def _out_call(
+    call: Call,
     variant: OutVariant,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     targets: Iterable[torch.Tensor],
-) -> Step:
+) -> partial[object]:
     kept = {name: value for name, value in kwargs.items() if name not in variant.dropped}
     named = dict(zip(variant.output_names, targets, strict=True))
-    return partial(variant.operator, *args, **kept, **named)
+    return partial(call, *args, **kept, **named)
 
 
 def _call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
