@@ -7,7 +7,7 @@ what lies in the others (padding, stale blocks) cannot matter.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -75,7 +75,7 @@ def paged_attention_cpu(
     layout = _layout(
         query_start_loc.numpy().tobytes(),
         seq_lens.numpy().tobytes(),
-        block_table[:, :needed].numpy().tobytes(),
+        block_table.numpy()[:, :needed].tobytes(),
         slot_mapping.numpy().tobytes(),
         block_table.shape[1] * block_size,
         block_size,
@@ -183,13 +183,34 @@ def _attend_one(
         (per_head, per_token, per_element),
         values.storage_offset() + origin * per_token,
     )
-    # The heads of a group see the same keys, so one key head serves them as so many queries.
-    query = _by_kv_head(query, queries.start, 1, num_kv_heads)[:, 0]
-    target = _by_kv_head(out, queries.start, 1, num_kv_heads)[:, 0]
+    query = _heads_of_one(query, queries.start, num_kv_heads)
+    target = _heads_of_one(out, queries.start, num_kv_heads)
     # baddbmm is bmm with a factor; with beta=0 it does not read its summand.
-    scores = torch.baddbmm(query[:, :1, :1], query, transposed_keys, beta=0, alpha=rules.scale)
+    scores = torch.baddbmm(_nothing(query.dtype), query, transposed_keys, beta=0, alpha=rules.scale)
     weights = scores.softmax(-1, dtype=torch.float32)
-    torch.bmm(weights.to(its_values.dtype), its_values, out=target)
+    if its_values.dtype is not torch.float32:
+        weights = weights.to(its_values.dtype)
+    torch.bmm(weights, its_values, out=target)
+
+
+def _heads_of_one(tokens: torch.Tensor, start: int, num_kv_heads: int) -> torch.Tensor:
+    """One row of [T, num_heads, dim], as a view [num_kv_heads, group, dim].
+
+    The heads of a group see the same keys, so one key head serves them as so many queries.
+    """
+    _, num_heads, dim = tokens.shape
+    per_token, per_head, per_element = tokens.stride()
+    group = num_heads // num_kv_heads
+    return tokens.as_strided(
+        (num_kv_heads, group, dim),
+        (group * per_head, per_head, per_element),
+        tokens.storage_offset() + start * per_token,
+    )
+
+
+@cache
+def _nothing(dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(1, 1, 1, dtype=dtype)
 
 
 def _attend(
