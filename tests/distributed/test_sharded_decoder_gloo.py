@@ -31,11 +31,14 @@ def run_rank(sp: int, tp: int, path: str) -> RankResult:
     return run_request(rank, layout, lambda ranks: made[tuple(ranks)], path, TOKENS, STEPS)
 
 
+@pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize(("sp", "tp"), [(2, 1), (1, 2), (2, 2), (4, 1)])
-def test_logits_equal_transformers(gloo_pool: GlooPool, tmp_path: Path, sp: int, tp: int) -> None:
+def test_logits_equal_transformers(
+    gloo_pool: GlooPool, tmp_path: Path, sp: int, tp: int, num_kv_heads: int
+) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
-        config_of("qwen3", 2), attn_implementation="eager"
+        config_of("qwen3", num_kv_heads), attn_implementation="eager"
     ).eval()
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)

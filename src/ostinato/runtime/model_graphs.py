@@ -7,6 +7,7 @@ can run on them, one batch each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -170,21 +171,15 @@ class ModelGraphs:
         return report
 
     def _forward_captured(self, inputs: CaptureInputs) -> torch.Tensor:
-        context = get_forward_context()
-        is_warm_up = context.runtime_mode is CUDAGraphMode.NONE
-        # A compiled model has all of its layers, or might be traced with few of them.
-        if is_warm_up and not isinstance(self.piecewise, PiecewiseModel):
-            with with_few_layers(self._model):
-                return self._forward_recorded(inputs, context.descriptor)
-        return self._forward_recorded(inputs, context.descriptor)
-
-    def _forward_recorded(
-        self, inputs: CaptureInputs, descriptor: BatchDescriptor | None
-    ) -> torch.Tensor:
         assert inputs.input_ids is not None
-        if descriptor is None or not descriptor.uniform:
-            return self.piecewise(inputs.input_ids, inputs.positions)
-        output = self._decode(inputs.num_reqs)
+        context = get_forward_context()
+        descriptor, is_warm_up = context.descriptor, context.runtime_mode is CUDAGraphMode.NONE
+        # A compiled model has all of its layers, or might be traced with few of them.
+        brief = is_warm_up and not isinstance(self.piecewise, PiecewiseModel)
+        with with_few_layers(self._model) if brief else nullcontext():
+            if descriptor is None or not descriptor.uniform:
+                return self.piecewise(inputs.input_ids, inputs.positions)
+            output = self._decode(inputs.num_reqs)
         self._decode_outputs[descriptor] = output
         return output.token_ids
 

@@ -18,13 +18,6 @@ Call = Callable[..., object]
 # Where torch has them. Not all are typed.
 _MODULES = [getattr(torch._C, name) for name in ("_VariableFunctions", "_nn", "_linalg")]
 
-# In-place operators that models use between products. Only these: others are not tried out first,
-# as out-variants are.
-_IN_PLACE: dict[torch._ops.OpOverload, Call] = {
-    torch.ops.aten.copy_.default: torch.Tensor.copy_,
-    torch.ops.aten.rsqrt_.default: torch.Tensor.rsqrt_,
-}
-
 
 @cache
 def out_calls(operator: torch._ops.OpOverload) -> tuple[Call, ...]:
@@ -35,8 +28,3 @@ def out_calls(operator: torch._ops.OpOverload) -> tuple[Call, ...]:
     name = operator.overloadpacket.__name__
     functions = (getattr(module, name, None) for module in _MODULES)
     return (*(function for function in functions if function is not None), operator)
-
-
-def in_place_call(operator: torch._ops.OpOverload) -> Call:
-    """What to call for an in-place operator with its arguments."""
-    return _IN_PLACE.get(operator, operator)

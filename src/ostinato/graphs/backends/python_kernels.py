@@ -11,16 +11,19 @@ from collections.abc import Callable
 
 import torch
 
-PythonKernel = Callable[..., None]
+PythonKernel = Callable[..., object]
 
-_KERNELS: dict[torch._ops.OpOverload, PythonKernel] = {}
+_KERNELS: dict[torch._ops.OpOverload, PythonKernel] = {
+    # Not a kernel, but the shortest way to one; norms make this call (see ``bindings``).
+    torch.ops.aten.rsqrt_.default: torch.Tensor.rsqrt_,
+}
 
 
 def replay_by_calling(operator: torch._ops.OpOverload, kernel: PythonKernel) -> None:
     """Have replays on the CPU call ``kernel`` for ``operator``.
 
-    ``kernel`` must be what the operator runs on the CPU and take its arguments by position. It
-    returns nothing: its results go into tensors that it is given.
+    ``kernel`` must be what the operator runs on the CPU and take its arguments by position. Its
+    results go into tensors that it is given; what it returns is dropped.
     """
     _KERNELS[operator] = kernel
 

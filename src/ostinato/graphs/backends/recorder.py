@@ -17,7 +17,7 @@ import torch
 
 from ostinato.errors import CaptureError
 from ostinato.graphs.backends.arena import Arena
-from ostinato.graphs.backends.bindings import Call, in_place_call, out_calls
+from ostinato.graphs.backends.bindings import Call, out_calls
 from ostinato.graphs.backends.guard import CaptureGuard, source_of_caller
 from ostinato.graphs.backends.out_variants import OutVariant, out_variant_of
 from ostinato.graphs.backends.python_kernels import kernel_of
@@ -196,8 +196,7 @@ class Recorder(CaptureGuard):
             return partial(aten.copy_.default, targets[0], args[0])
         if targets:
             return partial(_run_and_copy, partial(func, *args, **kwargs), targets)
-        kernel = kernel_of(func)
-        return partial(in_place_call(func) if kernel is func else kernel, *args, **kwargs)
+        return partial(kernel_of(func), *args, **kwargs)
 
     def _in_place_step(
         self,

@@ -64,7 +64,7 @@ def launch(
             names = kernel.arg_names[len(tensors) + len(numbers) :]
             _remember(key, compiled, tuple(constants[name] for name in names))
         return
-    x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
+    x, y, z = (*grid, 1, 1)[:3]
     stream = torch._C._cuda_getCurrentRawStream(device)
     run, function, metadata, rest = variant
     run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *rest)
