@@ -19,7 +19,7 @@ from ostinato.graphs.sizes import check_positive_int, default_sizes, validate_si
 from ostinato.runtime.parallel.layout import ParallelLayout
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-ATTENTION_BACKENDS = ("auto", "torch", "triton")
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "numba")
 # On the CPU there is no telling how much memory may be used; on CUDA, what is left is used.
 CPU_KV_CACHE_BYTES = 512 * 2**20
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}

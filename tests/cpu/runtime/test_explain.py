@@ -18,7 +18,11 @@ def explain(
 ) -> dict[str, Any]:
     options = {"capture_sizes": [1, 2, 4, 8, 16], **graphs}
     config = EngineConfig(
-        device="cpu", graphs=GraphConfig(**options), max_num_seqs=8, max_num_batched_tokens=64
+        device="cpu",
+        attention="torch",
+        graphs=GraphConfig(**options),
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
     )
     return explain_batch(
         config, num_tokens=num_tokens, num_reqs=num_reqs, max_query_len=max_query_len

@@ -2,7 +2,8 @@
 
 Whatever a request must not see is NaN: unused cache slots, blocks that slid out of the window,
 padding tokens, the output buffer. Unused entries of block tables point nowhere. Both bodies of the
-operator are tested on the CPU; what takes the ``device`` fixture runs the real one on CUDA too.
+operator are tested on the CPU, and with them the backend that Numba compiles; what takes the
+``device`` fixture runs the real one on CUDA too.
 """
 
 from __future__ import annotations
@@ -20,21 +21,56 @@ from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
 from ostinato.graphs.modes import AttentionCGSupport
-from ostinato.runtime.attention import paged_cpu, paged_cuda
+from ostinato.runtime.attention import numba_paged, paged_cpu, paged_cuda
 from ostinato.runtime.attention.base import (
     AttentionBackend,
     AttentionMetadata,
     AttentionSpec,
     attend,
 )
+from ostinato.runtime.attention.numba_paged import NumbaPagedAttention
 from ostinato.runtime.attention.torch_paged import TorchPagedAttention
+from ostinato.runtime.cpu_kernels import has_numba
 
 NOWHERE = 1 << 30
 CPU = torch.device("cpu")
 
 operator = torch.ops.ostinato.paged_attention.default
-BODIES: list[Callable[..., None]] = [operator, paged_cuda.paged_attention_cuda]
-any_body = pytest.mark.parametrize("body", BODIES, ids=["operator", "fixed_shape"])
+
+
+def compiled(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> None:
+    """The Numba backend by the operator's arguments."""
+    key_cache, value_cache, out, starts, seq_lens, table, slots, sinks, *rules, limit = others
+    spec = AttentionSpec(
+        layer=0,
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim=query.shape[2],
+        value_dim=value.shape[2],
+        scale=rules[0],
+        window=rules[1],
+        soft_cap=rules[2],
+    )
+    backend = NumbaPagedAttention()
+    metadata = AttentionMetadata(
+        query_start_loc=starts,
+        seq_lens=seq_lens,
+        block_table=table,
+        slot_mapping=slots,
+        max_query_len=1,
+        max_seq_len=limit,
+        kv_caches=[(key_cache, value_cache)],
+        backend=backend,
+    )
+    backend.forward(spec, query, key, value, metadata, out, sinks)
+
+
+needs_numba = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+OPERATOR = pytest.param(operator, id="operator")
+COMPILED = pytest.param(compiled, id="compiled", marks=needs_numba)
+FIXED_SHAPE = pytest.param(paged_cuda.paged_attention_cuda, id="fixed_shape")
+any_body = pytest.mark.parametrize("body", [OPERATOR, COMPILED, FIXED_SHAPE])
+on_the_cpu = pytest.mark.parametrize("body", [OPERATOR, COMPILED])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,6 +284,7 @@ def check(batch: Batch, body: Callable[..., None]) -> Tensor:
 def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that small batches exceed."""
     monkeypatch.setattr(paged_cpu, "_QUERY_ROWS", 4)
+    monkeypatch.setattr(numba_paged, "MOST_KEYS", 11)
     monkeypatch.setattr(paged_cuda, "_STEP_KEYS", 8)
     monkeypatch.setattr(paged_cuda, "_TILE_SIZE", 4)
 
@@ -346,11 +383,14 @@ def test_large_scores_do_not_overflow(body: Callable[..., None], sinks: bool) ->
 # --- independence ---------------------------------------------------------------------------------
 
 
+@on_the_cpu
 @given(layout=layouts)
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_on_the_cpu_a_request_gives_the_same_bits_alone(short_steps: None, layout: Layout) -> None:
+def test_on_the_cpu_a_request_gives_the_same_bits_alone(
+    short_steps: None, body: Callable[..., None], layout: Layout
+) -> None:
     batch = build(layout)
-    together = batch.run(operator)
+    together = batch.run(body)
     token = 0
     for request, (query_len, _) in enumerate(layout.requests):
         rows = slice(token, token + query_len)
@@ -364,7 +404,7 @@ def test_on_the_cpu_a_request_gives_the_same_bits_alone(short_steps: None, layou
             seq_lens=batch.seq_lens[request : request + 1],
             block_table=batch.block_table[request : request + 1],
         )
-        assert_same_bits(alone.run(operator), together[rows])
+        assert_same_bits(alone.run(body), together[rows])
         token += query_len
 
 

@@ -8,26 +8,43 @@ through the caches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
-PythonKernel = Callable[..., object]
+# Makes the call that repeats an operator with these arguments.
+_Prepare = Callable[..., Callable[[], object]]
 
-_KERNELS: dict[torch._ops.OpOverload, PythonKernel] = {
+_PREPARED: dict[torch._ops.OpOverload, _Prepare] = {
     # Not a kernel, but the shortest way to one; norms make this call (see ``bindings``).
-    torch.ops.aten.rsqrt_.default: torch.Tensor.rsqrt_,
+    torch.ops.aten.rsqrt_.default: partial(partial, torch.Tensor.rsqrt_),
 }
 
 
-def replay_by_calling(operator: torch._ops.OpOverload, kernel: PythonKernel) -> None:
+def replay_by_calling(operator: torch._ops.OpOverload, kernel: Callable[..., object]) -> None:
     """Have replays on the CPU call ``kernel`` for ``operator``.
 
     ``kernel`` must be what the operator runs on the CPU and take its arguments by position. Its
     results go into tensors that it is given; what it returns is dropped.
     """
-    _KERNELS[operator] = kernel
+    _PREPARED[operator] = partial(partial, kernel)
 
 
-def kernel_of(operator: torch._ops.OpOverload) -> Callable[..., object]:
+def replay_by_preparing(operator: torch._ops.OpOverload, prepare: _Prepare) -> None:
+    """The same for a kernel that wants to look at its arguments once, and not at every replay.
+
+    ``prepare`` takes the operator's arguments and returns the call to repeat. The tensors stay
+    where they are, as they are shaped; what is in them may only be read by the call.
+    """
+    _PREPARED[operator] = prepare
+
+
+def replay_step(
+    operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[[], object]:
     """What a replay calls for ``operator``: its Python kernel, or the operator itself."""
-    return _KERNELS.get(operator, operator)
+    prepare = _PREPARED.get(operator)
+    if prepare is None:
+        return partial(operator, *args, **kwargs)
+    return prepare(*args, **kwargs)

@@ -20,7 +20,7 @@ from ostinato.graphs.backends.arena import Arena
 from ostinato.graphs.backends.bindings import Call, out_calls
 from ostinato.graphs.backends.guard import CaptureGuard, source_of_caller
 from ostinato.graphs.backends.out_variants import OutVariant, out_variant_of
-from ostinato.graphs.backends.python_kernels import kernel_of
+from ostinato.graphs.backends.python_kernels import replay_step
 from ostinato.graphs.tree import map_tensors, tensors_in
 
 aten = torch.ops.aten
@@ -196,7 +196,7 @@ class Recorder(CaptureGuard):
             return partial(aten.copy_.default, targets[0], args[0])
         if targets:
             return partial(_run_and_copy, partial(func, *args, **kwargs), targets)
-        return partial(kernel_of(func), *args, **kwargs)
+        return replay_step(func, args, kwargs)
 
     def _in_place_step(
         self,

@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-import importlib.util
+from importlib.util import find_spec
 
 import torch
 
 from ostinato.errors import ConfigError
 from ostinato.runtime.attention.base import AttentionBackend
+from ostinato.runtime.cpu_kernels import has_numba
 
 
 def create_attention(name: str, device: torch.device) -> AttentionBackend:
     """The backend of that name; "auto" is the fastest that runs on the device."""
-    has_triton = importlib.util.find_spec("triton") is not None
+    on_cuda, on_cpu = device.type == "cuda", device.type == "cpu"
+    runs = {
+        "torch": True,
+        "triton": on_cuda and find_spec("triton") is not None,
+        "numba": on_cpu and has_numba(),
+    }
     if name == "auto":
-        name = "triton" if device.type == "cuda" and has_triton else "torch"
-    if name == "torch":
-        from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-
-        return TorchPagedAttention()
-    if device.type != "cuda" or not has_triton:
+        name = next(each for each in ("triton", "numba", "torch") if runs[each])
+    if not runs[name]:
+        needed = "a CUDA device" if name == "triton" else "the CPU"
         raise ConfigError(
-            f"attention 'triton' needs a CUDA device and the triton package; the device is "
-            f"{device}{'' if has_triton else ', and triton is not installed'}; use 'torch'"
+            f"attention {name!r} needs {needed} and the package {name}; the device is {device}, "
+            f"and {name} is {'' if find_spec(name) else 'not '}installed; use 'torch' or 'auto'"
         )
-    from ostinato.runtime.attention.triton_paged import TritonPagedAttention
+    if name == "triton":
+        from ostinato.runtime.attention.triton_paged import TritonPagedAttention
 
-    return TritonPagedAttention()
+        return TritonPagedAttention()
+    if name == "numba":
+        from ostinato.runtime.attention.numba_paged import NumbaPagedAttention
+
+        return NumbaPagedAttention()
+    from ostinato.runtime.attention.torch_paged import TorchPagedAttention
+
+    return TorchPagedAttention()

@@ -7,6 +7,7 @@ what lies in the others (padding, stale blocks) cannot matter.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache, lru_cache
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ import torch.nn.functional as F
 _QUERY_ROWS = 256
 
 
-class _Rules(NamedTuple):
+class Rules(NamedTuple):
     """What is fixed about the computation, for all requests of a call."""
 
     scale: float
@@ -27,7 +28,7 @@ class _Rules(NamedTuple):
     sinks: torch.Tensor | None
 
 
-class _Queries(NamedTuple):
+class Queries(NamedTuple):
     """The queries of one request: ``query_len`` rows of the batch from ``start`` on.
 
     The last of them stands at the last of the request's ``seq_len`` keys. Position 0 of the request
@@ -41,11 +42,15 @@ class _Queries(NamedTuple):
     origin: int
     blocks: torch.Tensor | None
 
+    def num_visible(self, window: int | None) -> int:
+        """Keys that the last query sees."""
+        return self.seq_len - _first_visible(self.seq_len - 1, window)
 
-class _Layout(NamedTuple):
+
+class Layout(NamedTuple):
     """What a batch's integers say. ``written``: the tokens to store, None for all of them."""
 
-    queries: tuple[_Queries, ...]
+    queries: tuple[Queries, ...]
     written: torch.Tensor | None
     has_padding: bool
 
@@ -68,11 +73,53 @@ def paged_attention_cpu(
     max_seq_len: int,
 ) -> None:
     """Store ``key`` and ``value``, attend over the cache, and write all of ``out``."""
-    block_size = key_cache.shape[1]
+    layout = read_layout(
+        query_start_loc, seq_lens, block_table, slot_mapping, key_cache.shape[1], window
+    )
+    if layout.written is not None:
+        key, value = key[layout.written], value[layout.written]
+        slot_mapping = slot_mapping[layout.written]
+    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
+    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    if layout.has_padding:
+        out.zero_()  # rows that belong to no request
+    rules = Rules(scale, window, soft_cap, sinks)
+    attend_requests(layout.queries, query, key_cache, value_cache, out, rules)
+
+
+def attend_requests(
+    requests: Iterable[Queries],
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    rules: Rules,
+) -> None:
+    """Write the rows of ``requests`` in ``out``; what they see is in the cache."""
     keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+    for queries in requests:
+        its_keys, its_values = keys, values
+        if queries.blocks is not None:
+            its_keys = key_cache.index_select(0, queries.blocks).flatten(0, 1)
+            its_values = value_cache.index_select(0, queries.blocks).flatten(0, 1)
+        if queries.query_len == 1 and rules.soft_cap is None and rules.sinks is None:
+            _attend_one(queries, query, its_keys, its_values, out, rules)
+        else:
+            _attend(queries, query, its_keys, its_values, out, rules)
+
+
+def read_layout(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    block_size: int,
+    window: int | None,
+) -> Layout:
+    """What a batch's integers say now."""
     needed = -(-max(seq_lens.tolist(), default=0) // block_size)
     # All layers of a step see the same integers: they are made sense of once, and compared after.
-    layout = _layout(
+    return _layout(
         query_start_loc.numpy().tobytes(),
         seq_lens.numpy().tobytes(),
         block_table.numpy()[:, :needed].tobytes(),
@@ -81,23 +128,6 @@ def paged_attention_cpu(
         block_size,
         window,
     )
-    if layout.written is not None:
-        key, value = key[layout.written], value[layout.written]
-        slot_mapping = slot_mapping[layout.written]
-    keys.index_copy_(0, slot_mapping, key)
-    values.index_copy_(0, slot_mapping, value)
-    if layout.has_padding:
-        out.zero_()  # rows that belong to no request
-    rules = _Rules(scale, window, soft_cap, sinks)
-    for queries in layout.queries:
-        its_keys, its_values = keys, values
-        if queries.blocks is not None:
-            its_keys = key_cache.index_select(0, queries.blocks).flatten(0, 1)
-            its_values = value_cache.index_select(0, queries.blocks).flatten(0, 1)
-        if queries.query_len == 1 and soft_cap is None and sinks is None:
-            _attend_one(queries, query, its_keys, its_values, out, rules)
-        else:
-            _attend(queries, query, its_keys, its_values, out, rules)
 
 
 @lru_cache(maxsize=4)  # one per window in use
@@ -109,7 +139,7 @@ def _layout(
     capacity: int,
     block_size: int,
     window: int | None,
-) -> _Layout:
+) -> Layout:
     """The requests that have something to compute.
 
     A batch made up for a capture may claim more keys than a block table can hold: it gets those
@@ -129,9 +159,9 @@ def _layout(
             consecutive = bool((np.diff(blocks) == 1).all())
             origin = ((int(blocks[0]) if consecutive else 0) - first) * block_size
             index = None if consecutive else torch.from_numpy(blocks.copy())
-            queries.append(_Queries(end - query_len, query_len, seq_len, origin, index))
+            queries.append(Queries(end - query_len, query_len, seq_len, origin, index))
     is_written = slots >= 0
-    return _Layout(
+    return Layout(
         queries=tuple(queries),
         written=None if is_written.all() else torch.from_numpy(is_written.nonzero()[0]),
         has_padding=sum(each.query_len for each in queries) < len(slots),
@@ -155,12 +185,12 @@ def _first_visible(position: int, window: int | None) -> int:
 
 
 def _attend_one(
-    queries: _Queries,
+    queries: Queries,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
-    rules: _Rules,
+    rules: Rules,
 ) -> None:
     """One query: two products and a softmax take less time than torch's fused attention.
 
@@ -214,12 +244,12 @@ def _nothing(dtype: torch.dtype) -> torch.Tensor:
 
 
 def _attend(
-    queries: _Queries,
+    queries: Queries,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
-    rules: _Rules,
+    rules: Rules,
 ) -> None:
     """The attention of one request, some rows at a time."""
     num_kv_heads = keys.shape[1]
@@ -272,7 +302,7 @@ def _visible(num_queries: int, num_keys: int, position: int, window: int | None)
 
 
 def _attend_by_hand(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rules: _Rules
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rules: Rules
 ) -> torch.Tensor:
     """What torch's fused attention has no room for: soft caps and sinks."""
     scores = q.flatten(1, 2).float() @ k[:, 0].float().transpose(1, 2)

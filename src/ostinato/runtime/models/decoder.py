@@ -21,6 +21,7 @@ from torch import nn
 from ostinato.errors import ConfigError
 from ostinato.runtime.attention.base import AttentionSpec, attend, attend_qkv
 from ostinato.runtime.attention.rotation import Rotation
+from ostinato.runtime.cpu_kernels import runs_compiled
 from ostinato.runtime.models.decoder_config import DecoderConfig
 from ostinato.runtime.models.exchange import ALONE, Exchange
 from ostinato.runtime.models.norm import RMSNorm
@@ -233,7 +234,7 @@ class Decoder(nn.Module):
         They are not normed: the last norm is part of the head, which few tokens go through.
         """
         hidden = F.embedding(input_ids, self.embed_tokens.weight)
-        if hidden.is_cuda and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and (hidden.is_cuda or runs_compiled(hidden)):
             return self._forward_fused(hidden, positions)
         return self._forward_plain(hidden, positions)
 

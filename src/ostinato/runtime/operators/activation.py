@@ -1,7 +1,7 @@
 """The gated activation of a feed-forward layer: SiLU of the first half times the second half.
 
-In float32 from end to end, and rounded once. On CUDA one Triton kernel; on the CPU plain torch
-operators, which graphs there know how to replay in place.
+In float32 from end to end, and rounded once. On CUDA one Triton kernel; on the CPU one that Numba
+compiles, or plain torch operators, which graphs there know how to replay in place.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ostinato.runtime.cpu_kernels import prepare_kernel, runs_compiled
 from ostinato.runtime.kernels.launch import launch, overlap
+from ostinato.runtime.operators.define import define_for_cpu
 
 _BLOCK = 1024
 
@@ -18,6 +20,10 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``gate_up`` [..., 2 I], what a fused projection makes -> a new, dense tensor [..., I]."""
     if gate_up.is_cuda:
         return triton_silu_and_mul(gate_up)
+    if gate_up.dim() == 2 and runs_compiled(gate_up):
+        out = _half_as_wide(gate_up)
+        _compiled_silu_and_mul(gate_up, out)
+        return out
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -47,3 +53,9 @@ def triton_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def _half_as_wide(gate_up: torch.Tensor) -> torch.Tensor:
     shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     return torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
+
+
+_compiled_silu_and_mul = define_for_cpu(
+    "compiled_silu_and_mul(Tensor gate_up, Tensor(a!) out) -> ()",
+    prepare=prepare_kernel("silu_and_mul"),
+)

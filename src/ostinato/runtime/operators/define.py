@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.library import Library, register_fake
 
-from ostinato.graphs.backends.python_kernels import replay_by_calling
+from ostinato.graphs.backends.python_kernels import replay_by_calling, replay_by_preparing
 
 # An operator is there for as long as the library object is.
 _LIBRARY = Library("ostinato", "FRAGMENT")
@@ -23,14 +23,33 @@ def define(
     schema: str, *, cpu: Callable[..., None], cuda: Callable[..., None]
 ) -> torch._ops.OpOverload:
     """The operator ``ostinato::name`` of ``schema`` (``name(Tensor a, Tensor(x!) out) -> ()``)."""
+    operator = _define(schema, CPU=cpu, CUDA=cuda)
+    replay_by_calling(operator, cpu)
+    return operator
+
+
+def define_for_cpu(
+    schema: str, *, prepare: Callable[..., Callable[[], object]]
+) -> torch._ops.OpOverload:
+    """The same for an operator that runs on the CPU alone, by what ``prepare`` makes of its
+    arguments: a call that reads and writes them, which replays repeat."""
+
+    def run(*args: Any) -> None:
+        prepare(*args)()
+
+    operator = _define(schema, CPU=run)
+    replay_by_preparing(operator, prepare)
+    return operator
+
+
+def _define(schema: str, **kernels: Callable[..., None]) -> torch._ops.OpOverload:
     name = schema[: schema.index("(")].strip()
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, cpu, "CPU")
-    _LIBRARY.impl(name, cuda, "CUDA")
+    for device, kernel in kernels.items():
+        _LIBRARY.impl(name, kernel, device)
     register_fake(f"ostinato::{name}", _nothing_to_infer, lib=_LIBRARY)
-    operator: Any = getattr(torch.ops.ostinato, name).default
-    replay_by_calling(operator, cpu)
-    return operator  # type: ignore[no-any-return]
+    operator: torch._ops.OpOverload = getattr(torch.ops.ostinato, name).default
+    return operator
 
 
 def _nothing_to_infer(*_: object) -> None:

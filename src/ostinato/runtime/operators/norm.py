@@ -1,15 +1,17 @@
 """RMSNorm, alone or after the addition of a residual: x / sqrt(mean(x^2) + eps) * weight.
 
 The mean is taken in float32. What is normed is rounded to the type of ``x`` before it is multiplied
-by the weight, as transformers does it. On CUDA one Triton kernel; on the CPU plain torch operators,
-which graphs there know how to replay in place.
+by the weight, as transformers does it. On CUDA one Triton kernel; on the CPU one that Numba
+compiles, or plain torch operators, which graphs there know how to replay in place.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ostinato.runtime.cpu_kernels import prepare_kernel, runs_compiled
 from ostinato.runtime.kernels.launch import launch, next_power_of_2, overlap
+from ostinato.runtime.operators.define import define_for_cpu
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -19,6 +21,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     if x.is_cuda:
         return triton_rms_norm(x, weight, eps)
+    if x.dim() == 2 and runs_compiled(x, weight):
+        out = torch.empty_like(x)
+        _compiled_rms_norm(x, weight, out, eps)
+        return out
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale: torch.Tensor = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return (x * scale).to(x.dtype) * weight
@@ -34,6 +40,10 @@ def add_rms_norm(
     """
     if x.is_cuda:
         return triton_add_rms_norm(x, residual, weight, eps)
+    if x.dim() == residual.dim() == 2 and runs_compiled(x, residual, weight):
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        _compiled_add_rms_norm(x, residual, weight, out, total, eps)
+        return out, total
     if x.dim() > residual.dim():
         total = (x.float().sum(0) + residual.float()).to(x.dtype)
     else:
@@ -103,3 +113,15 @@ def _rows_in_one_piece(x: torch.Tensor, inner: int) -> tuple[torch.Tensor, tuple
         return x, (x.stride(0), x.stride(1))
     # Rows of a matrix count as outer ones: their number is no constant of the kernel.
     return x, (x.stride(0) if x.dim() == 2 else 0, 0)
+
+
+_compiled_rms_norm = define_for_cpu(
+    "compiled_rms_norm(Tensor x, Tensor weight, Tensor(a!) out, float eps) -> ()",
+    prepare=prepare_kernel("rms_norm"),
+)
+_compiled_add_rms_norm = define_for_cpu(
+    """compiled_add_rms_norm(
+    Tensor x, Tensor residual, Tensor weight, Tensor(a!) out, Tensor(b!) total, float eps
+) -> ()""",
+    prepare=prepare_kernel("add_rms_norm"),
+)

@@ -1,0 +1,203 @@
+"""Attention on the CPU by kernels that Numba compiles: rotation, store and attention in one call.
+
+Requests with one query and not too many keys are its own; for the others it does what the torch
+backend does, request by request. Which of the two a request gets follows from its own lengths, so
+its result is the same to the bit whoever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ostinato.graphs.modes import AttentionCGSupport
+from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.runtime.attention.paged_cpu import Rules, attend_requests, read_layout
+from ostinato.runtime.attention.rotation import Rotation
+from ostinato.runtime.attention.torch_paged import TorchPagedAttention
+from ostinato.runtime.cpu_kernels import runs_compiled
+from ostinato.runtime.operators.define import define_for_cpu
+
+# A kernel is one thread. From about here on two threads of torch's are faster.
+MOST_KEYS = 512
+
+_BATCH = """Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
+    Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping,
+    Tensor? sinks, float scale, int? window, float? soft_cap"""
+
+
+class NumbaPagedAttention:
+    """The ``AttentionBackend`` for float32 on a CPU; what is neither goes to the torch backend."""
+
+    name = "numba"
+    support = AttentionCGSupport.ALWAYS
+
+    def __init__(self) -> None:
+        self._torch = TorchPagedAttention()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if not runs_compiled(out, *metadata.kv_caches[spec.layer]):
+            self._torch.forward(spec, query, key, value, metadata, out, sinks)
+            return
+        heads = query.contiguous(), key.contiguous(), value.contiguous()
+        _attention(*heads, *_batch(spec, metadata, out, sinks))
+
+    @torch.no_grad()
+    def forward_qkv(
+        self,
+        spec: AttentionSpec,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if not runs_compiled(out, *metadata.kv_caches[spec.layer]):
+            heads = rotation.apply(
+                qkv, positions, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
+            )
+            self._torch.forward(spec, *heads, metadata, out, sinks)
+            return
+        _rotary_attention(
+            qkv.contiguous(),
+            positions,
+            rotation.table,
+            rotation.qk_norm,
+            rotation.eps,
+            *_batch(spec, metadata, out, sinks),
+        )
+
+
+def _batch(
+    spec: AttentionSpec, metadata: AttentionMetadata, out: torch.Tensor, sinks: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """What both operators take, as ``_BATCH`` has it."""
+    return (
+        *metadata.kv_caches[spec.layer],
+        out,
+        metadata.query_start_loc.contiguous(),
+        metadata.seq_lens.contiguous(),
+        metadata.block_table.contiguous(),
+        metadata.slot_mapping.contiguous(),
+        sinks,
+        spec.scale,
+        spec.window,
+        spec.soft_cap,
+    )
+
+
+def _prepare_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *batch: Any
+) -> Callable[[], None]:
+    from ostinato.runtime.cpu_kernels.kernels import attention
+
+    arrays = *_arrays(query, key, value), *_batch_arrays(*batch)
+
+    def run() -> None:
+        if attention(*arrays):
+            _attend_others(query, *batch)
+
+    return run
+
+
+def _prepare_rotary_attention(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    eps: float,
+    *batch: Any,
+) -> Callable[[], None]:
+    from ostinato.runtime.cpu_kernels.kernels import rotary_attention
+
+    if qk_norm is None:
+        qk_norm = qkv.new_empty((qkv.shape[1] // table.shape[1], 0))
+    arrays = *_arrays(qkv, positions, table, qk_norm), eps, *_batch_arrays(*batch)
+    out: torch.Tensor = batch[2]
+
+    def run() -> None:
+        if rotary_attention(*arrays):
+            _attend_others(out.clone(), *batch)
+
+    return run
+
+
+def _arrays(*tensors: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.numpy() for tensor in tensors)
+
+
+def _batch_arrays(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> tuple[Any, ...]:
+    """``_BATCH`` as the kernels take it."""
+    tensors = key_cache, value_cache, out, query_start_loc, seq_lens, block_table, slot_mapping
+    no_sinks = np.empty(0, np.float32)
+    return (
+        *_arrays(*tensors),
+        no_sinks if sinks is None else sinks.float().numpy(),
+        (scale, float(window or 0), soft_cap or 0.0),
+        MOST_KEYS,
+    )
+
+
+def _attend_others(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """The requests that the kernels leave out."""
+    layout = read_layout(
+        query_start_loc, seq_lens, block_table, slot_mapping, key_cache.shape[1], window
+    )
+    rules = Rules(scale, window, soft_cap, sinks)
+    others = [
+        queries
+        for queries in layout.queries
+        if queries.query_len > 1 or queries.num_visible(window) > MOST_KEYS
+    ]
+    attend_requests(others, query, key_cache, value_cache, out, rules)
+
+
+_attention = define_for_cpu(
+    f"compiled_attention(Tensor query, Tensor key, Tensor value, {_BATCH}) -> ()",
+    prepare=_prepare_attention,
+)
+_rotary_attention = define_for_cpu(
+    f"""compiled_rotary_attention(
+    Tensor qkv, Tensor positions, Tensor table, Tensor? qk_norm, float eps, {_BATCH}
+) -> ()""",
+    prepare=_prepare_rotary_attention,
+)

@@ -1,0 +1,202 @@
+"""The backend that Numba compiles, from the raw QKV product to the result.
+
+Attention alone is tested beside the torch backend's, in ``test_torch_paged``; the oracle for what
+comes before it is that of ``test_rotary_attention``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_rotary_attention import Case, case, check_result
+from test_torch_paged import DECODES, MIXES, Layout, assert_same_bits, build, compiled, padded
+from torch import Tensor
+
+from ostinato import GraphPool, set_forward_context
+from ostinato.errors import ConfigError
+from ostinato.graphs.modes import AttentionCGSupport
+from ostinato.runtime.attention import create_attention, numba_paged
+from ostinato.runtime.attention.base import AttentionBackend, attend_qkv
+from ostinato.runtime.attention.numba_paged import NumbaPagedAttention
+
+pytest.importorskip("numba")
+
+CPU = torch.device("cpu")
+any_limit = pytest.mark.parametrize("most_keys", [9, 512], ids=["few_keys", "many_keys"])
+layouts = st.builds(
+    Layout,
+    requests=st.lists(
+        st.tuples(st.just(1), st.integers(0, 40))
+        | st.tuples(st.integers(1, 6), st.integers(0, 20)),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
+    group=st.sampled_from([1, 3, 4]),
+    num_kv_heads=st.sampled_from([1, 2]),
+    head_dim=st.sampled_from([8, 64, 80]),
+    block_size=st.sampled_from([1, 4, 16]),
+    window=st.none() | st.integers(1, 40),
+    soft_cap=st.none() | st.sampled_from([0.5, 3.0]),
+    sinks=st.booleans(),
+    padding_requests=st.integers(0, 2),
+    padding_tokens=st.integers(0, 2),
+    seed=st.integers(0, 1 << 16),
+).map(lambda layout: replace(layout, value_dim=layout.head_dim))
+examples = settings(
+    max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch, most_keys: int) -> None:
+    monkeypatch.setattr(numba_paged, "MOST_KEYS", most_keys)
+
+
+@any_limit
+@given(layout=layouts, norm=st.booleans())
+@examples
+def test_any_batch_is_rotated_stored_and_attended(limit: None, layout: Layout, norm: bool) -> None:
+    one = case(layout, CPU, norm=norm)
+    check_result(one, one.run(NumbaPagedAttention()))
+
+
+@any_limit
+@given(layout=layouts, norm=st.booleans())
+@examples
+def test_a_request_gives_the_same_bits_alone(limit: None, layout: Layout, norm: bool) -> None:
+    one, backend = case(layout, CPU, norm=norm), NumbaPagedAttention()
+    together = one.run(backend)
+    token = 0
+    for request, (query_len, _) in enumerate(layout.requests):
+        rows = slice(token, token + query_len)
+        metadata = replace(
+            one.metadata(backend),
+            query_start_loc=torch.tensor([0, query_len], dtype=torch.int32),
+            seq_lens=one.batch.seq_lens[request : request + 1],
+            block_table=one.batch.block_table[request : request + 1],
+            slot_mapping=one.batch.slot_mapping[rows],
+        )
+        alone = replace(one, qkv=one.qkv[rows], positions=one.positions[rows])
+        assert_same_bits(alone.run(backend, metadata), together[rows])
+        token += query_len
+
+
+@any_limit
+@pytest.mark.parametrize(("mixes", "num_tokens"), [(DECODES, 4), (MIXES, 12)])
+def test_replay_equals_eager_bit_for_bit(
+    limit: None, mixes: list[tuple[tuple[int, int], ...]], num_tokens: int
+) -> None:
+    """Captured once, on a batch with no real token; replayed on others of its size."""
+    backend = NumbaPagedAttention()
+
+    def made(mix: tuple[tuple[int, int], ...], seed: int) -> Case:
+        return case(padded(mix, num_tokens, seed), CPU, norm=True, min_blocks=16)
+
+    static = made(mixes[0], 0)
+    static.batch.slot_mapping.fill_(-1)
+    static.batch.block_table.fill_(0)
+    weight = static.rotation.qk_norm
+    assert weight is not None
+    metadata = static.metadata(backend)
+    with GraphPool(CPU, lazy_capture=True) as pool:
+        captured = pool.capture(lambda: static.run(backend, metadata))
+        for seed, mix in enumerate(mixes):
+            one = made(mix, seed)
+            for target, source in zip(static.tensors(), one.tensors(), strict=True):
+                target.copy_(source)
+            assert one.rotation.qk_norm is not None
+            weight.copy_(one.rotation.qk_norm)
+            pool.replay(captured.tape)
+            eager = one.run(backend)
+            check_result(one, eager)
+            assert_same_bits(captured.output, eager)
+            assert_same_bits(static.batch.key_cache, one.batch.key_cache)
+            assert_same_bits(static.batch.value_cache, one.batch.value_cache)
+
+
+def test_a_piecewise_graph_breaks_at_it() -> None:
+    layout = Layout(requests=((1, 9), (1, 33)), group=2)
+    one, backend = case(layout, CPU), NumbaPagedAttention()
+
+    def step() -> Tensor:
+        return attend_qkv(one.batch.spec(), one.qkv * 2, one.rotation, one.positions) + 1
+
+    with (
+        GraphPool(CPU, lazy_capture=True) as pool,
+        set_forward_context(attn_metadata=one.metadata(backend)),
+    ):
+        captured = pool.capture(step, split_at_breaks=True)
+        assert captured.tape.has_breaks
+        assert captured.tape.num_copies == 0
+        one.qkv.mul_(0.5)
+        pool.replay(captured.tape)
+        torch.testing.assert_close(captured.output, case(layout, CPU).run(backend) + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_other_types_go_to_torch(dtype: torch.dtype) -> None:
+    one = case(Layout(requests=((3, 9), (1, 20)), group=3, dtype=dtype), CPU, norm=True)
+    check_result(one, one.run(NumbaPagedAttention()))
+
+
+def test_what_was_never_a_number_stays_visible() -> None:
+    """A key that is NaN makes the result of everybody who sees it NaN, as torch's would be."""
+    batch = build(Layout(requests=((1, 9),), head_dim=8))
+    batch.value_cache[:] = 1.0
+    block = int(batch.block_table[0, 0])
+    batch.key_cache[block, 0] = torch.nan
+    assert batch.run(compiled).isnan().all()
+
+
+@pytest.mark.parametrize("wrong", ["positions", "slot_mapping", "block_table"])
+def test_what_lies_outside_of_the_tensors_is_an_error(wrong: str) -> None:
+    one, backend = case(Layout(requests=((1, 9),)), CPU), NumbaPagedAttention()
+    metadata = one.metadata(backend)
+    if wrong == "positions":
+        one.positions[0] = len(one.rotation.table)
+    else:
+        getattr(metadata, wrong).fill_(metadata.kv_caches[0][0].numel())
+    with pytest.raises(IndexError, match="outside of its tensor"):
+        one.run(backend, metadata)
+
+
+def test_it_is_the_default_of_the_cpu_and_not_for_others() -> None:
+    backend: AttentionBackend = create_attention("auto", CPU)
+    assert backend.name == "numba"
+    assert backend.support is AttentionCGSupport.ALWAYS
+    with pytest.raises(
+        ConfigError, match=r"'numba' needs the CPU .* cuda:0, and numba is installed"
+    ):
+        create_attention("numba", torch.device("cuda", 0))
+
+
+def test_without_numba_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ostinato.runtime.attention.has_numba", lambda: False)
+    assert create_attention("auto", CPU).name == "torch"
+    with pytest.raises(ConfigError, match="needs the CPU and the package numba"):
+        create_attention("numba", CPU)
+
+
+def test_the_operators_say_what_they_write() -> None:
+    """Their schemas and fakes, as torch.compile will rely on them."""
+    one = case(Layout(requests=((3, 2), (1, 7)), padding_tokens=1, sinks=True), CPU, norm=True)
+    batch, spec = one.batch, one.batch.spec()
+    out = torch.empty(batch.query.shape)
+    shared = numba_paged._batch(spec, one.metadata(NumbaPagedAttention()), out, batch.sinks)
+    rotation = one.rotation
+    one.positions.clamp_(max=8)
+    heads = batch.query.contiguous(), batch.key.contiguous(), batch.value.contiguous()
+    for operator, args in (
+        (torch.ops.ostinato.compiled_attention.default, heads),
+        (
+            torch.ops.ostinato.compiled_rotary_attention.default,
+            (one.qkv, one.positions, rotation.table, rotation.qk_norm, rotation.eps),
+        ),
+    ):
+        torch.library.opcheck(
+            operator, (*args, *shared), test_utils=["test_schema", "test_faketensor"]
+        )
