@@ -8,11 +8,11 @@ so equal names mean equal keys and values.
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from struct import pack
 
 from ostinato.errors import ConfigError, OutOfBlocksError, SchedulingError
 
@@ -27,7 +27,8 @@ def root_hash(salt: bytes = b"") -> bytes:
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The name of the full block with these tokens that follows the block named ``parent``."""
     # Parents have one length and tokens have one width, so different chains give different bytes.
-    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=NAME_BYTES).digest()
+    data = parent + pack(f"{len(token_ids)}q", *token_ids)
+    return blake2b(data, digest_size=NAME_BYTES).digest()
 
 
 @dataclass
@@ -92,11 +93,13 @@ class BlockAllocator:
                 f"{self.num_free_blocks} are free; nothing was taken. Finish or preempt a request "
                 "first, or give the cache more blocks"
             )
-        blocks: list[int] = []
-        for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
+        kept = max(len(self._free) - count, 0)
+        blocks = self._free[kept:][::-1]
+        del self._free[kept:]
+        while len(blocks) < count:
+            blocks.append(self._evict())
+        for block in blocks:
             self._refs[block] = 1
-            blocks.append(block)
         return blocks
 
     def take(self, blocks: Sequence[int]) -> None:
@@ -178,11 +181,12 @@ class BlockAllocator:
         return block
 
     def _check_held(self, block: int) -> None:
+        if 0 < block < self.num_blocks and self._refs[block]:
+            return
         self._check_known(block)
-        if not self._refs[block]:
-            raise SchedulingError(
-                f"nobody holds block {block}; it was freed before, or never handed out"
-            )
+        raise SchedulingError(
+            f"nobody holds block {block}; it was freed before, or never handed out"
+        )
 
     def _check_known(self, block: int) -> None:
         if not 0 < block < self.num_blocks:

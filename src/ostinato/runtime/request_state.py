@@ -7,13 +7,12 @@ writes a row when a request is admitted, and adds blocks as they are allocated.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
 
 from ostinato.runtime.kv_cache import CacheSize
 from ostinato.runtime.sampler import SamplingState
-from ostinato.runtime.schedule_plan import DecodePlan, Plan, ScheduledRequest
+from ostinato.runtime.schedule_plan import DecodePlan, IntArray, Plan, ScheduledRequest
 
 
 class RequestState:
@@ -39,19 +38,20 @@ class RequestState:
     def update(self, plan: Plan) -> None:
         """Bring rows up to date with what the scheduler decided, before the step is prepared."""
         if isinstance(plan, DecodePlan):
-            slots = plan.slots
-            self._append_blocks(
-                [(int(slots[position]), *entry) for position, *entry in plan.new_blocks]
-            )
+            if plan.new_blocks:
+                entries = np.array(plan.new_blocks, dtype=np.int64)
+                entries[:, 0] = plan.slots[entries[:, 0]]
+                self._append_blocks(entries)
             return
-        grown: list[tuple[int, ...]] = []
+        grown: list[tuple[int, int, int]] = []
         for item in plan.requests:
             if item.is_new:
                 self._write_row(item)
             else:
                 for offset, block in enumerate(item.new_blocks):
                     grown.append((item.slot, item.first_new_block + offset, block))
-        self._append_blocks(grown)
+        if grown:
+            self._append_blocks(np.array(grown, dtype=np.int64))
 
     def _write_row(self, item: ScheduledRequest) -> None:
         request, slot = item.request, item.slot
@@ -62,13 +62,10 @@ class RequestState:
         self.num_computed[slot].fill_(item.start)
         self.sampling.write(slot, request)
 
-    def _append_blocks(self, entries: Sequence[tuple[int, ...]]) -> None:
-        """Write (slot, index in its table, block), all in one copy."""
-        if not entries:
-            return
-        rows, columns, blocks = torch.tensor(entries, dtype=torch.int64).T.to(
-            self.device, non_blocking=True
-        )
+    def _append_blocks(self, entries: IntArray) -> None:
+        """Write [N, 3] of slot, index in its table and block, all in one copy."""
+        on_device = torch.from_numpy(entries).to(self.device, non_blocking=True)
+        rows, columns, blocks = on_device.unbind(1)
         self.block_table[rows, columns] = blocks.to(torch.int32)
 
     def advance(self, slots: torch.Tensor, query_lens: torch.Tensor) -> None:

@@ -77,14 +77,16 @@ class SchedulePlan:
 class DecodePlan:
     """One step of requests that were in the step before, in the same order: all decode.
 
-    The plan of the steady state, made without looking at the requests one by one. ``members`` and
-    ``slots`` are the same objects from step to step. ``starts``: the position each computes.
+    The plan of the steady state, made without looking at the requests one by one. ``members``,
+    ``slots`` and ``starts`` are the same objects from step to step: ``starts`` are the positions
+    that the first step computes, and ``step`` counts on from there.
     """
 
     members: list[Request]
     slots: IntArray
     starts: IntArray
     new_blocks: Sequence[tuple[int, int, int]]  # position in members, index in its table, block
+    step: int = 0
 
     max_query_len = 1
     is_decode = True
@@ -107,9 +109,10 @@ class DecodePlan:
     def requests(self) -> list[ScheduledRequest]:
         """Request by request, for those who must look at each."""
         grown: dict[int, Any] = {position: rest for position, *rest in self.new_blocks}
+        starts = (self.starts + self.step).tolist()
         rows = []
         for position, (request, slot, start) in enumerate(
-            zip(self.members, self.slots.tolist(), self.starts.tolist(), strict=True)
+            zip(self.members, self.slots.tolist(), starts, strict=True)
         ):
             index, *blocks = grown.get(position, (0,))
             rows.append(

@@ -192,22 +192,22 @@ class Scheduler:
             )
         if not plan.num_tokens:
             return []
-        events = self._commit_steady(tokens) if self._steady else None
+        listed = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
+        events = self._commit_steady(self._steady, listed) if self._steady else None
         if events is None:
             self._end_steady()
-            listed = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
             events = self._commit_each(plan.requests, listed)
         self._open.popleft()
         return events
 
-    def _commit_steady(self, tokens: Sequence[int] | IntArray) -> list[TokenEvent] | None:
+    def _commit_steady(
+        self, steady: SteadyDecode, tokens: Sequence[int]
+    ) -> list[TokenEvent] | None:
         """As ``commit``, while all open plans are of the steady state; None if it ends here."""
-        assert self._steady is not None
-        array = np.asarray(tokens, dtype=np.int64)
-        if self._steady.may_end(array):
+        if steady.may_end(tokens):
             return None
-        events = self._steady.commit(array)
-        for request, index in self._steady.some_completed():
+        events = steady.commit(tokens)
+        for request, index in steady.some_completed():
             self._publish(request, index, index + 1)
         return events
 

@@ -40,7 +40,8 @@ def test_too_large_a_request_takes_nothing() -> None:
     assert len(allocator.allocate(3)) == 3
 
 
-def test_free_blocks_go_before_idle_ones_and_tails_before_heads() -> None:
+@pytest.mark.parametrize("counts", [[1] * 6, [6], [1, 5], [2, 4], [3, 0, 3]])
+def test_free_blocks_go_before_idle_ones_and_tails_before_heads(counts: list[int]) -> None:
     allocator = BlockAllocator(7, 16)
     first = allocator.allocate(3)
     second = allocator.allocate(2)
@@ -49,8 +50,14 @@ def test_free_blocks_go_before_idle_ones_and_tails_before_heads() -> None:
     allocator.release(second)
     allocator.release(first)
     # One block was never used; then the longest idle, last block of its sequence first.
-    order = [allocator.allocate(1)[0] for _ in range(6)]
+    order = [block for count in counts for block in allocator.allocate(count)]
     assert order == [6, second[1], second[0], first[2], first[1], first[0]]
+    assert [allocator.ref_count(block) for block in order] == [1] * 6
+
+
+def test_the_lowest_free_blocks_go_first() -> None:
+    allocator = BlockAllocator(8, 16)
+    assert [allocator.allocate(count) for count in (2, 0, 1, 4)] == [[1, 2], [], [3], [4, 5, 6, 7]]
 
 
 def test_taking_an_idle_block_protects_it_and_renews_it() -> None:

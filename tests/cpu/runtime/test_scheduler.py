@@ -188,7 +188,7 @@ class Device:
         for position, index, block in plan.new_blocks:
             assert index == len(self.tables[slots[position]])
             self.tables[slots[position]].append(block)
-        starts = plan.starts.tolist()
+        starts = (plan.starts + plan.step).tolist()
         return [(slot, start, start + 1) for slot, start in zip(slots, starts, strict=True)]
 
     def fail(self, written: list[int]) -> None:
@@ -958,6 +958,21 @@ def test_blocks_completed_together_are_named_over_several_steps(
     world.check_outputs()
 
 
+def test_many_blocks_completed_together_are_named_until_the_next_are() -> None:
+    world = make_world(
+        block_size=2, max_model_len=LONG, max_num_seqs=20, max_num_batched_tokens=40, num_blocks=500
+    )
+    world.add(*(make_request(str(n), [n, 0], max_tokens=30, max_len=LONG) for n in range(20)))
+    named = [0]
+    for _ in range(9):
+        world.step()
+        named.append(len(world.allocator._block_of))
+    # 20 blocks are complete after every 2 steps, and half of them are named in each.
+    assert np.diff(named).tolist() == [20, 0, 10, 10, 10, 10, 10, 10, 10]
+    world.drain()
+    world.check_outputs()
+
+
 def test_plans_of_the_steady_state_share_what_does_not_change() -> None:
     world = make_world(block_size=2, max_model_len=LONG)
     world.add(*(make_request(name, [0], max_tokens=20, max_len=LONG) for name in "ab"))
@@ -967,7 +982,10 @@ def test_plans_of_the_steady_state_share_what_does_not_change() -> None:
     for plan in plans:
         assert plan.members is plans[0].members
         assert plan.slots is plans[0].slots
-    assert [plan.starts.tolist() for plan in plans] == [[1, 1], [2, 2], [3, 3]]
+        assert plan.starts is plans[0].starts
+    assert plans[0].starts.tolist() == [1, 1]
+    assert [plan.step for plan in plans] == [0, 1, 2]
+    assert [[row.start for row in plan.requests] for plan in plans] == [[1, 1], [2, 2], [3, 3]]
     assert [len(plan.new_blocks) for plan in plans] == [0, 2, 0]
 
 
@@ -1204,6 +1222,24 @@ def test_an_interruption_at_any_line_loses_nothing(operation: str) -> None:
         number = 0
         while interrupted_life(operation, moment, number):
             number += 1
+
+
+def test_a_block_whose_naming_was_interrupted_is_named_in_the_steady_state() -> None:
+    """Its hash is known by then, so hashes do not tell which block comes next."""
+    world = make_world(block_size=1)
+    request = make_request("a", [0, 1])
+    world.add(request)
+    world.schedule()
+    with pytest.raises(KeyboardInterrupt):
+        world.commit(interrupt_allocator(world.allocator, "publish", calls=1, before=True))
+    world.rollback()
+    assert len(request.block_hashes) == 2
+    assert row_facts(world.schedule()) == [("a", 1, 1, True)]
+    assert world.scheduler._steady is not None
+    world.commit()
+    assert len(world.allocator.match_prefix(block_names((0, 1), 1))) == 2
+    world.drain(depth=2)
+    world.check_outputs()
 
 
 # --- what is decided ------------------------------------------------------------------------------
