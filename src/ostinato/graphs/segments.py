@@ -180,6 +180,17 @@ class Recording:
             result = function(*args, **kwargs)
         finally:
             _open_recording.reset(token)
+        weak = self._backend.weak
+        result, expected = self._kept(result, args, kwargs)
+        fixed_args, fixed_kwargs = map_tensors(weak, args), map_tensors(weak, dict(kwargs))
+        self._steps.append(EagerCall(function, fixed_args, fixed_kwargs, expected))
+        self._backend.begin()
+        return result
+
+    def _kept(self, result: R, args: tuple[Any, ...], kwargs: Any) -> tuple[R, list[Any]]:
+        """What a break returned, at addresses that stay, and what it must return on replay."""
+        if result is None:  # as of those that write into their arguments
+            return result, [None]
         borrowed = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
         weak, adopt = self._backend.weak, self._backend.adopt
 
@@ -192,11 +203,7 @@ class Recording:
             return TensorSpec.of(leaf) if in_place(leaf) else weak(leaf)
 
         result = map_tensors(lambda tensor: tensor if in_place(tensor) else adopt(tensor), result)
-        expected = [expect(leaf) for _, leaf in leaves_with_path(result, "")]
-        fixed_args, fixed_kwargs = map_tensors(weak, args), map_tensors(weak, dict(kwargs))
-        self._steps.append(EagerCall(function, fixed_args, fixed_kwargs, expected))
-        self._backend.begin()
-        return result
+        return result, [expect(leaf) for _, leaf in leaves_with_path(result, "")]
 
     def finish(self) -> Tape:
         tape = Tape(self._steps)

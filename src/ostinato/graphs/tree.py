@@ -16,7 +16,16 @@ import torch
 T = TypeVar("T")
 
 # Leaves, seen at a glance.
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+_PLAIN: set[type] = {int, float, bool, str, type(None), torch.dtype, torch.device}
+
+
+def holds_no_tensors(plain: type[T]) -> type[T]:
+    """A decorator for a class whose objects are leaves, though they look like containers.
+
+    Captures walk through the arguments of every eager break; these they need not look into.
+    """
+    _PLAIN.add(plain)
+    return plain
 
 
 def leaves_with_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -186,7 +186,8 @@ class CudaBackend:
         self._modes = ExitStack()
         self._segments: list[tuple[int, int]] = []
         self._segments_seen_at = -1  # bytes that torch had reserved when they were listed
-        self._segments_fresh = False
+        # Addresses outside of the pool that the capture at hand has come across.
+        self._foreign: set[int] | None = None
 
     @contextmanager
     def capture_scope(self) -> Iterator[None]:
@@ -202,11 +203,13 @@ class CudaBackend:
                 )
             caller = torch.cuda.current_stream()
             self._stream.wait_stream(caller)
+            outer, self._foreign = self._foreign, set()
             try:
                 with torch.cuda.stream(self._stream):
                     self._capture_stream.prepare_blas()
                     yield
             finally:
+                self._foreign = outer
                 caller.wait_stream(self._stream)
 
     @contextmanager
@@ -219,7 +222,6 @@ class CudaBackend:
 
     def begin(self) -> None:
         keep_dynamo_out()
-        self._segments_fresh = False
         # Only a kept graph can be looked into.
         graph = torch.cuda.CUDAGraph(keep_graph=cuda_runtime is not None)
         for generator in self._generators:
@@ -254,7 +256,16 @@ class CudaBackend:
         if not tensor.is_cuda or tensor.numel() == 0:
             return False
         address = tensor.data_ptr()
-        return any(start <= address < start + size for start, size in self._pool_segments())
+        if self._in_known_segment(address):
+            return True
+        if self._foreign is not None and address in self._foreign:
+            return False
+        self._list_segments()
+        if self._in_known_segment(address):
+            return True
+        if self._foreign is not None:
+            self._foreign.add(address)
+        return False
 
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self.owns(tensor):
@@ -272,7 +283,6 @@ class CudaBackend:
             copy = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
-        self._segments_fresh = False
         return copy.copy_(tensor)
 
     def reserve(self, num_bytes: int) -> None:
@@ -280,11 +290,10 @@ class CudaBackend:
         # on the same stream, but it never joins pieces.
         with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool.memory):
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        self._segments_fresh = False
 
     def pool_bytes(self) -> int:
-        self._segments_fresh = False
-        return sum(size for _, size in self._pool_segments())
+        self._list_segments()
+        return sum(size for _, size in self._segments)
 
     def release_unused(self) -> None:
         # torch frees the memory of a pool only with the pool, so an unused one is replaced.
@@ -303,16 +312,17 @@ class CudaBackend:
         torch.cuda.synchronize(self.device)
         self._replace_pool()
 
-    def _pool_segments(self) -> list[tuple[int, int]]:
+    def _in_known_segment(self, address: int) -> bool:
+        """Memory that came to the pool stays in it, so what was seen once need not be listed."""
+        return any(start <= address < start + size for start, size in self._segments)
+
+    def _list_segments(self) -> None:
         """The pool's memory. Listing it is slow, so it is done when torch reserved some more."""
-        if not self._segments_fresh or self._segments_seen_at < 0:
-            stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-            reserved = int(stats["reserved_bytes"]["all"]["current"])
-            if reserved != self._segments_seen_at:
-                self._segments = self._pool.segments()
-                self._segments_seen_at = reserved
-            self._segments_fresh = True
-        return self._segments
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        reserved = int(stats["reserved_bytes"]["all"]["current"])
+        if reserved != self._segments_seen_at:
+            self._segments = self._pool.segments()
+            self._segments_seen_at = reserved
 
     def _stop_recording(self) -> tuple[torch.cuda.CUDAGraph, RuntimeError | None]:
         """End the capture. The error is set when the capture had been invalidated."""
@@ -336,7 +346,7 @@ class CudaBackend:
         return graph, None
 
     def _replace_pool(self) -> None:
-        self._segments_seen_at = -1
+        self._segments, self._segments_seen_at = [], -1
         with self._capture_stream.lock, torch.cuda.device(self.device):
             self._pool = _MemoryPool(self.device, self._capture_stream)
 

@@ -20,9 +20,11 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.context import get_forward_context
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.graphs.segments import eager_break
+from ostinato.graphs.tree import holds_no_tensors
 from ostinato.runtime.attention.rotation import Rotation
 
 
+@holds_no_tensors
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """One attention layer: its place in the KV cache and what is fixed about its computation.
