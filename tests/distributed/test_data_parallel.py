@@ -39,6 +39,7 @@ def config_for(mode: str, **options: Any) -> EngineConfig:
         model="tiny",
         random_weights=True,
         device="cpu",
+        attention="torch",  # which is watched
         dtype="float32",
         max_num_seqs=4,
         max_num_batched_tokens=32,

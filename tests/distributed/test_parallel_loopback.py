@@ -88,13 +88,21 @@ def tokens_alone(device: torch.device, made: dict[str, list[list[int]]]) -> list
     return made[device.type]
 
 
-@pytest.mark.parametrize(("tp", "mode"), [(2, "PIECEWISE"), (4, "NONE")])
-def test_the_layers_that_cuda_runs(
-    monkeypatch: pytest.MonkeyPatch, alone: dict[str, list[list[int]]], tp: int, mode: str
+@pytest.mark.parametrize(
+    ("sp", "tp", "mode"), [(1, 2, "PIECEWISE"), (1, 4, "NONE"), (2, 1, "PIECEWISE"), (2, 2, "NONE")]
+)
+@pytest.mark.parametrize("fused", [False, True])
+def test_layers_fused_and_written_out(
+    monkeypatch: pytest.MonkeyPatch,
+    alone: dict[str, list[list[int]]],
+    sp: int,
+    tp: int,
+    mode: str,
+    fused: bool,
 ) -> None:
-    """Fused operators are for CUDA; their bodies on the CPU show that the sums are right."""
-    monkeypatch.setattr(ShardedDecoder, "_forward_plain", ShardedDecoder._forward_many)
-    test_tokens_equal_those_of_one_rank(torch.device("cpu"), alone, 1, tp, 0, mode)
+    monkeypatch.setattr(ShardedDecoder, "_runs_fused", lambda self, hidden: fused)
+    threshold = 2 if sp > 1 else 0
+    test_tokens_equal_those_of_one_rank(torch.device("cpu"), alone, sp, tp, threshold, mode)
 
 
 @pytest.mark.parametrize("mode", ["PIECEWISE", "NONE"])

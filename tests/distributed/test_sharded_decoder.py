@@ -17,7 +17,7 @@ from ostinato.errors import BatchError, ConfigError
 from ostinato.runtime.models.decoder_config import DecoderConfig
 from ostinato.runtime.parallel.layout import ParallelLayout
 from ostinato.runtime.parallel.loopback import LoopbackWorld
-from ostinato.runtime.parallel.sharded_decoder import build_base
+from ostinato.runtime.parallel.sharded_decoder import ShardedDecoder, build_base
 from ostinato.runtime.parallel.sharding import Shard
 
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
@@ -111,6 +111,22 @@ def test_tokens_logits_and_cache(
 def test_other_families(family: str, reference: Callable[[str, int], Reference]) -> None:
     one = reference(family, 2)
     assert_right(run_all(ParallelLayout(2, 2), one.path), one)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(("sp", "tp"), LAYOUTS)
+def test_layers_fused_and_written_out(
+    sp: int,
+    tp: int,
+    fused: bool,
+    family: str,
+    reference: Callable[[str, int], Reference],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ShardedDecoder, "_runs_fused", lambda self, hidden: fused)
+    one = reference(family, 2)
+    assert_right(run_all(ParallelLayout(sp, tp), one.path), one)
 
 
 class NaiveOrder(ParallelLayout):

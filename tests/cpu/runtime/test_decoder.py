@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
@@ -126,8 +125,13 @@ def run(model: Any, ids: torch.Tensor, positions: torch.Tensor | None = None) ->
         return model.compute_logits(model.forward(ids, positions))
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_equal_transformers(name: str, tmp_path: Path, device: torch.device) -> None:
+def test_logits_equal_transformers(
+    name: str, fused: bool, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fused operators, which have bodies for every device, and written out."""
+    monkeypatch.setattr(Decoder, "_runs_fused", lambda self, hidden: fused)
     theirs = reference(CONFIGS[name], tmp_path).to(device)
     loaded = load_model(str(tmp_path), device=device, dtype=torch.float32, show_progress=False)
     assert loaded.generic_reason is None
@@ -141,18 +145,13 @@ def test_logits_equal_transformers(name: str, tmp_path: Path, device: torch.devi
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_many_tokens_in_fused_operators(
-    name: str, parts: int, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_fused_operators_with_products_in_parts(
+    name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The way of CUDA for many tokens, on any device, with products whole and in parts."""
-
-    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return in_parts(x, weight, parts) if parts > 1 else F.linear(x, weight)
-
-    monkeypatch.setattr(decoder, "product_in_parts", product)
-    monkeypatch.setattr(Decoder, "_forward_plain", Decoder._forward_fused)
+    """The way of CUDA for many tokens, on any device."""
+    monkeypatch.setattr(decoder, "product_in_parts", lambda x, weight: in_parts(x, weight, 2))
+    monkeypatch.setattr(Decoder, "_runs_fused", lambda self, hidden: True)
     theirs = reference(CONFIGS[name], tmp_path).to(device)
     model = load_model(str(tmp_path), device=device, dtype=torch.float32, show_progress=False).model
     ids = torch.randint(0, SIZES["vocab_size"], (32,), device=device)

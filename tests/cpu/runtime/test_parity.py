@@ -100,7 +100,7 @@ def record_logits(llm: LLM) -> list[torch.Tensor]:
     result = llm.engine.runner._result
 
     def recorded(filtered: Any, tokens: Any, logits: torch.Tensor, *rest: Any) -> Any:
-        rows.append(logits.clone())  # where the graph left them
+        rows.append(logits[: len(tokens)].clone())  # where the graph left them
         return result(filtered, tokens, logits, *rest)
 
     llm.engine.runner._result = recorded  # type: ignore[method-assign]
@@ -132,3 +132,23 @@ def test_greedy_tokens_and_logits(
             assert (steps[:, row] - expected).abs().max() < 1e-4 * expected.abs().max()
         eager_steps = {"NONE": NEW_TOKENS, "FULL_DECODE_ONLY": 1}
         assert llm.engine.runner.stats.misses == eager_steps.get(mode, 0)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_greedy_tokens_without_numba(
+    name: str,
+    mode: str,
+    checkpoint: Callable[[str, torch.device], tuple[Path, Reference]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a CPU runs where no kernels can be compiled: torch's operators alone."""
+    monkeypatch.setattr("ostinato.runtime.cpu_kernels.has_numba", lambda: False)
+    monkeypatch.setattr("ostinato.runtime.attention.has_numba", lambda: False)
+    device = torch.device("cpu")
+    directory, reference = checkpoint(name, device)
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with open_llm(directory, device, mode) as llm:
+        assert llm.engine.runner.backend.name == "torch"
+        results = llm.generate(prompts_for(name), params)
+    assert [result.outputs[0].token_ids for result in results] == reference.tokens

@@ -2,9 +2,9 @@
 
 Inference only, over a flat row of tokens, with few operators per layer: queries, keys and values
 come from one matrix product, gate and up from another, and queries and keys are rotated together.
-On CUDA a layer is made of fused operators; elsewhere, and for torch.compile, which fuses by itself,
-it is written out. What differs between the families is in ``DecoderConfig``; loading weights is in
-``load.py``.
+On CUDA, and on a CPU with compiled kernels, a layer is made of fused operators; elsewhere, and for
+torch.compile, which fuses by itself, it is written out. What differs between the families is in
+``DecoderConfig``; loading weights is in ``load.py``.
 """
 
 from __future__ import annotations
@@ -101,10 +101,13 @@ class DecoderLayer(nn.Module):
     def forward_few(
         self, hidden: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
     ) -> torch.Tensor:
-        """The same for few tokens, in five operators; ``table`` is the model's table of angles."""
+        """The same for few tokens, in five operators; ``table`` is the model's table of angles.
+
+        ``positions`` are those of all tokens that attention sees, if they are split over ranks. Not
+        where products are summed over ranks, since the residual is inside of them.
+        """
         qkv = _apply(self.qkv_proj, hidden, norm=self.input_norm)
-        mixed = attend_qkv(self.spec, qkv, self._rotation(table), positions).flatten(1)
-        hidden = _apply(self.o_proj, mixed, residual=hidden)
+        hidden = _apply(self.o_proj, self._mix(qkv, positions, table), residual=hidden)
         gated = _apply(self.gate_up_proj, hidden, norm=self.post_attention_norm, gated=True)
         return _apply(self.down_proj, gated, residual=hidden)
 
@@ -119,12 +122,11 @@ class DecoderLayer(nn.Module):
 
         ``delta`` is what the layer before has still to add to ``hidden``, perhaps in parts; this
         layer's is returned beside the new ``hidden``. So every sum is made by the norm that reads
-        it.
+        it. ``positions`` as in ``forward_few``.
         """
         normed, hidden = _add_and_norm(self.input_norm, delta, hidden)
         qkv = F.linear(normed, self.qkv_proj.weight, self.qkv_proj.bias)
-        mixed = attend_qkv(self.spec, qkv, self._rotation(table), positions)
-        delta = self._in_parts(self.o_proj, mixed.flatten(1))
+        delta = self._in_parts(self.o_proj, self._mix(qkv, positions, table))
         normed, hidden = _add_and_norm(self.post_attention_norm, delta, hidden)
         gate_up = F.linear(normed, self.gate_up_proj.weight, self.gate_up_proj.bias)
         delta = self._in_parts(self.down_proj, silu_and_mul(gate_up))
@@ -137,9 +139,17 @@ class DecoderLayer(nn.Module):
             return self.exchange.sum(projection(x))
         return product_in_parts(x, projection.weight)
 
-    def _rotation(self, table: torch.Tensor) -> Rotation:
-        qk_norm = None if self.qk_norm is None else self.qk_norm.weight
-        return Rotation(table=table, qk_norm=qk_norm, eps=self.input_norm.eps)
+    def _mix(self, qkv: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Attention from the raw product, as the next product takes it."""
+        qkv = self.exchange.qkv_for_heads(qkv, *self._head_counts)
+        qk_norm: torch.Tensor | None = None if self.qk_norm is None else self.qk_norm.weight
+        num_heads, spec = self._head_counts[0], self.spec
+        if qk_norm is not None and spec.num_heads < num_heads:
+            # Attention has a part of these heads. All queries have one weight, and all keys.
+            qk_norm = qk_norm[num_heads - spec.num_heads : num_heads + spec.num_kv_heads]
+        rotation = Rotation(table=table, qk_norm=qk_norm, eps=self.input_norm.eps)
+        mixed = attend_qkv(self.spec, qkv, rotation, positions)
+        return self.exchange.heads_for_tokens(mixed).flatten(1)
 
     def _attention(
         self, x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor
@@ -234,9 +244,13 @@ class Decoder(nn.Module):
         They are not normed: the last norm is part of the head, which few tokens go through.
         """
         hidden = F.embedding(input_ids, self.embed_tokens.weight)
-        if not torch.compiler.is_compiling() and (hidden.is_cuda or runs_compiled(hidden)):
+        if self._runs_fused(hidden):
             return self._forward_fused(hidden, positions)
         return self._forward_plain(hidden, positions)
+
+    def _runs_fused(self, hidden: torch.Tensor) -> bool:
+        # Compilers fuse by themselves.
+        return not torch.compiler.is_compiling() and (hidden.is_cuda or runs_compiled(hidden))
 
     def _forward_plain(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         cos, signed_sin = angles_at(self.rotary_table, positions, self.dtype)

@@ -18,6 +18,10 @@ class Exchange:
         """Before attention: some tokens of many heads -> all tokens of this rank's heads."""
         return query, key, value
 
+    def qkv_for_heads(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
+        """The same for rows of a product that hold the heads of all three."""
+        return qkv
+
     def heads_for_tokens(self, mixed: torch.Tensor) -> torch.Tensor:
         """After attention: all tokens of this rank's heads -> some tokens of many heads."""
         return mixed

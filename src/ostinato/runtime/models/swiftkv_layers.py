@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ostinato.graphs.context import get_forward_context
-from ostinato.runtime.attention.base import AttentionSpec, attend, attend_qkv
+from ostinato.runtime.attention.base import AttentionSpec, attend
 from ostinato.runtime.attention.selected import SelectedTokens, attend_selected, select_tokens
 from ostinato.runtime.attention.store import store_kv
 from ostinato.runtime.models.decoder import DecoderLayer, WeightSlot
@@ -73,7 +73,7 @@ class LateLayer(DecoderLayer):
             (linear(hidden, *queries, norm=norm(self.input_norm)), linear(source, *keys_values)),
             dim=1,
         )
-        mixed = attend_qkv(self.spec, qkv, self._rotation(table), positions).flatten(1)
+        mixed = self._mix(qkv, positions, table)
         hidden = linear(mixed, self.o_proj.weight, self.o_proj.bias, residual=hidden)
         up, down = self.gate_up_proj, self.down_proj
         gated = linear(hidden, up.weight, up.bias, norm=norm(self.post_attention_norm), gated=True)

@@ -32,12 +32,19 @@ class UlyssesExchange(TensorExchange):
     def tokens_for_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        # Heads stand block after block, so the part of a block is a stretch of each of the three.
-        blocks = [heads.unflatten(1, (self._sequence.size, -1)) for heads in (query, key, value)]
-        counts = [block.shape[2] for block in blocks]
-        traded = self._sequence.all_to_all(torch.cat(blocks, dim=2), split_dim=1, concat_dim=0)
-        query, key, value = traded.squeeze(1).split(counts, dim=1)
+        counts = [heads.shape[1] // self._sequence.size for heads in (query, key, value)]
+        query, key, value = self._trade(query, key, value).split(counts, dim=1)
         return query, key, value
+
+    def qkv_for_heads(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
+        heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
+        return self._trade(*heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)).flatten(1)
+
+    def _trade(self, *all_heads: torch.Tensor) -> torch.Tensor:
+        # Heads stand block after block, so the part of a block is a stretch of each of them.
+        blocks = [heads.unflatten(1, (self._sequence.size, -1)) for heads in all_heads]
+        joined = torch.cat(blocks, dim=2)
+        return self._sequence.all_to_all(joined, split_dim=1, concat_dim=0).squeeze(1)
 
     def heads_for_tokens(self, mixed: torch.Tensor) -> torch.Tensor:
         return self._sequence.all_to_all(mixed, split_dim=0, concat_dim=1)

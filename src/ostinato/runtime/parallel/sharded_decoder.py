@@ -68,21 +68,19 @@ class ShardedDecoder(Decoder):
                 f"{num_tokens} tokens cannot be split evenly over {num_ranks} ranks; pad them to "
                 f"{-(-num_tokens // num_ranks) * num_ranks}"
             )
-        if num_ranks == 1:
-            hidden = self._embed(input_ids)
-            if hidden.is_cuda:
-                return self._forward_many(hidden, positions)
-            return self._forward_plain(hidden, positions)
         count = num_tokens // num_ranks
         own = slice(self._sequence.index * count, (self._sequence.index + 1) * count)
-        hidden = self._forward_plain(self._embed(input_ids[own]), positions[own])
-        return self._sequence.all_gather(hidden)
+        hidden = self._embed(input_ids[own])
+        if self._runs_fused(hidden):
+            hidden = self._forward_fused(hidden, positions)
+        else:
+            hidden = self._forward_plain(hidden, positions[own])
+        return hidden if num_ranks == 1 else self._sequence.all_gather(hidden)
 
-    def _forward_many(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Layers of fused operators, for any number of tokens.
-
-        Those for few tokens add the residual inside a product, before the sum over the ranks.
-        """
+    def _forward_fused(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self._tensor.size == 1:
+            return super()._forward_fused(hidden, positions)
+        # Layers for few tokens would add the residual before the sum over the ranks.
         delta: torch.Tensor | None = None
         for layer in self.decoder_layers():
             hidden, delta = layer.forward_many(hidden, delta, positions, self.rotary_table)
