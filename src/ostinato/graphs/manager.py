@@ -238,8 +238,8 @@ class CudaGraphManager(Generic[Inputs]):
 
     # --- replay --------------------------------------------------------------------------------
 
-    def run_fullgraph(self, descriptor: BatchDescriptor, num_tokens: int | None = None) -> Output:
-        """Replay a FULL graph; views of the first ``num_tokens`` rows of its output (all: None)."""
+    def replay_fullgraph(self, descriptor: BatchDescriptor) -> None:
+        """Replay a FULL graph whose results are found elsewhere."""
         if self.pool.closed:
             raise ClosedError(f"cannot replay {descriptor}: the graph pool is closed")
         tape = self._tapes.get(descriptor)
@@ -247,10 +247,14 @@ class CudaGraphManager(Generic[Inputs]):
             raise BatchError(
                 f"no FULL graph was captured for {descriptor}; run what dispatch() chose"
             )
+        self.pool.replay(tape)
+
+    def run_fullgraph(self, descriptor: BatchDescriptor, num_tokens: int | None = None) -> Output:
+        """Replay a FULL graph; views of the first ``num_tokens`` rows of its output (all: None)."""
         rows = descriptor.num_tokens if num_tokens is None else num_tokens
         if not 1 <= rows <= descriptor.num_tokens:
             raise BatchError(f"{rows} rows were asked for of a graph of {descriptor.num_tokens}")
-        self.pool.replay(tape)
+        self.replay_fullgraph(descriptor)
         hidden, *aux = (buffer[:rows] for buffer in self._buffers)
         return (hidden, aux) if self._has_aux else hidden
 

@@ -101,7 +101,7 @@ class ModelGraphs:
     ) -> DecodeOutput:
         """One token for each row in the buffers, padding included; they are worked out inside."""
         if choice.mode is CUDAGraphMode.FULL:
-            self.manager.run_fullgraph(choice.descriptor)
+            self.manager.replay_fullgraph(choice.descriptor)
             return self._decode_outputs[choice.descriptor]
         padded, in_pieces = choice.padded_num_tokens, choice.mode is CUDAGraphMode.PIECEWISE
         if in_pieces and self._memory.selects:

@@ -26,6 +26,7 @@ from ostinato.graphs.pool import GraphPool
 from ostinato.graphs.stats import DispatchStats
 from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata
 from ostinato.runtime.config import GraphConfig
+from ostinato.runtime.host_copy import HostCopy, Mailbox
 from ostinato.runtime.kv_cache import CacheSize
 from ostinato.runtime.model_graphs import ModelGraphs
 from ostinato.runtime.models.base import CausalLM
@@ -75,6 +76,7 @@ class _Members:
     slots: Sequence[int] | IntArray
     num_reqs: int  # padded
     filtered: _FilteredRows | None
+    sampled: torch.Tensor  # where a decode step leaves their tokens
 
 
 class ModelRunner:
@@ -129,6 +131,7 @@ class ModelRunner:
             None if agreement is None else AgreedDispatch(agreement, plan, self.graphs.dispatch)
         )
         self._members: _Members | None = None
+        self._mailbox = Mailbox(plan.max_num_seqs, model.device)
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
@@ -184,16 +187,10 @@ class ModelRunner:
     def _run_decode(
         self, plan: Plan, choice: Choice, graphs: ModelGraphs, across: torch.Tensor | None
     ) -> StepResult:
-        num_reqs = plan.num_tokens
         members = self._set_members(plan, choice.padded_num_tokens)
-        output = graphs.decode(choice, across)
-        return self._result(
-            members.filtered,
-            output.token_ids[:num_reqs],
-            output.logits[:num_reqs],
-            self.buffers.slots[:num_reqs],
-            self.buffers.tokens.seq_lens[:num_reqs],
-        )
+        logits = graphs.decode(choice, across).logits
+        slots, seq_lens = self.buffers.slots, self.buffers.tokens.seq_lens
+        return self._result(members.filtered, members.sampled, logits, slots, seq_lens)
 
     def _set_members(self, plan: Plan, padded: int) -> _Members:
         """Put the rows of a decode batch into the buffers, unless they are there already."""
@@ -206,8 +203,12 @@ class ModelRunner:
         else:
             slots = listed = [item.slot for item in plan.requests]
         self.buffers.set_rows(listed, padded)
-        members = _Members(slots=slots, num_reqs=padded, filtered=self._filtered_rows(listed))
-        self._members = members
+        members = self._members = _Members(
+            slots=slots,
+            num_reqs=padded,
+            filtered=self._filtered_rows(listed),
+            sampled=self.buffers.sampled[: len(listed)],
+        )
         return members
 
     def _run_mixed(
@@ -222,7 +223,7 @@ class ModelRunner:
         state.advance(buffers.slots[:num_reqs], buffers.query_lens[:num_reqs])
         sampling = [item.slot for item in requests if item.samples]
         if not sampling:
-            return StepResult(None)
+            return StepResult(HostCopy())
         rows, slots = self._sampled_rows(plan)
         logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
         # A request that gets a token has computed all it has.
@@ -300,12 +301,15 @@ class ModelRunner:
         slots: torch.Tensor,
         lengths: torch.Tensor,
     ) -> StepResult:
-        """Sample those rows again that ask for more than a temperature; send all tokens off."""
+        """Sample those rows again that ask for more than a temperature; send all tokens off.
+
+        The other tensors may have more rows than there are tokens.
+        """
         if filtered is None:
-            return StepResult(token_ids)
+            return StepResult(self._mailbox.send(token_ids))
         state, rows = self.state, filtered.on_device
-        if rows is not None:
-            logits, slots, lengths = logits[rows], slots[rows], lengths[rows]
+        chosen = slice(token_ids.shape[0]) if rows is None else rows
+        logits, slots, lengths = logits[chosen], slots[chosen], lengths[chosen]
         output = sample(
             logits.float(), slots, lengths, state.sampling, state.token_ids, filtered.features
         )
@@ -314,7 +318,7 @@ class ModelRunner:
             token_ids = output.token_ids
         else:
             token_ids[rows] = output.token_ids
-        return StepResult(token_ids, output, filtered.positions)
+        return StepResult.sampled(token_ids, output, filtered.positions)
 
     # --- capture -------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ostinato.runtime.host_copy import HostCopy
+from ostinato.runtime.host_copy import Awaited, HostCopy
 from ostinato.runtime.sampler import SamplerOutput
 from ostinato.runtime.schedule_plan import IntArray
 
@@ -15,34 +15,36 @@ from ostinato.runtime.schedule_plan import IntArray
 class StepResult:
     """The results of one step on their way to the host; reading them waits for that step alone.
 
-    ``token_ids`` [num_samples] on the device, in plan order, or None where no request gets one.
-    ``filtered`` is what the full sampler made for the rows at ``filtered_rows``.
+    ``copies``: of the tokens [num_samples], in plan order, where any request gets one; then, of the
+    rows at ``filtered_rows``, the tokens and values of their logprobs, where anybody asked.
     """
 
-    def __init__(
-        self,
-        token_ids: torch.Tensor | None,
-        filtered: SamplerOutput | None = None,
-        filtered_rows: Sequence[int] = (),
-    ) -> None:
-        tensors = [] if token_ids is None else [token_ids]
-        if filtered is not None and filtered.logprobs is not None:
+    def __init__(self, copies: Awaited, filtered_rows: Sequence[int] = ()) -> None:
+        self._copies = copies
+        self._filtered_rows = filtered_rows
+        self._logprobs: tuple[list[list[int]], list[list[float]]] | None = None
+
+    @classmethod
+    def sampled(
+        cls, token_ids: torch.Tensor, filtered: SamplerOutput, filtered_rows: Sequence[int]
+    ) -> StepResult:
+        """Of a step with rows that went through the full sampler."""
+        tensors = [token_ids]
+        if filtered.logprobs is not None:
             assert filtered.logprob_token_ids is not None
             tensors += [filtered.logprob_token_ids, filtered.logprobs]
-        self._copy = HostCopy(*tensors)
-        self._place = {row: place for place, row in enumerate(filtered_rows)}
-        self._logprobs: tuple[list[list[int]], list[list[float]]] | None = None
+        return cls(HostCopy(*tensors), filtered_rows)
 
     def token_ids(self) -> IntArray:
         """The tokens, once the step is done."""
-        copies = self._copy.wait()
+        copies = self._copies.wait()
         return copies[0].numpy() if copies else np.empty(0, dtype=np.int64)
 
     def logprobs(self, row: int, num_top: int) -> list[tuple[int, float]]:
         """The sampled token and the ``num_top`` most likely ones of one row, which asked."""
         if self._logprobs is None:
-            _, tokens, values = self._copy.wait()
+            _, tokens, values = self._copies.wait()
             self._logprobs = tokens.tolist(), values.tolist()
-        place, kept = self._place[row], slice(1 + num_top)
+        place, kept = self._filtered_rows.index(row), slice(1 + num_top)
         tokens_of, values_of = self._logprobs
         return list(zip(tokens_of[place][kept], values_of[place][kept], strict=True))
