@@ -15,6 +15,7 @@ import torch
 
 from ostinato import LLM, SamplingParams, cli
 from ostinato.runtime.config import EngineConfig, GraphConfig
+from ostinato.runtime.cpu_kernels import has_numba
 
 TINY = ["--model", "tiny", "--random-weights", "--device", "cpu", "--max-model-len", "64"]
 PROMPT = "1,2,3"
@@ -468,7 +469,8 @@ def test_bench_decode_profile(ostinato: Run, tmp_path: Path) -> None:
         event["name"]
         for event in json.loads((tmp_path / answer["trace"]).read_text())["traceEvents"]
     }
-    assert "ostinato::paged_attention" in names
+    attention = "compiled_rotary_attention" if has_numba() else "paged_attention"
+    assert f"ostinato::{attention}" in names
     parts = answer["parts"]
     assert list(parts) == ["GEMM", "attention", "small kernels", "copies", "gaps"]
     assert sum(part["us"] for part in parts.values()) == pytest.approx(answer["window_us"])
@@ -479,7 +481,7 @@ def test_bench_decode_profile(ostinato: Run, tmp_path: Path) -> None:
     rows = [row[0] for row in cells(shown.out) if row[1].endswith("µs")]
     assert rows == [*parts, "together", "step(), not profiled", "gaps, not profiled",
                     "host, not profiled"]  # fmt: skip
-    assert "ostinato::paged_attention" in shown.out
+    assert f"ostinato::{attention}" in shown.out
 
 
 @pytest.mark.usefixtures("little_memory")

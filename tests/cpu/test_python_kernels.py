@@ -59,11 +59,27 @@ def test_a_replay_calls_the_function_with_the_captured_tensors() -> None:
 def test_an_operator_without_a_python_kernel_is_called_itself() -> None:
     x, out = torch.ones(2), torch.empty(2)
     step: Any = replay_step(OPERATOR, (x, out, 3.0), {})
-    assert step.func is double_into
-    assert step.args == (x, out, 3.0)
+    assert step.call.func is double_into
+    assert step.call.args == (x, out, 3.0)
     step = replay_step(torch.ops.aten.add_.Tensor, (x, out), {"alpha": 2})
     assert step.func is torch.ops.aten.add_.Tensor
     assert step.keywords == {"alpha": 2}
+
+
+def test_a_profiler_sees_the_operator() -> None:
+    x = torch.randn(4)
+
+    def forward() -> torch.Tensor:
+        out = torch.empty(4)
+        OPERATOR(x, out, 3.0)
+        return out
+
+    with GraphPool(torch.device("cpu"), lazy_capture=True) as pool:
+        captured = pool.capture(forward)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            pool.replay(captured.tape)
+    events = {event.name: event for event in profiler.events() or []}
+    assert events["aten::mul"].cpu_parent is events["ostinato_test_kernels::double_into"]
 
 
 def test_a_prepared_kernel_looks_at_its_arguments_once_and_at_their_contents_every_time() -> None:

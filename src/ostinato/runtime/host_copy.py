@@ -49,17 +49,25 @@ class Mailbox:
 
     def __init__(self, max_num_tokens: int, device: torch.device) -> None:
         self._max_num_tokens = max_num_tokens
-        self._is_cuda = device.type == "cuda"
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None  # the one that was current last
         self._free: list[_Box] = []
 
     def send(self, token_ids: torch.Tensor) -> Awaited:
         """Start the copy of [N] int64."""
-        if not self._is_cuda:
+        if self._device.type != "cuda":
             return HostCopy(token_ids)
         box = self._free.pop() if self._free else self._new_box()
         box.pinned[: token_ids.shape[0]].copy_(token_ids, non_blocking=True)
-        box.arrived.record()
+        box.arrived.record(self._current_stream(token_ids.get_device()))
         return _Letter(box, token_ids.shape[0], self._free)
+
+    def _current_stream(self, index: int) -> torch.cuda.Stream:
+        # Its number is found in a moment; making an object of it takes as long as the copy.
+        stream = self._stream
+        if stream is None or stream.cuda_stream != torch._C._cuda_getCurrentRawStream(index):
+            stream = self._stream = torch.cuda.current_stream(self._device)
+        return stream
 
     def _new_box(self) -> _Box:
         pinned = torch.empty(self._max_num_tokens, dtype=torch.int64, pin_memory=True)
