@@ -28,23 +28,26 @@ from ostinato.runtime.attention.base import AttentionMetadata
 from ostinato.runtime.config import GraphConfig
 from ostinato.runtime.decode_step import DecodeOutput, decode_step
 from ostinato.runtime.kernels.launch import next_power_of_2
-from ostinato.runtime.models.base import CausalLM, with_few_layers
+from ostinato.runtime.models.base import CausalLM, num_token_ranks, with_few_layers
 from ostinato.runtime.models.embedded import cache_directory
 from ostinato.runtime.operators.parts import MOST_ROWS
 from ostinato.runtime.operators.tuning import MAX_ROWS, row_class
 from ostinato.runtime.step_memory import StepMemory
 
 
-def _kernels_of(entry: PlanEntry) -> int:
+def _kernels_of(num_ranks: int, entry: PlanEntry) -> tuple[int, ...]:
     """Which sizes launch the same kernels: products go by classes of rows, or in parts up to some
     powers of 2; attention, which pieces have none of, by powers of 2.
+
+    Of a batch's tokens a rank has its share in products, and all of them in attention.
     """
     num_tokens = entry.descriptor.num_tokens
-    if entry.mode is CUDAGraphMode.PIECEWISE:
-        if num_tokens <= MAX_ROWS:
-            return row_class(num_tokens)
-        num_tokens = min(num_tokens, MOST_ROWS + 1)
-    return next_power_of_2(num_tokens)
+    num_rows = max(1, num_tokens // num_ranks)
+    if entry.mode is not CUDAGraphMode.PIECEWISE:
+        return next_power_of_2(num_tokens), next_power_of_2(num_rows)
+    if num_rows <= MAX_ROWS:
+        return (row_class(num_rows),)
+    return (next_power_of_2(min(num_rows, MOST_ROWS + 1)),)
 
 
 def _samples(entry: PlanEntry) -> bool:
@@ -83,7 +86,7 @@ class ModelGraphs:
             plan,
             pool,
             num_warmups=graphs.warmups_on(memory.device),
-            kernel_class=_kernels_of,
+            kernel_class=partial(_kernels_of, num_token_ranks(model)),
             eager_fallback=graphs.eager_fallback,
             show_progress=show_progress,
             name=name,

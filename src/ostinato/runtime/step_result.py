@@ -22,7 +22,7 @@ class StepResult:
     def __init__(self, copies: Awaited, filtered_rows: Sequence[int] = ()) -> None:
         self._copies = copies
         self._filtered_rows = filtered_rows
-        self._logprobs: tuple[list[list[int]], list[list[float]]] | None = None
+        self._logprobs: dict[int, tuple[list[int], list[float]]] | None = None  # by row
 
     @classmethod
     def sampled(
@@ -44,7 +44,7 @@ class StepResult:
         """The sampled token and the ``num_top`` most likely ones of one row, which asked."""
         if self._logprobs is None:
             _, tokens, values = self._copies.wait()
-            self._logprobs = tokens.tolist(), values.tolist()
-        place, kept = self._filtered_rows.index(row), slice(1 + num_top)
-        tokens_of, values_of = self._logprobs
-        return list(zip(tokens_of[place][kept], values_of[place][kept], strict=True))
+            pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+            self._logprobs = dict(zip(self._filtered_rows, pairs, strict=True))
+        tokens_of, values_of = self._logprobs[row]
+        return list(zip(tokens_of[: 1 + num_top], values_of[: 1 + num_top], strict=True))

@@ -17,7 +17,7 @@ from test_torch_paged import DECODES, MIXES, Layout, assert_same_bits, build, co
 from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
-from ostinato.errors import ConfigError
+from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.runtime.attention import create_attention, numba_paged
 from ostinato.runtime.attention.base import AttentionBackend, attend_qkv
@@ -162,6 +162,51 @@ def test_what_lies_outside_of_the_tensors_is_an_error(wrong: str) -> None:
         getattr(metadata, wrong).fill_(metadata.kv_caches[0][0].numel())
     with pytest.raises(IndexError, match="outside of its tensor"):
         one.run(backend, metadata)
+
+
+@pytest.mark.parametrize("wrong", ["slot_mapping", "query_start_loc", "block_table", "positions"])
+def test_tensors_that_are_too_short_are_an_error(wrong: str) -> None:
+    one, backend = case(Layout(requests=((1, 9), (1, 4))), CPU), NumbaPagedAttention()
+    metadata = one.metadata(backend)
+    if wrong == "positions":
+        one.positions = one.positions[:-1]
+    else:
+        metadata = replace(metadata, **{wrong: getattr(metadata, wrong)[:-1]})
+    with pytest.raises(BatchError, match=r"were given|was given"):
+        one.run(backend, metadata)
+
+
+def test_a_norm_that_has_too_few_weights_is_an_error() -> None:
+    one = case(Layout(requests=((1, 9),), group=2), CPU, norm=True)
+    assert one.rotation.qk_norm is not None
+    one.rotation.qk_norm = one.rotation.qk_norm[:-1]
+    with pytest.raises(ConfigError, match="weight for each head"):
+        one.run(NumbaPagedAttention())
+
+
+@pytest.mark.parametrize("how", ["int32", "strided"])
+def test_positions_of_any_kind(how: str) -> None:
+    one = case(Layout(requests=((2, 9), (1, 4))), CPU)
+    if how == "int32":
+        one.positions = one.positions.int()
+    else:
+        one.positions = torch.stack((one.positions, one.positions + 1), dim=1)[:, 0]
+    check_result(one, one.run(NumbaPagedAttention()))
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "strided"])
+def test_sinks_of_any_kind_are_read_by_every_replay(how: str) -> None:
+    one, backend = case(Layout(requests=((1, 9),), group=4, sinks=True), CPU), NumbaPagedAttention()
+    sinks = torch.randn(4, 2).to(torch.bfloat16 if how == "bfloat16" else torch.float32)
+    one.batch.sinks = sinks[:, 0] if how == "strided" else sinks[:, 0].contiguous()
+    metadata = one.metadata(backend)
+    with GraphPool(CPU, lazy_capture=True) as pool:
+        captured = pool.capture(lambda: one.run(backend, metadata))
+        before = captured.output.clone()
+        one.batch.sinks.add_(3.0)
+        pool.replay(captured.tape)
+        assert not torch.equal(captured.output, before)
+        assert_same_bits(captured.output, one.run(backend, metadata))
 
 
 def test_it_is_the_default_of_the_cpu_and_not_for_others() -> None:

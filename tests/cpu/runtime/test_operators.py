@@ -95,12 +95,13 @@ def llama_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @few
-@given(rows=st.integers(1, 5), dim=st.integers(1, 700), dtype=dtypes)
+@given(rows=st.integers(1, 5), dim=st.integers(1, 700), dtype=dtypes, dense=st.booleans())
 def test_norm_is_transformers_norm(
-    find: Any, device: torch.device, rows: int, dim: int, dtype: torch.dtype
+    find: Any, device: torch.device, rows: int, dim: int, dtype: torch.dtype, dense: bool
 ) -> None:
     dtype = known(dtype, find, device)
     x = strided(rows, dim, dtype=dtype, device=device)
+    x = x.contiguous() if dense else x
     weight = torch.randn(dim).to(device, dtype)
     got = find(norm, "rms_norm")(x, weight, 1e-5)
     assert_rounded(got, llama_norm(x, weight, 1e-5), dtype)
@@ -108,14 +109,19 @@ def test_norm_is_transformers_norm(
 
 
 @few
-@given(rows=st.integers(1, 5), dim=st.integers(1, 700), dtype=dtypes, dense=st.booleans())
+@given(
+    rows=st.integers(1, 5),
+    dim=st.integers(1, 700),
+    dtype=dtypes,
+    dense=st.sampled_from(["none", "residual", "all"]),
+)
 def test_norm_of_a_sum(
-    find: Any, device: torch.device, rows: int, dim: int, dtype: torch.dtype, dense: bool
+    find: Any, device: torch.device, rows: int, dim: int, dtype: torch.dtype, dense: str
 ) -> None:
     dtype = known(dtype, find, device)
     x, residual = (strided(rows, dim, dtype=dtype, device=device) for _ in range(2))
-    if dense:
-        residual = residual.contiguous()
+    x = x.contiguous() if dense == "all" else x
+    residual = residual if dense == "none" else residual.contiguous()
     weight = torch.randn(dim).to(device, dtype)
     before = x.clone(), residual.clone()
     got, total = find(norm, "add_rms_norm")(x, residual, weight, 1e-6)
@@ -199,13 +205,26 @@ def test_norm_of_one_row_is_its_own(find: Any, device: torch.device) -> None:
 
 
 @few
-@given(rows=st.integers(1, 5), width=st.integers(1, 1500), dtype=dtypes, size=st.floats(0.1, 200))
+@given(
+    rows=st.integers(1, 5),
+    width=st.integers(1, 1500),
+    dtype=dtypes,
+    size=st.floats(0.1, 200),
+    dense=st.booleans(),
+)
 def test_silu_and_mul_is_rounded_once(
-    find: Any, device: torch.device, rows: int, width: int, dtype: torch.dtype, size: float
+    find: Any,
+    device: torch.device,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    size: float,
+    dense: bool,
 ) -> None:
     dtype = known(dtype, find, device)
     gate_up = strided(rows, 2 * width, dtype=dtype, device=device)
     gate_up[:, :width] *= size
+    gate_up = gate_up.contiguous() if dense else gate_up
     got = find(activation, "silu_and_mul")(gate_up)
     gate, up = gate_up.double().chunk(2, dim=-1)
     assert got.dtype is dtype
@@ -224,6 +243,44 @@ def test_silu_and_mul_of_rows_in_any_arrangement(
         gate, up = case.chunk(2, dim=-1)
         got = find(activation, "silu_and_mul")(case)
         torch.testing.assert_close(got, F.silu(gate) * up)
+
+
+def test_silu_and_mul_of_extreme_gates(device: torch.device) -> None:
+    gate = torch.tensor([[-3e38, -1e30, -100.0, -88.5, -87.0, 88.0, 3e38, torch.inf, torch.nan]])
+    up = torch.full_like(gate, 0.5)
+    got = activation.silu_and_mul(torch.cat((gate, up), dim=1).to(device)).cpu()
+    torch.testing.assert_close(got, F.silu(gate) * up, equal_nan=True, rtol=1e-5, atol=1e-36)
+
+
+@pytest.mark.parametrize("rows", [64, 65, 200])
+def test_as_many_rows_as_one_likes(rows: int) -> None:
+    """On the CPU few go through compiled kernels, more through torch's operators."""
+    x, residual, weight = torch.randn(rows, 48), torch.randn(rows, 48), torch.randn(48)
+    got, total = norm.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert_rounded(got, llama_norm(x + residual, weight, 1e-5), torch.float32)
+    assert_rounded(norm.rms_norm(x, weight, 1e-5), llama_norm(x, weight, 1e-5), torch.float32)
+    gate, up = x.chunk(2, dim=1)
+    torch.testing.assert_close(activation.silu_and_mul(x), F.silu(gate) * up)
+
+
+def test_shapes_that_do_not_fit_are_torchs_to_refuse() -> None:
+    x = torch.randn(3, 8)
+    with pytest.raises(RuntimeError, match="must match"):
+        norm.rms_norm(x, torch.randn(4), 1e-5)
+    _, total = norm.add_rms_norm(x, torch.ones(1, 8), torch.randn(8), 1e-5)
+    assert torch.equal(total, x + 1)
+    with pytest.raises(RuntimeError, match="must match"):
+        activation.silu_and_mul(torch.randn(3, 5))
+
+
+def test_parameters_in_grad_mode_go_through_torch() -> None:
+    x = torch.randn(3, 8, requires_grad=True)
+    plain = x.detach()
+    torch.testing.assert_close(
+        norm.rms_norm(x, torch.ones(8), 1e-5).detach(), norm.rms_norm(plain, torch.ones(8), 1e-5)
+    )
+    torch.testing.assert_close(activation.silu_and_mul(x).detach(), activation.silu_and_mul(plain))
 
 
 # --- sampling -------------------------------------------------------------------------------------

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.runtime.attention.paged_cpu import Rules, attend_requests, read_layout
 from ostinato.runtime.attention.rotation import Rotation
 from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.cpu_kernels import runs_compiled
+from ostinato.runtime.cpu_kernels import load_kernels, runs_compiled
 from ostinato.runtime.operators.define import define_for_cpu
 
 # A kernel is one thread. From about here on two threads of torch's are faster.
@@ -37,6 +38,7 @@ class NumbaPagedAttention:
 
     def __init__(self) -> None:
         self._torch = TorchPagedAttention()
+        load_kernels()  # compiled now, if they have to be, and not in the first step
 
     @torch.no_grad()
     def forward(
@@ -74,7 +76,7 @@ class NumbaPagedAttention:
             return
         _rotary_attention(
             qkv.contiguous(),
-            positions,
+            positions.to(torch.int64).contiguous(),
             rotation.table,
             rotation.qk_norm,
             rotation.eps,
@@ -93,7 +95,7 @@ def _batch(
         metadata.seq_lens.contiguous(),
         metadata.block_table.contiguous(),
         metadata.slot_mapping.contiguous(),
-        sinks,
+        None if sinks is None else sinks.float().contiguous(),
         spec.scale,
         spec.window,
         spec.soft_cap,
@@ -103,8 +105,8 @@ def _batch(
 def _prepare_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *batch: Any
 ) -> Callable[[], None]:
-    from ostinato.runtime.cpu_kernels.kernels import attention
-
+    _check_shapes(query.shape[0], (key.shape[0], value.shape[0]), *batch)
+    attention = load_kernels().attention
     arrays = *_arrays(query, key, value), *_batch_arrays(*batch)
 
     def run() -> None:
@@ -122,10 +124,16 @@ def _prepare_rotary_attention(
     eps: float,
     *batch: Any,
 ) -> Callable[[], None]:
-    from ostinato.runtime.cpu_kernels.kernels import rotary_attention
-
+    _check_shapes(qkv.shape[0], (qkv.shape[0], positions.shape[0]), *batch)
+    rotary_attention = load_kernels().rotary_attention
+    num_heads = qkv.shape[1] // table.shape[1]
     if qk_norm is None:
-        qk_norm = qkv.new_empty((qkv.shape[1] // table.shape[1], 0))
+        qk_norm = qkv.new_empty((num_heads, 0))
+    elif qk_norm.shape != (num_heads - batch[0].shape[2], table.shape[1]):
+        raise ConfigError(
+            f"a norm of queries and keys has a weight for each head; {tuple(qk_norm.shape)} is not "
+            f"that of {num_heads - batch[0].shape[2]} heads of {table.shape[1]}"
+        )
     arrays = *_arrays(qkv, positions, table, qk_norm), eps, *_batch_arrays(*batch)
     out: torch.Tensor = batch[2]
 
@@ -134,6 +142,24 @@ def _prepare_rotary_attention(
             _attend_others(out.clone(), *batch)
 
     return run
+
+
+def _check_shapes(num_queries: int, stored: tuple[int, int], *batch: Any) -> None:
+    """The kernels trust what they are given; nothing else would notice a tensor that is short."""
+    _, _, out, starts, seq_lens, tables, slots, sinks, _, _, _ = batch
+    num_reqs = seq_lens.shape[0]
+    if out.shape[0] != num_queries or any(count != slots.shape[0] for count in stored):
+        raise BatchError(
+            f"{num_queries} queries were given {out.shape[0]} rows for their results, and "
+            f"{slots.shape[0]} slots tensors of {stored[0]} and {stored[1]} rows"
+        )
+    if starts.shape[0] != num_reqs + 1 or tables.shape[0] != num_reqs:
+        raise BatchError(
+            f"a batch of {num_reqs} requests was given {starts.shape[0]} boundaries, which should "
+            f"be one more, and {tables.shape[0]} rows of the block table"
+        )
+    if sinks is not None and sinks.shape[0] != out.shape[1]:
+        raise BatchError(f"{out.shape[1]} heads were given {sinks.shape[0]} sinks")
 
 
 def _arrays(*tensors: torch.Tensor) -> tuple[Any, ...]:
@@ -158,7 +184,7 @@ def _batch_arrays(
     no_sinks = np.empty(0, np.float32)
     return (
         *_arrays(*tensors),
-        no_sinks if sinks is None else sinks.float().numpy(),
+        no_sinks if sinks is None else sinks.numpy(),
         (scale, float(window or 0), soft_cap or 0.0),
         MOST_KEYS,
     )

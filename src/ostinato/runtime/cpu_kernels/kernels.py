@@ -8,10 +8,18 @@ import math
 
 import numpy as np
 
-from ostinato.runtime.cpu_kernels.compiled import inlined, kernel
+from ostinato.runtime.cpu_kernels.compiled import compilers
+
+inlined, kernel = compilers(
+    nogil=True,
+    error_model="numpy",  # dividing does not look for zeros
+    # Sums in any order, and multiply-adds, or nothing would be vectorised. NaN and infinities keep
+    # their meaning.
+    fastmath={"reassoc", "contract", "arcp", "nsz"},
+)
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_LOWEST = np.float32(-np.inf)
+_LOWEST, _HIGHEST = np.float32(-np.inf), np.float32(np.inf)
 _HALF = np.float32(0.5)
 _LOG2_E = np.float32(math.log2(math.e))
 # ln 2 in two parts, the first so short that its product with an exponent is exact.
@@ -78,7 +86,8 @@ def silu_and_mul(gate_up, out):
             out[row, i], bits[i] = _exponential(x)
         for i in range(width):
             gate = gate_up[row, i]
-            out[row, i] = gate / (_ONE + out[row, i] * powers[i]) * gate_up[row, width + i]
+            power = _HIGHEST if -gate > _MOST else out[row, i] * powers[i]
+            out[row, i] = gate / (_ONE + power) * gate_up[row, width + i]
 
 
 @inlined

@@ -32,6 +32,11 @@ class CausalLM(Protocol):
         """Logits [B, vocab_size], in float32 or the model's type, of states [B, hidden_size]."""
 
 
+def num_token_ranks(model: CausalLM) -> int:
+    """Among how many ranks ``model`` splits the tokens of a batch."""
+    return int(getattr(model, "num_token_ranks", 1))
+
+
 def with_few_layers(model: CausalLM) -> AbstractContextManager[None]:
     """Inside, ``model`` leaves out the layers that are like others, if it can tell which are.
 

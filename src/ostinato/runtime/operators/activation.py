@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ostinato.runtime.cpu_kernels import prepare_kernel, runs_compiled
+from ostinato.runtime.cpu_kernels import MOST_ROWS, prepare_kernel, runs_compiled
 from ostinato.runtime.kernels.launch import launch, overlap
 from ostinato.runtime.operators.define import define_for_cpu
 
@@ -20,7 +20,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``gate_up`` [..., 2 I], what a fused projection makes -> a new, dense tensor [..., I]."""
     if gate_up.is_cuda:
         return triton_silu_and_mul(gate_up)
-    if gate_up.dim() == 2 and runs_compiled(gate_up):
+    few_pairs = gate_up.dim() == 2 and gate_up.shape[0] <= MOST_ROWS and gate_up.shape[1] % 2 == 0
+    if few_pairs and runs_compiled(gate_up):
         out = _half_as_wide(gate_up)
         _compiled_silu_and_mul(gate_up, out)
         return out

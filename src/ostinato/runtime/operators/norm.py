@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.runtime.cpu_kernels import prepare_kernel, runs_compiled
+from ostinato.runtime.cpu_kernels import MOST_ROWS, prepare_kernel, runs_compiled
 from ostinato.runtime.kernels.launch import launch, next_power_of_2, overlap
 from ostinato.runtime.operators.define import define_for_cpu
 
@@ -21,7 +21,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """
     if x.is_cuda:
         return triton_rms_norm(x, weight, eps)
-    if x.dim() == 2 and runs_compiled(x, weight):
+    if _compiled_rows(x, weight) and runs_compiled(x, weight):
         out = torch.empty_like(x)
         _compiled_rms_norm(x, weight, out, eps)
         return out
@@ -40,7 +40,11 @@ def add_rms_norm(
     """
     if x.is_cuda:
         return triton_add_rms_norm(x, residual, weight, eps)
-    if x.dim() == residual.dim() == 2 and runs_compiled(x, residual, weight):
+    if (
+        x.shape == residual.shape
+        and _compiled_rows(x, weight)
+        and runs_compiled(x, residual, weight)
+    ):
         out, total = torch.empty_like(x), torch.empty_like(x)
         _compiled_add_rms_norm(x, residual, weight, out, total, eps)
         return out, total
@@ -49,6 +53,11 @@ def add_rms_norm(
     else:
         total = x + residual
     return rms_norm(total, weight, eps), total
+
+
+def _compiled_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether these are few rows and their weight."""
+    return x.dim() == 2 and x.shape[0] <= MOST_ROWS and weight.shape == x.shape[1:]
 
 
 def triton_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -52,7 +52,7 @@ class PlanEncoder:
             return Kind.DECODE_AGAIN, blocks
         self._slots = plan.slots
         count = np.array([len(plan.slots)], dtype=np.int64)
-        return Kind.DECODE, np.concatenate((count, plan.slots, plan.starts, blocks))
+        return Kind.DECODE, np.concatenate((count, plan.slots, plan.starts + plan.step, blocks))
 
 
 class PlanDecoder:

@@ -60,6 +60,10 @@ class ShardedDecoder(Decoder):
             )
         self.attention_specs = [layer.spec for layer in self.decoder_layers()]
 
+    @property
+    def num_token_ranks(self) -> int:
+        return self._sequence.size
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden_size] of all T tokens, on every rank."""
         num_ranks, num_tokens = self._sequence.size, input_ids.shape[0]

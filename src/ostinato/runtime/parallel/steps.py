@@ -21,6 +21,7 @@ import torch
 
 from ostinato.errors import SchedulingError
 from ostinato.graphs.pool import GraphPool
+from ostinato.runtime.host_copy import NoMailbox
 from ostinato.runtime.model_runner import ModelRunner
 from ostinato.runtime.parallel.plan_message import Kind, PlanDecoder, PlanEncoder, to_bytes
 from ostinato.runtime.parallel.world import World, uninterrupted
@@ -87,6 +88,7 @@ class FollowingRunner(RankRunner):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._decoder = PlanDecoder()
+        self._mailbox = NoMailbox(self.plan.max_num_seqs, self.model.device)
 
     def run(self, plan: Plan) -> StepResult:
         raise SchedulingError(
