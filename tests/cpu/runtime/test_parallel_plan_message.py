@@ -152,6 +152,27 @@ def request(number: int, length: int, count: int, plain: bool) -> Request:
     )
 
 
+def test_a_steady_state_may_be_joined_at_any_step() -> None:
+    scheduler = Scheduler(
+        BlockAllocator(CACHE.num_blocks, CACHE.block_size),
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        max_model_len=CACHE.max_model_len,
+    )
+    scheduler.add(request(0, 5, 20, plain=True))
+    plans = []
+    for _ in range(6):
+        plans.append(scheduler.schedule())
+        scheduler.commit(plans[-1], [7])
+    decoder = PlanDecoder()
+    decoder.decode(*PlanEncoder().encode(plans[0]))
+    encoder = PlanEncoder()  # which has not seen those between
+    for plan in plans[4:]:
+        assert isinstance(plan, DecodePlan)
+        arrived = decoder.decode(*encoder.encode(plan))
+        assert [row.start for row in arrived.requests] == [row.start for row in plan.requests]
+
+
 def test_a_plan_without_the_one_before_is_refused() -> None:
     with pytest.raises(CollectiveError, match="refers to one before it that did not arrive"):
         PlanDecoder().decode(Kind.DECODE_AGAIN, np.empty(0, dtype=np.int64))
