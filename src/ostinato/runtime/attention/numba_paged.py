@@ -8,7 +8,7 @@ its result is the same to the bit whoever else is in the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,9 +25,24 @@ from ostinato.runtime.operators.define import define_for_cpu
 # A kernel is one thread. From about here on two threads of torch's are faster.
 MOST_KEYS = 512
 
+# The last arguments of both operators, which become a ``_Batch``.
 _BATCH = """Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
     Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping,
     Tensor? sinks, float scale, int? window, float? soft_cap"""
+
+
+class _Batch(NamedTuple):
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    out: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    sinks: torch.Tensor | None
+    scale: float
+    window: int | None
+    soft_cap: float | None
 
 
 class NumbaPagedAttention:
@@ -86,9 +101,9 @@ class NumbaPagedAttention:
 
 def _batch(
     spec: AttentionSpec, metadata: AttentionMetadata, out: torch.Tensor, sinks: torch.Tensor | None
-) -> tuple[Any, ...]:
-    """What both operators take, as ``_BATCH`` has it."""
-    return (
+) -> _Batch:
+    """Everything in one piece and of the type that the kernels take."""
+    return _Batch(
         *metadata.kv_caches[spec.layer],
         out,
         metadata.query_start_loc.contiguous(),
@@ -103,15 +118,16 @@ def _batch(
 
 
 def _prepare_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *batch: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> Callable[[], None]:
-    _check_shapes(query.shape[0], (key.shape[0], value.shape[0]), *batch)
+    batch = _Batch(*rest)
+    _check_shapes(query.shape[0], (key.shape[0], value.shape[0]), batch)
     attention = load_kernels().attention
-    arrays = *_arrays(query, key, value), *_batch_arrays(*batch)
+    arrays = *_arrays(query, key, value), *_batch_arrays(batch)
 
     def run() -> None:
         if attention(*arrays):
-            _attend_others(query, *batch)
+            _attend_others(query, batch)
 
     return run
 
@@ -122,99 +138,79 @@ def _prepare_rotary_attention(
     table: torch.Tensor,
     qk_norm: torch.Tensor | None,
     eps: float,
-    *batch: Any,
+    *rest: Any,
 ) -> Callable[[], None]:
-    _check_shapes(qkv.shape[0], (qkv.shape[0], positions.shape[0]), *batch)
+    batch = _Batch(*rest)
+    _check_shapes(qkv.shape[0], (qkv.shape[0], positions.shape[0]), batch)
     rotary_attention = load_kernels().rotary_attention
-    num_heads = qkv.shape[1] // table.shape[1]
+    head_dim = table.shape[1]
+    num_normed = qkv.shape[1] // head_dim - batch.key_cache.shape[2]
     if qk_norm is None:
-        qk_norm = qkv.new_empty((num_heads, 0))
-    elif qk_norm.shape != (num_heads - batch[0].shape[2], table.shape[1]):
+        qk_norm = qkv.new_empty((num_normed, 0))
+    elif qk_norm.shape != (num_normed, head_dim):
         raise ConfigError(
             f"a norm of queries and keys has a weight for each head; {tuple(qk_norm.shape)} is not "
-            f"that of {num_heads - batch[0].shape[2]} heads of {table.shape[1]}"
+            f"that of {num_normed} heads of {head_dim}"
         )
-    arrays = *_arrays(qkv, positions, table, qk_norm), eps, *_batch_arrays(*batch)
-    out: torch.Tensor = batch[2]
+    arrays = *_arrays(qkv, positions, table, qk_norm), eps, *_batch_arrays(batch)
 
     def run() -> None:
         if rotary_attention(*arrays):
-            _attend_others(out.clone(), *batch)
+            _attend_others(batch.out.clone(), batch)
 
     return run
 
 
-def _check_shapes(num_queries: int, stored: tuple[int, int], *batch: Any) -> None:
+def _check_shapes(num_queries: int, stored: tuple[int, int], batch: _Batch) -> None:
     """The kernels trust what they are given; nothing else would notice a tensor that is short."""
-    _, _, out, starts, seq_lens, tables, slots, sinks, _, _, _ = batch
-    num_reqs = seq_lens.shape[0]
-    if out.shape[0] != num_queries or any(count != slots.shape[0] for count in stored):
+    num_rows, num_heads = batch.out.shape[:2]
+    num_slots, num_reqs = batch.slot_mapping.shape[0], batch.seq_lens.shape[0]
+    num_starts, num_tables = batch.query_start_loc.shape[0], batch.block_table.shape[0]
+    if num_rows != num_queries or any(count != num_slots for count in stored):
         raise BatchError(
-            f"{num_queries} queries were given {out.shape[0]} rows for their results, and "
-            f"{slots.shape[0]} slots tensors of {stored[0]} and {stored[1]} rows"
+            f"{num_queries} queries were given {num_rows} rows for their results, and {num_slots} "
+            f"slots tensors of {stored[0]} and {stored[1]} rows"
         )
-    if starts.shape[0] != num_reqs + 1 or tables.shape[0] != num_reqs:
+    if num_starts != num_reqs + 1 or num_tables != num_reqs:
         raise BatchError(
-            f"a batch of {num_reqs} requests was given {starts.shape[0]} boundaries, which should "
-            f"be one more, and {tables.shape[0]} rows of the block table"
+            f"a batch of {num_reqs} requests was given {num_starts} boundaries, which should be "
+            f"one more, and {num_tables} rows of the block table"
         )
-    if sinks is not None and sinks.shape[0] != out.shape[1]:
-        raise BatchError(f"{out.shape[1]} heads were given {sinks.shape[0]} sinks")
+    if batch.sinks is not None and batch.sinks.shape[0] != num_heads:
+        raise BatchError(f"{num_heads} heads were given {batch.sinks.shape[0]} sinks")
 
 
 def _arrays(*tensors: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.numpy() for tensor in tensors)
 
 
-def _batch_arrays(
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> tuple[Any, ...]:
-    """``_BATCH`` as the kernels take it."""
-    tensors = key_cache, value_cache, out, query_start_loc, seq_lens, block_table, slot_mapping
-    no_sinks = np.empty(0, np.float32)
+def _batch_arrays(batch: _Batch) -> tuple[Any, ...]:
+    """The batch as the kernels take it."""
     return (
-        *_arrays(*tensors),
-        no_sinks if sinks is None else sinks.numpy(),
-        (scale, float(window or 0), soft_cap or 0.0),
+        *_arrays(*batch[:7]),
+        np.empty(0, np.float32) if batch.sinks is None else batch.sinks.numpy(),
+        (batch.scale, float(batch.window or 0), batch.soft_cap or 0.0),
         MOST_KEYS,
     )
 
 
-def _attend_others(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> None:
+def _attend_others(query: torch.Tensor, batch: _Batch) -> None:
     """The requests that the kernels leave out."""
     layout = read_layout(
-        query_start_loc, seq_lens, block_table, slot_mapping, key_cache.shape[1], window
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.block_table,
+        batch.slot_mapping,
+        batch.key_cache.shape[1],
+        batch.window,
     )
-    rules = Rules(scale, window, soft_cap, sinks)
+    rules = Rules(batch.scale, batch.window, batch.soft_cap, batch.sinks)
     others = [
         queries
         for queries in layout.queries
-        if queries.query_len > 1 or queries.num_visible(window) > MOST_KEYS
+        if queries.query_len > 1 or queries.num_visible(batch.window) > MOST_KEYS
     ]
-    attend_requests(others, query, key_cache, value_cache, out, rules)
+    attend_requests(others, query, batch.key_cache, batch.value_cache, batch.out, rules)
 
 
 _attention = define_for_cpu(
