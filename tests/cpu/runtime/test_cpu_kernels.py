@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,3 +109,19 @@ def test_every_kernel_is_compiled_when_it_is_imported() -> None:
         (types,) = each.signatures
         with pytest.raises(TypeError, match="No matching definition"):  # it compiles no others
             each(*[1] * len(types))
+
+
+def test_the_exponential_is_right_to_the_last_place() -> None:
+    kernels = importlib.import_module("ostinato.runtime.cpu_kernels.kernels")
+
+    @numba.njit
+    def each(x: Any, factors: Any, bits: Any) -> None:
+        for i in range(x.shape[0]):
+            factors[i], bits[i] = kernels._exponential(x[i])
+
+    x = np.linspace(-87, 88, 100_001).astype(np.float32)
+    factors, bits = np.empty_like(x), np.empty(x.shape, np.int32)
+    each(x, factors, bits)
+    exact = np.exp(x.astype(np.float64))
+    error = np.abs(factors * bits.view(np.float32) - exact) / np.spacing(exact.astype(np.float32))
+    assert error.max() <= 1

@@ -23,9 +23,8 @@ def compilers(**options: Any) -> tuple[_Decorator, Callable[[str], _Decorator]]:
             compiled: Callable[..., Any]
             try:
                 compiled = numba.njit(signature, cache=True, **options)(function)
-            except (
-                Exception
-            ):  # no directory, a full disk, a damaged file: compiled by every process
+            except Exception:
+                # No directory, a full disk, a damaged file: every process compiles for itself.
                 compiled = numba.njit(signature, **options)(function)
             return compiled
 

@@ -22,9 +22,7 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 _LOWEST, _HIGHEST = np.float32(-np.inf), np.float32(np.inf)
 _HALF = np.float32(0.5)
 _LOG2_E = np.float32(math.log2(math.e))
-# ln 2 in two parts, the first so short that its product with an exponent is exact.
-_LN2_HIGH = np.float32(0.693359375)
-_LN2_LOW = np.float32(math.log(2) - 0.693359375)
+_LN2 = math.log(2)  # in float64, and with it all that follows from it
 _LEAST = np.float32(-87)  # e to the power of this is the smallest normal number, nearly
 _MOST = np.float32(88)  # and of this the largest
 
@@ -34,10 +32,11 @@ def _exponential(x):
     """e^x of a number from -87 to 88, or NaN, as (m, b): m times the float whose bits are b.
 
     Within one unit of the last place, and without a call, so that a loop over it is vectorised; the
-    compiler has no vectors for the library's. The polynomial is that of Cephes.
+    compiler has no vectors for the library's. The polynomial is that of Cephes. In float64: the
+    usual ln 2 in two parts would be put together again by sums in any order, which cost 4 units.
     """
     exponent = math.floor(x * _LOG2_E + _HALF)
-    rest = x - exponent * _LN2_HIGH - exponent * _LN2_LOW
+    rest = x - exponent * _LN2
     y = np.float32(1.9875691500e-4)
     y = y * rest + np.float32(1.3981999507e-3)
     y = y * rest + np.float32(8.3334519073e-3)
