@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from tqdm import tqdm
 
-from ostinato.errors import CaptureError, CaptureOutOfMemoryError
+from ostinato.errors import CaptureError, CaptureOutOfMemoryError, OstinatoError
 from ostinato.graphs.counters import compilation_counter
 from ostinato.graphs.descriptor import Reason
 from ostinato.graphs.dispatch import Dispatcher
@@ -53,6 +53,11 @@ class CaptureReport:
         return sum(entry.seconds for entry in self.entries)
 
 
+def describe_entry(entry: PlanEntry) -> str:
+    """An entry as messages name it, unless the caller of ``capture_entries`` has its own words."""
+    return f"{entry.descriptor} ({entry.phase})"
+
+
 def capture_entries(
     entries: Sequence[PlanEntry],
     capture: Callable[[PlanEntry], None],
@@ -62,11 +67,13 @@ def capture_entries(
     eager_fallback: bool,
     show_progress: bool,
     name: str,
+    describe: Callable[[PlanEntry], str] = describe_entry,
 ) -> CaptureReport:
     """Capture ``entries`` in order with ``capture`` and open each for dispatch.
 
     If one fails, those before it stay usable, and what the failed one took is given back. With
     ``eager_fallback`` its batches run eagerly and the walk goes on; otherwise it stops there.
+    The error says "capturing ``describe(entry)`` failed".
     """
     report = CaptureReport()
     with pool.capturing():
@@ -74,7 +81,7 @@ def capture_entries(
             bar = tqdm(list(group), desc=f"{name}: {phase}", disable=not _shown(show_progress))
             for entry in bar:
                 report.entries.append(
-                    _capture_one(entry, capture, pool, dispatcher, eager_fallback)
+                    _capture_one(entry, capture, pool, dispatcher, eager_fallback, describe)
                 )
     return report
 
@@ -85,6 +92,7 @@ def _capture_one(
     pool: GraphPool,
     dispatcher: Dispatcher,
     eager_fallback: bool,
+    describe: Callable[[PlanEntry], str],
 ) -> EntryReport:
     start = time.perf_counter()
     outer_error = sys.exception()
@@ -103,7 +111,7 @@ def _capture_one(
         if not isinstance(error, Exception):  # an interrupt: nothing to explain
             pool.discard(range(serial_before + 1, pool.serial + 1))
             raise
-        wrapped = _describe_failure(entry, error)
+        wrapped = _describe_failure(describe(entry), error)
         _drop_frames(error, until=outer_error)
         pool.discard(range(serial_before + 1, pool.serial + 1))
         pool.release_unused()
@@ -131,15 +139,15 @@ def _drop_frames(error: BaseException | None, *, until: BaseException | None) ->
         error = error.__cause__ or error.__context__
 
 
-def _describe_failure(entry: PlanEntry, error: Exception) -> CaptureError:
+def _describe_failure(entry: str, error: Exception) -> CaptureError:
     """The error to raise, with the failed run's traceback as text, since its frames must go."""
     described = _named_failure(entry, error)
     described.add_note("".join(traceback.format_exception(error)))
     return described
 
 
-def _named_failure(entry: PlanEntry, error: Exception) -> CaptureError:
-    text = f"capturing {entry.descriptor} ({entry.phase}) failed: {error}"
+def _named_failure(entry: str, error: Exception) -> CaptureError:
+    text = f"capturing {entry} failed: {_with_type(error)}"
     if isinstance(error, (CaptureOutOfMemoryError, MemoryError, torch.OutOfMemoryError)):
         return CaptureOutOfMemoryError(
             f"{text}. The graphs captured before it are usable; capture smaller sizes or leave the "
@@ -148,6 +156,13 @@ def _named_failure(entry: PlanEntry, error: Exception) -> CaptureError:
     operator = error.operator if isinstance(error, CaptureError) else None
     source = error.source if isinstance(error, CaptureError) else None
     return CaptureError(text, operator=operator, source=source)
+
+
+def _with_type(error: Exception) -> str:
+    """An error's text, led by its type where it is not one of ours: a KeyError's text is a key."""
+    if isinstance(error, OstinatoError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _shown(show_progress: bool) -> bool:

@@ -1,0 +1,98 @@
+"""Walking a plan: how a failed capture is named, and what is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from ostinato import CapturePlan, CUDAGraphMode, GraphPool
+from ostinato.errors import CaptureError, CaptureOutOfMemoryError
+from ostinato.graphs.capture_loop import CaptureReport, capture_entries
+from ostinato.graphs.dispatch import Dispatcher
+from ostinato.graphs.plan import PlanEntry
+
+
+def walk(
+    pool: GraphPool,
+    capture: Callable[[PlanEntry], None],
+    *,
+    eager_fallback: bool = False,
+    **options: Callable[[PlanEntry], str],
+) -> CaptureReport:
+    plan = CapturePlan.build(CUDAGraphMode.FULL, [4], max_num_seqs=8, max_num_batched_tokens=8)
+    return capture_entries(
+        plan.entries,
+        capture,
+        pool=pool,
+        dispatcher=Dispatcher(plan),
+        eager_fallback=eager_fallback,
+        show_progress=False,
+        name="model",
+        **options,
+    )
+
+
+def raising(error: Exception) -> Callable[[PlanEntry], None]:
+    def capture(entry: PlanEntry) -> None:
+        raise error
+
+    return capture
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("broken weights"), "failed: ValueError: broken weights"),
+        (KeyError("q_proj"), "failed: KeyError: 'q_proj'"),
+        (AssertionError(), "failed: AssertionError"),
+        (CaptureError("no such thing"), "failed: no such thing"),
+    ],
+)
+def test_a_failure_names_the_type_of_an_error_that_is_not_ours(
+    pool: GraphPool, error: Exception, text: str
+) -> None:
+    with pytest.raises(CaptureError) as raised:
+        walk(pool, raising(error))
+    descriptor = (
+        "BatchDescriptor(num_tokens=4, num_reqs=4, uniform=False, has_lora=False, "
+        "num_active_loras=0, query_len=None)"
+    )
+    assert str(raised.value) == f"capturing {descriptor} (mixed, FULL) {text}"
+
+
+def test_an_entry_is_named_in_the_callers_words(pool: GraphPool) -> None:
+    with pytest.raises(CaptureError, match=r"^capturing size 4 failed: ValueError: broken"):
+        walk(
+            pool,
+            raising(ValueError("broken")),
+            describe=lambda entry: f"size {entry.descriptor.num_tokens}",
+        )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no room"),
+        torch.OutOfMemoryError("no room"),
+        CaptureOutOfMemoryError("no room"),
+    ],
+)
+def test_out_of_memory_says_what_to_do(pool: GraphPool, error: Exception) -> None:
+    with pytest.raises(CaptureOutOfMemoryError, match=r"no room\. .*capture smaller sizes"):
+        walk(pool, raising(error))
+
+
+def test_with_eager_fallback_the_report_has_the_text(pool: GraphPool) -> None:
+    report = walk(pool, raising(ValueError("broken")), eager_fallback=True)
+    assert report.entries[0].error is not None
+    assert report.entries[0].error.endswith("failed: ValueError: broken")
+    assert report.num_graphs == 0
+
+
+def test_operator_and_source_of_the_failure_are_kept(pool: GraphPool) -> None:
+    error = CaptureError("refused", operator="aten::item", source="model.py:3")
+    with pytest.raises(CaptureError) as raised:
+        walk(pool, raising(error))
+    assert (raised.value.operator, raised.value.source) == ("aten::item", "model.py:3")
