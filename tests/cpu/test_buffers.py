@@ -94,7 +94,6 @@ def test_channels_last_stays_channels_last(device: torch.device) -> None:
     buffer = StaticBuffer("image", example, max_rows=8)
     for size in (8, 2, 1):
         assert buffer.view(size).is_contiguous(memory_format=torch.channels_last)
-        assert buffer.padded_copy(size).is_contiguous(memory_format=torch.channels_last)
     view = buffer.fill(example, 4)
     assert torch.equal(view[:2], example)
     assert view[2:].count_nonzero() == 0
@@ -107,13 +106,45 @@ def test_value_may_have_another_memory_order(device: torch.device) -> None:
     assert torch.equal(buffer.fill(value, 4)[:2], value)
 
 
-def test_padded_copy_is_separate(device: torch.device) -> None:
-    buffer = StaticBuffer("x", batch_of(4, 1, 0, device), max_rows=8, batch_dim=1, padding=PADDING)
-    copy = buffer.padded_copy(5)
-    assert copy.shape == (WIDTH, 5)
-    assert (copy == PADDING).all()
-    copy.fill_(3)
-    assert (buffer.view(8) == PADDING).all()
+def test_rows_are_repeated_to_fill_a_size(device: torch.device) -> None:
+    buffer = StaticBuffer("x", batch_of(3, 1, 0, device), max_rows=8, batch_dim=1)
+    value = batch_of(3, 1, 5, device)
+    buffer.fill_repeated(value, 8)
+    assert torch.equal(buffer.view(8), value[:, [0, 1, 2, 0, 1, 2, 0, 1]])
+    buffer.fill_repeated(value, 2)
+    assert torch.equal(buffer.view(2), value[:, :2])
+
+
+@pytest.mark.parametrize("content", ["values", "padding"])
+def test_varied_padding_is_other_than_padding(device: torch.device, content: str) -> None:
+    value = (
+        torch.rand(3, 2, device=device) + 5 if content == "values" else torch.zeros(3, 2).to(device)
+    )
+    buffer = StaticBuffer("x", value, max_rows=8)
+    view = buffer.fill(value, 8)
+    buffer.vary_padding(value, 8)
+    assert torch.equal(view[:3], value)
+    assert (view[3:] != 0).all()
+    if content == "values":
+        assert torch.equal(view[3:], value[[2, 1, 0, 2, 1]])
+
+
+@pytest.mark.parametrize(
+    ("rows", "distinct", "unlike_padding"),
+    [
+        ([[1, 2], [3, 4]], True, True),
+        ([[1, 2], [1, 2]], False, True),
+        ([[1, 2], [PADDING, PADDING]], True, False),
+        ([[7, PADDING]], True, True),
+    ],
+)
+def test_whether_rows_can_be_told_apart(
+    rows: list[list[int]], distinct: bool, unlike_padding: bool
+) -> None:
+    value = torch.tensor(rows)
+    buffer = StaticBuffer("x", value, max_rows=8, padding=PADDING)
+    assert buffer.has_distinct_rows(value) is distinct
+    assert buffer.differs_from_padding(value) is unlike_padding
 
 
 @pytest.mark.parametrize(

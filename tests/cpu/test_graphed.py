@@ -67,13 +67,13 @@ def test_one_graph_per_size_and_no_python_on_replay(device: torch.device) -> Non
         compilation_counter.expect(num_cudagraph_captured=4),
         graphed(function, sizes=SIZES) as fast,
     ):
-        fast(torch.ones(3, device=device))
-        after_capture = runs
-        for rows in (1, 2, 3, 4, 5, 6, 7, 8):
-            assert torch.equal(
-                fast(torch.ones(rows, device=device)), torch.full((rows,), 2.0).to(device)
-            )
-        assert runs == after_capture
+        batches = [torch.arange(1, rows + 1, device=device) for rows in range(1, 9)]
+        for x in batches:  # each number of rows is compared with eager once
+            fast(x)
+        runs_so_far = runs
+        for x in batches:
+            assert torch.equal(fast(x), x * 2)
+        assert runs == runs_so_far
 
 
 def test_as_a_decorator(device: torch.device) -> None:
@@ -190,7 +190,7 @@ def test_padding_by_argument(device: torch.device) -> None:
     def spy(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.stack((a.sum(), b.sum()))
 
-    with graphed(spy, sizes=[4], padding={"a": 10.0}) as fast:
+    with graphed(spy, sizes=[4], padding={"a": 10.0}, verify=False) as fast:
         ones = torch.ones(2, device=device)
         assert fast(ones, ones).tolist() == [22.0, 2.0]
         assert fast(ones[:1], ones[:1]).tolist() == [31.0, 1.0]  # no rows of the last batch left
@@ -271,7 +271,7 @@ def test_attributes_of_the_model_are_reachable(device: torch.device) -> None:
     fast = graphed(model, sizes=[1])
     assert len(list(fast.parameters())) == 4
     assert fast.unwrap() is model
-    with pytest.raises(AttributeError, match=r"GraphedCallable.*Sequential.*'nothing'"):
+    with pytest.raises(AttributeError, match=r"GraphedModule.*Sequential.*'nothing'"):
         _ = fast.nothing
 
 
@@ -376,9 +376,9 @@ def test_scalar_tensor_needs_a_decision(device: torch.device) -> None:
 
 def test_results_must_follow_the_batch(device: torch.device) -> None:
     x = torch.ones(2, device=device)
-    with pytest.raises(BatchError, match=r"output has shape \(5,\) for a batch of 4 and \(2,\)"):
+    with pytest.raises(BatchError, match=r"output has shape \(5,\) for a batch of 4 and \(3,\)"):
         graphed(lambda x: torch.cat((x, x[:1])), sizes=[4])(x)
-    with pytest.raises(BatchError, match=r"output\[1\] is 4 for a batch of 4 and 1"):
+    with pytest.raises(BatchError, match=r"output\[1\] is 4 for a batch of 4 and 2"):
         graphed(lambda x: (x, x.shape[0]), sizes=[4])(x)
 
 

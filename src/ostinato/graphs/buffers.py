@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from ostinato.errors import BatchError, ConfigError
+from ostinato.graphs.effects import storage_id
 
 
 class StaticBuffer:
@@ -45,7 +46,7 @@ class StaticBuffer:
             self._memory = torch.full(
                 (max_rows * row_elements,), padding, dtype=example.dtype, device=example.device
             )
-        self._max_rows = max_rows
+        self.storage_id = storage_id(self._memory)
         self._views: dict[int, torch.Tensor] = {}
 
     def view(self, size: int) -> torch.Tensor:
@@ -85,17 +86,39 @@ class StaticBuffer:
             view.narrow(self.batch_dim, rows, size - rows).fill_(self.padding)
         return view
 
-    def reset(self) -> None:
-        """Padding everywhere."""
-        self._memory.fill_(self.padding)
+    def fill_repeated(self, value: torch.Tensor, size: int) -> None:
+        """Fill ``size`` rows with those of ``value``, from the first again after the last."""
+        rows = value.shape[self.batch_dim]
+        order = torch.arange(size, device=self._device) % rows
+        self.view(size).copy_(value.index_select(self.batch_dim, order))
 
-    def padded_copy(self, rows: int) -> torch.Tensor:
-        """A separate tensor of ``rows`` rows of padding, for trying a batch size out."""
-        shape = self._shape.copy()
-        shape[self.batch_dim] = rows
-        stride = _dense_strides(shape, self._order)
-        empty = torch.empty_strided(shape, stride, dtype=self._dtype, device=self._device)
-        return empty.fill_(self.padding)
+    def vary_padding(self, value: torch.Tensor, size: int) -> None:
+        """Put other numbers into the padding rows of a batch that was filled in.
+
+        They are such as the callable takes: rows of the batch, in the opposite order. Where these
+        are what padding is anyway, numbers from 0 to 1. For floating-point buffers.
+        """
+        rows = value.shape[self.batch_dim]
+        padding = self.view(size).narrow(self.batch_dim, rows, size - rows)
+        order = (rows - 1) - torch.arange(size - rows, device=self._device) % rows
+        others = value.index_select(self.batch_dim, order)
+        if bool((others == padding).all()):
+            others = torch.rand(others.shape, device=self._device)
+        padding.copy_(others)
+
+    def differs_from_padding(self, value: torch.Tensor) -> bool:
+        """Whether every row of a batch is unlike a padding row. Synchronises."""
+        rows = self._flat_rows(value)
+        return rows.shape[1] > 0 and not bool((rows == self.padding).all(dim=1).any())
+
+    def has_distinct_rows(self, value: torch.Tensor) -> bool:
+        """Whether no two rows of a batch are alike. Synchronises."""
+        rows = self._flat_rows(value)
+        return len(rows.unique(dim=0)) == len(rows)
+
+    def _flat_rows(self, value: torch.Tensor) -> torch.Tensor:
+        rows = value.movedim(self.batch_dim, 0)
+        return rows.reshape(rows.shape[0], -1)
 
     @property
     def num_bytes(self) -> int:

@@ -86,6 +86,8 @@ class Reason(Enum):
     NOT_CAPTURED = "the graph for this size is not captured yet"
     CAPTURE_FAILED = "the capture of this size failed and eager fallback was allowed"
     DISABLED = "the graph was disabled"
+    UNVERIFIED = "the graph was compared with this eager call, and the result is not clear yet"
+    DIFFERS_FROM_EAGER = "the graph gives another result than eager, and eager fallback was allowed"
     EAGER_ON_ANOTHER_RANK = "a rank that this one steps with runs its batch eagerly"
 
     @property

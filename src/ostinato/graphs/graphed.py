@@ -11,43 +11,46 @@ and replays. A batch above the largest size runs eagerly, and the statistics say
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, TypedDict, TypeVar, Unpack, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    NoReturn,
+    ParamSpec,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 import torch
 
 from ostinato.errors import BatchError, CaptureError, ClosedError, ConfigError
-from ostinato.graphs.capture_loop import CaptureReport, capture_entries
-from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
-from ostinato.graphs.dispatch import Dispatcher
-from ostinato.graphs.graphed_call import BatchDim, CallLayout, OutputLayout
+from ostinato.graphs.ambient_state import AmbientState
+from ostinato.graphs.capture_loop import CaptureReport
+from ostinato.graphs.descriptor import Choice, Reason
+from ostinato.graphs.graph_set import GraphSet, GraphSetOptions
+from ostinato.graphs.graphed_call import BatchDim, CallLayout
 from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.plan import CapturePlan, PlanEntry
+from ostinato.graphs.plan import CapturePlan
 from ostinato.graphs.pool import ExclusiveUse, GraphPool
-from ostinato.graphs.segments import Tape, is_recording
+from ostinato.graphs.segments import is_recording
 from ostinato.graphs.sizes import default_sizes, validate_sizes
 from ostinato.graphs.stats import DispatchStats, GraphedStats
 from ostinato.graphs.tree import map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from ostinato.graphs.graphed_module import GraphedModule
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _DEFAULT_LARGEST = 64
-
-
-# Methods of a module that change it in place and return it.
-_CHANGES_MODEL = frozenset(
-    {"eval", "train", "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "requires_grad_"}
-)
-
-
-@dataclass(frozen=True)
-class _SizeGraph:
-    tape: Tape
-    output: Any
 
 
 class GraphedCallable(Generic[P, R]):
@@ -71,94 +74,146 @@ class GraphedCallable(Generic[P, R]):
         eager_fallback: bool = False,
         generators: Sequence[torch.Generator] = (),
         pool: GraphPool | None = None,
+        verify: bool = True,
+        check_state_every: int = 1,
         show_progress: bool = False,
     ) -> None:
         if not callable(function):
             raise ConfigError(f"graphed() needs a callable, got {function!r}")
-        self._mode = CUDAGraphMode.parse(mode)
-        if self._mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+        runtime_mode = CUDAGraphMode.parse(mode)
+        if runtime_mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
             raise ConfigError(
                 f"graphed() runs FULL (one graph) or PIECEWISE (split at @eager_break), not "
-                f"{self._mode.name}"
+                f"{runtime_mode.name}"
             )
-        if type(num_warmups) is not int or num_warmups < 0:
-            raise ConfigError(f"num_warmups must be 0 or a positive integer, got {num_warmups!r}")
+        for name, value in (("num_warmups", num_warmups), ("check_state_every", check_state_every)):
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"{name} must be 0 or a positive integer, got {value!r}")
+        if sizes is not None:
+            sizes = validate_sizes(sizes, max_num_batched_tokens=None)
+        self._given = GraphedOptions(
+            sizes=sizes,
+            mode=mode,
+            batch_dims=batch_dims,
+            padding=padding,
+            copy_outputs=copy_outputs,
+            num_warmups=num_warmups,
+            lazy=lazy,
+            eager_fallback=eager_fallback,
+            generators=generators,
+            pool=pool,
+            verify=verify,
+            check_state_every=check_state_every,
+            show_progress=show_progress,
+        )
         self._function = function
-        self._sizes = None if sizes is None else validate_sizes(sizes, max_num_batched_tokens=None)
+        self._sizes = sizes
         self._batch_dims = dict(batch_dims or {})
         self._padding = padding
         self._copy_outputs = copy_outputs
-        self._num_warmups = num_warmups
         self._lazy = lazy
-        self._eager_fallback = eager_fallback
+        self._options = GraphSetOptions(
+            mode=runtime_mode,
+            num_warmups=num_warmups,
+            eager_fallback=eager_fallback,
+            verify=verify,
+            show_progress=show_progress,
+        )
+        self._check_state_every = check_state_every
+        self._num_calls = 0
         self._generators = generators
         self._pool = pool
         self._owns_pool = pool is None
-        self._show_progress = show_progress
         self._closed = False
         self._exclusive_use = ExclusiveUse()
         self._stats = DispatchStats()
-        self._report = CaptureReport()
-        self._graphs: dict[BatchDescriptor, _SizeGraph] = {}
         # Known once the first call has shown its arguments.
         self._layout: CallLayout | None = None
-        self._outputs: OutputLayout | None = None
-        self._dispatcher: Dispatcher | None = None
+        self._plan: CapturePlan | None = None
+        # Graphs by the state of torch's switches that they were captured under.
+        self._ambient: AmbientState | None = None
+        self._graph_sets: dict[tuple[Any, ...], GraphSet] = {}
+        # A decorated method has graphs of its own for each object.
+        self._bound: weakref.WeakKeyDictionary[Any, GraphedCallable[..., Any]]
+        self._bound = weakref.WeakKeyDictionary()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         self._check_usable()
         with self._exclusive_use:
             if self._layout is None:
                 self._prepare(args, kwargs)
-            layout, _, pool = self._parts()
+            layout, pool = self._parts()
             values = layout.values(args, kwargs)
             rows = layout.batch_size(values)
             with pool.exclusive_use, torch.no_grad():
-                choice, values = self._choose(rows, values)
-                self._stats.record(choice, rows)
+                graphs = self._graph_set()
+                self._check_state(graphs)
+                call: tuple[Any, Any] = (args, kwargs)
+                choice = graphs.choose(rows)
+                if choice.reason is Reason.NOT_CAPTURED:
+                    # Results of other graphs of the pool would not survive the capture.
+                    call = map_tensors(pool.kept, call)
+                    values = layout.values(*call)
+                    entries = [graphs.entry_for(rows)] if self._lazy else graphs.missing()
+                    graphs.capture(entries, values, self._name)
+                    choice = graphs.choose(rows)
                 if choice.mode is CUDAGraphMode.NONE:
+                    self._stats.record(choice, rows)
                     return self._function(*args, **kwargs)
-                return self._replay(choice.descriptor, rows, values)
+                return self._run(graphs, choice, rows, values, call)
 
-    def _choose(self, rows: int, values: list[Any]) -> tuple[Choice, list[Any]]:
-        """The graph for this many rows, captured now if need be, and the values to give it."""
-        _, dispatcher, pool = self._parts()
-        shape = BatchShape(rows, rows, 1)
-        choice = dispatcher.dispatch(shape)
-        if choice.reason is Reason.NOT_CAPTURED:
-            # Arguments that are results of other graphs of the pool would not survive the capture.
-            values = [_kept(value, pool) for value in values]
-            self._capture([self._entry_for(rows)] if self._lazy else self._missing())
-            choice = dispatcher.dispatch(shape)
-        return choice, values
-
-    def _replay(self, descriptor: BatchDescriptor, rows: int, values: list[Any]) -> R:
-        layout, _, pool = self._parts()
-        size = descriptor.num_tokens
-        layout.fill(values, size)
-        graph = self._graphs[descriptor]
-        pool.replay(graph.tape)
-        assert self._outputs is not None
-        output = self._outputs.cut(graph.output, rows, size)
+    def _run(
+        self,
+        graphs: GraphSet,
+        choice: Choice,
+        rows: int,
+        values: Sequence[Any],
+        call: tuple[Any, Any],
+    ) -> R:
+        output, choice = graphs.run(choice, rows, values, call)
+        self._stats.record(choice, rows)
         if self._copy_outputs:
             output = map_tensors(torch.clone, output)
         return cast(R, output)
+
+    def _check_state(self, graphs: GraphSet) -> None:
+        every = self._check_state_every
+        if every and self._num_calls % every == 0:
+            graphs.check_state()
+        self._num_calls += 1
 
     # --- set-up --------------------------------------------------------------------------------
 
     def capture(self, *args: P.args, **kwargs: P.kwargs) -> CaptureReport:
         """Capture all sizes now, from arguments like those of later calls.
 
-        Only their shapes are used: the callable runs on padding.
+        The callable runs on their rows, repeated as often as a size needs; what it writes in place
+        is put back afterwards.
         """
         self._check_usable()
         with self._exclusive_use:
             if self._layout is None:
                 self._prepare(args, kwargs)
-            _, _, pool = self._parts()
+            layout, pool = self._parts()
+            call: tuple[Any, Any] = map_tensors(pool.kept, (args, kwargs))
+            values = layout.values(*call)
+            layout.batch_size(values)
             with pool.exclusive_use, torch.no_grad():
-                self._capture(self._missing())
-            return self._report
+                graphs = self._graph_set()
+                graphs.capture(graphs.missing(), values, self._name)
+                return graphs.report
+
+    def _graph_set(self) -> GraphSet:
+        """The graphs for the state that torch's switches are in."""
+        assert self._ambient is not None
+        assert self._plan is not None
+        key = self._ambient.read()
+        found = self._graph_sets.get(key)
+        if found is None:
+            layout, pool = self._parts()
+            found = GraphSet(self._function, layout, pool, self._plan, self._options)
+            self._graph_sets[key] = found
+        return found
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make buffers, plan and pool for arguments like these."""
@@ -176,15 +231,14 @@ class GraphedCallable(Generic[P, R]):
             batch_dims=self._batch_dims,
             padding=self._padding,
         )
-        plan = CapturePlan.build(
-            self._mode, sizes, max_num_seqs=max(sizes), max_num_batched_tokens=max(sizes)
-        )
         if self._pool is None:
             self._pool = GraphPool(device, generators=self._generators)
         elif self._pool.device != device:
             raise ConfigError(f"the pool is on {self._pool.device}, the arguments on {device}")
-        self._pool.register(self)
-        self._dispatcher = Dispatcher(plan)
+        self._plan = CapturePlan.build(
+            self._options.mode, sizes, max_num_seqs=max(sizes), max_num_batched_tokens=max(sizes)
+        )
+        self._ambient = AmbientState(device.type)
         self._layout = layout
 
     def _common_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
@@ -203,77 +257,28 @@ class GraphedCallable(Generic[P, R]):
             )
         return tensors[0].device
 
-    # --- capture -------------------------------------------------------------------------------
-
-    def _missing(self) -> list[PlanEntry]:
-        _, dispatcher, _ = self._parts()
-        return [entry for entry in dispatcher.plan.entries if dispatcher.is_open(entry)]
-
-    def _entry_for(self, rows: int) -> PlanEntry:
-        _, dispatcher, _ = self._parts()
-        fitting = [e for e in dispatcher.plan.entries if e.descriptor.num_tokens >= rows]
-        return min(fitting, key=lambda entry: entry.descriptor.num_tokens)
-
-    def _capture(self, entries: Sequence[PlanEntry]) -> None:
-        layout, dispatcher, pool = self._parts()
-        if self._outputs is None and entries:
-            size = entries[0].descriptor.num_tokens
-            self._outputs = OutputLayout.infer(self._function, layout, size)
-        report = capture_entries(
-            entries,
-            self._capture_one,
-            pool=pool,
-            dispatcher=dispatcher,
-            eager_fallback=self._eager_fallback,
-            show_progress=self._show_progress,
-            name=getattr(self._function, "__name__", type(self._function).__name__),
-        )
-        self._report.entries.extend(report.entries)
-
-    def _capture_one(self, entry: PlanEntry) -> None:
-        layout, _, pool = self._parts()
-        layout.reset()
-        args, kwargs = layout.static_call(entry.descriptor.num_tokens)
-        with pool.backend.capture_scope():
-            for _ in range(self._num_warmups):
-                self._function(*args, **kwargs)
-        captured = pool.capture(
-            lambda: self._function(*args, **kwargs),
-            split_at_breaks=self._mode is CUDAGraphMode.PIECEWISE,
-        )
-        self._graphs[entry.descriptor] = _SizeGraph(captured.tape, pool.weak(captured.output))
-
     # --- looking, and letting go ---------------------------------------------------------------
 
     def stats(self) -> GraphedStats:
-        stats = self._stats
+        stats, graph_sets = self._stats, self._graph_sets.values()
         return GraphedStats(
-            graphs=sum(len(graph.tape.graphs) for graph in self._graphs.values()),
+            graphs=sum(graphs.num_graphs for graphs in graph_sets),
             hits=stats.hits,
             padding_rows=stats.padding_tokens,
             padding_fraction=stats.padding_fraction,
             eager_calls={reason.value: count for reason, count in stats.eager.items()},
             pool_bytes=0 if self._pool is None or self._closed else self._pool.num_bytes,
             buffer_bytes=self._layout.num_bytes if self._layout else 0,
-            capture_seconds=self._report.seconds,
+            capture_seconds=sum(graphs.report.seconds for graphs in graph_sets),
         )
 
     def unwrap(self) -> Callable[P, R]:
         return self._function
 
-    def discard(self, serials: range) -> None:
-        """Drop the graphs whose tapes have these numbers."""
-        for descriptor, graph in list(self._graphs.items()):
-            if graph.tape.serial in serials:
-                self._graphs.pop(descriptor).tape.close()
-
     def clear_graphs(self) -> None:
         """Drop all graphs; the next call captures again."""
-        for graph in self._graphs.values():
-            graph.tape.close()
-        self._graphs.clear()
-        if self._dispatcher is not None:
-            self._dispatcher.reset()
+        for graphs in self._graph_sets.values():
+            graphs.clear_graphs()
 
     def close(self) -> None:
         """Give graphs, buffers and pool back. Outputs returned earlier must not be used any more,
@@ -281,10 +286,7 @@ class GraphedCallable(Generic[P, R]):
         if self._closed:
             return
         self._closed = True
-        self.clear_graphs()
-        self._layout = None
-        if self._pool is not None and self._owns_pool:
-            self._pool.close()
+        self.forget()
 
     def __enter__(self) -> GraphedCallable[P, R]:
         return self
@@ -297,26 +299,43 @@ class GraphedCallable(Generic[P, R]):
     ) -> None:
         self.close()
 
+    def forget(self) -> None:
+        """Drop graphs, buffers and, if it is ours, the pool; the next call begins anew."""
+        self.clear_graphs()
+        self._graph_sets.clear()
+        self._layout = None
+        if self._pool is not None and self._owns_pool:
+            self._pool.close()
+            self._pool = None
+
+    def __get__(self, instance: Any, owner: type | None = None) -> GraphedCallable[..., Any]:
+        """A decorated method, bound to its object: graphs of its own for each, since each has
+        state of its own. They live as long as the object."""
+        if instance is None:
+            return self
+        if instance not in self._bound:
+            method = _WeakMethod(self._function, instance)
+            self._bound[instance] = GraphedCallable(method, **self._given)
+        return self._bound[instance]
+
     def __getattr__(self, name: str) -> Any:
-        # What the graphed callable does not have comes from the model: parameters(), config, ...
+        # What the graphed callable does not have comes from the function: __name__, ...
         function = self.__dict__.get("_function")
-        if isinstance(function, torch.nn.Module) and name in _CHANGES_MODEL:
-            return partial(self._change_model, name)
         if hasattr(function, name):
             return getattr(function, name)
         raise AttributeError(
             f"neither GraphedCallable nor its {type(function).__name__} has an attribute {name!r}"
         )
 
-    def _change_model(self, method: str, *args: Any, **kwargs: Any) -> GraphedCallable[P, R]:
-        """Have the model changed as a whole. Its graphs hold the old state, and go."""
-        getattr(self._function, method)(*args, **kwargs)
-        self.clear_graphs()
-        self._layout = self._outputs = None
-        if self._owns_pool and self._pool is not None:
-            self._pool.close()  # the model may be on another device now
-            self._pool = None
-        return self
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _not_copied()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _not_copied()
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__name__", type(self._function).__name__)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -327,16 +346,35 @@ class GraphedCallable(Generic[P, R]):
                 "there (unwrap()), and its work becomes part of that graph"
             )
 
-    def _parts(self) -> tuple[CallLayout, Dispatcher, GraphPool]:
+    def _parts(self) -> tuple[CallLayout, GraphPool]:
         assert self._layout is not None
-        assert self._dispatcher is not None
         assert self._pool is not None
-        return self._layout, self._dispatcher, self._pool
+        return self._layout, self._pool
 
 
-def _kept(value: Any, pool: GraphPool) -> Any:
-    in_pool = isinstance(value, torch.Tensor) and pool.backend.owns(value)
-    return value.clone() if in_pool else value
+class _WeakMethod:
+    """A method of an object that it does not keep alive: who calls it holds the object."""
+
+    def __init__(self, function: Callable[..., Any], instance: Any) -> None:
+        self.__func__ = function
+        self._instance = weakref.ref(instance)
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        _, *others = inspect.signature(function).parameters.values()
+        self.__signature__ = inspect.Signature(others)
+
+    @property
+    def __self__(self) -> Any:
+        return self._instance()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._instance(), *args, **kwargs)
+
+
+def _not_copied() -> ConfigError:
+    return ConfigError(
+        "a graphed callable cannot be copied or pickled, since its graphs hold addresses of this "
+        "process; copy what unwrap() returns, and call graphed() on the copy"
+    )
 
 
 class GraphedOptions(TypedDict, total=False):
@@ -352,7 +390,15 @@ class GraphedOptions(TypedDict, total=False):
     eager_fallback: bool
     generators: Sequence[torch.Generator]
     pool: GraphPool | None
+    verify: bool
+    check_state_every: int
     show_progress: bool
+
+
+@overload
+def graphed(  # type: ignore[overload-overlap]  # a module is a callable too
+    function: torch.nn.Module, **options: Unpack[GraphedOptions]
+) -> GraphedModule: ...
 
 
 @overload
@@ -369,16 +415,23 @@ def graphed(
 
 def graphed(
     function: Callable[..., Any] | None = None, **options: Unpack[GraphedOptions]
-) -> GraphedCallable[..., Any] | Callable[[Callable[..., Any]], GraphedCallable[..., Any]]:
+) -> GraphedCallable[..., Any] | GraphedModule | Callable[[Callable[..., Any]], Any]:
     """Give a function or module with a changing batch size one graph per size.
 
     Inference only: calls run without autograd. Arguments and results may be nested in dicts, lists,
-    tuples and dataclasses. Rows must not depend on each other: a result that is computed across the
-    batch (a mean, a loss) would include the padding.
+    tuples and dataclasses. A module gives a module (``GraphedModule``).
 
-    To capture, the callable is run on padding, twice to see its results' shapes and then
-    ``num_warmups + 1`` times per size, with whatever it does to static arguments and to state of
-    its own. What it writes into other arguments is lost: it works on copies.
+    To capture, the callable is run at every size on the rows of the first call, repeated as often
+    as needed: twice to see what it does, then ``num_warmups + 1`` times. What it writes in place
+    (static arguments, buffers of a module) is put back; Python side effects are not. The first call
+    of each number of rows also runs eagerly, and the two results are compared: rows must not depend
+    on each other, since padding rows are computed too, and row i of a result must depend on row i
+    alone. A callable for which that does not hold is refused, and the output is named.
+
+    Graphs depend on torch's switches (autocast, default dtype, deterministic algorithms, TF32, and
+    so on): under others, others are captured. They read weights where these were at capture: a
+    parameter, buffer or attribute that refers to something else by the next call raises. Arguments
+    that the callable writes in place are written back.
 
     Args:
         function: The callable; left out, ``graphed`` is a decorator.
@@ -396,9 +449,15 @@ def graphed(
         eager_fallback: Run sizes eagerly whose capture fails, instead of raising.
         generators: Random generators, other than the default one, that the callable draws from.
         pool: Share the memory of other graphs that never run at the same time.
+        verify: Compare the first call of each number of rows with an eager one.
+        check_state_every: Look for replaced weights and attributes on every n-th call; 0: never.
         show_progress: Show a progress bar while capturing.
     """
 
-    if function is None:
-        return lambda decorated: GraphedCallable(decorated, **options)
-    return GraphedCallable(function, **options)
+    from ostinato.graphs.graphed_module import GraphedModule
+
+    def wrap(wrapped: Callable[..., Any]) -> GraphedCallable[..., Any] | GraphedModule:
+        graphs = GraphedCallable(wrapped, **options)
+        return GraphedModule(graphs) if isinstance(wrapped, torch.nn.Module) else graphs
+
+    return wrap if function is None else wrap(function)

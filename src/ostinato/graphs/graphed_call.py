@@ -1,15 +1,15 @@
-"""How a call of a graphed function maps onto static memory: arguments in, results out."""
+"""How the arguments of a graphed call map onto static memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.buffers import StaticBuffer
+from ostinato.graphs.effects import storage_id
 from ostinato.graphs.signature import TensorSpec, compare_leaf, fixed, positional_names
 from ostinato.graphs.tree import leaves_with_path, map_tensors
 
@@ -24,6 +24,7 @@ class _WholeBuffer:
             self.tensor = torch.empty_like(example).copy_(example)
         self.name = name
         self.num_bytes = self.tensor.nbytes
+        self.storage_id = storage_id(self.tensor)
 
     def fill(self, value: torch.Tensor) -> None:
         for what in ("shape", "dtype", "device"):
@@ -61,6 +62,8 @@ class CallLayout:
         if isinstance(padding, Mapping):
             self._check_names("padding", padding)
         self._paths: list[str] = []
+        # Buffers whose padding the caller chose: it means something to the callable.
+        self._chosen_padding: set[int] = set()
         self._targets: list[StaticBuffer | _WholeBuffer | TensorSpec | Any] = []
         for name, value in self._arguments.items():
             batch_dim = batch_dims.get(name, 0)
@@ -70,6 +73,8 @@ class CallLayout:
                 )
             pad = padding.get(name, 0) if isinstance(padding, Mapping) else padding
             for path, leaf in leaves_with_path(value, name):
+                if pad != 0 or (isinstance(padding, Mapping) and name in padding):
+                    self._chosen_padding.add(len(self._paths))
                 self._paths.append(path)
                 self._targets.append(_target(path, leaf, batch_dim, pad, max_rows))
         # A copy of the structure: the caller's containers may change, and its tensors may go.
@@ -152,20 +157,92 @@ class CallLayout:
             else:
                 compare_leaf(path, target, value)
 
-    # --- for capture ---------------------------------------------------------------------------
+    def write_back(self, values: Sequence[Any], size: int, written: Iterable[int]) -> None:
+        """Copy what a graph wrote into arguments back to the caller's tensors, as eager code would
+        have written it there. ``written``: which of them, as ``written_by`` says."""
+        for index in written:
+            target, value = self._targets[index], values[index]
+            if isinstance(target, StaticBuffer):
+                rows = value.shape[target.batch_dim]
+                value.copy_(target.view(size).narrow(target.batch_dim, 0, rows))
+            elif isinstance(target, _WholeBuffer):
+                value.copy_(target.tensor)
 
-    def reset(self) -> None:
-        """Padding in all batched buffers."""
-        for _, buffer in self._buffers:
-            buffer.reset()
+    def check_separate(
+        self, values: Sequence[Any], written: Iterable[int], written_state: frozenset[int]
+    ) -> None:
+        """Refuse arguments that share memory with what the callable writes.
+
+        A graph works on copies of them, which share none. ``written``: arguments, by position;
+        ``written_state``: other memory, by ``storage_id``.
+        """
+        owners = {storage_id(values[index]): index for index in written}
+        for index, target in enumerate(self._targets):
+            if not isinstance(target, (StaticBuffer, _WholeBuffer)):
+                continue
+            storage = storage_id(values[index])
+            owner = owners.get(storage, index)
+            if owner != index or storage in written_state:
+                other = f"argument {self._paths[owner]!r}" if owner != index else "memory"
+                raise BatchError(
+                    f"argument {self._paths[index]!r} shares memory with {other} that the callable "
+                    "writes to in place; a graph works on a copy that does not, so pass a clone"
+                )
+
+    # --- for capture and trials ----------------------------------------------------------------
+
+    def fill_repeated(self, values: Sequence[Any], size: int) -> None:
+        """Fill the buffers with a call's rows, over and over, so that ``size`` rows are real."""
+        for target, value in zip(self._targets, values, strict=True):
+            if isinstance(target, StaticBuffer):
+                target.fill_repeated(value, size)
+            elif isinstance(target, _WholeBuffer):
+                target.fill(value)
+
+    def vary_padding(self, values: Sequence[Any], size: int) -> bool:
+        """After ``fill``: put other numbers into padding rows, where that can be tried at all."""
+        free = [
+            (index, buffer)
+            for index, buffer in self._buffers
+            if values[index].is_floating_point() and index not in self._chosen_padding
+        ]
+        for index, buffer in free:
+            buffer.vary_padding(values[index], size)
+        return bool(free)
+
+    def differs_from_padding(self, values: Sequence[Any]) -> bool:
+        """Whether taking padding for a row of this batch would show in results."""
+        return any(buffer.differs_from_padding(values[index]) for index, buffer in self._buffers)
+
+    def has_distinct_rows(self, values: Sequence[Any]) -> bool:
+        """Whether taking one row of this batch for another would show in results."""
+        return any(buffer.has_distinct_rows(values[index]) for index, buffer in self._buffers)
+
+    def written_by(self, storages: Iterable[int]) -> tuple[int, ...]:
+        """Which leaves have buffers among this memory (numbers of ``storage_id``)."""
+        found = set(storages)
+        return tuple(
+            index
+            for index, target in enumerate(self._targets)
+            if isinstance(target, (StaticBuffer, _WholeBuffer)) and target.storage_id in found
+        )
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """The memory of all buffers."""
+        held = (StaticBuffer, _WholeBuffer)
+        return frozenset(t.storage_id for t in self._targets if isinstance(t, held))
+
+    def name_of(self, storage: int, values: Sequence[Any]) -> str | None:
+        """The argument that is a view of this memory."""
+        for path, value in zip(self._paths, values, strict=True):
+            if isinstance(value, torch.Tensor) and storage_id(value) == storage:
+                return f"argument {path!r}"
+        return None
 
     def static_call(self, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments made of the static memory, as graphs of ``size`` rows see it."""
         return self._call(lambda buffer: buffer.view(size))
-
-    def trial_call(self, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments of any batch size, in memory of their own."""
-        return self._call(lambda buffer: buffer.padded_copy(rows))
 
     def _call(
         self, tensor_of: Callable[[StaticBuffer], torch.Tensor]
@@ -201,57 +278,17 @@ class CallLayout:
             raise ConfigError(f"{option} names {unknown}, but the call has {list(self._arguments)}")
 
 
-@dataclass(frozen=True)
-class OutputLayout:
-    """Which dimensions of which results follow the batch, found by trying two batch sizes."""
-
-    scaling: tuple[tuple[tuple[int, int], ...], ...]  # per tensor: (dimension, rows per batch row)
-
-    @classmethod
-    def infer(cls, function: Callable[..., Any], layout: CallLayout, size: int) -> OutputLayout:
-        """Run the function eagerly on padding, at ``size`` rows and at another number of rows."""
-        other = 1 if size > 1 else 2
-        results = []
-        for rows in (size, other):
-            args, kwargs = layout.trial_call(rows)
-            results.append(list(leaves_with_path(function(*args, **kwargs), "output")))
-        if [path for path, _ in results[0]] != [path for path, _ in results[1]]:
-            raise BatchError(
-                f"the result has another structure for a batch of {size} than for one of {other}"
-            )
-        scaling = []
-        for (path, large), (_, small) in zip(*results, strict=True):
-            if isinstance(large, torch.Tensor):
-                scaling.append(_scaling(path, large.shape, small.shape, size, other))
-            elif not (large is small or large == small):
-                raise BatchError(
-                    f"{path} is {large!r} for a batch of {size} and {small!r} for one of {other}; "
-                    "values other than tensors are fixed when a graph is captured, so return "
-                    "tensors only"
-                )
-        return cls(tuple(scaling))
-
-    def cut(self, output: Any, rows: int, size: int) -> Any:
-        """Views of the real rows of a padded result."""
-        if rows == size and isinstance(output, torch.Tensor):
-            return output
-        scaling = iter(self.scaling)
-
-        def cut_one(tensor: torch.Tensor) -> torch.Tensor:
-            for dim, per_row in next(scaling):
-                tensor = tensor.narrow(dim, 0, rows * per_row)
-            return tensor
-
-        # Containers are made anew even where nothing is cut: the caller may change them.
-
-        return map_tensors(cut_one, output)
-
-
 def _target(
     path: str, leaf: Any, batch_dim: BatchDim, padding: float, max_rows: int
 ) -> StaticBuffer | _WholeBuffer | TensorSpec | Any:
     if not isinstance(leaf, torch.Tensor):
         return fixed(path, leaf)
+    if leaf.layout is not torch.strided or leaf.is_nested:
+        kind = "nested" if leaf.is_nested else str(leaf.layout)
+        raise ConfigError(
+            f"argument {path!r} is a {kind} tensor, which has no rows at fixed addresses; pass a "
+            "dense one (to_dense(), to_padded_tensor())"
+        )
     if batch_dim == "static":
         return TensorSpec.of(leaf)
     if leaf.requires_grad and torch.is_grad_enabled():
@@ -268,19 +305,6 @@ def _target(
 
 def _is_constant(target: Any) -> bool:
     return not isinstance(target, (StaticBuffer, _WholeBuffer, TensorSpec))
-
-
-def _scaling(
-    path: str, large: torch.Size, small: torch.Size, size: int, other: int
-) -> tuple[tuple[int, int], ...]:
-    if len(large) == len(small):
-        dims = [dim for dim in range(len(large)) if large[dim] != small[dim]]
-        if all(large[d] * other == small[d] * size and large[d] % size == 0 for d in dims):
-            return tuple((dim, large[dim] // size) for dim in dims)
-    raise BatchError(
-        f"{path} has shape {tuple(large)} for a batch of {size} and {tuple(small)} for one of "
-        f"{other}; each dimension must stay the same or grow in proportion to the batch"
-    )
 
 
 def _autograd(name: str) -> BatchError:

@@ -259,6 +259,10 @@ class GraphPool:
         """``value`` with every tensor in pool memory replaced by an alias that reserves nothing."""
         return map_tensors(self.backend.weak, value)
 
+    def kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """``tensor``, or a copy if it is in pool memory, where the next replay may write."""
+        return tensor.clone() if self.backend.owns(tensor) else tensor
+
     # --- ownership -----------------------------------------------------------------------------
 
     def register(self, owner: GraphOwner) -> None:

@@ -1,0 +1,104 @@
+"""A graphed ``nn.Module``: still a module, and the model's own in all but how it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+
+from ostinato.graphs.graphed import GraphedCallable
+
+# What is asked of the graphs. All else is asked of the model.
+_OF_GRAPHS = frozenset({"capture", "stats", "unwrap", "clear_graphs", "close"})
+# What Python itself looks up on the object.
+_OWN = frozenset({"__class__", "__deepcopy__", "__reduce_ex__", "__enter__", "__exit__"})
+# Methods that change the model as a whole and return it. An outer module reaches its children by
+# the last of them.
+_CHANGES_MODEL = frozenset(
+    {"eval", "train", "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "requires_grad_"}
+    | {"_apply"}
+)
+
+
+class GraphedModule(torch.nn.Module):
+    """Runs ``model`` through graphs; made by ``graphed()``, which documents the options.
+
+    Attributes are the model's, for reading and for writing, and so are its parameters, buffers and
+    children: an outer module sees them under the names they would have without graphs. Changing the
+    model as a whole (``to()``, ``half()``, ``train()``, ...) drops the graphs, and the next call
+    captures again. ``capture``, ``stats``, ``clear_graphs``, ``unwrap`` and ``close`` are those of
+    ``GraphedCallable``.
+    """
+
+    def __init__(self, graphs: GraphedCallable[..., Any]) -> None:
+        # Not nn.Module.__init__: it would give the model fresh, empty tables.
+        object.__setattr__(self, "_graphs", graphs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return object.__getattribute__(self, "_graphs")(*args, **kwargs)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OWN:
+            return object.__getattribute__(self, name)
+        graphs: GraphedCallable[..., Any] = object.__getattribute__(self, "_graphs")
+        if name in _OF_GRAPHS:
+            return getattr(graphs, name)
+        value = getattr(graphs.unwrap(), name)
+        return partial(_change, self, value) if name in _CHANGES_MODEL else value
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # Python comes here when the model has no such attribute.
+        raise AttributeError(
+            f"neither GraphedModule nor its {type(_model_of(self)).__name__} has an attribute "
+            f"{name!r}"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_model_of(self), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(_model_of(self), name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(_model_of(self)), *_OF_GRAPHS})
+
+    def __repr__(self) -> str:
+        return f"graphed({_model_of(self)!r})"
+
+    def __enter__(self) -> GraphedModule:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _graphs_of(self).__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _graphs_of(self).__reduce_ex__(protocol)
+
+
+def _graphs_of(module: GraphedModule) -> GraphedCallable[..., Any]:
+    graphs: GraphedCallable[..., Any] = object.__getattribute__(module, "_graphs")
+    return graphs
+
+
+def _model_of(module: GraphedModule) -> Callable[..., Any]:
+    return _graphs_of(module).unwrap()
+
+
+def _change(
+    module: GraphedModule, method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> GraphedModule:
+    """Have the model changed as a whole. Its graphs hold the old state, and go."""
+    method(*args, **kwargs)
+    _graphs_of(module).forget()
+    return module

@@ -1,0 +1,364 @@
+"""The state that a callable reads beside its arguments, and whether it is still where it was.
+
+A graph reads weights at the addresses they had at capture, and holds the numbers that Python code
+had then. ``WatchedState`` finds what a callable refers to (parameters, buffers and attributes of
+modules, closures, globals, objects it is bound to) and tells on every call whether any of it was
+replaced since. What is changed in place is seen by a graph as by eager code, and is no concern.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import operator
+import types
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ostinato.errors import ReplayMismatchError
+
+# Compared by value. All else that is not a tensor is looked into, or left alone.
+_SCALARS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+# What nn.Module keeps about itself.
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__)
+# Libraries whose functions and objects are not looked into.
+_LIBRARIES = ("torch", "numpy", "transformers", "builtins", "ostinato.")
+_MOST_SLOTS = 100_000
+_DEEPEST = 6
+# Shapes and strides of so many tensors are compared per call, in turns.
+_METADATA_PER_CALL = 32
+
+_address_of = torch.Tensor.data_ptr
+_training = operator.itemgetter("training")
+_chain = itertools.chain.from_iterable
+
+
+class _Slot(NamedTuple):
+    """One name that refers to a tensor or a plain value."""
+
+    name: str
+    container: Any
+    key: Any
+
+    def read(self) -> Any:
+        return self.container[self.key]
+
+    def write(self, value: Any) -> None:
+        self.container[self.key] = value
+
+
+class _Cell(MutableMapping[str, Any]):
+    """A closure's variable, in the form of a container."""
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, key: str) -> Any:
+        return self._cell.cell_contents
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._cell.cell_contents = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._cell.cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("contents",))
+
+    def __len__(self) -> int:
+        return 1
+
+
+class WatchedState:
+    """Everything a callable was found to refer to, as it was when this was made.
+
+    Keeps the memory of all tensors alive, so that another one cannot come to stand at the address
+    of one that was replaced.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], *, ignored: frozenset[str] = frozenset()
+    ) -> None:
+        """``ignored``: names of plain values that are not watched."""
+        walk = _Walk(function)
+        slots = [slot for slot in walk.slots() if slot.name not in ignored]
+        self._values = [slot.read() for slot in slots]
+        self._slots = slots
+        tensors = [s for s, v in zip(slots, self._values, strict=True) if _is_tensor(v)]
+        others = [s for s, v in zip(slots, self._values, strict=True) if not _is_tensor(v)]
+        self._tensors = _Group(tensors)
+        self._others = _Group(others)
+        self._other_values = self._others.read_by_container()
+        now = self._tensors.read()
+        self._addresses = [*map(_address_of, now)]
+        self._pinned = [_Pinned(tensor) for tensor in now]
+        # One flag for each module; a getter for each would cost more than all else together.
+        self._modules = [module.__dict__ for module in walk.modules]
+        self._module_names = walk.module_names
+        self._training = [*map(_training, self._modules)]
+        self._turn = 0
+
+    # --- on every call -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise ``ReplayMismatchError`` if anything was replaced since."""
+        try:
+            stays = (
+                self._tensors_stay()
+                and self._others.read_by_container() == self._other_values
+                and [*map(_training, self._modules)] == self._training
+            )
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
+            stays = False  # something is gone, or cannot be compared with what it was
+        if not stays:
+            self.raise_if_replaced()
+
+    def _tensors_stay(self) -> bool:
+        now = self._tensors.read()
+        if [*map(_address_of, now)] != self._addresses:
+            return False
+        first = self._turn if self._turn < len(now) else 0
+        self._turn = first + _METADATA_PER_CALL
+        looked_at = slice(first, self._turn)
+        return all(map(_Pinned.looks_like, self._pinned[looked_at], now[looked_at]))
+
+    # --- by name -------------------------------------------------------------------------------
+
+    def replaced(self) -> list[Replaced]:
+        """What refers to something else now."""
+        found = []
+        for slot, was in zip(self._slots, self._values, strict=True):
+            now = _read(slot)
+            if now is was and not _is_tensor(was):
+                continue
+            if _is_tensor(was):
+                pinned = self._pinned[self._tensors.position_of(slot)]
+                stays = isinstance(now, torch.Tensor) and pinned.is_memory_of(now)
+            else:
+                stays = isinstance(was, _SCALARS) and type(now) is type(was) and now == was
+            if not stays:
+                found.append(Replaced(slot, was, now))
+        for name, module, was in zip(
+            self._module_names, self._modules, self._training, strict=True
+        ):
+            if module["training"] != was:
+                slot = _Slot(f"attribute '{name}training'", module, "training")
+                found.append(Replaced(slot, was, not was))
+        return found
+
+    def raise_if_replaced(self) -> None:
+        for slot, was, now in self.replaced():
+            if isinstance(was, _SCALARS):
+                raise ReplayMismatchError(
+                    f"{slot.name} is {_show(now)}, but the graphs were captured when it was "
+                    f"{_show(was)}, which they hold for good; set it back, or call clear_graphs() "
+                    "to capture again"
+                )
+            if not _is_tensor(was):
+                raise ReplayMismatchError(
+                    f"{slot.name} is another {type(was).__name__} than at capture, and the graphs "
+                    "still use the first; set it back, or call clear_graphs() to capture again"
+                )
+            pinned = self._pinned[self._tensors.position_of(slot)]
+            raise ReplayMismatchError(
+                f"{slot.name} moved: the graphs read it at {pinned.describe()}, it is now "
+                f"{_show(now)}; write new values in place (copy_, load_state_dict without assign), "
+                "or call clear_graphs() to capture again"
+            )
+
+    def name_of(self, storage: int) -> str | None:
+        """A name of the memory with this number (``effects.storage_id``)."""
+        for slot, pinned in zip(self._tensors.slots, self._pinned, strict=True):
+            if pinned.storage_id == storage:
+                return slot.name
+        return None
+
+
+class Replaced(NamedTuple):
+    slot: _Slot
+    was: Any
+    now: Any
+
+
+class _Group:
+    """Slots that are read together, with one call for all those of one container."""
+
+    def __init__(self, slots: Sequence[_Slot]) -> None:
+        self.slots: list[_Slot] = []  # in the order of ``read``
+        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        for _, together in itertools.groupby(slots, key=lambda slot: id(slot.container)):
+            members = list(together)
+            if len(members) == 1:  # an itemgetter of one key gives no tuple
+                members *= 2
+            self.slots += members
+            get = operator.itemgetter(*(slot.key for slot in members))
+            self._getters.append((get, members[0].container))
+
+    def read_by_container(self) -> list[tuple[Any, ...]]:
+        return [get(container) for get, container in self._getters]
+
+    def read(self) -> list[Any]:
+        return [*_chain(self.read_by_container())]
+
+    def position_of(self, slot: _Slot) -> int:
+        return next(index for index, each in enumerate(self.slots) if each is slot)
+
+
+class _Pinned:
+    """The memory of a tensor as it was, kept alive, and how the tensor looked."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = tensor.untyped_storage()
+        self.storage_id = int(self._storage._cdata)
+        self._address = tensor.data_ptr()
+        self._looks = (tensor.shape, tensor.stride(), tensor.dtype)
+
+    def looks_like(self, tensor: torch.Tensor) -> bool:
+        return (tensor.shape, tensor.stride(), tensor.dtype) == self._looks
+
+    def is_memory_of(self, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() == self._address and self.looks_like(tensor)
+
+    def describe(self) -> str:
+        shape, _, dtype = self._looks
+        return f"{self._address:#x} ({tuple(shape)}, {dtype})"
+
+
+class _Walk:
+    """Finds what a callable refers to, each thing once."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.modules: list[nn.Module] = []
+        self.module_names: list[str] = []
+        self._function = function
+        self._seen: set[int] = set()
+
+    def slots(self) -> list[_Slot]:
+        return list(itertools.islice(self._enter(self._function, "", 0), _MOST_SLOTS))
+
+    def _slot(self, name: str, container: Any, key: Any, path: str, depth: int) -> Iterator[_Slot]:
+        """A slot, and what the value in it refers to. ``path``: how that is called, in code."""
+        value = container[key]
+        if isinstance(value, _SCALARS) or _is_tensor(value):
+            yield _Slot(name, container, key)
+        elif self._is_looked_into(value):
+            if isinstance(value, (nn.Module, types.FunctionType)):
+                yield _Slot(name, container, key)  # compared by identity
+            yield from self._enter(value, path, depth + 1)
+
+    @staticmethod
+    def _is_looked_into(value: Any) -> bool:
+        if isinstance(value, (type, types.ModuleType, torch.Tensor)):
+            return False
+        if isinstance(value, (nn.Module, functools.partial)) or type(value) in (dict, list, tuple):
+            return True
+        return hasattr(value, "__dict__") and not _of_library(value)
+
+    def _enter(self, value: Any, path: str, depth: int) -> Iterator[_Slot]:
+        if depth > _DEEPEST or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, nn.Module):
+            yield from self._module(value, f"{path}." if path else "", depth)
+        elif isinstance(value, types.FunctionType):
+            yield from self._code(value, depth)
+        elif hasattr(value, "__self__") and hasattr(value, "__func__"):  # a bound method
+            yield from self._enter(value.__self__, path or "self", depth)
+            yield from self._enter(value.__func__, path, depth)
+        elif isinstance(value, functools.partial):
+            yield from self._enter(value.func, path, depth)
+            yield from self._items(value.args, f"{path or 'partial'}.args", depth)
+            yield from self._items(value.keywords, f"{path or 'partial'}.keywords", depth)
+        elif type(value) in (dict, list, tuple):
+            yield from self._items(value, path, depth)
+        elif self._is_looked_into(value):
+            yield from self._attributes(value.__dict__, f"{path}." if path else "", depth)
+            if callable(value) and isinstance(value.__call__, types.MethodType):
+                yield from self._enter(value.__call__.__func__, path, depth + 1)
+
+    def _module(self, module: nn.Module, prefix: str, depth: int) -> Iterator[_Slot]:
+        self.modules.append(module)
+        self.module_names.append(prefix)
+        for kind, entries in (("parameter", module._parameters), ("buffer", module._buffers)):
+            for key in entries:
+                yield _Slot(f"{kind} '{prefix}{key}'", entries, key)
+        if not type(module).__module__.startswith("torch.nn"):
+            mine = [key for key in module.__dict__ if key not in _MODULE_INTERNALS]
+            yield from self._attributes(module.__dict__, prefix, depth, mine)
+            forward = getattr(type(module), "forward", None)
+            if isinstance(forward, types.FunctionType):
+                yield from self._enter(forward, "", depth + 1)
+        children = module._modules
+        yield from (_Slot(f"module '{prefix}{key}'", children, key) for key in children)
+        for key, child in children.items():
+            if child is not None and id(child) not in self._seen:
+                self._seen.add(id(child))
+                yield from self._module(child, f"{prefix}{key}.", depth)
+
+    def _attributes(
+        self, values: dict[str, Any], prefix: str, depth: int, keys: Sequence[str] | None = None
+    ) -> Iterator[_Slot]:
+        for key in list(values) if keys is None else keys:
+            path = f"{prefix}{key}"
+            yield from self._slot(f"attribute {path!r}", values, key, path, depth)
+
+    def _items(self, container: Any, path: str, depth: int) -> Iterator[_Slot]:
+        keys = list(container) if isinstance(container, dict) else range(len(container))
+        for key in keys:
+            name = f"{path}[{key!r}]"
+            yield from self._slot(name, container, key, name, depth)
+
+    def _code(self, function: types.FunctionType, depth: int) -> Iterator[_Slot]:
+        """A function's closure, and the globals that its code names."""
+        if _of_library(function):
+            return
+        code = function.__code__
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+            variable = f"variable {name!r} of {function.__qualname__}"
+            with contextlib.suppress(ValueError):  # not set yet
+                yield from self._slot(variable, _Cell(cell), "contents", name, depth)
+        for name in _global_names(code):
+            if name in function.__globals__:
+                yield from self._slot(f"global {name!r}", function.__globals__, name, name, depth)
+
+
+def _global_names(code: types.CodeType) -> list[str]:
+    """Names that a function's code, and that of functions inside it, may look up globally."""
+    names = dict.fromkeys(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names.update(dict.fromkeys(_global_names(constant)))
+    return list(names)
+
+
+def _of_library(thing: Any) -> bool:
+    if not isinstance(thing, types.FunctionType):
+        thing = type(thing)
+    return (thing.__module__ or "").startswith(_LIBRARIES)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether it is a tensor at an address."""
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.device.type != "meta"
+    )
+
+
+def _read(slot: _Slot) -> Any:
+    try:
+        return slot.read()
+    except (KeyError, IndexError, ValueError):
+        return "gone"
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"at {value.data_ptr():#x} ({tuple(value.shape)}, {value.dtype})"
+    return repr(value)
