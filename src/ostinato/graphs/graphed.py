@@ -338,6 +338,11 @@ class GraphedCallable(Generic[P, R]):
         return getattr(self._function, "__name__", type(self._function).__name__)
 
     def _check_usable(self) -> None:
+        if torch.compiler.is_compiling():
+            raise CaptureError(
+                "torch.compile cannot look into a graphed callable; compile the model first and "
+                "graph the result: graphed(torch.compile(model))"
+            )
         if self._closed:
             raise ClosedError("this graphed callable is closed; call graphed() again")
         if is_recording():
