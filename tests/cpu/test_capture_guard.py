@@ -43,10 +43,7 @@ REFUSED = {
     "and": (lambda x: x[0] > 0 and x[1] > 0, HOST_ITEM),
     "while": (lambda x: any(x > 100), HOST_ITEM),
     "index_by_tensor": (lambda x: list(range(9))[x.argmax()], HOST_ITEM),
-    "format_scalar": (
-        lambda x: format(x[0], ".2f"),
-        {"cpu": "Tensor.__format__", "cuda": HOST_ITEM},
-    ),
+    "format_scalar": (lambda x: format(x[0], ".2f"), HOST_ITEM),
     "equal": (lambda x: torch.equal(x, x), "aten.equal.default"),
     "allclose": (lambda x: torch.allclose(x, x * 2), "aten.allclose.default"),
     "nonzero": (lambda x: x.nonzero(), "aten.nonzero.default"),
@@ -71,7 +68,7 @@ REFUSED = {
     "cpu": (lambda x: x.cpu(), {"cpu": "Tensor.cpu", "cuda": TO_COPY}),
     "str": (lambda x: str(x), {"cpu": "Tensor.__repr__"}),
     "repr_nested": (lambda x: repr({"x": [x]}), {"cpu": "Tensor.__repr__"}),
-    "f_string": (lambda x: f"{x}", {"cpu": "Tensor.__format__"}),
+    "f_string": (lambda x: f"{x}", {"cpu": "Tensor.__repr__"}),
     "print": (lambda x: print(x, file=io.StringIO()), {"cpu": "Tensor.__repr__"}),
     "host_list": (
         lambda x: torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device),
@@ -95,8 +92,8 @@ REFUSED = {
 # On the CPU only: on CUDA torch itself refuses these, with or without a capture.
 REFUSED_ON_CPU = {
     "numpy": (lambda x: x.numpy(), "Tensor.numpy"),
-    "asarray": (lambda x: np.asarray(x), "Tensor.__array__"),
-    "numpy_function": (lambda x: np.sin(x), "Tensor.__array__"),
+    "asarray": (lambda x: np.asarray(x), "Tensor.numpy"),
+    "numpy_function": (lambda x: np.sin(x), "Tensor.numpy"),
     "dlpack": (lambda x: np.from_dlpack(x), "Tensor.__dlpack__"),
 }
 ALLOWED: dict[str, Function] = {

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -39,6 +40,43 @@ def capture_ambient() -> Iterator[None]:
     finally:
         _in_capture.reset(outer)
         torch.set_autocast_cache_enabled(caching)
+
+
+class _ThisThread(threading.local):
+    recording = False
+
+
+_this_thread = _ThisThread()
+
+
+@contextmanager
+def answering_as_a_capture() -> Iterator[None]:
+    """While it lasts, ``torch.cuda.is_current_stream_capturing()`` is true in this thread.
+
+    It is the question by which code finds out that it must not look at values; transformers asks
+    it before it reads an attention mask.
+    """
+    _teach_torch_to_answer()
+    outer, _this_thread.recording = _this_thread.recording, True
+    try:
+        yield
+    finally:
+        _this_thread.recording = outer
+
+
+@cache
+def _teach_torch_to_answer() -> None:
+    # Private, in torch 2.0 to 2.13: the function that torch.cuda.is_current_stream_capturing()
+    # calls. Replaced here, and for good, the answer is right also where the public one was imported
+    # by name. Where torch has no CUDA it raises, and goes on to do so outside of recordings.
+    # Without it, code that asks would believe that it runs eagerly, and its first read be refused.
+    graphs: Any = torch.cuda.graphs
+    torch_answers = graphs._cuda_isCurrentStreamCapturing
+
+    def is_current_stream_capturing() -> bool:
+        return _this_thread.recording or bool(torch_answers())
+
+    graphs._cuda_isCurrentStreamCapturing = is_current_stream_capturing
 
 
 class _ForceEager:

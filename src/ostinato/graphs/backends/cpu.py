@@ -9,14 +9,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 
 from ostinato.errors import CaptureOutOfMemoryError
-from ostinato.graphs.backends.ambient import capture_ambient, compiled_functions_run_eagerly
-from ostinato.graphs.backends.arena import Arena
-from ostinato.graphs.backends.guard import (
-    HostAccessGuard,
-    compiler_error,
-    keep_dynamo_out,
-    source_of_error,
+from ostinato.graphs.backends.ambient import (
+    answering_as_a_capture,
+    capture_ambient,
+    compiled_functions_run_eagerly,
 )
+from ostinato.graphs.backends.arena import Arena
+from ostinato.graphs.backends.guard import compiler_error, keep_dynamo_out, source_of_error
+from ostinato.graphs.backends.host_reads import host_reads_refused
 from ostinato.graphs.backends.recorder import Recorder, Step, Verified
 
 
@@ -75,7 +75,8 @@ class CpuBackend:
         self._arena.recent_peak_bytes = 0
         self._recorder = Recorder(self._arena, self._generators, self._verified)
         self._modes.enter_context(self._recorder)
-        self._modes.enter_context(HostAccessGuard())
+        self._modes.enter_context(host_reads_refused())
+        self._modes.enter_context(answering_as_a_capture())
 
     def end(self) -> CpuGraph:
         recorder = self._stop_recording()

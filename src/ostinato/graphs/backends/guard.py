@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato.errors import CaptureError
@@ -28,24 +28,26 @@ _OWN_CODE = (
     os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep,
 )
 
-_HOST_READ = "reads a value back to the host"
+HOST_READ = "reads a value back to the host"
 _DYNAMIC_SHAPE = "has an output whose shape depends on the data"
 _BOOLEAN_MASK = "selects by a boolean mask, so its shape depends on the data"
 _HOST_DATA = "builds a tensor from host data"
-_HOST_COPY = "copies from the device to the host"
+HOST_COPY = "copies from the device to the host"
 _REBINDS = "changes which memory a tensor refers to"
 _GENERATOR = "draws from a generator that is not registered with the graph pool"
 _HIGHER_ORDER = "is a higher-order operator, whose control flow cannot be recorded"
+_RETURNS_NUMBER = "returns a number, which may depend on the data, to the host"
 
 _WHAT_TO_DO = {
-    _HOST_READ: "keep the value on the device (torch.where instead of `if`)",
+    HOST_READ: "keep the value on the device (torch.where instead of `if`)",
     _DYNAMIC_SHAPE: "use an operator with a fixed output shape",
     _BOOLEAN_MASK: "use torch.where or masked_fill",
     _HOST_DATA: "build the tensor once, before the capture, and keep it",
-    _HOST_COPY: "keep the result on the device and copy it after the replay",
+    HOST_COPY: "keep the result on the device and copy it after the replay",
     _REBINDS: "write into the tensor with copy_ instead",
     _GENERATOR: "pass it in `generators=` where the pool is made",
     _HIGHER_ORDER: "call the operator outside the graph",
+    _RETURNS_NUMBER: "return it in a tensor",
 }
 
 Rule = Callable[[tuple[Any, ...], dict[str, Any]], str | None]
@@ -132,6 +134,7 @@ class CaptureGuard(TorchDispatchMode):
         self._device_type = device_type
         self._generators = {_identity(generator) for generator in generators}
         self._rules: dict[Any, Rule | None] = {}
+        self._composite: dict[Any, bool] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -147,8 +150,35 @@ class CaptureGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if has_own_dispatch(types):
+            return NotImplemented
+        if self.is_composite(func):
+            return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def is_composite(self, func: Any) -> bool:
+        """Whether ``func`` is a function of other operators, which have to be looked at instead.
+
+        torch takes it apart in its autograd layer, above this mode. Inference mode has no such
+        layer, so ``is_nonzero``, ``one_hot`` or ``matmul`` arrive here as they were called.
+        """
+        try:
+            return self._composite[func]
+        except KeyError:
+            composite = isinstance(func, torch._ops.OpOverload) and _has_kernel(
+                func, "CompositeImplicitAutograd"
+            )
+            own = composite and _has_kernel(func, self._device_type.upper())
+            self._composite[func] = composite and not own
+            return self._composite[func]
+
+    def decomposed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a composite operator, with this mode in force for what it calls."""
+        if func in _READ_THEIR_ARGUMENTS and self._device_type == "cpu":
+            raise forbidden(str(func), HOST_READ)
+        with self:
+            return func.decompose(*args, **kwargs)
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.last_operator = str(func)
@@ -167,8 +197,12 @@ class CaptureGuard(TorchDispatchMode):
             return lambda args, kwargs: _HIGHER_ORDER
         if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
             return self._boolean_mask
+        if func in _READ_THEIR_ARGUMENTS:
+            return lambda args, kwargs: HOST_READ if self._on_device(args) else None
+        if func.namespace != "aten" and self._device_type == "cpu" and _returns_number(func):
+            return lambda args, kwargs: _RETURNS_NUMBER if self._on_device(args) else None
         if torch.Tag.data_dependent_output in func.tags:
-            return lambda args, kwargs: _HOST_READ if self._on_device(args) else None
+            return lambda args, kwargs: HOST_READ if self._on_device(args) else None
         if torch.Tag.dynamic_output_shape in func.tags:
             return self._dynamic_shape
         if func in (aten._to_copy.default, aten.copy_.default):
@@ -213,7 +247,7 @@ class CaptureGuard(TorchDispatchMode):
             target, source = torch.device(kwargs.get("device") or args[0].device), args[0].device
             pinned = bool(kwargs.get("pin_memory"))
         if source.type == self._device_type and target.type == "cpu" and not pinned:
-            return _HOST_COPY
+            return HOST_COPY
         return None
 
     def _unregistered_generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -224,26 +258,43 @@ class CaptureGuard(TorchDispatchMode):
         return _GENERATOR if generator.device.type == self._device_type else None
 
 
+def has_own_dispatch(types: Sequence[type]) -> bool:
+    """Whether there is a tensor subclass among ``types`` that handles operators itself.
+
+    It goes first, and what it does with the tensors inside it comes to the guard afterwards.
+    """
+    plain: Any = torch.Tensor
+    return any(cls.__torch_dispatch__ is not plain.__torch_dispatch__ for cls in types)  # type: ignore[attr-defined]
+
+
+# Operators without torch's tag that have the values of a tensor decide on the host. The composite
+# ones arrive in inference mode alone; else ``host_reads`` knows the functions that lead to them.
+_READ_THEIR_ARGUMENTS = frozenset(
+    {
+        aten._nested_tensor_from_mask_left_aligned.default,
+        aten._pack_padded_sequence.default,
+        aten._pad_packed_sequence.default,
+        aten.tensor_split.tensor_indices_or_sections,
+        aten.lstm.data,
+        aten.gru.data,
+        aten.rnn_tanh.data,
+        aten.rnn_relu.data,
+    }
+)
+_NUMBERS = frozenset({"int", "float", "bool", "complex", "number", "str"})
+
+
+def _returns_number(func: torch._ops.OpOverload) -> bool:
+    kinds = (str(result.type) for result in func._schema.returns)
+    return any(re.sub(r"[?\[\]]|Optional|List", "", kind) in _NUMBERS for kind in kinds)
+
+
+def _has_kernel(func: torch._ops.OpOverload, key: str) -> bool:
+    # Private, in every torch 2. There is no public way to ask; without it, composite operators
+    # would be recorded whole, and reads inside them go unseen in inference mode.
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
 def _identity(generator: Any) -> int:
     # The dispatcher hands out a new Python object for the same generator each time.
     return int(generator._cdata)
-
-
-class HostAccessGuard(TorchFunctionMode):
-    """The host reads that dispatch no operator on the CPU: tolist(), numpy(), printing, cpu()."""
-
-    _FORBIDDEN = {
-        torch.Tensor.tolist: _HOST_READ,
-        torch.Tensor.numpy: _HOST_READ,
-        torch.Tensor.__array__: _HOST_READ,
-        torch.Tensor.__dlpack__: _HOST_READ,
-        torch.Tensor.__repr__: _HOST_READ,
-        torch.Tensor.__format__: _HOST_READ,
-        torch.Tensor.cpu: _HOST_COPY,
-    }
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        problem = self._FORBIDDEN.get(func)
-        if problem is not None:
-            raise forbidden(f"Tensor.{func.__name__}", problem)
-        return func(*args, **(kwargs or {}))

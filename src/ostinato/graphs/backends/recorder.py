@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ostinato.errors import CaptureError
+from ostinato.errors import CaptureError, ReplayMismatchError
+from ostinato.graphs.backends.alias import alias_of
 from ostinato.graphs.backends.arena import Arena
 from ostinato.graphs.backends.bindings import Call, out_calls
-from ostinato.graphs.backends.guard import CaptureGuard, source_of_caller
+from ostinato.graphs.backends.guard import CaptureGuard, has_own_dispatch, source_of_caller
+from ostinato.graphs.backends.host_reads import host_reads_allowed
 from ostinato.graphs.backends.out_variants import OutVariant, out_variant_of
 from ostinato.graphs.backends.python_kernels import replay_step
 from ostinato.graphs.tree import map_tensors, tensors_in
@@ -69,6 +71,7 @@ class Recorder(CaptureGuard):
         self._random_state = torch.get_rng_state()
         self._arena = arena
         self._verified = verified
+        self._pinned: dict[Hashable, torch.Tensor] = {}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -77,7 +80,19 @@ class Recorder(CaptureGuard):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if has_own_dispatch(types):
+            return NotImplemented
+        if self.is_composite(func):
+            return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
+        self._check_dense(func, tensors_in((args, kwargs)), "was given")
+        if func.namespace == "aten":
+            return self._record(func, args, kwargs)
+        with host_reads_allowed():  # the body of a custom operator runs again on every replay
+            return self._record(func, args, kwargs)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``func``, note the step that repeats it, and return its results in their places."""
         call = _call_key(func, args, kwargs)
         if call is not None and call in self._verified:
             return self._repeat(self._verified[call], args, kwargs)
@@ -86,7 +101,7 @@ class Recorder(CaptureGuard):
             return self._constant(result)
         borrowed = {_storage_id(tensor) for tensor in tensors_in((args, kwargs))}
         outputs = list(tensors_in(result))
-        self._check_dense(func, outputs)
+        self._check_dense(func, outputs, "made")
         fresh = [i for i, tensor in enumerate(outputs) if _storage_id(tensor) not in borrowed]
         if outputs and not fresh and not func._schema.is_mutable:
             return result  # a view: nothing to replay
@@ -160,12 +175,13 @@ class Recorder(CaptureGuard):
         self.steps.append(partial(aten.copy_.default, self._fixed(placed), scalar.clone()))
         return placed
 
-    def _check_dense(self, func: Any, tensors: list[torch.Tensor]) -> None:
+    def _check_dense(self, func: Any, tensors: Iterable[torch.Tensor], verb: str) -> None:
         for tensor in tensors:
-            if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            kind = _unsupported_kind(tensor)
+            if kind is not None:
                 source = source_of_caller()
                 raise CaptureError(
-                    f"{func} made a {tensor.layout} tensor on {tensor.device} at {source}; the CPU "
+                    f"{func} {verb} a {kind} tensor on {tensor.device} at {source}; the CPU "
                     "backend captures dense tensors on the CPU",
                     operator=str(func),
                     source=source,
@@ -220,10 +236,23 @@ class Recorder(CaptureGuard):
         return None
 
     def _fixed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as replay refers to it: without reserving arena memory."""
+        """The tensor as replay refers to it: without reserving arena memory.
+
+        Of a tensor outside the arena it is the memory it has now. What the caller's object refers
+        to may change (``parameter.data = ...``), at any time and not for all tensors at once, and a
+        replay would compute with some old ones and some new ones.
+        """
         if tensor.numel() == 0:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        return self._arena.weak(tensor) if self._arena.owns(tensor) else tensor
+        if self._arena.owns(tensor):
+            return self._arena.weak(tensor)
+        storage = tensor.untyped_storage()
+        offset = int(tensor.storage_offset())
+        looks = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        key = (storage._cdata, offset, *looks)
+        if key not in self._pinned:  # the alias keeps the storage, so its number stays taken
+            self._pinned[key] = alias_of(tensor, storage, offset)
+        return self._pinned[key]
 
 
 def _is_exact(step: Step, outputs: list[torch.Tensor], targets: dict[int, torch.Tensor]) -> bool:
@@ -271,10 +300,30 @@ def _value_key(value: Any) -> Hashable:
     return (type(value), value)  # 1, 1.0 and True are equal, and are not the same
 
 
-def _run_and_copy(run: Callable[[], Any], targets: dict[int, torch.Tensor]) -> None:
+def _run_and_copy(run: partial[Any], targets: dict[int, torch.Tensor]) -> None:
     outputs = list(tensors_in(run()))
     for index, target in targets.items():
-        target.copy_(outputs[index])
+        output = outputs[index]
+        # Copying would stretch one row over many, and cast.
+        if output.shape != target.shape or output.dtype != target.dtype:
+            was, now = (f"{tuple(t.shape)} {t.dtype}" for t in (target, output))
+            raise ReplayMismatchError(
+                f"operator {run.func} returned {was} at capture and {now} on replay; what a "
+                "captured operator returns may change in the contents of tensors only, so capture "
+                "piecewise and call it in a function marked with @eager_break"
+            )
+        target.copy_(output)
+
+
+def _unsupported_kind(tensor: torch.Tensor) -> str | None:
+    """What keeps a tensor from being memory at an address; None for those that are."""
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout)
+    if tensor.device.type != "cpu":
+        return "strided"
+    if tensor.is_nested:
+        return "nested"
+    return "quantized" if tensor.is_quantized else None
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
