@@ -92,7 +92,8 @@ def _always(*args: Any, **kwargs: Any) -> bool:
 
 def _by_tensor(*args: Any, **kwargs: Any) -> bool:
     """tensor_split: the places to split at are in a tensor, whose memory torch reads as it is."""
-    return isinstance(kwargs.get("tensor_indices_or_sections", (*args, None)[1]), torch.Tensor)
+    sections = kwargs.get("tensor_indices_or_sections", args[1] if len(args) > 1 else None)
+    return isinstance(sections, torch.Tensor)
 
 
 def _packed(*args: Any, **kwargs: Any) -> bool:
