@@ -13,7 +13,7 @@ ordinary function.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, cast
@@ -29,6 +29,7 @@ from ostinato.graphs.tree import leaves_with_path, map_tensors, tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _open_recording: ContextVar[Recording | None] = ContextVar("ostinato_recording", default=None)
 
@@ -153,6 +154,19 @@ class Recording:
         self.split_at_breaks = split_at_breaks
         self._backend = backend
         self._steps: list[Graph | EagerCall] = []
+        self._kept_things: dict[Hashable, Any] = {}
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returned when ``key`` was first asked for, held until the recording ends.
+
+        For scratch memory that several captured calls share: as long as it is held, no later
+        tensor of the recording, in whichever segment, is placed on it. Other graphs of the pool may
+        be, so each replay must write it before it reads it.
+        """
+        if key not in self._kept_things:
+            self._kept_things[key] = make()
+        kept: T = self._kept_things[key]
+        return kept
 
     @contextmanager
     def open(self) -> Iterator[Recording]:
@@ -171,6 +185,7 @@ class Recording:
             raise raised from error
         finally:
             _open_recording.reset(token)
+            self._kept_things.clear()
 
     def run_break(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Any) -> R:
         """Close the current segment, run ``function`` eagerly, open the next segment."""

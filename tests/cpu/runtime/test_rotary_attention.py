@@ -173,8 +173,6 @@ def check_result(case: Case, out: Tensor, *, ulps: float = 4.0) -> None:
         case.batch.key_cache.cpu(), expected.key_cache, equal_nan=True, **near
     )
     assert_same_bits(case.batch.value_cache.cpu(), expected.value_cache)
-    if triton_paged.counters.cache_info().currsize:
-        assert not triton_paged.counters(out.device).any()
 
 
 queries = st.tuples(st.integers(1, 11), st.integers(0, 30)) | st.tuples(

@@ -16,9 +16,6 @@ _DECODE_PROGRAMS_PER_PROCESSOR = 8
 _MAX_SPLITS = 64
 # Where one kernel does all, its programs join what they split.
 MAX_JOINED_SPLITS = 16
-# Counters of a device: one for each request and KV head of a decode batch that is split, which is
-# never as large as that.
-NUM_COUNTERS = 1 << 16
 
 
 class Cut(NamedTuple):
@@ -131,8 +128,6 @@ def decode_cut(
         table = _NARROW if row_bytes <= 128 else _BROAD
         best = next(row for row in table if pairs <= row.most_pairs * num_processors)
         num_splits = min(best.max_splits, most_splits, -(-max_keys // best.block_n))
-        if pairs > NUM_COUNTERS:
-            num_splits = 1
         return DecodeCut(
             best.block_n, max(1, num_splits), best.num_warps, best.num_stages, best.prefetch
         )
@@ -143,6 +138,6 @@ def decode_cut(
     if itemsize == 4:  # no tensor cores: blocks are held in registers
         block_n = 32 if row_bytes <= 256 else 16
         num_warps, per_processor = 4, _PROGRAMS_PER_PROCESSOR
-    wanted = num_processors * per_processor // pairs if pairs <= NUM_COUNTERS else 1
+    wanted = num_processors * per_processor // pairs
     num_splits = max(1, min(wanted, -(-max_keys // block_n), MAX_JOINED_SPLITS))
     return DecodeCut(block_n, num_splits, num_warps, 3, 2 * block_n)

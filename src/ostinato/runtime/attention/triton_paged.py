@@ -8,16 +8,14 @@ tests, under Triton's interpreter.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
 
-from ostinato.errors import CaptureError
 from ostinato.graphs.context import current_forward_context
 from ostinato.graphs.modes import AttentionCGSupport
 from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec
-from ostinato.runtime.attention.cuts import NUM_COUNTERS, cut, decode_cut
+from ostinato.runtime.attention.cuts import cut, decode_cut
 from ostinato.runtime.attention.rotation import Rotation
 from ostinato.runtime.kernels.launch import (
     can_overlap,
@@ -132,23 +130,8 @@ def triton_qkv_attention(
         out,
         (seq_lens, block_table, slot_mapping),
         rules,
-        counters(qkv.device) if pieces.num_splits > 1 else None,
         pieces,
     )
-
-
-@cache
-def counters(device: torch.device) -> torch.Tensor:
-    """Zeros that kernels count in and leave as zeros; one row for all graphs and eager calls.
-
-    Kernels that count never run at the same time: each waits for the one before it.
-    """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise CaptureError(
-            "the first decode batch of this process is inside a capture, whose memory must not be "
-            "kept; run one before it (GraphConfig.num_warmups of 1 or more)"
-        )
-    return torch.zeros(NUM_COUNTERS, device=device, dtype=torch.int32)
 
 
 def _store(

@@ -6,8 +6,8 @@ A batch in which request r has one token, number r, or none (length 0). A progra
 one KV head and one share of the keys, and makes the queries it needs itself. The new key and value
 go from registers into both the cache and the softmax: their slot is never read. Where keys are
 split, programs leave their part of the softmax in memory and count themselves; the last to come
-joins the parts and sets the counter back to zero. How many shares there are is decided by the real
-length, so short requests have nothing to join; the launch depends on shapes alone.
+joins the parts. How many shares there are is decided by the real length, so short requests have
+nothing to join; the launch depends on shapes alone.
 
 OVERLAP: programmatic dependent launch. Before the wait only what was written before the forward
 began is read: lengths, tables, the model's tensors, older keys and values. So between whoever
@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ostinato.runtime.kernels.counters import take_counters
 from ostinato.runtime.kernels.launch import launch, next_power_of_2, overlap
 from ostinato.runtime.kernels.paged_attention import LOG2_E, logits
 from ostinato.runtime.kernels.rotary_store import load_angles, load_halves, store_halves, turned
@@ -344,7 +345,6 @@ def decode_kernel(
             tl.debug_barrier()  # all threads have written, then one says so
             arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
             if arrived == num_shares - 1:
-                tl.store(counters + pair, 0)
                 joined = _join(
                     partial_values,
                     partial_highest,
@@ -373,12 +373,10 @@ def decode_attention(
     out: torch.Tensor,
     batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     rules: tuple[torch.Tensor | None, float, int | None, float | None],
-    counters: torch.Tensor | None,
     pieces: DecodeCut,
 ) -> None:
     """Launch it. ``rotation`` as in ``rotary_store``; ``batch``: seq_lens, block_table,
-    slot_mapping; ``rules``: sinks, scale, window, soft cap. ``counters`` int32: one for each
-    request and KV head at least, all zero before and after; not used without splits.
+    slot_mapping; ``rules``: sinks, scale, window, soft cap.
     """
     num_tokens, num_heads, head_dim = out.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
@@ -390,7 +388,7 @@ def decode_attention(
         rows = num_tokens * num_heads * num_splits
         sums = torch.empty((rows, head_dim), device=out.device, dtype=torch.float32)
         highest, total = torch.empty((2, rows), device=out.device, dtype=torch.float32).unbind()
-        partial = (sums, highest, total, counters)
+        partial = (sums, highest, total, take_counters(out.device, num_tokens * num_kv_heads))
     table, qk_norm, eps = rotation
     sinks, scale, window, soft_cap = rules
     block_table = batch[1]

@@ -210,7 +210,7 @@ def tile_kernel(
 
     With SPLIT_K every program leaves its sums in ``partial`` [tiles, SPLIT_K, 1 or 2, BLOCK_N,
     BLOCK_M], and the last of a tile to arrive adds them up, in their order, whoever that is.
-    ``counters`` [tiles] are 0 before and after.
+    ``counters`` [tiles] are 0 before.
     """
     NUM_BLOCKS: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT_K - 1) // SPLIT_K
     MASKED_K: tl.constexpr = NUM_BLOCKS * BLOCK_K * SPLIT_K != K
@@ -261,7 +261,6 @@ def tile_kernel(
         arrived = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
         if arrived != SPLIT_K - 1:
             return
-        tl.store(counters + tl.program_id(0), 0)
         sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         up_sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         for part in tl.static_range(SPLIT_K):  # unrolled, that all are on their way at once

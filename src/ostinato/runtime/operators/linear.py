@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from ostinato.errors import BatchError
+from ostinato.runtime.kernels.counters import take_counters
 from ostinato.runtime.kernels.launch import launch, overlap
 from ostinato.runtime.operators.tuning import (
     MAX_ROWS,
@@ -30,8 +31,6 @@ from ostinato.runtime.operators.tuning import (
 
 _HALVES = (torch.float16, torch.bfloat16)
 _EVICT = "evict_first"  # a weight is read once a step, and the next step finds it gone anyway
-_COUNTERS = 1 << 20  # on each GPU: a few for every product that is split, in every graph
-_ALIGNED = 32  # Triton compiles another kernel for an address that is not round
 
 
 class Norm(NamedTuple):
@@ -233,53 +232,4 @@ def _sums(
         return None, None
     parts = (tiles, blocks.split_k, 2 if gated else 1, blocks.block_n, block_m)
     partial = torch.empty(parts, device=device, dtype=torch.float32)
-    return partial, _take_counters(device, tiles)
-
-
-class Counters:
-    """Zeros that every launch leaves as it found them.
-
-    Launches of one stream may share theirs, as one waits for the other. Graphs may be replayed on
-    any stream, at the same time as others, so each captured launch has its own for good.
-    """
-
-    def __init__(self, device: torch.device, size: int = _COUNTERS) -> None:
-        """``size``: how many captured launches may take between them. Synchronises."""
-        self._device = device
-        self._by_stream: dict[int, torch.Tensor] = {}
-        self._for_graphs = self._zeros(size)
-        self._taken = 0
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-
-    def _zeros(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, device=self._device, dtype=torch.int32)
-
-    def take(self, count: int) -> torch.Tensor:
-        if _is_capturing(self._device):
-            first = self._taken
-            self._taken += -(-count // _ALIGNED) * _ALIGNED
-            held = self._for_graphs[first : first + count]
-            # When all are taken, a launch is preceded by one that clears what it counts with.
-            return held if len(held) == count else self._zeros(count)
-        stream = 0
-        if self._device.type == "cuda":
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-        if len(self._by_stream.get(stream, ())) < count:
-            self._by_stream[stream] = self._zeros(max(count, 4096))
-        return self._by_stream[stream][:count]
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-_counters: dict[torch.device, Counters] = {}  # made outside of captures, kept for good
-
-
-def _take_counters(device: torch.device, count: int) -> torch.Tensor:
-    if device not in _counters:
-        if _is_capturing(device):
-            return torch.zeros(count, device=device, dtype=torch.int32)
-        _counters[device] = Counters(device)
-    return _counters[device].take(count)
+    return partial, take_counters(device, tiles)
