@@ -86,6 +86,9 @@ class GraphPool:
     All graphs of a pool reuse each other's memory, so the output of one is valid until the next
     replay or capture in the same pool. Close the pool, or leave its ``with`` block, to give the
     memory back; tensors that alias it must not be used afterwards.
+
+    A pool may be used on one CUDA stream after the other (``follow_stream``), and two pools at the
+    same time on two: they share no memory, workspaces of libraries included.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class GraphPool:
         self.exclusive_use = ExclusiveUse()  # one thread at a time
         self._acquire = self.exclusive_use.lock.acquire
         self._release = self.exclusive_use.lock.release
+        self._follow_stream = self.backend.follow_stream
         self._sessions = 0
         self._closed = False
         self.serial = 0  # of the last capture that succeeded
@@ -126,6 +130,7 @@ class GraphPool:
         going through it takes longer than many a capture.
         """
         self._check_open()
+        self.follow_stream()
         self._sessions += 1
         try:
             with _garbage_collection_paused(generation=1):
@@ -150,6 +155,16 @@ class GraphPool:
             self.backend.reserve(num_bytes)
 
     # --- capture and replay --------------------------------------------------------------------
+
+    def follow_stream(self) -> bool:
+        """Put what the current stream does next behind all that the pool was last used for.
+
+        If that was on another stream, the current one waits for it (on the device; the host does
+        not), and True is returned. Captures and replays do it themselves. Call it before writing to
+        buffers that graphs of the pool read: replays that were enqueued on the other stream may
+        still be reading them. A stream that is not torch's must live until the pool has moved on.
+        """
+        return self._follow_stream()
 
     def capture(
         self, run: Callable[[], T], *, split_at_breaks: bool = False, collect_garbage: bool = True
@@ -236,6 +251,7 @@ class GraphPool:
                     "a graph was replayed in an eager break of another graph of the same pool, "
                     "which may use the same memory; give the inner one a pool of its own"
                 )
+            self._follow_stream()
             self._replay_context = current_forward_context()
             if self.offloader is not None:
                 self.offloader.sync_prev_onload()

@@ -55,6 +55,9 @@ class GraphBackend(Protocol):
     def abort(self, error: BaseException) -> BaseException:
         """Drop the open recording after ``error`` and return the error to raise in its place."""
 
+    def follow_stream(self) -> bool:
+        """Put what the current stream does next behind the pool's last use; whether it moved."""
+
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory belongs to the pool."""
 

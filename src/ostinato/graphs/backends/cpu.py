@@ -96,6 +96,9 @@ class CpuBackend:
             )
         return compiler_error(error) or error
 
+    def follow_stream(self) -> bool:
+        return False  # work is done when a call returns
+
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._arena.owns(tensor)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,13 @@ from ostinato.errors import (
 from ostinato.graphs.backends.alias import alias_of
 from ostinato.graphs.backends.ambient import capture_ambient
 from ostinato.graphs.backends.base import replay_closed
+from ostinato.graphs.backends.cuda_bindings import HAS_BINDINGS, count_nodes
+from ostinato.graphs.backends.cuda_device import (
+    CaptureDevice,
+    DrawOrder,
+    StreamLease,
+    capture_device,
+)
 from ostinato.graphs.backends.guard import (
     CaptureGuard,
     compiler_error,
@@ -26,58 +33,9 @@ from ostinato.graphs.backends.guard import (
     source_of_error,
 )
 
-try:
-    # Comes with CUDA builds of torch; counts the nodes of a graph.
-    from cuda.bindings import runtime as cuda_runtime
-except ImportError:
-    cuda_runtime = None
-
-
 # torch's allocator of pinned memory still counts a broken capture as under way, and may ask its
 # graph about it. These few graphs therefore live as long as the process.
 _broken_captures: list[torch.cuda.CUDAGraph] = []
-
-
-class _CaptureStream:
-    """The stream that all captures on one device run on, one at a time.
-
-    It is shared by all pools, because torch gives every stream that runs a matrix product a cuBLAS
-    workspace (32 MiB on Hopper) and never takes it back. Graphs hold the address of that workspace
-    for good, so it lives in memory of its own, which nothing else is ever placed in, even if
-    somebody has torch drop its workspaces.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device)
-        self.lock = threading.RLock()
-        self.capturing = False
-        self._workspaces = torch.cuda.MemPool()
-        self._retired: list[object] = []
-
-    def prepare_blas(self) -> None:
-        """Have handle and workspace ready: cuBLAS cannot be initialised inside a capture."""
-        with torch.cuda.use_mem_pool(self._workspaces):
-            torch.cuda.current_blas_handle()
-
-    def dispose(self, thing: object) -> None:
-        """Let go of a graph or a memory pool, but not during a capture.
-
-        A pool that dies during one ends the process (an assertion in torch), and Python may drop
-        the last reference at any time; what it drops during a capture waits here.
-        """
-        self._retired.append(thing)
-        if not self.capturing and self.lock.acquire(blocking=False):
-            try:
-                while self._retired:
-                    self._retired.pop()
-            finally:
-                self.lock.release()
-
-
-@cache
-def _capture_stream(device: torch.device) -> _CaptureStream:
-    with torch.cuda.device(device):
-        return _CaptureStream(device)
 
 
 class _MemoryPool:
@@ -88,27 +46,23 @@ class _MemoryPool:
     also takes the random generator out of the state that an invalidated capture leaves it in.
     """
 
-    def __init__(self, device: torch.device, capture_stream: _CaptureStream) -> None:
-        stream = capture_stream.stream
-        self._capture_stream = capture_stream
+    def __init__(self, device: torch.device, shared: CaptureDevice, lease: StreamLease) -> None:
+        self.shared = shared
+        self.lease = lease  # graphs keep their pool, and so the stream whose workspace they use
         self.memory = torch.cuda.MemPool()
         # Typed by torch more narrowly than it is used.
         self.handle = cast(Any, self.memory.id)
         self.num_graphs = 0
         cell = torch.zeros(1, device=device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            self._keeper = torch.cuda.CUDAGraph()
-            self._keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+        keeper = torch.cuda.CUDAGraph()
+        lease.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(lease.stream), shared.capture_under_way():
+            keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             cell.add_(1)
-            self._keeper.capture_end()
-        stream.synchronize()
-
-    def __del__(self) -> None:
-        self._capture_stream.dispose(_PoolRemains(self._keeper, self.memory))
-
-    def dispose(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._capture_stream.dispose(graph)
+            keeper.capture_end()
+        lease.stream.synchronize()
+        # At exit, finalizers run in the reverse order of their making: graphs before their pool.
+        weakref.finalize(self, _retire_pool, shared, [self.memory, keeper])
 
     def segments(self) -> list[tuple[int, int]]:
         """Address and size of every piece of device memory the pool holds."""
@@ -122,15 +76,14 @@ class _MemoryPool:
         ]
 
 
-class _PoolRemains:
-    """Takes a memory pool apart in the order that torch needs: first the graph, then the memory."""
+def _retire_pool(shared: CaptureDevice, parts: list[object]) -> None:
+    """Take a memory pool apart in the order that torch needs: first the graph, then the memory."""
 
-    def __init__(self, keeper: torch.cuda.CUDAGraph, memory: torch.cuda.MemPool) -> None:
-        self._parts = [memory, keeper]
+    def take_apart() -> None:
+        while parts:
+            parts.pop()
 
-    def __del__(self) -> None:
-        while self._parts:
-            self._parts.pop()
+    shared.dispose(take_apart)
 
 
 class CudaGraph:
@@ -139,30 +92,32 @@ class CudaGraph:
     def __init__(
         self, graph: torch.cuda.CUDAGraph, pool: _MemoryPool, num_nodes: int | None
     ) -> None:
-        self._graph: torch.cuda.CUDAGraph | None = graph
-        self._pool: _MemoryPool | None = pool
         self.num_nodes = num_nodes
         # Bound once: this is called for every step.
-        self.replay = graph.replay
+        self.replay: Callable[[], None] = graph.replay
         pool.num_graphs += 1
+        self._retire = weakref.finalize(self, _retire_graph, pool, graph)
+
+    def order_draws(self, draws: DrawOrder, graph: torch.cuda.CUDAGraph) -> None:
+        """From now on replay it in order with all other graphs that draw random numbers."""
+        self.replay = partial(draws.replay, graph)
 
     def close(self) -> None:
-        graph, self._graph = self._graph, None
-        pool, self._pool = self._pool, None
-        if graph is not None and pool is not None:
-            self.replay = replay_closed
-            pool.num_graphs -= 1
-            pool.dispose(graph)
+        self.replay = replay_closed
+        self._retire()
 
-    def __del__(self) -> None:
-        self.close()
+
+def _retire_graph(pool: _MemoryPool, graph: torch.cuda.CUDAGraph) -> None:
+    pool.num_graphs -= 1
+    # Reset, not dropped: at exit others may still refer to it when its pool goes.
+    pool.shared.dispose(graph.reset)
 
 
 class CudaBackend:
     """Records on one CUDA device. See ``GraphBackend`` for the contract.
 
-    Graphs are captured on a stream of our own and replayed on the caller's current one. The
-    capture mode is thread-local: what other threads do to the device meanwhile is their business.
+    Graphs are captured on a stream of the backend's own and replayed on the caller's current one.
+    The capture mode is thread-local: what other threads do meanwhile is their business.
     """
 
     def __init__(self, device: torch.device, *, generators: Sequence[torch.Generator] = ()) -> None:
@@ -175,13 +130,18 @@ class CudaBackend:
             )
         self.device = torch.device("cuda", index)
         self._generators = generators
-        self._capture_stream = _capture_stream(self.device)
-        self._stream = self._capture_stream.stream
-        with self._capture_stream.lock, torch.cuda.device(self.device):
-            self._pool = _MemoryPool(self.device, self._capture_stream)
+        self._index = index
+        self._shared = capture_device(self.device)
+        # The stream that the pool was used on last. Its buffers are being made on this one.
+        self._last_stream = torch.cuda.current_stream(self.device)
+        self._last_raw_stream: int = self._last_stream.cuda_stream
+        self._lease: StreamLease | None = self._shared.lease_stream()
+        self._stream = self._lease.stream
+        self._pool: _MemoryPool | None = self._new_pool()
         self._open: torch.cuda.CUDAGraph | None = None
         default = torch.cuda.default_generators[index]
-        self._guard = CaptureGuard("cuda", (default, *generators))
+        self._all_generators = (default, *generators)
+        self._guard = CaptureGuard("cuda", self._all_generators)
         self._guarded = True
         self._modes = ExitStack()
         self._segments: list[tuple[int, int]] = []
@@ -192,7 +152,7 @@ class CudaBackend:
     @contextmanager
     def capture_scope(self) -> Iterator[None]:
         with (
-            self._capture_stream.lock,
+            self._shared.lock,
             torch.cuda.device(self.device),
             capture_ambient(),
         ):
@@ -201,12 +161,13 @@ class CudaBackend:
                     "a capture was started while the current stream is being captured by somebody "
                     "else (torch.cuda.graph, make_graphed_callables, ...); capture before it"
                 )
+            self.follow_stream()
             caller = torch.cuda.current_stream()
             self._stream.wait_stream(caller)
             outer, self._foreign = self._foreign, set()
             try:
                 with torch.cuda.stream(self._stream):
-                    self._capture_stream.prepare_blas()
+                    self._lease_in_use.prepare_blas()
                     yield
             finally:
                 self._foreign = outer
@@ -223,12 +184,16 @@ class CudaBackend:
     def begin(self) -> None:
         keep_dynamo_out()
         # Only a kept graph can be looked into.
-        graph = torch.cuda.CUDAGraph(keep_graph=cuda_runtime is not None)
+        graph = torch.cuda.CUDAGraph(keep_graph=HAS_BINDINGS)
         for generator in self._generators:
             graph.register_generator_state(generator)
-        graph.capture_begin(pool=self._pool.handle, capture_error_mode="thread_local")
+        self._shared.capturing = True
+        try:
+            graph.capture_begin(pool=self._pool_in_use.handle, capture_error_mode="thread_local")
+        except BaseException:
+            self._shared.capturing = False
+            raise
         self._open = graph
-        self._capture_stream.capturing = True
         self._guard.last_operator = None
         if self._guarded:
             self._modes.enter_context(self._guard)
@@ -238,12 +203,19 @@ class CudaBackend:
         if invalidated is not None:
             raise self._translate(invalidated, invalidated)
         num_nodes = None
-        if cuda_runtime is not None:
-            num_nodes = _count_nodes(graph)
+        if HAS_BINDINGS:
+            num_nodes = count_nodes(graph)
             graph.instantiate()
-        recorded = CudaGraph(graph, self._pool, num_nodes)
+        recorded = CudaGraph(graph, self._pool_in_use, num_nodes)
+        before = self._num_drawn()
         recorded.replay()
+        if self._num_drawn() != before:
+            recorded.order_draws(self._shared.draws, graph)
         return recorded
+
+    def _num_drawn(self) -> list[int]:
+        """How far the sequence of each generator has come. A replay that draws moves it on."""
+        return [int(generator.get_offset()) for generator in self._all_generators]
 
     def abort(self, error: BaseException) -> BaseException:
         invalidated = None
@@ -279,7 +251,7 @@ class CudaBackend:
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_cuda or tensor.numel() == 0:
             return tensor
-        with torch.cuda.use_mem_pool(self._pool.memory):
+        with torch.cuda.use_mem_pool(self._pool_in_use.memory):
             copy = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
             )
@@ -288,7 +260,7 @@ class CudaBackend:
     def reserve(self, num_bytes: int) -> None:
         # torch cuts later requests out of a free piece that is large enough, if it came to the pool
         # on the same stream, but it never joins pieces.
-        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool.memory):
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool_in_use.memory):
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def pool_bytes(self) -> int:
@@ -297,7 +269,7 @@ class CudaBackend:
 
     def release_unused(self) -> None:
         # torch frees the memory of a pool only with the pool, so an unused one is replaced.
-        if self._pool.num_graphs == 0:
+        if self._pool is not None and self._pool.num_graphs == 0:
             self._replace_pool()
             gc.collect()
         # What warm-ups took on the capture stream, torch would keep for that stream alone.
@@ -308,9 +280,28 @@ class CudaBackend:
             if "captures_underway" not in str(error):
                 raise
 
+    def follow_stream(self) -> bool:
+        # Its number is found in a moment; making an object of it takes longer than all else here.
+        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        if raw == self._last_raw_stream:
+            return False
+        stream = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(stream):
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError(
+                    "graphs or buffers of a pool were used while the current stream is being "
+                    "captured by somebody else (torch.cuda.graph, make_graphed_callables, ...), "
+                    "which cannot be put in order with their last use; use them outside of it"
+                )
+        stream.wait_stream(self._last_stream)
+        self._last_stream, self._last_raw_stream = stream, raw
+        return True
+
     def close(self) -> None:
-        torch.cuda.synchronize(self.device)
-        self._replace_pool()
+        self._shared.synchronize()
+        # Graphs that are still referred to keep the pool and the lease, until they go.
+        self._pool = self._lease = None
+        self._segments, self._segments_seen_at = [], -1
 
     def _in_known_segment(self, address: int) -> bool:
         """Memory that came to the pool stays in it, so what was seen once need not be listed."""
@@ -320,7 +311,7 @@ class CudaBackend:
         """The pool's memory. Listing it is slow, so it is done when torch reserved some more."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         reserved = int(stats["reserved_bytes"]["all"]["current"])
-        if reserved != self._segments_seen_at:
+        if self._pool is not None and reserved != self._segments_seen_at:
             self._segments = self._pool.segments()
             self._segments_seen_at = reserved
 
@@ -335,20 +326,33 @@ class CudaBackend:
             # torch stops half-way here: the allocator still routes memory to the pool and the
             # generator still believes in the capture. Both are put right, and the pool, which
             # torch would refuse to capture into again, is left to the graphs it already has.
-            index, pool_id = self.device.index, self._pool.memory.id
-            self._capture_stream.capturing = False
+            index, pool_id = self.device.index, self._pool_in_use.memory.id
+            self._shared.capturing = False
             torch._C._cuda_endAllocateToPool(index, pool_id)
             torch._C._cuda_releasePool(index, pool_id)
             _broken_captures.append(graph)
             self._replace_pool()
             return graph, error
-        self._capture_stream.capturing = False
+        self._shared.capturing = False
         return graph, None
 
     def _replace_pool(self) -> None:
         self._segments, self._segments_seen_at = [], -1
-        with self._capture_stream.lock, torch.cuda.device(self.device):
-            self._pool = _MemoryPool(self.device, self._capture_stream)
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> _MemoryPool:
+        with self._shared.lock, torch.cuda.device(self.device):
+            return _MemoryPool(self.device, self._shared, self._lease_in_use)
+
+    @property
+    def _pool_in_use(self) -> _MemoryPool:
+        assert self._pool is not None, "the graph pool checks that it is open"
+        return self._pool
+
+    @property
+    def _lease_in_use(self) -> StreamLease:
+        assert self._lease is not None, "the graph pool checks that it is open"
+        return self._lease
 
     def _translate(self, error: BaseException, invalidated: RuntimeError | None) -> BaseException:
         if isinstance(error, CaptureError) or not isinstance(error, Exception):
@@ -375,11 +379,3 @@ class CudaBackend:
             operator=self._guard.last_operator,
             source=source,
         )
-
-
-def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
-    handle = cuda_runtime.cudaGraph_t(init_value=graph.raw_cuda_graph())
-    status, _, count = cuda_runtime.cudaGraphGetNodes(handle)
-    if int(status) != 0:
-        raise CaptureError(f"cudaGraphGetNodes failed with {status} on a graph just captured")
-    return int(count)

@@ -1,0 +1,42 @@
+"""The two things that we ask CUDA itself for, through its Python bindings.
+
+They come with CUDA builds of torch. Without them graphs do not say how many nodes they have, and
+captures run on streams that torch may hand out to others as well.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.errors import CaptureError
+
+try:
+    from cuda.bindings import runtime
+except ImportError:
+    runtime = None
+
+HAS_BINDINGS = runtime is not None
+
+
+def count_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    """Nodes of a graph that was captured with ``keep_graph``."""
+    handle = runtime.cudaGraph_t(init_value=graph.raw_cuda_graph())
+    status, _, count = runtime.cudaGraphGetNodes(handle)
+    if int(status) != 0:
+        raise CaptureError(f"cudaGraphGetNodes failed with {status} on a graph just captured")
+    return int(count)
+
+
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that no other code is given. It lives as long as the process.
+
+    ``torch.cuda.Stream()`` hands out 32 streams in turn, so one of ours might be a user's as well,
+    and what the user runs there would share the cuBLAS workspace of our graphs.
+    """
+    if runtime is None:
+        return torch.cuda.Stream(device)
+    with torch.cuda.device(device):
+        status, stream = runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)
+    if int(status) != 0:
+        raise CaptureError(f"cudaStreamCreateWithFlags failed with {status} on {device}")
+    return torch.cuda.ExternalStream(int(stream), device=device)
