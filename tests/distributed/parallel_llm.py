@@ -59,13 +59,13 @@ def run_llm(path: str, mode: str, **options: Any) -> Outcome:
         runner = llm.engine.runner
         poison(runner)
         steps = spy_on(runner)
-        preempt, preempted = llm.engine.scheduler._preempt, []
+        run, preempted = runner.run, []
 
-        def counted(request: Any) -> None:
-            preempted.append(request)
-            preempt(request)
+        def counted(plan: Any) -> Any:
+            preempted.extend(plan.preempted)
+            return run(plan)
 
-        llm.engine.scheduler._preempt = counted  # type: ignore[method-assign]
+        runner.run = counted  # type: ignore[method-assign]
         outputs = llm.generate(prompts(), params())
         assert_block_0_untouched(runner)
         completions = [output.outputs[0] for output in outputs]
@@ -97,7 +97,7 @@ def spy_on(runner: Any) -> set[tuple[str, str]]:
 
     def recorded(shape: Any) -> Any:
         choice = dispatch(shape)
-        small = shape.num_tokens <= runner._threshold
+        small = shape.num_tokens <= runner.small_threshold
         steps.add(("shift" if small else "base", choice.mode.name))
         return choice
 

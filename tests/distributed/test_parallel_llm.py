@@ -113,7 +113,7 @@ def captured_plans(path: str) -> tuple[list[list[int]], int, str]:
         ) as llm,
     ):
         runner = llm.engine.runner
-        plans = [graphs.plan for graphs in (runner.graphs, runner._small)]
+        plans = [graphs.plan for graphs in (runner.graphs, runner.small_graphs)]
         triggers = compilation_counter.num_gpu_runner_capture_triggers
         triggers -= before.num_gpu_runner_capture_triggers
         assert runner.capture_model() == 0

@@ -80,7 +80,7 @@ def shift_sizes(path: str) -> list[list[int]]:
         **LIMITS,
     ) as llm:
         runner = llm.engine.runner
-        plans = [graphs.plan for graphs in (runner.graphs, runner._small)]
+        plans = [graphs.plan for graphs in (runner.graphs, runner.small_graphs)]
         return [sorted({e.descriptor.num_tokens for e in plan.entries}) for plan in plans]
 
 

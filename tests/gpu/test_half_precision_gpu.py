@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import transformers
 
 from ostinato import LLM, GraphConfig, SamplingParams
+from ostinato.runtime.step_result import SampledLogits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -98,28 +100,27 @@ def test_logits_are_those_of_transformers(
     name: str, checkpoints: dict[str, tuple[Path, Any]]
 ) -> None:
     path, theirs = checkpoints[name]
-    rows: list[torch.Tensor] = []
+    rows: dict[str, list[torch.Tensor]] = defaultdict(list)
+
+    def record(sampled: SampledLogits) -> None:
+        for request, row in zip(sampled.request_ids, sampled.logits.float(), strict=True):
+            rows[request].append(row)
+
     with open_llm(path) as llm:
-        result = llm.engine.runner._result
-
-        def recorded(filtered: Any, tokens: Any, logits: torch.Tensor, *rest: Any) -> Any:
-            rows.append(logits.float().clone())
-            return result(filtered, tokens, logits, *rest)
-
-        llm.engine.runner._result = recorded  # type: ignore[method-assign]
+        llm.engine.runner.on_logits = record
         params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
         for batch in BATCHES:
             rows.clear()
             prompts = [[(i * 37 + j * 11 + 5) % 1000 for j in range(9)] for i in range(batch)]
             outputs = llm.generate(prompts, params)
-            steps = torch.stack(rows)  # [tokens, batch, vocabulary]
+            ours = torch.stack([torch.stack(rows[f"{output.request_id}.0"]) for output in outputs])
             ids = torch.tensor(
                 [p + o.outputs[0].token_ids for p, o in zip(prompts, outputs, strict=True)],
                 device="cuda",
             )
             with torch.no_grad():
-                expected = theirs(ids, use_cache=False).logits[:, 8:-1].float().transpose(0, 1)
-            error = (steps - expected).norm(dim=-1) / expected.norm(dim=-1)
+                expected = theirs(ids, use_cache=False).logits[:, 8:-1].float()
+            error = (ours - expected).norm(dim=-1) / expected.norm(dim=-1)
             assert error.max() < TOLERANCE
 
 

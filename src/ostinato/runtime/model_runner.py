@@ -36,7 +36,7 @@ from ostinato.runtime.parallel.agreement import Reducer
 from ostinato.runtime.sampler import SamplingFeatures, sample
 from ostinato.runtime.schedule_plan import DecodePlan, IntArray, Plan, ScheduledRequest
 from ostinato.runtime.step_memory import StepMemory
-from ostinato.runtime.step_result import StepResult
+from ostinato.runtime.step_result import LogitsObserver, SampledLogits, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,9 @@ class ModelRunner:
     With an ``agreement``, the runners of all its ranks step together, each with requests of its
     own: they agree on the mode and the size of each step, by one all-reduce of CPU tensors. Where
     one calls ``run``, all others must call ``run`` or ``run_idle``.
+
+    Steps may be run on one CUDA stream and then on another: each waits for the one before, on the
+    device. ``on_logits``, where set, is shown what every step samples from, in every graph mode.
     """
 
     def __init__(
@@ -123,14 +126,15 @@ class ModelRunner:
             )
 
         self.graphs = graphs_of(model, plan, name)
-        self._small = (
+        self.small_graphs = (
             self.graphs if small is None else graphs_of(small.model, small.plan, small.name)
         )
-        self._threshold = 0 if small is None else small.threshold
+        self.small_threshold = 0 if small is None else small.threshold
         self._agreed = (
             None if agreement is None else AgreedDispatch(agreement, plan, self.graphs.dispatch)
         )
         self._members: _Members | None = None
+        self.on_logits: LogitsObserver | None = None
         self._mailbox = Mailbox(plan.max_num_seqs, model.device)
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
@@ -142,10 +146,11 @@ class ModelRunner:
         return self._graphs_for(shape.num_tokens).dispatch(shape)
 
     def _graphs_for(self, num_tokens: int) -> ModelGraphs:
-        return self.graphs if num_tokens > self._threshold else self._small
+        return self.graphs if num_tokens > self.small_threshold else self.small_graphs
 
     def run(self, plan: Plan) -> StepResult:
         """Start one step: all of its work is enqueued, and nothing is waited for."""
+        self._follow_stream()
         choice, across = self.dispatch(plan.shape), None
         if self._agreed is not None:
             agreed = self._agreed.step(choice)
@@ -169,7 +174,8 @@ class ModelRunner:
         if agreed is None:
             return False
         choice, across = agreed.choice, agreed.num_tokens_across_dp
-        self._members = None
+        self._follow_stream()
+        self.forget_rows()
         if self._is_decode_batch(choice):
             self.buffers.set_rows([], choice.padded_num_tokens)
             self.graphs.decode(choice, across)
@@ -177,6 +183,24 @@ class ModelRunner:
             metadata = self._fill([], choice, max_query_len=1)
             self.graphs.hidden_states(choice, metadata, choice.padded_num_tokens, across)
         return True
+
+    def _follow_stream(self) -> None:
+        """Put this step behind the last one, if that was on another stream."""
+        if self.pool.follow_stream():
+            # Tensors of the members were made on the other stream, whose later work may be given
+            # their memory as soon as they are dropped, even if this stream still reads them.
+            self.forget_rows()
+            self.memory.record_stream(torch.cuda.current_stream(self.model.device))
+
+    def forget_rows(self) -> None:
+        """The next decode step writes its rows anew. Call it after writing to the buffers."""
+        self._members = None
+
+    def _show_logits(self, plan: Plan, logits: torch.Tensor) -> None:
+        """Tell the observer. ``logits`` may have more rows, which are padding."""
+        if self.on_logits is not None:
+            names = [item.request.request_id for item in plan.requests if item.samples]
+            self.on_logits(SampledLogits(request_ids=names, logits=logits[: len(names)]))
 
     def _is_decode_batch(self, choice: Choice) -> bool:
         """Whether the chosen batch has one token for each of its rows, padding included."""
@@ -189,6 +213,7 @@ class ModelRunner:
     ) -> StepResult:
         members = self._set_members(plan, choice.padded_num_tokens)
         logits = graphs.decode(choice, across).logits
+        self._show_logits(plan, logits)
         slots, seq_lens = self.buffers.slots, self.buffers.tokens.seq_lens
         return self._result(members.filtered, members.sampled, logits, slots, seq_lens)
 
@@ -215,7 +240,7 @@ class ModelRunner:
         self, plan: Plan, choice: Choice, graphs: ModelGraphs, across: torch.Tensor | None
     ) -> StepResult:
         """A batch with prompts in it: filled by the host's word on how many tokens each has."""
-        self._members = None
+        self.forget_rows()
         requests = plan.requests
         num_reqs, buffers, state = len(requests), self.buffers, self.state
         metadata = self._fill(requests, choice, max_query_len=plan.max_query_len)
@@ -226,6 +251,7 @@ class ModelRunner:
             return StepResult(HostCopy())
         rows, slots = self._sampled_rows(plan)
         logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
+        self._show_logits(plan, logits)
         # A request that gets a token has computed all it has.
         lengths = state.num_computed[slots]
         token_ids = torch.empty_like(slots)
@@ -324,11 +350,13 @@ class ModelRunner:
 
     @property
     def _all_graphs(self) -> list[ModelGraphs]:
-        return [self.graphs] if self._small is self.graphs else [self.graphs, self._small]
+        small = self.small_graphs
+        return [self.graphs] if small is self.graphs else [self.graphs, small]
 
     @torch.inference_mode()
     def compile_model(self) -> None:
         """Trace and compile, if that was asked for; nothing is compiled after this."""
+        self._follow_stream()
         for graphs in self._all_graphs:
             graphs.compile()
 
@@ -348,7 +376,8 @@ class ModelRunner:
             return 0
         compilation_counter.num_gpu_runner_capture_triggers += 1
         start, bytes_before = time.perf_counter(), self._used_bytes()
-        self._members = None
+        self._follow_stream()
+        self.forget_rows()
         self.pool.reserve(max(graphs.largest_tensor() for graphs in missing) + _BESIDE_LOGITS)
         report = self.capture_report = CaptureReport()
         for graphs in missing:
@@ -370,7 +399,8 @@ class ModelRunner:
 
     def _used_bytes(self) -> int:
         if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)
+            # Not the device: another engine's thread may be capturing, which that would break.
+            torch.cuda.current_stream(self.model.device).synchronize()
             free, total = torch.cuda.mem_get_info(self.model.device)
             return total - free
         return self.pool.num_bytes
@@ -380,7 +410,7 @@ class ModelRunner:
         self.pool.close()
         self.kv_cache.layers.clear()
         if hasattr(self, "model"):
-            del self.model, self.graphs, self._small
+            del self.model, self.graphs, self.small_graphs
 
 
 def _check_can_agree(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.graphs.plan import CapturePlan
+from ostinato.graphs.tree import tensors_in
 from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata
 from ostinato.runtime.input_buffers import InputBuffers
 from ostinato.runtime.kv_cache import CacheSize, KVCache
@@ -60,6 +61,15 @@ class StepMemory:
     @property
     def device(self) -> torch.device:
         return self.state.device
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Steps will run on ``stream``: memory that is let go of is not given away before they end.
+
+        Otherwise torch would only look at the stream that it was allocated on.
+        """
+        state, sampling, buffers = vars(self.state), vars(self.state.sampling), vars(self.buffers)
+        for tensor in tensors_in((state, sampling, buffers, self.kv_cache.layers)):
+            tensor.record_stream(stream)
 
     def metadata(
         self,

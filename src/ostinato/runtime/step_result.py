@@ -1,8 +1,11 @@
-"""What a step gives the host: tokens, and log-probabilities where somebody asked for them."""
+"""What a step gives the host: tokens, log-probabilities where a request asked for them, and to an
+observer the logits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -10,6 +13,21 @@ import torch
 from ostinato.runtime.host_copy import Awaited, HostCopy
 from ostinato.runtime.sampler import SamplerOutput
 from ostinato.runtime.schedule_plan import IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledLogits:
+    """What one step samples from: ``logits`` [N, V] as the model made them, no padding among them.
+
+    Row i is of request ``request_ids[i]``. They are not yet biased, penalised or divided by a
+    temperature. The next step may overwrite them, so work on the current stream or clone them.
+    """
+
+    request_ids: Sequence[str]
+    logits: torch.Tensor
+
+
+LogitsObserver: TypeAlias = Callable[[SampledLogits], None]
 
 
 class StepResult:

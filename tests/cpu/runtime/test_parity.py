@@ -7,6 +7,7 @@ runs each prompt alone, through its own ``generate`` with its own attention and 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tiny_models import TINY_GENERIC, TINY_NATIVE, VOCAB_SIZE, save_tiny
 from transformers import AutoModelForCausalLM
 
 from ostinato import LLM, GraphConfig, SamplingParams
+from ostinato.runtime.step_result import SampledLogits
 
 NEW_TOKENS = 64
 LENGTHS = (1, 5, 23, 40)  # in the order that a batch has them: single tokens first
@@ -94,16 +96,15 @@ def open_llm(directory: Path, device: torch.device, mode: str) -> LLM:
     )
 
 
-def record_logits(llm: LLM) -> list[torch.Tensor]:
-    """Every row of logits that tokens were sampled from, in order."""
-    rows: list[torch.Tensor] = []
-    result = llm.engine.runner._result
+def record_logits(llm: LLM) -> dict[str, list[torch.Tensor]]:
+    """Every row of logits that tokens were sampled from, in order, by request."""
+    rows: dict[str, list[torch.Tensor]] = defaultdict(list)
 
-    def recorded(filtered: Any, tokens: Any, logits: torch.Tensor, *rest: Any) -> Any:
-        rows.append(logits[: len(tokens)].clone())  # where the graph left them
-        return result(filtered, tokens, logits, *rest)
+    def record(sampled: SampledLogits) -> None:
+        for name, row in zip(sampled.request_ids, sampled.logits.clone(), strict=True):
+            rows[name].append(row)
 
-    llm.engine.runner._result = recorded  # type: ignore[method-assign]
+    llm.engine.runner.on_logits = record
     return rows
 
 
@@ -124,12 +125,11 @@ def test_greedy_tokens_and_logits(
         tokens = [result.outputs[0].token_ids for result in results]
         assert tokens == reference.tokens
         assert len({tuple(row) for row in tokens}) == len(prompts)  # the prompts matter
-        # All prompts fit into the first step, so every step has one row per prompt.
-        steps = torch.stack(rows)
-        assert steps.shape[:2] == (NEW_TOKENS, len(prompts))
-        for row, (prompt, its_tokens) in enumerate(zip(prompts, tokens, strict=True)):
-            expected = reference.logits(prompt, its_tokens)
-            assert (steps[:, row] - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert len(rows) == len(prompts)
+        for prompt, result in zip(prompts, results, strict=True):
+            logits = torch.stack(rows[f"{result.request_id}.0"])
+            expected = reference.logits(prompt, result.outputs[0].token_ids)
+            assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
         eager_steps = {"NONE": NEW_TOKENS, "FULL_DECODE_ONLY": 1}
         assert llm.engine.runner.stats.misses == eager_steps.get(mode, 0)
 

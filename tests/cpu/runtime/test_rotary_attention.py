@@ -369,7 +369,6 @@ def test_keys_are_split_to_fill_the_gpu_and_no_further() -> None:
     assert decode_splits(1) == MAX_JOINED_SPLITS
     assert decode_splits(1, max_keys=100) == 4
     assert decode_splits(256) == 1
-    assert decode_splits(1, num_processors=1 << 40, num_kv_heads=1 << 17, num_heads=1 << 17) == 1
 
 
 # --- inside graphs --------------------------------------------------------------------------------

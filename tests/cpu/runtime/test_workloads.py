@@ -92,7 +92,7 @@ def poison_every_step(engine: Engine) -> None:
     buffers = runner.buffers
 
     def run_poisoned(plan: Any) -> Any:
-        runner._members = None  # or the rows would be taken to be there
+        runner.forget_rows()
         for buffer in (
             buffers.slots,
             buffers.query_lens,
