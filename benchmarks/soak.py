@@ -1,0 +1,369 @@
+"""Two engines at once, on two streams and two threads; every request must say what it says alone.
+
+Requests are drawn from a number of distinct ones. First a third engine answers each of these alone.
+Then two engines serve them in crowds: in random order, with shared prefixes, aborts, and a KV cache
+so small that requests are preempted. At the end the first engine answers some of them alone again.
+Tokens, reasons to stop and log-probabilities are compared with those of the request alone; what was
+aborted must be a beginning of it. In float32, because half precision rounds differently in batches
+of another size.
+
+    PYTHONPATH=src python benchmarks/soak.py --output result.json
+    PYTHONPATH=src python benchmarks/soak.py --device cpu --requests 200
+
+Exits 1 if anything differs, or if nothing was aborted, preempted or reused: then it tested little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ostinato import GraphConfig, SamplingParams
+from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.engine import Completion, Engine
+
+MAX_MODEL_LEN = 192
+MAX_PROMPT = 96
+MAX_NEW_TOKENS = 48
+LOGPROB_TOLERANCE = 1e-3  # float32, a few layers, batches of other sizes
+SHOWN_DIFFERENCES = 20
+
+
+@dataclass(frozen=True)
+class Question:
+    """One distinct request."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one sequence of a request."""
+
+    tokens: list[int]
+    reason: str | None
+    stop_reason: int | str | None
+    logprobs: list[float] | None
+
+    @staticmethod
+    def of(completion: Completion) -> Answer:
+        output = completion.output
+        logprobs = None
+        if output.logprobs is not None:
+            pairs = zip(output.logprobs, output.token_ids, strict=True)
+            logprobs = [row[token].logprob for row, token in pairs]
+        return Answer(list(output.token_ids), output.finish_reason, output.stop_reason, logprobs)
+
+
+@dataclass
+class Tally:
+    """Counts of one engine's thread, and what differed."""
+
+    requests: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    aborted: int = 0
+    preemptions: int = 0
+    prefix_hits: int = 0
+    steps: int = 0
+    differences: int = 0
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    error: BaseException | None = None
+
+
+# --- what is asked --------------------------------------------------------------------------------
+
+
+def draw_params(source: random.Random, vocab_size: int) -> SamplingParams:
+    """Any mixture of what a sampler can do. Everything random has a seed."""
+    options: dict[str, Any] = {"max_tokens": source.randint(1, MAX_NEW_TOKENS), "ignore_eos": True}
+    if source.random() < 0.6:
+        options["temperature"] = source.choice([0.3, 0.7, 1.0, 1.5])
+        options["seed"] = source.randrange(2**63)
+        for name, choices in (
+            ("top_k", [1, 5, 40]),
+            ("top_p", [0.3, 0.8, 0.95]),
+            ("min_p", [0.02, 0.2]),
+        ):
+            if source.random() < 0.3:
+                options[name] = source.choice(choices)
+    else:
+        options["temperature"] = 0.0
+    for name, choices in (
+        ("presence_penalty", [-0.5, 0.7]),
+        ("frequency_penalty", [-0.3, 0.9]),
+        ("repetition_penalty", [0.8, 1.3]),
+        ("logprobs", [0, 3]),
+        ("min_tokens", [1, options["max_tokens"]]),
+        ("n", [2]),
+    ):
+        if source.random() < 0.15:
+            options[name] = source.choice(choices)
+    if source.random() < 0.2:
+        options["logit_bias"] = {source.randrange(vocab_size): source.choice([-100.0, 2.0, 9.0])}
+    if source.random() < 0.3:
+        options["stop_token_ids"] = source.sample(range(vocab_size), min(40, vocab_size // 4))
+    return SamplingParams(**options)
+
+
+def draw_questions(source: random.Random, count: int, vocab_size: int) -> list[Question]:
+    """Distinct requests; half of the prompts begin as others do."""
+
+    def tokens(most: int) -> list[int]:
+        return [source.randrange(vocab_size) for _ in range(source.randint(1, most))]
+
+    prefixes = [tokens(MAX_PROMPT // 2) for _ in range(max(1, count // 20))]
+    questions = []
+    for _ in range(count):
+        shared = source.choice(prefixes) if source.random() < 0.5 else []
+        prompt = shared + tokens(MAX_PROMPT - len(shared))
+        questions.append(Question(prompt, draw_params(source, vocab_size)))
+    return questions
+
+
+# --- one engine -----------------------------------------------------------------------------------
+
+
+def open_engine(args: argparse.Namespace, **changed: Any) -> Engine:
+    options: dict[str, Any] = {
+        "model": args.model,
+        "random_weights": args.random_weights,
+        "device": args.device,
+        "dtype": "float32",
+        "max_num_seqs": args.max_num_seqs,
+        "max_num_batched_tokens": 256,
+        "max_model_len": MAX_MODEL_LEN,
+        "prefill_chunk": 64,
+        "block_size": 8,
+        "kv_cache_memory": args.kv_cache_memory,
+        "graphs": GraphConfig(capture_sizes=[1, 2, 4, 8, 16, 32, 64, 128]),
+        "overlap": True,
+        "show_progress": False,
+    }
+    return Engine(EngineConfig(**{**options, **changed}))
+
+
+def answer_alone(engine: Engine, question: Question) -> list[Answer]:
+    """Each sequence of one request, with nothing else in the engine."""
+    answers = []
+    for completion in engine.prepare_request(question.prompt, question.params):
+        engine.add(completion)
+        while not completion.finished:
+            engine.step()
+        answers.append(Answer.of(completion))
+    return answers
+
+
+class Crowd:
+    """One engine with a queue that never runs dry until all of its requests are served."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        questions: Sequence[Question],
+        expected: Sequence[Sequence[Answer]],
+        numbers: Sequence[int],
+        seed: int,
+    ) -> None:
+        self.tally = Tally()
+        self._engine = engine
+        self._questions = questions
+        self._expected = expected
+        self._queue = deque(numbers)
+        self._source = random.Random(seed)
+        self._most = 2 * engine.runner.plan.max_num_seqs
+        # By identity of the completion: itself, the number of its question, steps left or None.
+        self._running: dict[int, list[Any]] = {}
+
+    def run(self, stream: AbstractContextManager[Any]) -> None:
+        """Serve all requests. An error is left in the tally, for the main thread."""
+        try:
+            with stream:
+                while self._queue or self._running:
+                    self._admit()
+                    self._abort_some()
+                    self.tally.steps += 1
+                    for completion in self._engine.step():
+                        self._finish(completion, aborted=False)
+        except BaseException as error:
+            self.tally.error = error
+
+    def _admit(self) -> None:
+        while self._queue and len(self._running) < self._most:
+            number = self._queue.popleft()
+            question = self._questions[number]
+            patience = self._source.randint(0, 60) if self._source.random() < 0.15 else None
+            for completion in self._engine.prepare_request(question.prompt, question.params):
+                self._engine.add(completion)
+                self._running[id(completion)] = [completion, number, patience]
+            self.tally.requests += 1
+
+    def _abort_some(self) -> None:
+        for entry in list(self._running.values()):
+            completion, _, patience = entry
+            if patience is None:
+                continue
+            if patience == 0:
+                self._engine.abort(completion)
+                self._finish(completion, aborted=True)
+            entry[2] -= 1
+
+    def _finish(self, completion: Completion, *, aborted: bool) -> None:
+        _, number, _ = self._running.pop(id(completion))
+        tally, request = self.tally, completion.request
+        tally.sequences += 1
+        tally.tokens += len(completion.output.token_ids)
+        tally.aborted += aborted
+        tally.preemptions += request.num_preemptions
+        tally.prefix_hits += request.num_cached_tokens > 0
+        wanted = self._expected[number][completion.output.index]
+        compare(tally, number, Answer.of(completion), wanted, aborted=aborted)
+
+
+def compare(tally: Tally, number: int, got: Answer, wanted: Answer, *, aborted: bool) -> None:
+    """Count a difference, and keep the first few."""
+    count = len(got.tokens)
+    same = got.tokens == wanted.tokens[:count]
+    if not aborted:
+        same = same and count == len(wanted.tokens)
+        same = same and (got.reason, got.stop_reason) == (wanted.reason, wanted.stop_reason)
+    if got.logprobs is not None and wanted.logprobs is not None:
+        pairs = zip(got.logprobs, wanted.logprobs[:count], strict=False)
+        same = same and all(abs(a - b) <= LOGPROB_TOLERANCE for a, b in pairs)
+    if not same:
+        tally.differences += 1
+        if len(tally.shown) < SHOWN_DIFFERENCES:
+            about = {"question": number, "aborted": aborted}
+            tally.shown.append({**about, "got": asdict(got), "alone": asdict(wanted)})
+
+
+# --- the whole ------------------------------------------------------------------------------------
+
+
+def say(text: str, started: float) -> None:
+    print(f"{time.perf_counter() - started:7.1f} s  {text}", flush=True)
+
+
+def soak(args: argparse.Namespace) -> dict[str, Any]:
+    """All of it; what it found."""
+    started = time.perf_counter()
+    source = random.Random(args.seed)
+    with open_engine(args) as alone:
+        device, vocab_size = alone.model.device, alone.model.vocab_size
+        questions = draw_questions(source, args.distinct, vocab_size)
+        say(f"{len(questions)} distinct requests, each alone first", started)
+        expected = [answer_alone(alone, question) for question in questions]
+    say(f"{sum(len(a.tokens) for row in expected for a in row)} tokens alone", started)
+    # Another block size and other graphs: the second engine's steps are not those of the first.
+    graphs = GraphConfig(mode="FULL", capture_sizes=[4, 24, 96])
+    with open_engine(args) as first, open_engine(args, block_size=16, graphs=graphs) as second:
+        numbers = [source.randrange(len(questions)) for _ in range(args.requests)]
+        crowds = [
+            Crowd(engine, questions, expected, numbers[index::2], args.seed + index)
+            for index, engine in enumerate((first, second))
+        ]
+        run_at_once(crowds, device, args.requests, started)
+        again = Tally()
+        for number in source.sample(range(len(questions)), min(50, len(questions))):
+            again.requests += 1
+            answers = answer_alone(first, questions[number])
+            for got, wanted in zip(answers, expected[number], strict=True):
+                compare(again, number, got, wanted, aborted=False)
+        say(f"{again.requests} requests alone again: {again.differences} differ", started)
+    return report(args, device, [*(crowd.tally for crowd in crowds), again], started)
+
+
+def run_at_once(crowds: list[Crowd], device: torch.device, total: int, started: float) -> None:
+    """Each crowd in its own thread, and on its own stream where there are streams."""
+    threads = []
+    for crowd in crowds:
+        stream: Any = nullcontext()
+        if device.type == "cuda":
+            stream = torch.cuda.stream(torch.cuda.Stream(device))
+        threads.append(threading.Thread(target=crowd.run, args=(stream,), daemon=True))
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        for thread in threads:
+            thread.join(timeout=5.0)
+        tallies = [crowd.tally for crowd in crowds]
+        served, differ = (sum(getattr(t, n) for t in tallies) for n in ("requests", "differences"))
+        say(f"{served} of {total} requests taken in, {differ} sequences differ", started)
+    for crowd in crowds:
+        if crowd.tally.error is not None:
+            raise crowd.tally.error
+
+
+def report(
+    args: argparse.Namespace, device: torch.device, tallies: list[Tally], started: float
+) -> dict[str, Any]:
+    counted = ("requests", "sequences", "tokens", "aborted", "preemptions", "prefix_hits", "steps")
+    counts = {name: sum(getattr(tally, name) for tally in tallies[:2]) for name in counted}
+    cuda = device.type == "cuda"
+    return {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "torch": torch.__version__,
+        "model": args.model,
+        "dtype": "float32",
+        "distinct": args.distinct,
+        "seconds": round(time.perf_counter() - started, 1),
+        **counts,
+        "alone_again": tallies[2].requests,
+        "differences": sum(tally.differences for tally in tallies),
+        "first_differences": [one for tally in tallies for one in tally.shown],
+    }
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Two engines at once against each request alone.")
+    parser.add_argument("--requests", type=int, default=20_000, help="for both engines together")
+    parser.add_argument("--distinct", type=int, help="distinct requests (default: 1,500 at most)")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--model", default="tiny", help="a shape, or a checkpoint's directory")
+    parser.add_argument("--checkpoint", action="store_true", help="the model is a checkpoint")
+    parser.add_argument("--max-num-seqs", type=int, default=32)
+    parser.add_argument("--kv-cache-memory", default="640K", help="small, so that some must wait")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, help="where to write the result as JSON")
+    args = parser.parse_args(argv)
+    if args.requests < 2:
+        parser.error(f"--requests must be 2 or more, got {args.requests}")
+    if args.distinct is None:
+        args.distinct = min(1_500, max(1, args.requests // 5))
+    args.random_weights = not args.checkpoint
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse(argv)
+    result = soak(args)
+    if args.output is not None:
+        args.output.write_text(json.dumps(result, indent=2) + "\n")
+    shown = {name: value for name, value in result.items() if name != "first_differences"}
+    print(json.dumps(shown, indent=2))
+    idle = [name for name in ("aborted", "preemptions", "prefix_hits") if not result[name]]
+    if idle:
+        print(f"nothing was tested of: {', '.join(idle)}; ask for more requests")
+    for difference in result["first_differences"]:
+        print("different:", json.dumps(difference))
+    return 1 if result["differences"] or idle else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
