@@ -126,6 +126,19 @@ def test_two_attention_calls_and_two_sizes_capture_six_pieces(pool: GraphPool) -
         engine.capture()
 
 
+def test_a_report_counts_the_graphs_of_its_own_pool(pool: GraphPool, device: torch.device) -> None:
+    """What is captured meanwhile in other pools, as by an engine in another thread, is theirs."""
+    engine, x = Engine(pool, PIECEWISE, [1, 2]), torch.ones(2, device=device)
+    with GraphPool(device, lazy_capture=True) as other:
+
+        def prepare(entry: PlanEntry) -> PreparedBatch[torch.Tensor]:
+            other.capture(lambda: x * 2)
+            return engine.prepare(entry)
+
+        report = engine.manager.capture(engine.piecewise, prepare)
+    assert [entry.num_graphs for entry in report.entries] == [3, 3]
+
+
 def test_warm_ups_run_under_none_before_each_capture(pool: GraphPool) -> None:
     engine = Engine(pool, BOTH, [4], num_warmups=2)
     engine.capture()

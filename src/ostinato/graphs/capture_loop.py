@@ -14,7 +14,6 @@ import torch
 from tqdm import tqdm
 
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError, OstinatoError
-from ostinato.graphs.counters import compilation_counter
 from ostinato.graphs.descriptor import Reason
 from ostinato.graphs.dispatch import Dispatcher
 from ostinato.graphs.plan import PlanEntry
@@ -97,7 +96,7 @@ def _capture_one(
     start = time.perf_counter()
     outer_error = sys.exception()
     bytes_before, serial_before = pool.num_bytes, pool.serial
-    graphs_before = compilation_counter.num_cudagraph_captured
+    graphs_before = pool.num_graphs_captured
     message: str | None = None
     try:
         capture(entry)
@@ -122,7 +121,7 @@ def _capture_one(
         logger.warning("%s; its batches will run eagerly", message)
     return EntryReport(
         entry=entry,
-        num_graphs=0 if message else compilation_counter.num_cudagraph_captured - graphs_before,
+        num_graphs=0 if message else pool.num_graphs_captured - graphs_before,
         num_bytes=pool.num_bytes - bytes_before,
         seconds=time.perf_counter() - start,
         error=message,

@@ -111,6 +111,7 @@ class GraphPool:
         self._sessions = 0
         self._closed = False
         self.serial = 0  # of the last capture that succeeded
+        self.num_graphs_captured = 0  # by all of them; one with breaks is several graphs
         # In an eager break, of a recording or of a replay: the captures that may be replayed there.
         self._inside: range | None = None
         self._replaying_breaks = False
@@ -209,6 +210,7 @@ class GraphPool:
             tape.inner = range(before + 1, self.serial + 1)
             self.serial += 1
             tape.serial = self.serial
+            self.num_graphs_captured += len(tape.graphs)
         return Captured(tape=tape, output=output)
 
     def _check_memory_order(self) -> None:

@@ -56,7 +56,7 @@ class _MemoryPool:
         cell = torch.zeros(1, device=device)
         keeper = torch.cuda.CUDAGraph()
         lease.stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(lease.stream), shared.capture_under_way():
+        with torch.cuda.stream(lease.stream), shared.capture_under_way(lease.stream):
             keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
             cell.add_(1)
             keeper.capture_end()
@@ -144,6 +144,7 @@ class CudaBackend:
         self._guard = CaptureGuard("cuda", self._all_generators)
         self._guarded = True
         self._modes = ExitStack()
+        self._under_way = ExitStack()  # closed when torch has ended the capture
         self._segments: list[tuple[int, int]] = []
         self._segments_seen_at = -1  # bytes that torch had reserved when they were listed
         # Addresses outside of the pool that the capture at hand has come across.
@@ -187,12 +188,10 @@ class CudaBackend:
         graph = torch.cuda.CUDAGraph(keep_graph=HAS_BINDINGS)
         for generator in self._generators:
             graph.register_generator_state(generator)
-        self._shared.capturing = True
-        try:
+        with ExitStack() as stack:
+            stack.enter_context(self._shared.capture_under_way(self._stream))
             graph.capture_begin(pool=self._pool_in_use.handle, capture_error_mode="thread_local")
-        except BaseException:
-            self._shared.capturing = False
-            raise
+            self._under_way = stack.pop_all()
         self._open = graph
         self._guard.last_operator = None
         if self._guarded:
@@ -208,7 +207,7 @@ class CudaBackend:
             graph.instantiate()
         recorded = CudaGraph(graph, self._pool_in_use, num_nodes)
         before = self._num_drawn()
-        recorded.replay()
+        self._shared.draws.replay(graph)
         if self._num_drawn() != before:
             recorded.order_draws(self._shared.draws, graph)
         return recorded
@@ -321,19 +320,18 @@ class CudaBackend:
         graph, self._open = self._open, None
         self._modes.close()
         try:
-            graph.capture_end()
+            with self._under_way:
+                graph.capture_end()
         except RuntimeError as error:
             # torch stops half-way here: the allocator still routes memory to the pool and the
             # generator still believes in the capture. Both are put right, and the pool, which
             # torch would refuse to capture into again, is left to the graphs it already has.
             index, pool_id = self.device.index, self._pool_in_use.memory.id
-            self._shared.capturing = False
             torch._C._cuda_endAllocateToPool(index, pool_id)
             torch._C._cuda_releasePool(index, pool_id)
             _broken_captures.append(graph)
             self._replace_pool()
             return graph, error
-        self._shared.capturing = False
         return graph, None
 
     def _replace_pool(self) -> None:

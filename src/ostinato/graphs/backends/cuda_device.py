@@ -74,13 +74,14 @@ class CaptureDevice:
             return StreamLease(self._free.pop(), self._free.append)
 
     @contextmanager
-    def capture_under_way(self) -> Iterator[None]:
-        """torch captures inside; the lock is held."""
-        outer, self.capturing = self.capturing, True
-        try:
-            yield
-        finally:
-            self.capturing = outer
+    def capture_under_way(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """torch captures on ``stream`` inside; the lock is held."""
+        with self.draws.held(stream):
+            outer, self.capturing = self.capturing, True
+            try:
+                yield
+            finally:
+                self.capturing = outer
 
     def synchronize(self) -> None:
         """Wait for the device, but not during a capture: CUDA would give that capture up."""
@@ -103,27 +104,35 @@ class CaptureDevice:
 
 
 class DrawOrder:
-    """Puts replays of graphs that draw random numbers in one order, whatever their streams.
+    """Puts captures, and replays of graphs that draw random numbers, in one order on the device.
 
-    torch tells such a graph where to go on in the sequence through memory of the generator, which
-    all graphs that draw from it read. It writes there at every replay, on the replay's stream.
+    Before torch 2.13 a graph is told where to go on in the sequence through memory of the
+    generator, which all graphs that draw from it read. torch writes there when a capture begins and
+    when such a graph is replayed, on the stream of either.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._last: torch.cuda.Event | None = None
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Replay on the current stream, after the last such replay is done."""
+    @contextmanager
+    def held(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        """What is enqueued on ``stream`` inside comes after the last, and before the next."""
         with self._lock:
-            stream = torch.cuda.current_stream(self._device)
             if self._last is None:
                 self._last = torch.cuda.Event()
             else:
                 stream.wait_event(self._last)
+            try:
+                yield
+            finally:
+                self._last.record(stream)
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Replay on the current stream, in this order."""
+        with self.held(torch.cuda.current_stream(self._device)):
             graph.replay()
-            self._last.record(stream)
 
 
 _devices: dict[torch.device, CaptureDevice] = {}
