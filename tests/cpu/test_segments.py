@@ -214,3 +214,14 @@ def test_memory_is_shared_between_layers_and_sizes(pool: GraphPool) -> None:
                     wrapper(x)
             sizes.append(own.num_bytes)
     assert sizes[1] <= sizes[0] * 1.3
+
+
+def test_a_pool_that_stays_on_its_stream_has_nothing_to_follow(
+    pool: GraphPool, device: torch.device
+) -> None:
+    x = torch.ones(4, device=device)
+    assert not pool.follow_stream()
+    captured = pool.capture(lambda: x * 2)
+    assert not pool.follow_stream()
+    pool.replay(captured.tape)
+    assert not pool.follow_stream()
