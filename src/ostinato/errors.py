@@ -55,7 +55,7 @@ class ClosedError(OstinatoError, RuntimeError):
 
 
 class ConcurrentUseError(OstinatoError, RuntimeError):
-    """Two threads used the graphs of one pool at the same time."""
+    """Two threads used the graphs of one pool, or one ``LLM``, at the same time."""
 
 
 class OutOfBlocksError(OstinatoError, RuntimeError):

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -24,6 +24,7 @@ from ostinato.runtime.sampling_params import SamplingParams
 from ostinato.runtime.schedule_plan import Plan, TokenEvent
 from ostinato.runtime.scheduler import Scheduler
 from ostinato.runtime.step_result import StepResult
+from ostinato.runtime.thread_use import ThreadUse, one_thread
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -60,7 +61,7 @@ class Completion:
 
 
 class Engine:
-    """Owns the model, the runner and the scheduler. For one thread.
+    """Owns the model, the runner and the scheduler. For one thread at a time (``use``).
 
     Where all ranks run one script, requests are for the engine of rank 0; the others have their
     part of the model and do what it does (``sharing``).
@@ -68,6 +69,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.use = ThreadUse()
         started = startup.start(config)
         loaded = started.loaded
         self.model = loaded.model
@@ -101,13 +103,17 @@ class Engine:
 
     # --- requests ------------------------------------------------------------------------------
 
+    @one_thread(is_part=True)
     def prepare_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, name: str = "the prompt"
     ) -> list[Completion]:
-        """Check a request and make its ``params.n`` sequences. Starts nothing."""
+        """Check a request and make its ``params.n`` sequences. Starts nothing.
+
+        ``name`` is what errors call the prompt.
+        """
         self._check_open()
         prompt = list(prompt_token_ids)
-        self._check_prompt(prompt)
+        self._check_prompt(prompt, name)
         self._check_params(params)
         limit = self.max_model_len
         if params.max_tokens is not None:
@@ -116,11 +122,11 @@ class Engine:
         if not params.ignore_eos:
             stop |= self.eos_token_ids
         seed = self._seeds.randrange(_SEEDS) if params.seed is None else params.seed
-        name = f"request-{next(self._numbers)}"
+        request_id = f"request-{next(self._numbers)}"
         return [
             self._completion(
                 Request(
-                    request_id=f"{name}.{index}",
+                    request_id=f"{request_id}.{index}",
                     prompt_token_ids=prompt,
                     params=params,
                     max_total_tokens=limit,
@@ -146,11 +152,14 @@ class Engine:
             detokenizer=None if tokenizer is None else Detokenizer(tokenizer, params),
         )
 
+    @one_thread(is_part=True)
     def add(self, completion: Completion) -> None:
         """Put a prepared sequence in the queue."""
+        self._check_open()
         self._completions[completion.request.request_id] = completion
         self.scheduler.add(completion.request)
 
+    @one_thread(is_part=True)
     def abort(self, completion: Completion) -> None:
         """End a sequence now, whatever it is doing; its blocks are free again."""
         request = completion.request
@@ -163,19 +172,18 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
-    def _check_prompt(self, prompt: list[int]) -> None:
+    def _check_prompt(self, prompt: list[int], name: str) -> None:
         if not prompt:
-            raise RequestError("the prompt is empty; give at least one token")
+            raise RequestError(f"{name} is empty; give at least one token")
         vocab_size = self.model.vocab_size
         for token in prompt:
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise RequestError(
-                    f"the prompt contains {token!r}; token ids are integers from 0 to "
-                    f"{vocab_size - 1}"
+                    f"{name} contains {token!r}; token ids are integers from 0 to {vocab_size - 1}"
                 )
         if len(prompt) >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {len(prompt)} tokens, but a sequence has at most "
+                f"{name} has {len(prompt)} tokens, but a sequence has at most "
                 f"{self.max_model_len} (max_model_len), one of them generated; shorten the prompt "
                 "or raise the limit"
             )
@@ -197,6 +205,7 @@ class Engine:
 
     # --- one step ------------------------------------------------------------------------------
 
+    @one_thread(is_part=True)
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Start one batch, take in the results of the one before; the sequences that ended.
@@ -276,6 +285,7 @@ class Engine:
 
     # --- ownership -----------------------------------------------------------------------------
 
+    @one_thread(is_part=True)
     def close(self) -> None:
         """Give back the graphs, the KV cache and the weights. Closing twice is harmless."""
         if self._closed:
@@ -296,6 +306,12 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be copied or pickled: it owns graphs and the memory they point to; "
+            "build another one with Engine(engine.config)"
+        )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 from tqdm import tqdm
 
-from ostinato.errors import RequestError
+from ostinato.runtime.chat import Message, list_conversations, render_chat
 from ostinato.runtime.config import EngineConfig, GraphConfig
-from ostinato.runtime.engine import Completion, Engine
-from ostinato.runtime.outputs import RequestOutput, TextDelta
+from ostinato.runtime.engine import Engine
+from ostinato.runtime.outputs import RequestOutput
+from ostinato.runtime.prompts import Prompt, list_params, list_prompts, read_prompt
 from ostinato.runtime.sampling_params import SamplingParams
-
-# Text, token ids, or {"prompt": text} / {"prompt_token_ids": ids} as in vLLM.
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-Message: TypeAlias = Mapping[str, Any]
+from ostinato.runtime.text_stream import Numbered, TextStream, abort_unfinished, num_unfinished
+from ostinato.runtime.thread_use import ThreadUse, one_thread
 
 _BAR_AFTER_SECONDS = 2.0  # a bar for what is over at once would only flicker
 
@@ -30,7 +29,8 @@ class LLM:
 
     ``model``: None for the embedded SmolLM2-135M-Instruct; a directory or hub name of a safetensors
     checkpoint; or, with ``random_weights``, the name of a shape. Limits that are None are chosen
-    for the device. Use it in ``with``, or ``close()`` it, to give the memory back. For one thread.
+    for the device. Use it in ``with``, or ``close()`` it, to give the memory back. For one thread
+    at a time: while one is in a call or has a stream open, others get ``ConcurrentUseError``.
 
     ``swiftkv_layers`` makes a SwiftKV model of a plain one: all layers after so many take their
     keys and values from the output of these, and run only for the tokens whose logits are wanted.
@@ -118,107 +118,96 @@ class LLM:
     def tokenizer(self) -> Any:
         return self.engine.tokenizer
 
+    @property
+    def use(self) -> ThreadUse:
+        """Who is in the engine."""
+        return self.engine.use
+
     # --- generating ----------------------------------------------------------------------------
 
+    @one_thread()
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete all prompts; results in the order of the prompts."""
-        outputs, completions = self._prepare(prompts, params)
+        """Complete all prompts; results in the order of the prompts.
+
+        A prompt is text or token ids: a list, or a 1-D NumPy array or tensor of integers on any
+        device. Several are a list of those, or a 2-D array or tensor, each row a prompt of its
+        own: there is no padding, so all its rows are as long as they look.
+        """
+        return self._generate(*self._prepare(list_prompts(prompts), params))
+
+    def _generate(
+        self, outputs: list[RequestOutput], completions: list[Numbered]
+    ) -> list[RequestOutput]:
         return self.engine.sharing.call(lambda: self._complete(outputs, completions))
 
     def _complete(
-        self, outputs: list[RequestOutput], completions: list[_Numbered]
+        self, outputs: list[RequestOutput], completions: list[Numbered]
     ) -> list[RequestOutput]:
         with self._running(completions), self._bar(len(completions)) as bar:
-            num_left = self._unfinished(completions)
+            num_left = num_unfinished(completions)
             while num_left:
                 if self.engine.step():
-                    num_left = self._unfinished(completions)
+                    num_left = num_unfinished(completions)
                     bar.update(len(completions) - num_left - bar.n)
         for number, completion in completions:
             if completion.output.index == 0:
                 outputs[number].num_cached_tokens = completion.request.num_cached_tokens
         return outputs
 
+    @one_thread()
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[TextDelta]:
-        """Complete all prompts and yield what each step adds. Leaving the loop aborts the rest."""
-        _, completions = self._prepare(prompts, params)  # checked now, not at the first next()
-        return self.engine.sharing.iterate(self._stream(completions))
+    ) -> TextStream:
+        """Complete all prompts and yield what each step adds. Leaving the loop aborts the rest.
 
-    def _stream(self, completions: list[_Numbered]) -> Iterator[TextDelta]:
-        shown = [(0, 0)] * len(completions)
-        with self._running(completions):
-            finished = False
-            while not finished:
-                # Another call may finish them while the caller holds a delta, so look first.
-                finished = not self._unfinished(completions)
-                for position, (number, completion) in enumerate(completions):
-                    output, (num_chars, num_tokens) = completion.output, shown[position]
-                    if len(output.token_ids) == num_tokens:
-                        continue
-                    if not completion.finished:
-                        completion.read_text()
-                    shown[position] = len(output.text), len(output.token_ids)
-                    yield TextDelta(
-                        prompt_index=number,
-                        index=output.index,
-                        text=output.text[num_chars:],
-                        token_ids=output.token_ids[num_tokens:],
-                        finish_reason=output.finish_reason,
-                    )
-                if self._unfinished(completions):
-                    self.engine.step()
+        Inside the loop this thread may generate as well; other threads are refused until it ends.
+        """
+        _, completions = self._prepare(list_prompts(prompts), params)  # not at the first next()
+        return TextStream(self.engine, completions)
 
+    @one_thread()
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several; each a list of {"role": ..., "content": ...}."""
-        if not messages:
-            raise RequestError("the conversation is empty; give at least one message")
-        one = isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if one else messages
-        return self.generate([self.render_chat(each) for each in conversations], params)
+        """Answer one conversation, or several; each a list of {"role": ..., "content": ...}.
 
+        A content is text, or a list of text parts, which become lines.
+        """
+        prompts = [
+            (name, render_chat(self.engine.tokenizer, each, name))
+            for name, each in list_conversations(messages)
+        ]
+        return self._generate(*self._prepare(prompts, params))
+
+    @one_thread()
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
-        tokenizer = self.engine.tokenizer
-        if tokenizer is None or not getattr(tokenizer, "chat_template", None):
-            raise RequestError(
-                "this model has no chat template, so it cannot take messages; use generate()"
-            )
-        if not messages:
-            raise RequestError("the conversation is empty; give at least one message")
-        ids: list[int] = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-        return ids
+        return render_chat(self.engine.tokenizer, messages)
 
     # --- requests ------------------------------------------------------------------------------
 
     def _prepare(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: list[tuple[str, Any]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> tuple[list[RequestOutput], list[_Numbered]]:
-        """Check everything before anything runs."""
-        listed = _as_list(prompts)
-        if not listed:
-            raise RequestError("there are no prompts; give at least one")
-        each_params = _as_params(params, len(listed))
+    ) -> tuple[list[RequestOutput], list[Numbered]]:
+        """Check everything before anything runs. Prompts come with what errors call them."""
+        each_params = list_params(params, len(prompts))
         outputs: list[RequestOutput] = []
-        completions: list[_Numbered] = []
-        for number, (prompt, its_params) in enumerate(zip(listed, each_params, strict=True)):
-            text, token_ids = self._encode(prompt)
-            made = self.engine.prepare_request(token_ids, its_params)
+        completions: list[Numbered] = []
+        for number, ((name, prompt), its_params) in enumerate(
+            zip(prompts, each_params, strict=True)
+        ):
+            text, token_ids = read_prompt(name, prompt, self.engine.tokenizer)
+            made = self.engine.prepare_request(token_ids, its_params, name=name)
             completions += [(number, completion) for completion in made]
             outputs.append(
                 RequestOutput(
@@ -230,29 +219,6 @@ class LLM:
             )
         return outputs, completions
 
-    def _encode(self, prompt: Any) -> tuple[str | None, Sequence[int]]:
-        if isinstance(prompt, Mapping):
-            unknown = sorted(set(prompt) - {"prompt", "prompt_token_ids"})
-            if unknown or len(prompt) != 1:
-                raise RequestError(
-                    f"a prompt has one of the keys 'prompt' and 'prompt_token_ids', got "
-                    f"{sorted(prompt)}"
-                )
-            (prompt,) = prompt.values()
-        if not isinstance(prompt, str):
-            token_ids: Sequence[int] = prompt
-            return None, token_ids
-        if self.engine.tokenizer is None:
-            raise RequestError(
-                "this model has no tokenizer (random weights of a named shape have none); give "
-                "the prompt as token ids"
-            )
-        return prompt, self.engine.tokenizer.encode(prompt)
-
-    @staticmethod
-    def _unfinished(completions: list[_Numbered]) -> int:
-        return sum(not completion.finished for _, completion in completions)
-
     def _bar(self, total: int) -> Any:
         return tqdm(
             total=total,
@@ -262,19 +228,18 @@ class LLM:
         )
 
     @contextmanager
-    def _running(self, completions: list[_Numbered]) -> Iterator[None]:
+    def _running(self, completions: list[Numbered]) -> Iterator[None]:
         """The requests are in the engine inside the block, and gone after it, whatever happens."""
         try:
             for _, completion in completions:
                 self.engine.add(completion)
             yield
         finally:
-            for _, completion in completions:
-                if not completion.finished:
-                    self.engine.abort(completion)
+            abort_unfinished(self.engine, completions)
 
     # --- ownership -----------------------------------------------------------------------------
 
+    @one_thread()
     def close(self) -> None:
         """Give back the graphs, the KV cache and the weights. Closing twice is harmless."""
         self.engine.close()
@@ -290,32 +255,8 @@ class LLM:
     ) -> None:
         self.close()
 
-
-_Numbered: TypeAlias = tuple[int, Completion]  # with the number of its prompt
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    """One prompt, or several: a list of integers is one prompt of token ids."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts are text or token ids, one or a list, got {prompts!r}")
-    if prompts and all(type(item) is int for item in prompts):
-        return [prompts]
-    for prompt in prompts:
-        if not isinstance(prompt, (str, Mapping, Sequence)):
-            raise RequestError(f"a prompt is text or a list of token ids, got {prompt!r}")
-    return list(prompts)
-
-
-def _as_params(params: Any, count: int) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    listed = list(params) if isinstance(params, Sequence) else [params]
-    if not all(isinstance(each, SamplingParams) for each in listed):
-        raise RequestError(f"params are SamplingParams, one or one per prompt, got {params!r}")
-    if len(listed) != count:
-        raise RequestError(f"{len(listed)} SamplingParams for {count} prompts; give one for each")
-    return listed
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be copied or pickled: it owns graphs and the memory they point to; "
+            "build another one with LLM.from_config(llm.config)"
+        )

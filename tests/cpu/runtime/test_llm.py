@@ -361,7 +361,7 @@ def test_requests_join_and_leave(
 # --- bad input ------------------------------------------------------------------------------------
 
 BAD_REQUESTS: list[tuple[Any, Any, str]] = [
-    ([[]], GREEDY, "prompt is empty"),
+    ([[]], GREEDY, "is empty; give at least one token"),
     ([], GREEDY, "no prompts"),
     ([[1] * 64], GREEDY, r"64 tokens.*at most 64 \(max_model_len\)"),
     ([[1, 512]], GREEDY, "contains 512; token ids are integers from 0 to 511"),
@@ -370,7 +370,7 @@ BAD_REQUESTS: list[tuple[Any, Any, str]] = [
     ("text", GREEDY, "no tokenizer"),
     ({"prompt_tokens": [1]}, GREEDY, "one of the keys 'prompt' and 'prompt_token_ids'"),
     (7, GREEDY, "text or token ids"),
-    ([[1], 7], GREEDY, "text or a list of token ids, got 7"),
+    ([[1], 7], GREEDY, r"prompts\[.\] is 7; a prompt is text or a list of token ids"),
     ([[1], [2]], [GREEDY], "1 SamplingParams for 2 prompts"),
     ([[1]], {"temperature": 0}, "SamplingParams, one or one per prompt"),
     ([[1]], SamplingParams(stop="x"), "need a tokenizer"),

@@ -1,0 +1,166 @@
+"""One thread at a time in an engine: a second one gets an error at once instead of a race.
+
+Calls (``LLM.generate``) are made of parts (``Engine.step``). A call keeps other threads out until
+it returns, and so does a stream from its first delta to its end, though between two deltas no call
+is inside: the thread that reads it may then generate, abort or close.
+
+Finalisers run in any thread, in the middle of anything; what they have to do waits here until no
+call is inside.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from ostinato.errors import ConcurrentUseError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Hold:
+    """One call or part of a call. It is inside from ``ThreadUse.enter`` until ``done`` is set.
+
+    Set ``done`` in a ``finally``: a plain store is the one release that no interrupt can prevent.
+    """
+
+    __slots__ = ("done", "is_part", "method", "thread")
+
+    def __init__(self, method: str, *, is_part: bool = False) -> None:
+        self.method = method
+        self.is_part = is_part
+        self.thread = threading.current_thread()
+        self.done = False
+
+
+class OpenStream:
+    """A stream between its first delta and its end. ``thread`` is the last that read it."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+
+
+class ThreadUse:
+    """Who is in an engine. Never waits for another thread's call."""
+
+    def __init__(self) -> None:
+        # Held for a few instructions; signal handlers and finalisers may come in between.
+        self._guard = threading.RLock()
+        self._call: Hold | None = None
+        self._part: Hold | None = None
+        self._streams: set[OpenStream] = set()
+        self._deferred: deque[Callable[[], None]] = deque()
+
+    def enter(self, hold: Hold, *, stream: OpenStream | None = None) -> None:
+        """Let ``hold`` in or raise ``ConcurrentUseError``. ``stream``: the open one it reads.
+
+        A stream may be handed to another thread: it is the thread's that reads it.
+        """
+        if self._deferred and not hold.is_part:
+            self.settle()
+        with self._guard:
+            call, part = self._inside(self._call), self._inside(self._part)
+            own_call = hold.is_part and call is not None and call.thread is hold.thread
+            if part is not None or (call is not None and not own_call):
+                raise _refusal(hold, call or part)
+            if call is None and self._streams:
+                self._check_streams(hold, stream)
+            if hold.is_part:
+                self._part = hold
+            else:
+                self._call = hold
+            if stream is not None:
+                stream.thread = hold.thread
+                self._streams.add(stream)
+
+    @staticmethod
+    def _inside(hold: Hold | None) -> Hold | None:
+        return None if hold is None or hold.done else hold
+
+    def _check_streams(self, hold: Hold, stream: OpenStream | None) -> None:
+        for other in tuple(self._streams):
+            # A thread that has ended will not read on; its requests wait for whoever has them.
+            if other is not stream and other.thread is not hold.thread and other.thread.is_alive():
+                raise ConcurrentUseError(
+                    f"thread {hold.thread.name!r} called {hold.method} while a stream of thread "
+                    f"{other.thread.name!r} was open; read it to its end or close() it first, use "
+                    "one LLM per thread, or hand requests to one thread"
+                )
+
+    def end_stream(self, stream: OpenStream) -> None:
+        self._streams.discard(stream)
+
+    # --- what finalisers leave to do -----------------------------------------------------------
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """Do ``work`` now, or after the call that is inside, whichever thread's it is."""
+        self._deferred.append(work)
+        self.settle()
+
+    def settle(self) -> None:
+        """Do what was deferred, unless a call is inside: it settles when it leaves."""
+        while self._deferred:
+            hold = Hold("the end of a stream that was dropped")
+            try:
+                with self._guard:
+                    if self._inside(self._call) or self._inside(self._part):
+                        return
+                    self._call = hold
+                while self._deferred:
+                    self._deferred.popleft()()
+            finally:
+                hold.done = True
+
+
+def _refusal(hold: Hold, holder: Hold | None) -> ConcurrentUseError:
+    assert holder is not None
+    if holder.thread is hold.thread:
+        return ConcurrentUseError(
+            f"{hold.method} was called inside {holder.method} of the same thread, from a signal "
+            "handler, a finaliser or a callback; call it after that has returned"
+        )
+    return ConcurrentUseError(
+        f"thread {hold.thread.name!r} called {hold.method} while thread {holder.thread.name!r} was "
+        f"in {holder.method}; an LLM is for one thread at a time: use one LLM per thread, or hand "
+        "requests to one thread"
+    )
+
+
+class HasThreadUse(Protocol):
+    @property
+    def use(self) -> ThreadUse: ...
+
+
+S = TypeVar("S", bound=HasThreadUse)
+
+
+def one_thread(
+    *, is_part: bool = False
+) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
+    """A method that only one thread at a time is in, of all such methods of one engine.
+
+    ``is_part``: calls of the same thread are made of it.
+    """
+
+    def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+        name = method.__qualname__
+
+        @functools.wraps(method)
+        def exclusive(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            use, hold = self.use, Hold(name, is_part=is_part)
+            try:
+                use.enter(hold)
+                return method(self, *args, **kwargs)
+            finally:
+                hold.done = True
+                use.settle()
+
+        return exclusive
+
+    return decorate
