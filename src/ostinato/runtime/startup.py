@@ -7,6 +7,7 @@ those; and the graphs hold the addresses of all of them, so they come last.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 # What a captured graph takes outside the pool, in the driver; measured on an H200 for a 1B model.
 _BYTES_PER_GRAPH = 2**20
 
+# Loading sets what the whole process has one of: the default dtype and device, the random state.
+_starting = threading.Lock()
+
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
@@ -48,13 +52,17 @@ class Started:
 
 
 def start(config: EngineConfig) -> Started:
-    """Load, allocate, capture; on several ranks if the configuration says so."""
+    """Load, allocate, capture; on several ranks if the configuration says so.
+
+    One at a time in a process: a second thread waits.
+    """
     if config.layout.world_size > 1:
         from ostinato.runtime.parallel.start import start_ranks
 
         return start_ranks(config)
-    loaded = load(config)
-    runner, resolved = build_runner(config, loaded)
+    with _starting:
+        loaded = load(config)
+        runner, resolved = build_runner(config, loaded)
     return Started(loaded=loaded, runner=runner, resolved_mode=resolved, sharing=Unshared())
 
 

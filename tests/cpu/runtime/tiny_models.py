@@ -256,3 +256,24 @@ def _randomize(parameter: torch.Tensor, gain: float) -> None:
         parameter.normal_(0.0, gain / parameter.shape[-1] ** 0.5)
     else:
         parameter.add_(torch.randn_like(parameter), alpha=0.2)
+
+
+def save_talking(directory: Path, chat_template: str | None) -> Path:
+    """Save a one-layer Llama whose tokens are words: w0, w1, ..., w63."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = Tokenizer(models.WordLevel({f"w{n}": n for n in range(64)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(directory)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=256,
+        eos_token_id=None,
+    )
+    return save_tiny(config, directory)
