@@ -18,13 +18,15 @@ Prompt: TypeAlias = str | Sequence[int] | torch.Tensor | Any
 
 _KEYS = ("prompt", "prompt_token_ids")
 _A_PROMPT = "a prompt is text or a list of token ids"
+_LONGEST_SHOWN = 160
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = 80
 
 
 def shown(value: object) -> str:
     """``value`` in an error message: short, on one line, and whatever its ``repr`` does."""
-    return " ".join(_shorten.repr(value).split())
+    text = " ".join(_shorten.repr(value).split())
+    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
 
 
 def list_prompts(prompts: Any) -> list[tuple[str, Any]]:
@@ -37,7 +39,7 @@ def list_prompts(prompts: Any) -> list[tuple[str, Any]]:
     if _is_array(prompts):
         if prompts.ndim != 2:
             return [("the prompt", prompts)]
-        prompts = list(prompts)
+        prompts = list(prompts.unbind() if isinstance(prompts, torch.Tensor) else prompts)
     if isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, Sequence):
         raise RequestError(
             f"prompts are text or token ids, one or a list of them, got {shown(prompts)}"
@@ -127,14 +129,18 @@ def _token_ids(name: str, prompt: Any) -> list[Any]:
 
 
 def _array_ids(name: str, array: Any) -> list[int]:
-    kind = f"{type(array).__name__} of shape {tuple(array.shape)} and dtype {array.dtype}"
+    nested = isinstance(array, torch.Tensor) and array.is_nested
+    shape = "of several lengths" if nested else f"of shape {tuple(array.shape)}"
+    kind = f"{type(array).__name__} {shape} and dtype {array.dtype}"
     if array.ndim != 1:
         raise RequestError(
             f"{name} is a {kind}; token ids are a 1-D array, and a batch of prompts a 2-D one, "
             "without padding"
         )
     if not _has_integers(array):
-        raise RequestError(f"{name} is a {kind}; token ids are integers: convert them first")
+        raise RequestError(
+            f"{name} is a {kind}; token ids are integers, in a dense array: convert them first"
+        )
     ids: list[int] = array.tolist()
     return ids
 
@@ -151,7 +157,7 @@ def _is_array(value: object) -> bool:
 def _has_integers(array: Any) -> bool:
     if isinstance(array, torch.Tensor):
         dtype = array.dtype
-        plain = not (array.is_sparse or array.is_nested or array.is_quantized)
+        plain = array.layout is torch.strided and not (array.is_nested or array.is_meta)
         return plain and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
     return getattr(array.dtype, "kind", None) in ("i", "u")
 

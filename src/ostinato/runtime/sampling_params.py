@@ -20,9 +20,11 @@ class SamplingParams:
     """Names and meanings are those of vLLM.
 
     ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps all tokens. ``seed`` makes a request's
-    tokens a function of the prompt and these parameters alone, whatever else is in the batch; None
-    draws one. ``logprobs`` n returns the log-probabilities of the sampled and of the n most likely
-    tokens, before penalties and temperature. ``max_tokens`` None goes on to the model's limit.
+    random numbers its own; None draws one. In float32 its tokens are then a function of the prompt
+    and these parameters alone, whatever else is in the batch; in bfloat16 and float16 the rounding
+    of another batch shape can change them. ``logprobs`` n returns the log-probabilities of the
+    sampled and of the n most likely tokens, before penalties and temperature. ``max_tokens`` None
+    goes on to the model's limit.
     """
 
     n: int = 1
@@ -69,13 +71,18 @@ class SamplingParams:
             _check_int("logprobs", self.logprobs, at_least=0)
             if self.logprobs > MAX_LOGPROBS:
                 raise ConfigError(f"logprobs is at most {MAX_LOGPROBS}, got {self.logprobs}")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_lists()
 
     def _check_lists(self) -> None:
         # Kept as plain immutable values: a request outlives the caller's lists.
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
-        if any(not isinstance(text, str) or not text for text in stop):
-            raise ConfigError(f"stop must be non-empty strings, got {self.stop!r}")
+        if any(not isinstance(text, str) or not text or not _is_text(text) for text in stop):
+            raise ConfigError(
+                f"stop must be non-empty strings without lone surrogates, got {self.stop!r}"
+            )
         object.__setattr__(self, "stop", stop)
         ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         if any(type(token) is not int or token < 0 for token in ids):
@@ -105,6 +112,11 @@ def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ConfigError(f"{name} must be a list, got {value!r}")
     return tuple(value)
+
+
+def _is_text(value: str) -> bool:
+    """No lone surrogates: no model says one, so it would never be found."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
 
 
 def _check_int(name: str, value: object, *, at_least: int) -> None:
