@@ -6,9 +6,9 @@ shapes, not models: ``prepare`` makes the inputs of one entry, ``forward`` runs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,12 +18,12 @@ from ostinato.graphs.context import set_forward_context
 from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice
 from ostinato.graphs.dispatch import Dispatcher
 from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.output_buffers import Output, OutputBuffers
 from ostinato.graphs.plan import CapturePlan, PlanEntry
 from ostinato.graphs.pool import GraphPool
 from ostinato.graphs.segments import Tape
 
 Inputs = TypeVar("Inputs")
-Output: TypeAlias = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,13 @@ class CudaGraphManager(Generic[Inputs]):
     are copied, inside the graph, into buffers that are allocated once and do not move;
     ``run_fullgraph`` returns views of them, valid until the next replay.
 
-    Before a capture the forward runs ``num_warmups`` times, and the capture is watched operator by
-    operator for what a graph cannot contain. ``kernel_class`` says which entries of one mode run
-    the same kernels: of those, only the first is warmed up. It also says that what one size may
-    capture another may: of a mode, only the first uniform entry and the first other are watched. If
-    a later one fails, it is tried once more as if it were the first.
+    Every entry is prepared outside the graphs, once for its warm-ups and anew for its capture: what
+    a forward computes on first use of its inputs must be computed inside the graph. The forward
+    warms up ``num_warmups`` times, and the capture is watched operator by operator for what a graph
+    cannot contain. ``kernel_class`` says which entries of one mode run the same kernels: of those,
+    only the first is warmed up. It also says that what one size may capture another may: of a mode,
+    only the first uniform entry and the first other are watched. If a later one fails, it is tried
+    once more as if it were the first.
     """
 
     def __init__(
@@ -74,8 +76,8 @@ class CudaGraphManager(Generic[Inputs]):
         self._name = name
         self._tapes: dict[BatchDescriptor, Tape] = {}
         self._captured: list[range] = []  # serials of all captures made for this plan
-        self._buffers: list[torch.Tensor] = []
-        self._has_aux = False
+        full = [e.descriptor.num_tokens for e in plan.entries if e.mode is CUDAGraphMode.FULL]
+        self._outputs = OutputBuffers(max_rows=max(full, default=0), device=pool.device)
         pool.register(self)
 
     # --- what would run ------------------------------------------------------------------------
@@ -152,7 +154,7 @@ class CudaGraphManager(Generic[Inputs]):
         if kind in self._seen:
             self._capture_like_others(entry, forward, prepare, num_warmups=num_warmups)
         else:
-            self._capture_entry(entry, forward, prepare(entry), num_warmups=num_warmups)
+            self._capture_entry(entry, forward, prepare, num_warmups=num_warmups)
         if kind is not None:  # those that failed do not speak for others
             self._seen |= {kind, kernels}
         self._captured.append(range(before + 1, self.pool.serial + 1))
@@ -168,73 +170,42 @@ class CudaGraphManager(Generic[Inputs]):
         """Capture an entry whose forward is that of one before: nobody watches."""
         try:
             with self.pool.backend.trusting():
-                self._capture_entry(entry, forward, prepare(entry), num_warmups=num_warmups)
+                self._capture_entry(entry, forward, prepare, num_warmups=num_warmups)
         except CaptureOutOfMemoryError:
             raise
         except CaptureError:
             # It was not like the others. Once more with all care, if only for a better error.
-            self._capture_entry(entry, forward, prepare(entry), num_warmups=self._num_warmups)
+            self._capture_entry(entry, forward, prepare, num_warmups=self._num_warmups)
 
     def _capture_entry(
         self,
         entry: PlanEntry,
         forward: Callable[[Inputs], Output],
-        batch: PreparedBatch[Inputs],
+        prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
         *,
         num_warmups: int,
     ) -> None:
-        def run(mode: CUDAGraphMode) -> Output:
-            with set_forward_context(
-                mode,
-                entry.descriptor,
-                attn_metadata=batch.attn_metadata,
-                slot_mapping=batch.slot_mapping,
-                num_tokens_across_dp=batch.num_tokens_across_dp,
-            ):
-                return forward(batch.inputs)
-
-        output: Output | None = None
-        with self.pool.backend.capture_scope():
-            for _ in range(num_warmups):
-                output = run(CUDAGraphMode.NONE)
-            if entry.mode is CUDAGraphMode.PIECEWISE:
-                run(CUDAGraphMode.PIECEWISE)
-                return
-            if not self._buffers:
-                self._allocate_buffers(run(CUDAGraphMode.NONE) if output is None else output)
-        del output  # the warm-up's memory can go before the capture takes its own
+        scope, num_tokens = self.pool.backend.capture_scope, entry.descriptor.num_tokens
+        needs_buffers = entry.mode is CUDAGraphMode.FULL and not self._outputs.allocated
+        if num_warmups or needs_buffers:
+            batch = _prepared(prepare, entry)
+            with scope():
+                for _ in range(max(num_warmups, 1)):
+                    output = _run(forward, batch, entry, CUDAGraphMode.NONE)
+                if needs_buffers:
+                    self._outputs.allocate(output, num_tokens)
+            del output, batch  # their memory can go before the capture takes its own
+        batch = _prepared(prepare, entry)
+        if entry.mode is CUDAGraphMode.PIECEWISE:
+            with scope():
+                _run(forward, batch, entry, CUDAGraphMode.PIECEWISE)
+            return
         captured = self.pool.capture(
-            lambda: self._copy_out(run(CUDAGraphMode.FULL), entry.descriptor.num_tokens)
+            lambda: self._outputs.copy_in(
+                _run(forward, batch, entry, CUDAGraphMode.FULL), num_tokens
+            )
         )
         self._tapes[entry.descriptor] = captured.tape
-
-    def _allocate_buffers(self, output: Output) -> None:
-        rows = max(
-            entry.descriptor.num_tokens
-            for entry in self.plan.entries
-            if entry.mode is CUDAGraphMode.FULL
-        )
-        self._has_aux = not isinstance(output, torch.Tensor)
-        self._buffers = [
-            torch.empty((rows, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-            for tensor in _flatten(output)
-        ]
-
-    def _copy_out(self, output: Output, num_tokens: int) -> None:
-        tensors = _flatten(output)
-        if len(tensors) != len(self._buffers):
-            raise CaptureError(
-                f"the forward returned {len(tensors)} tensors, but {len(self._buffers)} for the "
-                "first size; it must return the same number for every size"
-            )
-        for buffer, tensor in zip(self._buffers, tensors, strict=True):
-            if tensor.shape != (num_tokens, *buffer.shape[1:]) or tensor.dtype != buffer.dtype:
-                raise CaptureError(
-                    f"the forward returned {tuple(tensor.shape)} {tensor.dtype} for a batch padded "
-                    f"to {num_tokens} tokens, where ({num_tokens}, *{tuple(buffer.shape[1:])}) "
-                    f"{buffer.dtype} was expected from the first size"
-                )
-            buffer[:num_tokens].copy_(tensor)
 
     # --- replay --------------------------------------------------------------------------------
 
@@ -255,8 +226,7 @@ class CudaGraphManager(Generic[Inputs]):
         if not 1 <= rows <= descriptor.num_tokens:
             raise BatchError(f"{rows} rows were asked for of a graph of {descriptor.num_tokens}")
         self.replay_fullgraph(descriptor)
-        hidden, *aux = (buffer[:rows] for buffer in self._buffers)
-        return (hidden, aux) if self._has_aux else hidden
+        return self._outputs.views(rows)
 
     def num_nodes(self, entry: PlanEntry) -> int | None:
         """Nodes of an entry's FULL graph: operators on the CPU, kernels and copies on CUDA."""
@@ -277,12 +247,33 @@ class CudaGraphManager(Generic[Inputs]):
         for serials in self._captured:
             self.pool.discard(serials)
         self._captured.clear()
-        self._buffers.clear()
+        self._outputs.clear()
         self.dispatcher.reset()
 
 
-def _flatten(output: Output) -> Sequence[torch.Tensor]:
-    if isinstance(output, torch.Tensor):
-        return [output]
-    hidden, aux = output
-    return [hidden, *aux]
+def _prepared(
+    prepare: Callable[[PlanEntry], PreparedBatch[Inputs]], entry: PlanEntry
+) -> PreparedBatch[Inputs]:
+    batch = prepare(entry)
+    if not isinstance(batch, PreparedBatch):
+        raise CaptureError(
+            f"prepare returned a {type(batch).__name__}; return PreparedBatch(inputs=...), whose "
+            "inputs the forward is called with"
+        )
+    return batch
+
+
+def _run(
+    forward: Callable[[Inputs], Output],
+    batch: PreparedBatch[Inputs],
+    entry: PlanEntry,
+    mode: CUDAGraphMode,
+) -> Output:
+    with set_forward_context(
+        mode,
+        entry.descriptor,
+        attn_metadata=batch.attn_metadata,
+        slot_mapping=batch.slot_mapping,
+        num_tokens_across_dp=batch.num_tokens_across_dp,
+    ):
+        return forward(batch.inputs)
