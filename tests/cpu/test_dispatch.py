@@ -126,12 +126,13 @@ class Oracle:
 
     def entry(self, shape: BatchShape) -> PlanEntry | None:
         """The planned entry, or None for eager."""
-        tokens, reqs, query_len, loras, blocked = shape
+        tokens, reqs, query_len, loras, blocked, has_prompts = shape
         case = smallest(self.lora_cases, loras)
         if case is None:
             return None
         lora: dict[str, Any] = {"has_lora": case > 0, "num_active_loras": case}
-        if not blocked and query_len in self.decode and tokens == query_len * reqs:
+        decodes = tokens == query_len * reqs and not has_prompts
+        if not blocked and query_len in self.decode and decodes:
             size = smallest(self.decode[query_len], tokens)
             if size is not None:
                 key: dict[str, Any] = {"query_len": query_len} if self.several else {}
@@ -159,7 +160,10 @@ def legal_shapes(setup: Setup) -> Iterator[BatchShape]:
             if tokens % q == 0 and tokens // q <= setup.max_num_seqs:
                 layouts.add((tokens // q, q))
         for (reqs, query_len), active, blocked in product(layouts, loras, (False, True)):
-            yield BatchShape(tokens, reqs, query_len, active, blocked)
+            shape = BatchShape(tokens, reqs, query_len, active, blocked)
+            yield shape
+            if tokens == query_len * reqs and not blocked:
+                yield shape._replace(has_prompts=True)
 
 
 def check_every_shape(setup: Setup) -> None:
@@ -256,6 +260,8 @@ def test_before_capture_everything_is_eager(mode: CUDAGraphMode) -> None:
         (DECODE_ONLY, MIXED, Reason.MIXED_NOT_PLANNED),
         (DECODE_ONLY, BatchShape(30, 2, 29), Reason.MIXED_NOT_PLANNED),
         (DECODE_ONLY, BatchShape(9, 9, 1), Reason.TOO_LARGE),
+        (DECODE_ONLY, DECODE._replace(has_prompts=True), Reason.MIXED_NOT_PLANNED),
+        (DECODE_ONLY, BatchShape(9, 9, 1, has_prompts=True), Reason.MIXED_NOT_PLANNED),
         (DECODE_ONLY, DECODE._replace(attention_blocks_full=True), Reason.ATTENTION),
         (FULL, BatchShape(9, 3, 5), Reason.TOO_LARGE),
         (FULL, MIXED._replace(attention_blocks_full=True), Reason.ATTENTION),
@@ -287,6 +293,8 @@ def test_decode_batch_beyond_its_requests_is_too_large() -> None:
         (PIECEWISE, MIXED._replace(attention_blocks_full=True), BatchDescriptor(4), None),
         (BOTH, DECODE, BatchDescriptor(4, num_reqs=4, uniform=True), Reason.UNIFORM_DECODE),
         (BOTH, MIXED, BatchDescriptor(4), Reason.MIXED),
+        (BOTH, DECODE._replace(has_prompts=True), BatchDescriptor(4), Reason.MIXED),
+        (FULL, DECODE._replace(has_prompts=True), BatchDescriptor(4, num_reqs=4), Reason.MIXED),
         (BOTH, DECODE._replace(attention_blocks_full=True), BatchDescriptor(4), None),
         (DECODE_ONLY, DECODE, BatchDescriptor(4, num_reqs=4, uniform=True), Reason.UNIFORM_DECODE),
     ],
@@ -306,6 +314,33 @@ def test_batch_of_another_query_length_is_mixed() -> None:
     assert dispatcher.dispatch(BatchShape(6, 2, 3)).reason is Reason.UNIFORM_DECODE
     for not_uniform in (BatchShape(6, 3, 2), BatchShape(5, 2, 3), BatchShape(6, 6, 1)):
         assert dispatcher.dispatch(not_uniform).reason is Reason.MIXED
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 3, 4])
+def test_chunks_of_prompts_as_long_as_decode_queries_are_mixed(query_len: int) -> None:
+    dispatcher = captured(plan_of(decode_query_lens=(query_len,)))
+    decode = BatchShape(2 * query_len, 2, query_len)
+    assert dispatcher.dispatch(decode).descriptor.uniform
+    chunks = dispatcher.dispatch(decode._replace(has_prompts=True))
+    assert (chunks.mode, chunks.reason) == (PIECEWISE, Reason.MIXED)
+
+
+@pytest.mark.parametrize("mode", [FULL, BOTH, DECODE_ONLY, PIECEWISE])
+@pytest.mark.parametrize("num_reqs", [4, 5, 8])
+def test_no_full_graph_takes_more_requests_than_it_was_captured_with(
+    mode: CUDAGraphMode, num_reqs: int
+) -> None:
+    """A plan for 4 requests that is asked for more: mixed FULL graphs have 4 rows for them."""
+    dispatcher = captured(plan_of(mode, max_num_seqs=4))
+    shape = BatchShape(num_reqs, num_reqs, 1)
+    if mode is FULL and num_reqs > 4:
+        with pytest.raises(BatchError, match=rf"num_reqs={num_reqs}.*the plan is for at most 4 "):
+            dispatcher.dispatch(shape)
+        return
+    choice = dispatcher.dispatch(shape)
+    if mode is not PIECEWISE:
+        assert (choice.mode is FULL) == (num_reqs == 4)
+    assert choice.descriptor.num_reqs in (None, 4)
 
 
 def test_several_query_lengths_have_graphs_of_their_own() -> None:

@@ -274,10 +274,43 @@ def test_sizes_and_modes_after_capture(pool: GraphPool) -> None:
     assert manager.get_cudagraph_runtime_mode(16, 16, 1) == (PIECEWISE, 64)
 
 
-def test_a_uniform_batch_must_be_whole_requests(pool: GraphPool) -> None:
-    engine = Engine(pool, BOTH, [3, 6], query_len=3)
-    with pytest.raises(BatchError, match="4 tokens are no uniform decode batch of 3"):
-        engine.manager.get_cudagraph_size(4, uniform_decode=True)
+@pytest.mark.parametrize("query_len", [1, 2, 3, 5])
+@pytest.mark.parametrize("mode", [NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH])
+def test_any_number_of_tokens_has_an_answer(
+    pool: GraphPool, mode: CUDAGraphMode, query_len: int
+) -> None:
+    """A uniform batch has as many whole requests as hold the tokens, even too many for the plan."""
+    engine = Engine(pool, mode, [2, 4, 9], query_len=query_len, max_num_seqs=3)
+    for entry in engine.plan.entries:
+        engine.manager.dispatcher.mark_captured(entry)
+    mixed = [] if mode in (NONE, DECODE_ONLY) else [2, 4, 9]
+    decode = engine.plan.decode_sizes_for(query_len) if mode in (DECODE_ONLY, BOTH) else ()
+    for num_tokens in range(1, 40):
+        whole = -(-num_tokens // query_len) * query_len
+        own = [size for size in decode if size >= whole]
+        shared = [size for size in mixed if size >= whole]
+        expected = min(own, default=min(shared, default=None))
+        assert engine.manager.get_cudagraph_size(num_tokens, uniform_decode=True) == expected
+        expected = min((size for size in mixed if size >= num_tokens), default=None)
+        assert engine.manager.get_cudagraph_size(num_tokens) == expected
+
+
+@pytest.mark.parametrize("uniform_decode", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, -1, 2.0, True, None, "3"])
+def test_what_is_no_number_of_tokens_is_refused(
+    pool: GraphPool, num_tokens: object, uniform_decode: bool
+) -> None:
+    engine = Engine(pool, BOTH, [4])
+    with pytest.raises(BatchError, match=rf"must be a positive integer, got {num_tokens!r}"):
+        engine.manager.get_cudagraph_size(num_tokens, uniform_decode)
+
+
+def test_chunks_of_prompts_have_no_decode_graph(pool: GraphPool) -> None:
+    engine = Engine(pool, BOTH, [4])
+    engine.capture()
+    assert engine.manager.get_cudagraph_runtime_mode(3, 3, 1) == (FULL, 4)
+    chunks = engine.manager.get_cudagraph_runtime_mode(3, 3, 1, has_prompts=True)
+    assert chunks == (PIECEWISE, 4)
 
 
 # --- replay -------------------------------------------------------------------------------------

@@ -205,8 +205,7 @@ def agreed(mode: CUDAGraphMode, *shapes: BatchShape | None) -> list[Choice]:
         for entry in plan.entries:
             dispatcher.mark_captured(entry)
         comm = world.comm(range(len(shapes)), rank)
-        own = None if shape is None else dispatcher.dispatch(shape)
-        step = AgreedDispatch(comm, plan, dispatcher.dispatch).step(own)
+        step = AgreedDispatch(comm, plan, dispatcher.dispatch).step(shape)
         assert step is not None
         return step.choice
 
@@ -230,9 +229,10 @@ def test_decode_of_all_ranks_takes_the_largest_size(mode: CUDAGraphMode) -> None
 
 
 def test_one_token_in_pieces_is_not_the_decode_graph_of_one() -> None:
-    (choice,) = agreed(CUDAGraphMode.FULL_AND_PIECEWISE, BatchShape(1, 1, 2))
+    chunk = BatchShape(1, 1, 1, has_prompts=True)
+    (choice,) = agreed(CUDAGraphMode.FULL_AND_PIECEWISE, chunk)
     assert (choice.mode, choice.descriptor) == (PIECEWISE, BatchDescriptor(1))
-    both = agreed(CUDAGraphMode.FULL_AND_PIECEWISE, BatchShape(1, 1, 2), BatchShape(1, 1, 1))
+    both = agreed(CUDAGraphMode.FULL_AND_PIECEWISE, chunk, BatchShape(1, 1, 1))
     assert {choice.descriptor for choice in both} == {BatchDescriptor(1)}
 
 
@@ -246,8 +246,8 @@ def test_a_rank_that_lacks_the_graph_says_so() -> None:
             if rank == 0 or entry.descriptor.num_tokens != 8:
                 dispatcher.mark_captured(entry)
         comm = world.comm((0, 1), rank)
-        own = dispatcher.dispatch(BatchShape(6 if rank == 0 else 2, 1, 9))
-        AgreedDispatch(comm, plan, dispatcher.dispatch).step(own)
+        shape = BatchShape(6 if rank == 0 else 2, 1, 2)
+        AgreedDispatch(comm, plan, dispatcher.dispatch).step(shape)
 
     with pytest.raises(BatchError, match=r"PIECEWISE graph of 8 tokens, for which rank 1 of 2 has"):
         world.run(one_rank)

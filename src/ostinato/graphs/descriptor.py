@@ -19,6 +19,10 @@ class BatchShape(NamedTuple):
 
     ``attention_blocks_full`` is set when attention cannot be captured for this batch (cascade
     attention, say): a FULL graph is then out of the question whatever the sizes.
+
+    ``has_prompts`` is set when a request is still in its prompt. Such a batch is mixed, even if its
+    chunks happen to be as long as the queries of a decode batch. A request that computes the last
+    token of its prompt alone is past it: it computes one token and gets the next.
     """
 
     num_tokens: int
@@ -26,6 +30,7 @@ class BatchShape(NamedTuple):
     max_query_len: int
     num_active_loras: int = 0
     attention_blocks_full: bool = False
+    has_prompts: bool = False
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class Reason(Enum):
     UNIFORM_DECODE = "uniform decode batch with a captured graph"
     MIXED = "batch with a captured graph"
     FULL_BLOCKED = "attention cannot be captured for this batch, so its pieces are replayed"
-    PIECES_ON_ANOTHER_RANK = "a rank that this one steps with has no full graph for its batch"
+    PIECES_ON_ANOTHER_RANK = "the ranks that step together have no full graph in common"
     MODE_NONE = "graph mode is NONE"
     MIXED_NOT_PLANNED = "the graph mode has graphs for uniform decode batches only"
     TOO_LARGE = "more tokens than the largest captured size"
@@ -89,6 +94,7 @@ class Reason(Enum):
     UNVERIFIED = "the graph was compared with this eager call, and the result is not clear yet"
     DIFFERS_FROM_EAGER = "the graph gives another result than eager, and eager fallback was allowed"
     EAGER_ON_ANOTHER_RANK = "a rank that this one steps with runs its batch eagerly"
+    NO_COMMON_SIZE = "no size that all ranks have a graph for holds the largest of their batches"
 
     @property
     def is_eager(self) -> bool:

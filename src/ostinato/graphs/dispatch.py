@@ -38,7 +38,7 @@ class Dispatcher:
 
     def dispatch(self, shape: BatchShape) -> Choice:
         """The graph that runs ``shape``, or eager, with the reason."""
-        num_tokens, num_reqs, max_query_len, num_loras, blocked = shape
+        num_tokens, num_reqs, max_query_len, num_loras, blocked, has_prompts = shape
         if not 1 <= num_reqs <= num_tokens or num_loras < 0:
             raise BatchError(
                 f"cannot dispatch {shape}: a batch has at least one request, a token or more for "
@@ -48,7 +48,11 @@ class Dispatcher:
             self._rebuild()
         if blocked:
             table = self._blocked
-        elif max_query_len in self._decode and num_tokens == max_query_len * num_reqs:
+        elif (
+            max_query_len in self._decode
+            and num_tokens == max_query_len * num_reqs
+            and not has_prompts
+        ):
             table = self._decode[max_query_len]
         else:
             table = self._mixed
@@ -178,6 +182,7 @@ class Dispatcher:
         uniform = (
             shape.max_query_len in self.plan.decode_query_lens
             and shape.num_tokens == shape.max_query_len * shape.num_reqs
+            and not shape.has_prompts
         )
         if mixed_has_graphs or (uniform and not shape.attention_blocks_full):
             return Reason.TOO_LARGE

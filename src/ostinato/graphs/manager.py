@@ -86,25 +86,33 @@ class CudaGraphManager(Generic[Inputs]):
         return self.dispatcher.dispatch(shape)
 
     def get_cudagraph_size(self, num_tokens: int, uniform_decode: bool = False) -> int | None:
-        """The padded size a batch would get, or None if it runs eagerly."""
-        query_len = self.plan.decode_query_lens[0]
-        if uniform_decode and num_tokens % query_len:
+        """The padded size a batch would get, or None if it runs eagerly.
+
+        ``uniform_decode``: the batch has as many requests of the plan's (first) decode query length
+        as hold ``num_tokens``.
+        """
+        if type(num_tokens) is not int or num_tokens < 1:
             raise BatchError(
-                f"{num_tokens} tokens are no uniform decode batch of {query_len} tokens a request"
+                f"num_tokens must be a positive integer, got {num_tokens!r}; a batch without "
+                "tokens is not run"
             )
-        if uniform_decode:
-            shape = BatchShape(num_tokens, num_tokens // query_len, query_len)
-        else:
-            # A query length that no decode batch has.
-            shape = BatchShape(num_tokens, 1, max(*self.plan.decode_query_lens, num_tokens) + 1)
+        query_len = self.plan.decode_query_lens[0]
+        num_reqs = -(-num_tokens // query_len)
+        if not uniform_decode:
+            shape = BatchShape(num_tokens, 1, num_tokens, has_prompts=True)
+        elif self.plan.mode.separate_routine():
+            shape = BatchShape(num_reqs * query_len, num_reqs, query_len)
+        else:  # decode batches use the graphs of mixed ones, which are found by their tokens
+            shape = BatchShape(num_reqs * query_len, 1, num_reqs * query_len)
         choice = self.dispatch(shape)
         return None if choice.mode is CUDAGraphMode.NONE else choice.padded_num_tokens
 
     def get_cudagraph_runtime_mode(
-        self, num_reqs: int, num_tokens: int, max_query_len: int
+        self, num_reqs: int, num_tokens: int, max_query_len: int, *, has_prompts: bool = False
     ) -> tuple[CUDAGraphMode, int | None]:
         """The runtime mode of a batch, and its padded size (None for eager)."""
-        choice = self.dispatch(BatchShape(num_tokens, num_reqs, max_query_len))
+        shape = BatchShape(num_tokens, num_reqs, max_query_len, has_prompts=has_prompts)
+        choice = self.dispatch(shape)
         if choice.mode is CUDAGraphMode.NONE:
             return choice.mode, None
         return choice.mode, choice.padded_num_tokens

@@ -151,9 +151,11 @@ class ModelRunner:
     def run(self, plan: Plan) -> StepResult:
         """Start one step: all of its work is enqueued, and nothing is waited for."""
         self._follow_stream()
-        choice, across = self.dispatch(plan.shape), None
-        if self._agreed is not None:
-            agreed = self._agreed.step(choice)
+        across = None
+        if self._agreed is None:
+            choice = self.dispatch(plan.shape)
+        else:
+            agreed = self._agreed.step(plan.shape)
             assert agreed is not None, "this rank has work"
             choice, across = agreed.choice, agreed.num_tokens_across_dp
         graphs = self._graphs_for(plan.num_tokens)

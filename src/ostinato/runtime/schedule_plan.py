@@ -63,9 +63,14 @@ class SchedulePlan:
 
     @property
     def shape(self) -> BatchShape:
-        # Single tokens of prompts that go on are no decode batch: its graphs sample every row.
-        query_len = self.max_query_len if self.is_decode else max(self.max_query_len, 2)
-        return BatchShape(self.num_tokens, len(self.requests), query_len)
+        # Whatever does not decode is in its prompt: without speculation, nothing else takes several
+        # tokens or gets none.
+        return BatchShape(
+            self.num_tokens,
+            len(self.requests),
+            self.max_query_len,
+            has_prompts=not self.is_decode,
+        )
 
     @property
     def is_decode(self) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.errors import BatchError, ConfigError
-from ostinato.graphs.descriptor import BatchDescriptor, Choice, Reason
+from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
 from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.runtime.parallel.agreement import (
     Agreement,
@@ -26,8 +26,14 @@ from ostinato.runtime.parallel.agreement import (
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 modes = st.sampled_from([NONE, PIECEWISE, FULL])
+lengths = st.integers(1, 5)
+decodes = st.builds(
+    lambda reqs, length: StepWish(FULL, reqs * length, query_len=length),
+    st.integers(1, 2**30),
+    lengths,
+)
 wishes = st.one_of(
-    st.builds(StepWish, modes, st.integers(1, 2**40)), st.builds(StepWish.idle, modes)
+    st.builds(StepWish, modes, st.integers(1, 2**40)), decodes, st.builds(StepWish.idle, modes)
 )
 groups = st.lists(wishes, min_size=1, max_size=8)
 
@@ -78,25 +84,27 @@ def run(
 def test_any_eager_rank_makes_all_eager() -> None:
     agreed = agree([StepWish(FULL, 8), StepWish(NONE, 700), StepWish(PIECEWISE, 16)])
     assert agreed.mode is NONE
-    assert agreed.num_tokens_across_dp == (8, 700, 16)
+    assert agreed.tokens_by_rank == (8, 700, 16)
     assert agreed.lowered_by == (1,)
 
 
-def test_otherwise_the_least_mode_and_the_largest_size() -> None:
+def test_otherwise_the_least_mode_and_the_largest_batch() -> None:
     agreed = agree([StepWish(FULL, 64), StepWish(PIECEWISE, 16), StepWish(PIECEWISE, 8)])
     assert agreed == StepAgreement(
-        mode=PIECEWISE, num_tokens=64, num_tokens_across_dp=(64, 64, 64), lowered_by=(1, 2)
+        mode=PIECEWISE, num_tokens=64, tokens_by_rank=(64, 16, 8), lowered_by=(1, 2)
     )
 
 
-def test_a_rank_without_work_runs_a_padding_batch_of_the_agreed_size() -> None:
+def test_a_rank_without_work_holds_no_other_back() -> None:
     agreed = agree([StepWish.idle(), StepWish(FULL, 4)])
-    assert agreed == StepAgreement(mode=FULL, num_tokens=4, num_tokens_across_dp=(4, 4))
+    assert agreed == StepAgreement(mode=FULL, num_tokens=4, tokens_by_rank=(0, 4))
 
 
-def test_a_rank_without_work_runs_one_token_when_all_are_eager() -> None:
-    agreed = agree([StepWish.idle(), StepWish(NONE, 5000)])
-    assert agreed == StepAgreement(mode=NONE, num_tokens=5000, num_tokens_across_dp=(1, 5000))
+def test_the_lengths_of_decode_batches_are_known_to_all() -> None:
+    group = [StepWish(FULL, 6, query_len=3), StepWish.idle(), StepWish(FULL, 4, query_len=1)]
+    assert agree(group) == StepAgreement(
+        mode=FULL, num_tokens=6, tokens_by_rank=(6, 0, 4), query_lens=frozenset({1, 3})
+    )
 
 
 def test_a_rank_without_work_and_without_graphs_still_counts() -> None:
@@ -108,38 +116,36 @@ def test_a_rank_without_work_and_without_graphs_still_counts() -> None:
 def test_no_work_anywhere_is_no_step() -> None:
     agreed = agree([StepWish.idle(), StepWish.idle(PIECEWISE)])
     assert not agreed.has_work
-    assert agreed == StepAgreement(mode=NONE, num_tokens=0, num_tokens_across_dp=(0, 0))
+    assert agreed == StepAgreement(mode=NONE, num_tokens=0, tokens_by_rank=(0, 0))
 
 
 def test_one_rank_gets_its_wish() -> None:
-    assert agree([StepWish(FULL, 3)]) == StepAgreement(
-        mode=FULL, num_tokens=3, num_tokens_across_dp=(3,)
-    )
+    assert agree([StepWish(FULL, 3)]) == StepAgreement(mode=FULL, num_tokens=3, tokens_by_rank=(3,))
 
 
 @given(groups)
 def test_agreement_holds_for_all_ranks(group: list[StepWish]) -> None:
     agreed = agree(group)
-    assert len(agreed.num_tokens_across_dp) == len(group)
+    assert agreed.tokens_by_rank == tuple(wish.num_tokens for wish in group)
     assert agreed.has_work == any(wish.has_work for wish in group)
     if not agreed.has_work:
         return
     assert all(agreed.mode.rank <= wish.mode.rank for wish in group)
     assert agreed.mode in [wish.mode for wish in group]
-    for wish, runs in zip(group, agreed.num_tokens_across_dp, strict=True):
-        assert runs >= max(1, wish.num_tokens)
-        if agreed.mode is NONE:
-            assert runs == max(1, wish.num_tokens)
-        else:
-            assert runs == agreed.num_tokens == max(wish.num_tokens for wish in group)
+    assert agreed.num_tokens == max(wish.num_tokens for wish in group)
+    assert agreed.query_lens == {wish.query_len for wish in group} - {None}
     lowered = any(wish.has_work and wish.mode.rank > agreed.mode.rank for wish in group)
     assert bool(agreed.lowered_by) == lowered
     assert all(group[rank].mode is agreed.mode for rank in agreed.lowered_by)
 
 
 def test_wish_of_a_choice() -> None:
-    choice = Choice(mode=FULL, descriptor=BatchDescriptor(16, num_reqs=16), reason=Reason.MIXED)
-    assert StepWish.of(choice) == StepWish(FULL, 16, has_work=True)
+    shape = BatchShape(9, 3, 3)
+    mixed = Choice(mode=FULL, descriptor=BatchDescriptor(16, num_reqs=16), reason=Reason.MIXED)
+    assert StepWish.of(mixed, shape) == StepWish(FULL, 9)
+    key = BatchDescriptor(12, num_reqs=4, uniform=True)
+    decode = Choice(mode=FULL, descriptor=key, reason=Reason.UNIFORM_DECODE)
+    assert StepWish.of(decode, shape) == StepWish(FULL, 9, query_len=3)
 
 
 @pytest.mark.parametrize(
@@ -150,6 +156,11 @@ def test_wish_of_a_choice() -> None:
         ((FULL, 2.0), r"got 2\.0"),
         ((FULL, 0), "num_tokens=0 with has_work=True"),
         ((FULL, 3, False), "num_tokens=3 with has_work=False"),
+        ((PIECEWISE, 4, True, 2), "query_len=2 with mode PIECEWISE"),
+        ((FULL, 4, True, 0), "query_len=0 with mode FULL and num_tokens=4"),
+        ((FULL, 4, True, 3), "query_len=3 with mode FULL and num_tokens=4"),
+        ((FULL, 4, True, 8), "only FULL decode batches have a query length"),
+        ((FULL, 4, True, 2.0), r"query_len=2\.0"),
     ],
 )
 def test_impossible_wishes(wish: tuple[Any, ...], message: str) -> None:
@@ -171,7 +182,7 @@ def test_the_sum_of_all_encodings_is_all_wishes(group: list[StepWish]) -> None:
     columns = list(zip(*vectors, strict=True))
     assert all(sum(value != 0 for value in column) <= 1 for column in columns)
     assert decode([sum(column) for column in columns]) == tuple(group)
-    assert len(columns) == 2 * len(group)
+    assert len(columns) == 3 * len(group)
 
 
 @given(groups)
@@ -192,13 +203,22 @@ def test_two_ranks_in_one_place_are_found() -> None:
     assert len(results) == 3
     for error in results:
         assert isinstance(error, ConfigError)
-        assert "the place of rank 2 holds [0, 0]" in str(error)
+        assert "the place of rank 2 holds [0, 0, 0]" in str(error)
 
 
-@pytest.mark.parametrize("summed", [[], [1], [4, 1], [1, -1], [0, 0], [1, 1, 1]])
-def test_what_is_no_sum_of_wishes_is_refused(summed: list[int]) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize("summed", [[], [1], [1, 1], [1, 1, 0, 0]])
+def test_a_message_of_another_length_is_refused(summed: list[int]) -> None:
+    with pytest.raises(ConfigError, match=f"got {len(summed)} integers .* not 3 for each"):
         decode(summed)
+
+
+@pytest.mark.parametrize(
+    "row", [(4, 1, 0), (0, 0, 0), (1, -1, 0), (3, 4, -1), (3, 4, 3), (2, 4, 2), (3, 0, 1)]
+)
+def test_what_is_no_sum_of_wishes_is_refused(row: tuple[int, ...]) -> None:
+    message = rf"the place of rank 1 holds \[{row[0]}, {row[1]}, {row[2]}\]"
+    with pytest.raises(ConfigError, match=message):
+        decode([1, 1, 0, *row])
 
 
 @pytest.mark.parametrize("rank", [-1, 2])

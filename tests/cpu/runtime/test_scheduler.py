@@ -420,9 +420,9 @@ class World:
         if rows:
             # Single tokens of prompts that go on must not pass for a decode batch.
             longest = max(row.num_tokens for row in rows)
-            query_len = max(longest, 2) if any(late) else 1
             assert plan.max_query_len == longest
-            assert plan.shape == BatchShape(num_tokens, len(rows), query_len)
+            shape = BatchShape(num_tokens, len(rows), longest, has_prompts=any(late))
+            assert plan.shape == shape
         for kind in (False, True):
             group = [r.request for r, flag in zip(rows, late, strict=True) if flag == kind]
             assert group == sorted(group, key=self.arrivals.index)

@@ -1,12 +1,12 @@
 """How ranks come to the same decision: before each step, and once at start-up.
 
-Data-parallel ranks have different requests and yet must run the same graph, because collectives
-inside it wait for all of them. Each says what it would run (``StepWish``), one all-reduce of two
-integers per rank carries all wishes to all ranks, and the pure ``agree`` makes the same
-``StepAgreement`` of them everywhere. ``check_same`` refuses a start in which ranks hold different
-plans, configs or weights.
+Data-parallel ranks have different requests and yet must run the same size under the same mode,
+because collectives inside the graphs wait for all of them. Each says what it would run
+(``StepWish``), one all-reduce of three integers per rank carries all wishes to all ranks, and the
+pure ``agree`` makes the same ``StepAgreement`` of them everywhere. ``check_same`` refuses a start
+in which ranks hold different plans, configs or weights.
 
-Which descriptor a rank runs the agreed size under is not decided here: that needs the plan.
+Which graph a rank runs by the agreement is not decided here: that needs the plan.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Protocol
 import torch
 
 from ostinato.errors import BatchError, ConfigError
-from ostinato.graphs.descriptor import Choice
+from ostinato.graphs.descriptor import BatchShape, Choice
 from ostinato.graphs.modes import CUDAGraphMode
 
 _MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
-_WISH_WORDS = 2  # mode.rank + 1 (0: nobody wrote here), num_tokens (0: no work)
+_WISH_WORDS = 3  # mode.rank + 1 (0: not written), num_tokens (0: no work), query_len (0: None)
 _DIGEST_WORDS = 4  # SHA-256
 _SHOWN_WORDS = 8  # as much of the text as an error shows: all of a SHA-256 in hex
 _WORD_BYTES = 8
@@ -43,15 +43,17 @@ class Reducer(Protocol):
 
 @dataclass(frozen=True)
 class StepWish:
-    """What one rank would run: the mode and the padded size its own dispatch chose.
+    """What one rank would run: the mode that its own dispatch chose, and its tokens, unpadded.
 
-    A rank without work has no tokens; its mode is the most it *could* run. It counts like any
-    other, so ``idle()`` is FULL: NONE would make all ranks eager.
+    ``query_len`` is set where the choice is a decode graph: other graphs do not depend on it. A
+    rank without work has no tokens; its mode is the most it *could* run. It counts like any other,
+    so ``idle()`` is FULL: NONE would make all ranks eager.
     """
 
     mode: CUDAGraphMode
     num_tokens: int
     has_work: bool = True
+    query_len: int | None = None
 
     def __post_init__(self) -> None:
         if not self.mode.is_runtime_mode():
@@ -63,11 +65,26 @@ class StepWish:
                 f"StepWish has num_tokens={self.num_tokens} with has_work={self.has_work}; a rank "
                 "has work exactly when it has tokens"
             )
+        if self.query_len is not None and not self._decodes():
+            raise BatchError(
+                f"StepWish has query_len={self.query_len} with mode {self.mode.name} and "
+                f"num_tokens={self.num_tokens}; only FULL decode batches have a query length, a "
+                "positive one that divides their tokens"
+            )
+
+    def _decodes(self) -> bool:
+        return (
+            self.mode is CUDAGraphMode.FULL
+            and type(self.query_len) is int
+            and 1 <= self.query_len <= self.num_tokens
+            and self.num_tokens % self.query_len == 0
+        )
 
     @classmethod
-    def of(cls, choice: Choice) -> StepWish:
-        """The wish of a rank whose dispatch made ``choice``."""
-        return cls(choice.mode, choice.padded_num_tokens)
+    def of(cls, choice: Choice, shape: BatchShape) -> StepWish:
+        """The wish of a rank whose dispatch made ``choice`` of ``shape``."""
+        query_len = shape.max_query_len if choice.descriptor.uniform else None
+        return cls(choice.mode, shape.num_tokens, query_len=query_len)
 
     @classmethod
     def idle(cls, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> StepWish:
@@ -77,18 +94,19 @@ class StepWish:
 
 @dataclass(frozen=True, kw_only=True)
 class StepAgreement:
-    """What all ranks run. Equal on all of them.
+    """What the wishes of all ranks come to. Equal on all of them.
 
-    Under a graph, all ranks run ``num_tokens``, the largest size wished for. Eagerly there is
-    nothing to fit: each rank runs the size it wished for. ``num_tokens_across_dp`` says in both
-    cases what each rank runs, padding batches of ranks without work included (one token when
-    eager). ``lowered_by`` names the ranks because of which others run less of a graph than they
-    wished. Without work on any rank there is no step, and all counts are 0.
+    ``mode`` is the least of all modes, and ``num_tokens`` the largest unpadded batch: all ranks run
+    the size that this mode has a graph of, if it has one. ``tokens_by_rank`` are the unpadded
+    batches; ``query_lens`` the lengths of those that wished for decode graphs. ``lowered_by`` names
+    the ranks because of which others run less of a graph than they wished. Without work on any rank
+    there is no step, and all counts are 0.
     """
 
     mode: CUDAGraphMode
     num_tokens: int
-    num_tokens_across_dp: tuple[int, ...]
+    tokens_by_rank: tuple[int, ...]
+    query_lens: frozenset[int] = frozenset()
     lowered_by: tuple[int, ...] = ()
 
     @property
@@ -97,40 +115,41 @@ class StepAgreement:
         return self.num_tokens > 0
 
 
-def agree(choices: Sequence[StepWish]) -> StepAgreement:
-    """What ranks with these wishes run: the least of the modes, the largest of the sizes."""
-    if not choices:
+def agree(wishes: Sequence[StepWish]) -> StepAgreement:
+    """What ranks with these wishes run: the least of the modes, the largest of the batches."""
+    if not wishes:
         raise BatchError("no rank has a wish; a group has at least one rank")
-    largest = max(wish.num_tokens for wish in choices)
-    if not largest:
-        return StepAgreement(
-            mode=CUDAGraphMode.NONE, num_tokens=0, num_tokens_across_dp=(0,) * len(choices)
-        )
-    mode = min((wish.mode for wish in choices), key=lambda mode: mode.rank)
-    if mode is CUDAGraphMode.NONE:
-        # One token is the least with which an idle rank takes part in every collective.
-        across = tuple(max(wish.num_tokens, 1) for wish in choices)
-    else:
-        across = (largest,) * len(choices)
-    lowered = any(wish.has_work and wish.mode is not mode for wish in choices)
-    lowered_by = tuple(r for r, wish in enumerate(choices) if lowered and wish.mode is mode)
+    by_rank = tuple(wish.num_tokens for wish in wishes)
+    if not any(by_rank):
+        return StepAgreement(mode=CUDAGraphMode.NONE, num_tokens=0, tokens_by_rank=by_rank)
+    mode = min((wish.mode for wish in wishes), key=lambda mode: mode.rank)
+    lowered = any(wish.has_work and wish.mode is not mode for wish in wishes)
     return StepAgreement(
-        mode=mode, num_tokens=largest, num_tokens_across_dp=across, lowered_by=lowered_by
+        mode=mode,
+        num_tokens=max(by_rank),
+        tokens_by_rank=by_rank,
+        query_lens=frozenset(wish.query_len for wish in wishes if wish.query_len is not None),
+        lowered_by=tuple(r for r, wish in enumerate(wishes) if lowered and wish.mode is mode),
     )
 
 
 def encode(wish: StepWish, rank: int, size: int) -> list[int]:
     """``wish`` at the places of ``rank``, zeros elsewhere: summed over ranks, all wishes."""
-    return _placed([wish.mode.rank + 1, wish.num_tokens], rank, size)
+    return _placed([wish.mode.rank + 1, wish.num_tokens, wish.query_len or 0], rank, size)
 
 
 def decode(summed: Sequence[int]) -> tuple[StepWish, ...]:
     """The wishes of all ranks from the sum of their ``encode``. Raises where it cannot be one."""
     wishes = []
-    for rank, (mode, num_tokens) in enumerate(_rows(summed, _WISH_WORDS)):
-        if not 1 <= mode <= len(_MODES) or num_tokens < 0:
-            raise _misplaced(rank, (mode, num_tokens))
-        wishes.append(StepWish(_MODES[mode - 1], num_tokens, has_work=num_tokens > 0))
+    for rank, row in enumerate(_rows(summed, _WISH_WORDS)):
+        mode, num_tokens, query_len = row
+        if not 1 <= mode <= len(_MODES):
+            raise _misplaced(rank, row)
+        try:
+            wish = StepWish(_MODES[mode - 1], num_tokens, num_tokens > 0, query_len or None)
+        except BatchError as error:
+            raise _misplaced(rank, row) from error
+        wishes.append(wish)
     return tuple(wishes)
 
 

@@ -1,0 +1,269 @@
+"""Ranks that step together: whatever their batches, all run one mode and size, or all eagerly."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
+from ostinato.graphs.dispatch import Dispatcher
+from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.plan import CapturePlan, PlanEntry
+from ostinato.runtime.parallel.agreed_dispatch import AgreedDispatch, AgreedStep
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+class SentError(Exception):
+    """Ends a rank's first pass, once what it sends is known."""
+
+
+class Rank:
+    """One rank of a group: says what it sends, and is answered with the sum when that is known."""
+
+    def __init__(self, index: int, size: int) -> None:
+        self.index, self.size = index, size
+        self.sent: torch.Tensor | None = None
+        self.total: torch.Tensor | None = None
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.total is None:
+            self.sent = tensor
+            raise SentError
+        return self.total
+
+
+def step_together(
+    plan: CapturePlan, shapes: list[BatchShape | None], *, captured: bool = True
+) -> list[AgreedStep | None]:
+    """What each rank runs, each with a dispatcher of its own."""
+    ranks = [Rank(index, len(shapes)) for index in range(len(shapes))]
+    dispatchers = []
+    for rank, shape in zip(ranks, shapes, strict=True):
+        dispatcher = Dispatcher(plan)
+        for entry in plan.entries if captured else ():
+            dispatcher.mark_captured(entry)
+        dispatchers.append(AgreedDispatch(rank, plan, dispatcher.dispatch))
+        with pytest.raises(SentError):
+            dispatchers[-1].step(shape)
+    total = torch.stack([rank.sent for rank in ranks if rank.sent is not None]).sum(0)
+    for rank in ranks:
+        rank.total = total
+    return [each.step(shape) for each, shape in zip(dispatchers, shapes, strict=True)]
+
+
+def choices(plan: CapturePlan, shapes: list[BatchShape | None], **options: bool) -> list[Choice]:
+    steps = step_together(plan, shapes, **options)
+    return [step.choice for step in steps if step is not None]
+
+
+def plan_of(mode: CUDAGraphMode, sizes: list[int], **limits: Any) -> CapturePlan:
+    return CapturePlan.build(
+        mode, sizes, **{"max_num_seqs": 8, "max_num_batched_tokens": 64, **limits}
+    )
+
+
+# --- the property -------------------------------------------------------------------------------
+
+
+class Group(NamedTuple):
+    """A plan that all ranks have, and a batch for each of them."""
+
+    plan: CapturePlan
+    shapes: list[BatchShape | None]
+    captured: bool
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> Group:
+    limit = draw(st.integers(1, 24))
+    max_num_seqs = draw(st.integers(1, 10))
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    max_loras = draw(st.integers(0, 5))
+    sizes = draw(st.lists(st.integers(1, limit), min_size=1, max_size=6))
+    multiple = draw(st.sampled_from([1, 1, 2, 3]))
+    plan = CapturePlan.without_sizes(
+        draw(st.sampled_from([BOTH, BOTH, DECODE_ONLY, FULL, PIECEWISE, NONE])),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=limit * multiple,
+        decode_query_lens=lengths,
+        max_loras=max_loras,
+    )
+    if plan.mode is not NONE:
+        in_order = tuple(sorted({size * multiple for size in sizes}))
+        plan = plan.with_sizes(in_order, token_multiple=multiple)
+
+    def batch() -> BatchShape | None:
+        kind = draw(st.sampled_from(["decode", "decode", "decode", "chunks", "mixed", "idle"]))
+        loras = draw(st.integers(0, max_loras + 1)) if draw(st.booleans()) else 0
+        blocked = draw(st.integers(0, 7)) == 0
+        if kind == "idle":
+            return None
+        if kind == "mixed":
+            tokens = draw(st.integers(1, limit))
+            reqs = draw(st.integers(1, min(tokens, max_num_seqs)))
+            return BatchShape(tokens, reqs, tokens - reqs + 1, loras, blocked, has_prompts=True)
+        length = draw(st.sampled_from(lengths))
+        reqs = draw(st.integers(1, max_num_seqs))
+        return BatchShape(reqs * length, reqs, length, loras, blocked, has_prompts=kind == "chunks")
+
+    shapes = [batch() for _ in range(draw(st.integers(1, 5)))]
+    return Group(plan, shapes, captured=draw(st.integers(0, 9)) > 0)
+
+
+def decodes(shape: BatchShape | None) -> bool:
+    return shape is not None and not shape.has_prompts
+
+
+@settings(max_examples=800)
+@given(groups())
+def test_all_ranks_run_one_mode_and_size_that_each_has_a_graph_for(group: Group) -> None:
+    plan, shapes, captured = group
+    steps = step_together(plan, shapes, captured=captured)
+    if all(shape is None for shape in shapes):
+        assert steps == [None] * len(shapes)
+        return
+    ran = [step.choice for step in steps if step is not None]
+    assert len(ran) == len(shapes)
+    (mode,) = {choice.mode for choice in ran}
+    across = {tuple(step.num_tokens_across_dp.tolist()) for step in steps if step is not None}
+    assert across == {tuple(choice.padded_num_tokens for choice in ran)}
+    for shape, choice in zip(shapes, ran, strict=True):
+        check_fits(plan, shape, choice)
+        assert choice.reason.is_eager == (mode is NONE)
+        if mode is not NONE:
+            assert PlanEntry(mode=mode, descriptor=choice.descriptor) in plan.entries
+            assert captured
+    if mode is not NONE:
+        assert len({choice.padded_num_tokens for choice in ran}) == 1
+    check_not_worse_than_needed(group, mode, ran)
+
+
+def check_fits(plan: CapturePlan, shape: BatchShape | None, choice: Choice) -> None:
+    key = choice.descriptor
+    assert key.num_tokens % plan.token_multiple == 0
+    if shape is None:
+        assert not key.has_lora
+        return
+    assert key.num_tokens >= shape.num_tokens
+    if choice.mode is NONE:
+        assert key == BatchDescriptor(plan.padded_tokens(shape.num_tokens))
+        return
+    case = min(case for case in plan.lora_cases if case >= shape.num_active_loras)
+    assert (key.num_active_loras, key.has_lora) == (case, case > 0)
+    if key.uniform:
+        assert decodes(shape)
+        assert plan.query_len_of(key) == shape.max_query_len
+        assert key.num_reqs == key.num_tokens // shape.max_query_len >= shape.num_reqs
+    elif key.num_reqs is not None:
+        assert key.num_reqs >= shape.num_reqs
+    assert choice.mode is not FULL or not shape.attention_blocks_full
+
+
+def check_not_worse_than_needed(group: Group, mode: CUDAGraphMode, ran: list[Choice]) -> None:
+    """The mode is the least of what each rank would run alone, unless no size of it fits all."""
+    plan, shapes, captured = group
+    dispatcher = Dispatcher(plan)
+    for entry in plan.entries if captured else ():
+        dispatcher.mark_captured(entry)
+    alone = [dispatcher.dispatch(shape) for shape in shapes if shape is not None]
+    least = min((choice.mode for choice in alone), key=lambda mode: mode.rank)
+    assert mode.rank <= least.rank
+    largest = max(shape.num_tokens for shape in shapes if shape is not None)
+    if least is NONE:
+        assert {Reason.EAGER_ON_ANOTHER_RANK} >= {
+            choice.reason
+            for choice, shape in zip(ran, shapes, strict=True)
+            if shape is None or dispatcher.dispatch(shape).mode is not NONE
+        }
+        return
+    uniform = least is FULL and plan.mode.separate_routine()
+    common = set(plan.sizes)
+    if uniform:
+        lengths = {shape.max_query_len for shape in shapes if shape is not None}
+        common = set.intersection(*(set(plan.decode_sizes_for(length)) for length in lengths))
+    fitting = [size for size in common if size >= largest]
+    if fitting:
+        assert mode is least
+        assert ran[0].padded_num_tokens == min(fitting)
+    elif uniform and plan.mode is BOTH and largest <= max(plan.sizes):
+        assert mode is PIECEWISE
+        assert ran[0].padded_num_tokens == min(size for size in plan.sizes if size >= largest)
+    else:
+        assert mode is NONE
+        assert {choice.reason for choice in ran} == {Reason.NO_COMMON_SIZE}
+
+
+# --- what was seen ------------------------------------------------------------------------------
+
+
+def test_each_rank_keeps_its_own_adapters() -> None:
+    plan = plan_of(BOTH, [2, 4, 8], max_loras=4)
+    shapes = [BatchShape(1, 1, 1, 3), BatchShape(4, 4, 1, 0), BatchShape(2, 2, 1, 1), None]
+    ran = choices(plan, [*shapes])
+    assert [choice.descriptor.num_active_loras for choice in ran] == [4, 0, 1, 0]
+    assert {(choice.mode, choice.padded_num_tokens) for choice in ran} == {(FULL, 4)}
+    prompt = BatchShape(6, 1, 6, 2, has_prompts=True)
+    ran = choices(plan, [*shapes, prompt])
+    assert [choice.descriptor.num_active_loras for choice in ran] == [4, 0, 1, 0, 2]
+    assert {(choice.mode, choice.padded_num_tokens) for choice in ran} == {(PIECEWISE, 8)}
+
+
+def test_a_decode_only_size_beside_pieces_is_dispatched_again() -> None:
+    # Decode batches of 3 tokens a request have size 6, which pieces have not.
+    plan = plan_of(BOTH, [2, 4, 8], decode_query_lens=(3,))
+    ran = choices(plan, [BatchShape(6, 2, 3), BatchShape(2, 1, 2, has_prompts=True)])
+    assert [choice.descriptor for choice in ran] == [BatchDescriptor(8)] * 2
+    assert ran[0].reason is Reason.PIECES_ON_ANOTHER_RANK
+
+
+def test_without_pieces_large_enough_all_are_eager() -> None:
+    plan = plan_of(BOTH, [2, 4], decode_query_lens=(3,))
+    ran = choices(plan, [BatchShape(6, 2, 3), BatchShape(2, 1, 2, has_prompts=True), None])
+    assert [choice.padded_num_tokens for choice in ran] == [6, 2, 1]
+    assert {(choice.mode, choice.reason) for choice in ran} == {(NONE, Reason.NO_COMMON_SIZE)}
+
+
+def test_the_size_is_that_of_the_unpadded_maximum() -> None:
+    # 4 tokens are padded to 6 in decode graphs, but 4 is a size of pieces.
+    plan = plan_of(BOTH, [1, 4, 6], decode_query_lens=(3,))
+    ran = choices(plan, [BatchShape(3, 1, 3), BatchShape(4, 1, 4, has_prompts=True)])
+    assert [choice.descriptor for choice in ran] == [BatchDescriptor(4)] * 2
+
+
+def test_ranks_of_several_query_lengths_take_a_size_that_all_have() -> None:
+    plan = plan_of(DECODE_ONLY, [2, 3, 6], decode_query_lens=(1, 3))
+    ran = choices(plan, [BatchShape(2, 2, 1), BatchShape(3, 1, 3), None])
+    assert [(choice.descriptor.num_tokens, choice.descriptor.query_len) for choice in ran] == [
+        (3, 1),
+        (3, 3),
+        (3, 1),
+    ]
+    # Size 6 is out of reach of requests with one token each, of which there are 4 at most.
+    plan = plan_of(DECODE_ONLY, [2, 3, 6], decode_query_lens=(1, 3), max_num_seqs=4)
+    ran = choices(plan, [BatchShape(2, 2, 1), BatchShape(6, 2, 3)])
+    assert {(choice.mode, choice.reason) for choice in ran} == {(NONE, Reason.NO_COMMON_SIZE)}
+
+
+def test_chunks_of_prompts_on_one_rank_keep_others_from_decode_graphs() -> None:
+    plan = plan_of(BOTH, [4, 8], decode_query_lens=(2,))
+    decode = BatchShape(4, 2, 2)
+    assert {choice.mode for choice in choices(plan, [decode, decode])} == {FULL}
+    chunks = decode._replace(has_prompts=True)
+    assert {choice.mode for choice in choices(plan, [decode, chunks])} == {PIECEWISE}
+    only = plan_of(DECODE_ONLY, [4, 8], decode_query_lens=(2,))
+    assert {choice.mode for choice in choices(only, [decode, chunks])} == {NONE}
+
+
+def test_ranks_with_other_messages_are_told() -> None:
+    rank = Rank(0, 1)
+    rank.total = torch.zeros(2, dtype=torch.int64)
+    plan = plan_of(BOTH, [4])
+    with pytest.raises(ConfigError, match="got 2 integers from the ranks, which is not 3 for each"):
+        AgreedDispatch(rank, plan, Dispatcher(plan).dispatch).step(None)
