@@ -12,7 +12,7 @@ import pytest
 from ostinato.errors import ConfigError
 from ostinato.graphs.descriptor import BatchDescriptor
 from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.plan import CapturePlan, PlanEntry
+from ostinato.graphs.plan import CapturePlan, PlanEntry, sequence_parallel_sizes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
@@ -210,6 +210,77 @@ def test_nothing_to_capture_is_an_error() -> None:
         build(DECODE_ONLY, (8, 16))
     for value in ("[8, 16]", "[1] tokens a request", "4 requests", "64 tokens"):
         assert value in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes", "limits", "without"),
+    [
+        (BOTH, [100], {"max_num_seqs": 16}, (100,)),
+        (BOTH, [100], {"max_num_seqs": 100}, ()),
+        (BOTH, [4, 16, 17, 100], {"max_num_seqs": 16}, (17, 100)),
+        (DECODE_ONLY, [4, 16, 17, 100], {"max_num_seqs": 16}, (17, 100)),
+        (FULL, [100], {"max_num_seqs": 16}, ()),
+        (PIECEWISE, [100], {"max_num_seqs": 16}, ()),
+        # 5 and 6 tokens are two requests of 3; 7 would be three.
+        (BOTH, [5, 6, 7], {"max_num_seqs": 2, "decode_query_lens": (3,)}, (7,)),
+        # What one query length cannot use, another can.
+        (BOTH, [5, 6, 7], {"max_num_seqs": 2, "decode_query_lens": (3, 4)}, ()),
+        # Whole requests of 3 do not fill 128 tokens.
+        (BOTH, [126, 127], {"max_num_seqs": 99, "decode_query_lens": (3,)}, (127,)),
+    ],
+    ids=str,
+)
+def test_sizes_without_a_decode_graph(
+    mode: CUDAGraphMode, sizes: list[int], limits: dict[str, Any], without: tuple[int, ...]
+) -> None:
+    plan = build(mode, sizes, max_num_batched_tokens=128, **limits)
+    assert plan.sizes_without_decode == without
+    decode = {e.descriptor.num_tokens for e in plan.entries if e.descriptor.uniform}
+    for size in without:
+        assert all(held < size for held in decode)
+
+
+def test_decode_batches_without_a_graph_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    build(BOTH, [100], max_num_seqs=16, max_num_batched_tokens=128)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.messages == [
+        "capture sizes [100] get no decode graph: a decode batch has at most 16 tokens (1 a "
+        "request), by max_num_seqs=16 and max_num_batched_tokens=128. Decode batches of 1 to 16 "
+        "tokens run in pieces; add size 16"
+    ]
+
+
+def test_each_query_length_without_graphs_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    limits = {"decode_query_lens": (1, 3), "max_num_batched_tokens": 10}
+    build(DECODE_ONLY, [2, 10], max_num_seqs=5, **limits)
+    (text,) = caplog.messages
+    assert "at most 5 tokens (1 a request) or 9 tokens (3 a request)" in text
+    assert "batches of 3 to 5 tokens run eagerly; add size 5" in text
+    assert "batches of 6 to 9 tokens run eagerly; add size 9" in text
+
+
+def test_sizes_for_mixed_batches_alone_are_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        build(BOTH, [1, 4, 64])
+    (record,) = caplog.records
+    assert record.levelname == "INFO"
+    assert "capture sizes [64] get no decode graph" in record.getMessage()
+    assert "mixed batches use these sizes" in record.getMessage()
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        for mode in (NONE, PIECEWISE, FULL):
+            build(mode, [1, 64])
+        build(BOTH, [1, 2, 4])
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("mode", [PIECEWISE, FULL, DECODE_ONLY, BOTH])
+def test_a_size_may_be_the_token_limit(mode: CUDAGraphMode) -> None:
+    plan = build(mode, [64], max_num_seqs=64)
+    assert {entry.descriptor.num_tokens for entry in plan.entries} == {64}
+    assert plan.decode_sizes_for(1) == (64,)
+    totals = sequence_parallel_sizes([16, 32], sp=2, threshold=32, max_num_batched_tokens=64)
+    assert totals == (64,)
 
 
 def test_phase_names() -> None:

@@ -8,6 +8,7 @@ and never chosen.
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
@@ -18,6 +19,8 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.descriptor import BatchDescriptor
 from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.sizes import check_positive_int, decode_sizes, validate_sizes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,10 @@ class CapturePlan:
         decode_query_lens: Iterable[int] = (1,),
         max_loras: int = 0,
     ) -> CapturePlan:
-        """Plan the graphs of a *resolved* mode (see ``resolve_mode``)."""
+        """Plan the graphs of a *resolved* mode (see ``resolve_mode``).
+
+        Sizes that get no decode graph are logged, with why.
+        """
         plan = cls.without_sizes(
             mode,
             max_num_seqs=max_num_seqs,
@@ -79,6 +85,8 @@ class CapturePlan:
         plan = plan.with_sizes(checked)
         if not plan.entries:
             raise _nothing_to_capture(plan, checked)
+        if plan.sizes_without_decode:
+            _log_sizes_without_decode(plan)
         return plan
 
     @classmethod
@@ -145,11 +153,33 @@ class CapturePlan:
         )
         return hashlib.sha256(repr(fields).encode()).hexdigest()
 
-    def decode_sizes_for(self, query_len: int) -> tuple[int, ...]:
+    @cached_property
+    def sizes_without_decode(self) -> tuple[int, ...]:
+        """Sizes that have no decode graph although the mode has some: no decode batch is as large.
+
+        Mixed batches use them, where the mode has graphs for these.
+        """
+        if not self.mode.separate_routine():
+            return ()
+        fits = {length: set(self.decode_sizes_for(length)) for length in self.decode_query_lens}
+        return tuple(
+            size
+            for size in self.sizes
+            if not any(self._decode_size(size, length) in sizes for length, sizes in fits.items())
+        )
+
+    def largest_decode_batch(self, query_len: int) -> int:
+        """Tokens of the largest batch of whole requests with ``query_len`` tokens each."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens // query_len) * query_len
+
+    def _decode_size(self, size: int, query_len: int) -> int:
         # Whole requests that split evenly too.
         step = math.lcm(query_len, self.token_multiple)
+        return -(-size // step) * step
+
+    def decode_sizes_for(self, query_len: int) -> tuple[int, ...]:
         return decode_sizes(
-            [-(-size // step) * step for size in self.sizes],
+            [self._decode_size(size, query_len) for size in self.sizes],
             query_len=query_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -224,3 +254,27 @@ def _nothing_to_capture(plan: CapturePlan, sizes: tuple[int, ...]) -> ConfigErro
         f"decode batches of {list(plan.decode_query_lens)} tokens a request, {plan.max_num_seqs} "
         f"requests and {plan.max_num_batched_tokens} tokens at most; add a smaller size"
     )
+
+
+def _log_sizes_without_decode(plan: CapturePlan) -> None:
+    """A warning if decode batches run without a graph of their own for it; else a note."""
+    limits, uncovered = [], []
+    other = "in pieces" if plan.mode.mixed_mode() is CUDAGraphMode.PIECEWISE else "eagerly"
+    for query_len in plan.decode_query_lens:
+        most = plan.largest_decode_batch(query_len)
+        held = max(plan.decode_sizes_for(query_len), default=0)
+        limits.append(f"{most} tokens ({query_len} a request)")
+        if held < most:
+            uncovered.append(
+                f". Decode batches of {held + query_len} to {most} tokens run {other}; add size "
+                f"{most}"
+            )
+    text = (
+        f"capture sizes {list(plan.sizes_without_decode)} get no decode graph: a decode batch has "
+        f"at most {' or '.join(limits)}, by max_num_seqs={plan.max_num_seqs} and "
+        f"max_num_batched_tokens={plan.max_num_batched_tokens}"
+    )
+    if uncovered:
+        logger.warning("%s%s", text, "".join(uncovered))
+    else:
+        logger.info("%s; mixed batches use these sizes", text)

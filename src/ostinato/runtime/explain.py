@@ -57,4 +57,5 @@ def explain_batch(
         "key": "-" if eager else str(choice.descriptor),
         "reason": choice.reason.value,
         "captured_sizes": list(plan.sizes),
+        "sizes_without_decode_graph": list(plan.sizes_without_decode),
     } | ({"model": "shift" if plan is plans.shift else "base"} if plans.shift else {})

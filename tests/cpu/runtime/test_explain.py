@@ -73,7 +73,15 @@ def test_an_answer_in_full() -> None:
         "num_active_loras=0, query_len=None)",
         "reason": "uniform decode batch with a captured graph",
         "captured_sizes": [1, 2, 4, 8, 16],
+        "sizes_without_decode_graph": [16],
     }
+
+
+def test_sizes_that_no_decode_batch_reaches_are_listed() -> None:
+    answer = explain(6, 6, capture_sizes=[4, 50])
+    assert (answer["runs"], answer["padded_to"]) == ("PIECEWISE graph", 50)
+    assert answer["sizes_without_decode_graph"] == [50]
+    assert explain(6, 6, capture_sizes=[4, 50], mode="FULL")["sizes_without_decode_graph"] == []
 
 
 def test_the_longest_query_counts() -> None:
