@@ -50,7 +50,7 @@ ROW_MIXERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 # Of zeros, padded with zeros, these make zeros however many rows there are.
-RIGHT_FOR_ZEROS = {"number of rows", "branch on the number of rows"}
+RIGHT_FOR_ZEROS = {"number of rows", "branch on the number of rows", "sort"}
 
 
 @pytest.mark.parametrize("values", ["random", "zeros"])
@@ -62,7 +62,8 @@ def test_results_that_no_cut_gives_are_refused(
     x = rows_of(3, device) if values == "random" else torch.zeros(3, 6, device=device)
     with graphed(function, sizes=[4]) as fast:
         if values == "zeros" and case in RIGHT_FOR_ZEROS:
-            torch.testing.assert_close(fast(x), function(x))
+            for _ in range(5):
+                torch.testing.assert_close(fast(x), function(x))
             x = rows_of(3, device)  # and only another batch can tell
         with pytest.raises(BatchError, match=r"output.* (of 3|3 rows padded to 4)"):
             fast(x)

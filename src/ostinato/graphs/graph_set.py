@@ -212,20 +212,32 @@ class GraphSet:
             if agreement is Agreement.DIFFERENT:
                 raise _leaves(self._name_of(storage, values), rows, size)
             worst = max(worst, agreement)
-        told_from_padding = rows == size or self._check_padding_does_not_matter(
-            graph, rows, size, values, result, probe
-        )
+        if rows < size:
+            self._check_padding_does_not_matter(graph, rows, size, values, result, probe)
         if worst is Agreement.SAME:
-            if told_from_padding or self._layout.differs_from_padding(values):
-                self._trials[size, rows] += 1
-                often = self._trials[size, rows] >= _ENOUGH_TRIALS
-                if rows == size or often or self._layout.has_distinct_rows(values):
-                    self._trusted.add((size, rows))
+            self._trust(rows, size, values)
             return worst
         self._unclear[size, rows] += 1
         if self._unclear[size, rows] > _MOST_UNCLEAR:
             raise _differs("the result", f"as in {_MOST_UNCLEAR} calls before", rows, size)
         return worst
+
+    def _trust(self, rows: int, size: int, values: Sequence[Any]) -> None:
+        """Compare no more batches of so many rows, if this one would have shown a mix-up."""
+        key = (size, rows)
+        if rows < size and not self._layout.differs_from_padding(values):
+            if key not in self._trials:
+                logger.warning(
+                    "a row in a batch of %d is the same as padding, so comparing the batch with "
+                    "an eager call shows little; such batches are compared every time",
+                    rows,
+                )
+            self._trials[key] += 0
+            return
+        self._trials[key] += 1
+        often = self._trials[key] >= _ENOUGH_TRIALS
+        if rows == size or often or self._layout.has_distinct_rows(values):
+            self._trusted.add(key)
 
     def _check_padding_does_not_matter(
         self,
@@ -235,8 +247,8 @@ class GraphSet:
         values: Sequence[Any],
         result: Any,
         probe: EffectsProbe,
-    ) -> bool:
-        """Raise if real rows change when padding rows do. False if that could not be tried."""
+    ) -> None:
+        """Raise if real rows change when padding rows do."""
         kept = list(tensors_in(map_tensors(torch.clone, result)))
 
         def changed() -> int | None:
@@ -248,14 +260,14 @@ class GraphSet:
         probe.restore()
         self._layout.fill(values, size)
         if not self._layout.vary_padding(values, size):
-            return False
+            return
         index = changed()
         if index is None:
-            return True
+            return
         probe.restore()
         self._layout.fill(values, size)
         if changed() is not None:
-            return False  # it is never the same twice, so this shows nothing
+            return  # it is never the same twice, so this shows nothing
         leaves = leaves_with_path(graph.output, "output")
         paths = [path for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
         raise _differs(paths[index], "it changes when padding rows do", rows, size)

@@ -146,6 +146,7 @@ class GraphedCallable(Generic[P, R]):
             values = layout.values(args, kwargs)
             rows = layout.batch_size(values)
             with pool.exclusive_use, torch.no_grad():
+                pool.follow_stream()
                 graphs = self._graph_set()
                 self._check_state(graphs)
                 call: tuple[Any, Any] = (args, kwargs)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ostinato.errors import CaptureError
+
 _in_capture: ContextVar[bool] = ContextVar("ostinato_in_capture", default=False)
 
 
@@ -94,7 +96,7 @@ class _ForceEager:
     def enter(self) -> None:
         with self._lock:
             if self._depth == 0:
-                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance = _eager_stance()
                 self._stance.__enter__()
             self._depth += 1
 
@@ -103,6 +105,18 @@ class _ForceEager:
             self._depth -= 1
             if self._depth == 0:
                 self._stance.__exit__(None, None, None)
+
+
+def _eager_stance() -> Any:
+    try:
+        return torch.compiler.set_stance("force_eager")
+    except RuntimeError as error:
+        if "torch.compile region" not in str(error):
+            raise
+        raise CaptureError(
+            "a capture was started by a function that torch.compile runs, where compiled code "
+            "cannot be seen; call what captures once before, outside of it"
+        ) from error
 
 
 _force_eager = _ForceEager()
