@@ -31,11 +31,13 @@ SUPPORT = [AttentionCGSupport.ALWAYS, AttentionCGSupport.ALWAYS, *AttentionCGSup
 
 @pytest.fixture(autouse=True, scope="module")
 def quiet() -> Iterator[None]:
-    """Thousands of changed modes are no news here."""
-    logger = logging.getLogger("ostinato.graphs.modes")
-    logger.setLevel(logging.ERROR)
+    """Thousands of changed modes and unused sizes are no news here."""
+    loggers = [logging.getLogger(f"ostinato.graphs.{name}") for name in ("modes", "plan")]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     yield
-    logger.setLevel(logging.NOTSET)
+    for logger in loggers:
+        logger.setLevel(logging.NOTSET)
 
 
 class Setup(NamedTuple):
