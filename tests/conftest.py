@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, so before that
 
 from ostinato import GraphPool
 
@@ -14,6 +19,16 @@ settings.register_profile("ostinato", deadline=None, derandomize=True)
 settings.load_profile("ostinato")
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that run on both backends, and those in ``tests/gpu``, are marked ``gpu``."""
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        if "device" in item.fixturenames or GPU_TESTS in item.path.parents:
+            item.add_marker("gpu")
 
 
 @pytest.fixture(params=DEVICES)

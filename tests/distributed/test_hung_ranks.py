@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from workers import GlooPool, WorkerDiedError
 
 from ostinato import LLM, SamplingParams
 from ostinato.errors import RankFailedError
+
+pytestmark = [pytest.mark.slow, pytest.mark.alone]  # it is timed
 
 TIMEOUT_S = 2.5
 WATCHED: dict[str, Any] = {**TINY, "rank_timeout_s": TIMEOUT_S}
@@ -32,7 +35,7 @@ def in_rank(rank: int, code: str, directory: Path, monkeypatch: pytest.MonkeyPat
     """Have the rank that is started under this number run ``code`` before anything else."""
     guarded = f"import sys, time\nif sys.argv[:1] == ['-m'] and sys.argv[-1] == '{rank}':\n{code}"
     (directory / "sitecustomize.py").write_text(guarded)
-    monkeypatch.setenv("PYTHONPATH", str(directory))
+    monkeypatch.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
 
 
 # Sleeps at the n-th call of a method, for so many seconds, by what SLEEPS says.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
 import subprocess
@@ -25,6 +26,8 @@ from ostinato.runtime import startup
 from ostinato.runtime.parallel import launch, worker
 from ostinato.runtime.parallel.world import World
 
+pytestmark = pytest.mark.slow
+
 TWO: dict[str, Any] = {**TINY, "tensor_parallel": 2, "rank_timeout_s": TIMEOUT_S}
 
 
@@ -37,7 +40,7 @@ def in_rank_1(code: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
     """Have every rank that is started run ``code`` before anything else."""
     guarded = "import os, signal, sys\nif sys.argv[:1] == ['-m']:\n" + code
     (directory / "sitecustomize.py").write_text(guarded)
-    monkeypatch.setenv("PYTHONPATH", str(directory))
+    monkeypatch.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
 
 
 def listening_on(port: int) -> set[str]:
@@ -255,6 +258,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
+@pytest.mark.alone  # it is timed
 def test_a_stopped_rank_0_ends_the_others(tmp_path: Path) -> None:
     """The store is in its process, so whoever asks it for beats waits."""
     script = tmp_path / "script.py"

@@ -151,6 +151,7 @@ def test_tokens_equal_those_of_one_rank(
         assert mode in {how for _, how in steps}
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_ranks_that_would_wait_for_each_others_captures_are_told() -> None:
     device = torch.device("cuda")

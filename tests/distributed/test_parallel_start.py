@@ -17,6 +17,8 @@ import torch.distributed as dist
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.errors import ConfigError, RankFailedError
 
+pytestmark = pytest.mark.slow
+
 TINY: dict[str, Any] = {
     "model": "tiny",
     "random_weights": True,
@@ -131,6 +133,7 @@ def test_a_rank_that_dies_takes_the_others_down(llm: LLM) -> None:
         llm.generate(PROMPTS)
 
 
+@pytest.mark.alone  # it is timed
 def test_a_rank_that_hangs_is_ended(llm: LLM) -> None:
     pid = pid_of_rank_1(llm)
     next(llm.stream(PROMPTS, SamplingParams(max_tokens=50)))
@@ -163,7 +166,7 @@ def test_an_error_in_a_started_rank_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(FAULT)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with LLM(**TINY, tensor_parallel=2, rank_timeout_s=TIMEOUT_S) as llm:
         with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: a fault of this"):
             llm.generate(PROMPTS, PARAMS)

@@ -87,6 +87,7 @@ def test_results_are_nobody_elses_memory(device: torch.device) -> None:
         assert total == [3, 3, 3]
 
 
+@pytest.mark.gpu
 def test_ranks_on_streams_of_their_own() -> None:
     if not torch.cuda.is_available():
         pytest.skip("streams need a GPU")

@@ -79,6 +79,7 @@ def test_a_cache_that_fails_is_done_without(
     assert kernel("i8(i8)")(lambda x: twice(x) + 1)(20) == 41
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_used_by_the_next_process_and_may_be_damaged(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
 
@@ -93,8 +94,8 @@ def test_what_is_kept_is_used_by_the_next_process_and_may_be_damaged(tmp_path: P
     assert kept
     run()
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbc")} == kept
-    for path in kept:
-        path.write_bytes(path.read_bytes()[:100])
+    (damaged,) = (path for path in kept if "silu_and_mul" in path.name)  # the one that is called
+    damaged.write_bytes(damaged.read_bytes()[:100])
     run()
 
 

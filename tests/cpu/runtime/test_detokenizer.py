@@ -77,6 +77,7 @@ class Stream:
 # --- without stop strings -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(data=st.data(), skip=st.booleans())
 def test_any_tokens_give_what_the_tokenizer_gives(
@@ -220,6 +221,7 @@ def read_until_stop(text: str, stops: Sequence[str], ignored: int = 0) -> tuple[
     return None
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(data=st.data(), text=UNICODE, include=st.booleans())
 def test_stop_strings(tokenizer: Any, data: st.DataObject, text: str, include: bool) -> None:

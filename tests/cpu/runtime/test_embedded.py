@@ -31,6 +31,7 @@ def default() -> LoadedModel:
     return load_model(None, device=torch.device("cpu"), dtype=torch.float32, show_progress=False)
 
 
+@pytest.mark.slow
 @installed
 def test_it_is_what_it_says(default: LoadedModel) -> None:
     assert default.generic_reason is None
@@ -42,6 +43,7 @@ def test_it_is_what_it_says(default: LoadedModel) -> None:
     assert default.config.rope_parameters["rope_theta"] == 100000.0
 
 
+@pytest.mark.slow
 @installed
 def test_the_copy_answers(default: LoadedModel) -> None:
     """transformers itself, from the converted copy; with a wrong weight it could not."""

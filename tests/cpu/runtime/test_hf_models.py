@@ -247,6 +247,7 @@ def test_random_weights_are_the_seeds_alone(device: torch.device) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="half precision is for GPUs")
 @pytest.mark.parametrize("name", [*MIXTURES, "gemma2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

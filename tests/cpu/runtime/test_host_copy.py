@@ -35,6 +35,7 @@ def test_what_was_read_is_not_overwritten_by_what_comes(device: torch.device) ->
     assert first.tolist() == list(range(8))
 
 
+@pytest.mark.gpu
 def test_boxes_are_used_again_once_they_are_read_and_not_before() -> None:
     if not torch.cuda.is_available():
         pytest.skip("boxes are for CUDA")

@@ -1,16 +1,13 @@
 """Products with their norm, gate and residual, held against float64; and which blocks are chosen.
 
-Without a GPU the kernels run in Triton's interpreter, in a process of their own if need be, as
-``test_triton_paged`` explains. What only a GPU shows is in ``tests/gpu/test_linear_gpu.py``.
+Without a GPU the kernels run in Triton's interpreter, as in ``test_triton_paged``. What only a GPU
+shows is in ``tests/gpu/test_linear_gpu.py``.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -28,29 +25,14 @@ from ostinato.runtime.operators import tuning
 from ostinato.runtime.operators.linear import Norm, linear, run_kernel
 from ostinato.runtime.operators.tuning import Blocks, Choice, LinearShape, Tuning
 
-if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
-TOO_LATE = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-
 pytest.importorskip("triton")
 
 EXAMPLES = 8 if torch.cuda.is_available() else 40  # CUDA takes a second for every new kernel
-
-if TOO_LATE:
-
-    def test_kernels_in_a_process_of_their_own() -> None:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "kernel"]
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run([*command, __file__], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert " skipped" not in done.stdout
 
 
 @pytest.fixture
 def device() -> torch.device:
     """One or the other: where there is a GPU, the kernels are not interpreted."""
-    if TOO_LATE:
-        pytest.skip("run by test_kernels_in_a_process_of_their_own")
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -319,6 +319,7 @@ def busy() -> Iterator[tuple[Engine, dict[tuple[int, ...], list[int]]]]:
         yield llm.engine, {}
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_requests_join_and_leave(
     busy: tuple[Engine, dict[tuple[int, ...], list[int]]], data: st.DataObject
@@ -573,6 +574,7 @@ def test_counters(mode: str, triggers: int, graphs: int, tmp_path: Path) -> None
     llm.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiler", [False, "eager"])
 def test_warming_up_with_few_layers_leaves_the_model_whole(
     compiler: Any, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -438,6 +438,7 @@ def test_configs_that_transformers_must_read(change: dict[str, Any]) -> None:
     assert stated_config(SHAPES["tiny"] | change) is None
 
 
+@pytest.mark.slow
 def test_loading_the_embedded_kind_of_model_imports_no_compiler(tmp_path: Path) -> None:
     save_tiny(TINY_NATIVE["llama"](), tmp_path)
     words = Tokenizer(models.WordLevel({"?": 0, "two": 1}, unk_token="?"))

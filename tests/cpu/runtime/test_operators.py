@@ -1,15 +1,10 @@
 """The small operators of a decode step, and their kernels, against torch and transformers.
 
 "public" is what the runtime calls; "kernel" is Triton, in its interpreter where there is no GPU.
-The interpreter must be asked for before Triton is first imported; where others imported it before,
-the tests run once more in a process of their own.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -30,10 +25,6 @@ from ostinato.runtime.request_state import RequestState
 from ostinato.runtime.sampler import sample
 from ostinato.runtime.sampling_state import SamplingFeatures, SamplingState
 
-if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
-TOO_LATE = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-
 pytest.importorskip("triton")
 
 # What one rounding may change, in parts; float32 results are sums and exponentials besides.
@@ -42,23 +33,12 @@ POISON = 2**30
 few = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 dtypes = st.sampled_from([*ROUNDING])
 
-if TOO_LATE:
-
-    def test_kernels_in_a_process_of_their_own() -> None:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert " skipped" not in done.stdout
-
 
 @pytest.fixture(params=["public", "kernel"])
 def find(request: pytest.FixtureRequest, device: torch.device) -> Callable[[Any, str], Any]:
     """An operator by its module and name, as the runtime calls it or as the kernel's launch."""
     if request.param == "public":
         return getattr
-    if TOO_LATE:
-        pytest.skip("run by test_kernels_in_a_process_of_their_own")
     if device.type == "cpu" and torch.cuda.is_available():
         pytest.skip("where there is a GPU, the kernels are not interpreted")
     return lambda module, name: getattr(module, f"triton_{name}")
@@ -330,6 +310,7 @@ class Rows:
         assert torch.equal(self.tokens[is_greedy], logits[is_greedy].argmax(dim=1))
 
 
+@pytest.mark.slow
 @few
 @given(
     rows=st.lists(
@@ -579,6 +560,7 @@ def test_decode_outputs_go_to_the_rows_that_ran(
         assert torch.equal(getattr(state, name), getattr(expected, name))
 
 
+@pytest.mark.slow
 def test_long_tables_and_large_batches(find: Any, device: torch.device) -> None:
     """More blocks, and more rows, than a program looks at in one go."""
     cache = CacheSize(num_blocks=700, block_size=2, max_model_len=1200)

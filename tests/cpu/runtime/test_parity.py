@@ -26,6 +26,10 @@ BY_BREAKS = ("NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWIS
 # Split by torch.compile, and no code generated: the operators are those of eager.
 BY_COMPILE = ("PIECEWISE compiled", "FULL_AND_PIECEWISE compiled")
 ARCHITECTURES = {**TINY_NATIVE, **TINY_GENERIC}
+QUICK = ("llama", "gpt2")  # one of each kind, where a run is to take a minute
+NAMES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES
+]
 
 
 def prompts_for(name: str) -> list[list[int]]:
@@ -108,8 +112,10 @@ def record_logits(llm: LLM) -> dict[str, list[torch.Tensor]]:
     return rows
 
 
-@pytest.mark.parametrize("mode", BY_BREAKS + BY_COMPILE)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "mode", [*BY_BREAKS, *(pytest.param(mode, marks=pytest.mark.slow) for mode in BY_COMPILE)]
+)
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_and_logits(
     name: str,
     mode: str,
@@ -135,7 +141,7 @@ def test_greedy_tokens_and_logits(
 
 
 @pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_without_numba(
     name: str,
     mode: str,

@@ -2,14 +2,11 @@
 
 The oracle turns pairs as complex numbers in float64 and attends with the plain-torch operator,
 which has tests of its own. Without a GPU the kernels run in Triton's interpreter, as those of
-``test_triton_paged`` do, and for the same reasons in a process of their own.
+``test_triton_paged`` do.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,10 +27,6 @@ from ostinato.runtime.attention.rotation import Rotation
 from ostinato.runtime.attention.torch_paged import TorchPagedAttention
 from ostinato.runtime.attention.triton_paged import TritonPagedAttention, is_decode
 
-if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
-TOO_LATE = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-
 pytest.importorskip("triton")
 
 EPS = 1e-5
@@ -43,20 +36,8 @@ DTYPES = [torch.float32, torch.float16]
 EXAMPLES = 6  # the interpreter takes about 10 ms for every program
 
 
-if TOO_LATE:
-
-    def test_kernels_in_a_process_of_their_own() -> None:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert " skipped" not in done.stdout
-
-
 @pytest.fixture
 def device() -> torch.device:
-    if TOO_LATE:
-        pytest.skip("run by test_kernels_in_a_process_of_their_own")
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -208,6 +189,7 @@ def layouts(requests: st.SearchStrategy[tuple[int, int]], *, decode: bool) -> An
 # --- results --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(layout=layouts(decodes, decode=True), norm=st.booleans())
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_decode_batch(
@@ -216,12 +198,14 @@ def test_any_decode_batch(
     check(case(layout, device, norm=norm))
 
 
+@pytest.mark.slow
 @given(layout=layouts(queries, decode=False), norm=st.booleans())
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_batch(processors: int, device: torch.device, layout: Layout, norm: bool) -> None:
     check(case(layout, device, norm=norm))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "dim", "norm"), [(1, 128, True), (3, 64, False), (4, 64, True), (8, 80, False)]
 )
@@ -383,6 +367,7 @@ LONG_DECODES = [  # four requests, four tokens
 ALL_RULES = {"window": 50, "sinks": True, "soft_cap": 2.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mixes", "num_tokens", "rules"),
     [(LONG_DECODES, 4, {"window": 80}), (MIXES[1:3], 12, ALL_RULES)],

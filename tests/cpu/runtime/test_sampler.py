@@ -627,6 +627,7 @@ ROWS = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(rows=ROWS, data=st.data())
 def test_a_row_does_not_see_the_others(

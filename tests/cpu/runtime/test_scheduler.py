@@ -689,10 +689,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.patch.undo()
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
 TestSchedulerMachine.settings = settings(max_examples=400, stateful_step_count=40)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(limits=limits, batch=st.lists(requests_to_make, min_size=1, max_size=8), depth=depths)
 def test_tokens_do_not_depend_on_scheduling(
@@ -810,6 +811,7 @@ happenings = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(
     limits=limits,

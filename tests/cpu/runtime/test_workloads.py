@@ -22,6 +22,7 @@ from ostinato.runtime.engine import Engine
 
 MAX_MODEL_LEN = 128
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+pytestmark = pytest.mark.gpu
 GARBAGE = 2**30  # no token, position, block or slot
 
 
