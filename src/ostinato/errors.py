@@ -20,6 +20,10 @@ class BatchError(OstinatoError, ValueError):
     """A batch or an argument does not fit what the graphs were built for."""
 
 
+class MeasurementError(OstinatoError, RuntimeError):
+    """A benchmark measured nothing: its noise is larger than what was to be measured."""
+
+
 class RequestError(OstinatoError, ValueError):
     """A request cannot be run: an empty or too long prompt, a token id that does not exist."""
 

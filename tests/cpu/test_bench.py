@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ostinato.runtime.kernels
 from ostinato import LLM
-from ostinato.bench import baselines, floor, plot, profile
+from ostinato.bench import baselines, core, floor, plot, profile
 from ostinato.bench.breakdown import (
     ATTENTION,
     COPIES,
@@ -27,8 +28,118 @@ from ostinato.bench.breakdown import (
     break_down,
     part_of,
 )
-from ostinato.errors import ConfigError
+from ostinato.bench.tpot import Record, agreement, evaluate, time_per_token
+from ostinato.errors import ConfigError, MeasurementError
 from ostinato.runtime.attention.base import AttentionSpec
+
+# --- the time per output token --------------------------------------------------------------------
+
+
+def test_time_per_token() -> None:
+    time = time_per_token([0.010, 0.012, 0.011], [0.110, 0.111, 0.113], new_tokens=100)
+    assert time.median == pytest.approx(1e-3)
+    assert time.quartiles == (pytest.approx(0.995e-3), pytest.approx(1.01e-3))
+    assert time.unusable is None
+    assert time_per_token([0.010], [0.110], new_tokens=100).quartiles == (
+        pytest.approx(1e-3),
+        pytest.approx(1e-3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ([0.3], [0.2]),  # negative
+        ([0.2], [0.2]),  # nothing at all
+        ([0.1, 0.3, 0.5], [0.4, 0.4, 0.4]),  # the short runs spread over more than the difference
+        ([0.1, 0.1, 0.1], [0.15, 0.2, 0.6]),  # the long ones
+        ([0.1, 0.18, 0.18, 0.18], [0.19, 0.1, 0.17, 0.2]),  # medians are fine, pairs are not
+    ],
+)
+def test_a_time_that_noise_exceeds_is_unusable(short: list[float], long: list[float]) -> None:
+    reason = time_per_token(short, long, new_tokens=10).unusable
+    assert reason is not None
+    assert re.match(
+        r"noise: short runs took [0-9.]+ to [0-9.]+ ms and long ones [0-9.]+ to [0-9.]+ ms "
+        r"\(quartiles\), with -?[0-9.]+ ms between their medians; measure on a quieter machine",
+        reason,
+    )
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-3, 10), st.floats(1e-3, 10)), min_size=1, max_size=12),
+    st.integers(1, 500),
+)
+def test_no_time_is_negative(pairs: list[tuple[float, float]], new_tokens: int) -> None:
+    short, long = zip(*pairs, strict=True)
+    record = Record(short_s=list(short), long_s=list(long))
+    row = evaluate({"ostinato": record}, ours="ostinato", batch=2, new_tokens=new_tokens)
+    (reason,) = row["unusable"].values() or (None,)
+    for name in ("tpot_ms", "tokens_per_s", "tpot_quartiles_ms"):
+        assert (list(row[name]) == ["ostinato"]) == (reason is None)
+    if reason is None:
+        low, high = row["tpot_quartiles_ms"]["ostinato"]
+        assert 0 < low <= row["tpot_ms"]["ostinato"] <= high
+        assert row["tokens_per_s"]["ostinato"] > 0
+
+
+def test_one_outlier_does_not_spoil_many_runs() -> None:
+    time = time_per_token([0.1] * 9 + [5.0], [0.2] * 9 + [0.3], new_tokens=10)
+    assert time.median == pytest.approx(0.01)
+    assert time.unusable is None
+
+
+def test_all_tokens_of_all_requests_are_compared() -> None:
+    ours = [[1] * 40, [2] * 40, [3] * 40]
+    assert agreement(ours, ours) == {
+        "requests": 3, "of_requests": 3, "tokens": 120, "of_tokens": 120
+    }  # fmt: skip
+    theirs = [[1] * 40, [2] * 39 + [7], [3] * 20 + [7] + [3] * 19]
+    assert agreement(ours, theirs) == {
+        "requests": 1, "of_requests": 3, "tokens": 40 + 39 + 20, "of_tokens": 120
+    }  # fmt: skip
+    assert agreement([[1, 2]], [[1, 2, 3]])["requests"] == 0
+
+
+def test_a_row_of_several_subjects() -> None:
+    steady = {"short_s": [0.1, 0.1], "long_s": [0.2, 0.2]}
+    records = {
+        "ostinato": Record(**steady, tokens=[[1, 2, 3]]),
+        "eager": Record(short_s=[0.1, 0.1], long_s=[0.3, 0.3], tokens=[[1, 2, 4]]),
+        "hf": Record(short_s=[0.4, 0.1], long_s=[0.2, 0.2], tokens=[[1, 2, 3]]),
+    }
+    row = evaluate(records, ours="ostinato", batch=4, new_tokens=10)
+    assert row["tpot_ms"] == {"ostinato": pytest.approx(10), "eager": pytest.approx(20)}
+    assert row["tokens_per_s"] == {"ostinato": pytest.approx(400), "eager": pytest.approx(200)}
+    assert row["speedup_over"] == {"eager": pytest.approx(2)}
+    assert row["same_tokens_as"] == {"eager": False, "hf": True}
+    assert row["agreement"]["eager"]["tokens"] == 2
+    assert list(row["unusable"]) == ["hf"]
+    del records["eager"], records["hf"]
+    records["ostinato"] = Record(short_s=[0.4], long_s=[0.2])
+    assert evaluate(records, ours="ostinato", batch=4, new_tokens=10)["speedup_over"] == {}
+
+
+def test_a_wrapper_that_seems_to_cost_less_than_nothing_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def medians(subjects: Any, **options: Any) -> dict[str, float]:
+        return {"wrapped": 2e-6, "bare": 3e-6}
+
+    monkeypatch.setattr(core, "median_seconds", medians)
+    with pytest.raises(MeasurementError, match=r"wrapped call took 2\.00 µs and the bare replay"):
+        core.wrapper_microseconds(torch.device("cpu"))
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*decode*.json")), ids=lambda path: path.name)
+def test_the_result_files_that_there_are_can_be_drawn(path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot.draw_file(path, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size
+
 
 # --- where the time of a step goes ----------------------------------------------------------------
 

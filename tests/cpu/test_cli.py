@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -362,10 +363,34 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ostinato.bench.floor._CPU_BYTES", 2**20)
 
 
+@pytest.fixture
+def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generating takes as long as its tokens say, on a machine however busy."""
+
+    def timed(generate: Callable[[], list[list[int]]]) -> tuple[list[list[int]], float]:
+        tokens = generate()
+        return tokens, 5e-3 + 1e-3 * len(tokens) * len(tokens[0])
+
+    monkeypatch.setattr("ostinato.bench.decode.timed", timed)
+
+
+@pytest.fixture
+def noisy_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of 3 take any time."""
+    times = itertools.cycle([0.3, 0.2, 0.1])
+
+    def timed(generate: Callable[[], list[list[int]]]) -> tuple[list[list[int]], float]:
+        tokens = generate()
+        steady = 5e-3 + 1e-3 * len(tokens) * len(tokens[0])
+        return tokens, next(times) if len(tokens) == 3 else steady
+
+    monkeypatch.setattr("ostinato.bench.decode.timed", timed)
+
+
 SHORT_RUN = ["--prompt-len", "5", "--new-tokens", "8", "--repeats", "2"]
 
 
-@pytest.mark.usefixtures("little_memory")
+@pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_decode(ostinato: Run) -> None:
     answer = ostinato("bench", "decode", *TINY, "--batch", "1,3", *SHORT_RUN, "--json").json
     assert (answer["prompt_len"], answer["new_tokens"], answer["repeats"]) == (5, 8, 2)
@@ -387,11 +412,22 @@ def test_bench_decode(ostinato: Run) -> None:
             assert row["speedup_over"][name] == pytest.approx(ratio)
         # Random weights of transformers' own are others, so there is nothing to compare.
         assert row["same_tokens_as"] == {"eager": True, "hf": None}
-        assert row["failed"] == {}
+        # A warm-up of 25 tokens, and twice 17 and 25, for each request.
+        requests, tokens = 5 * row["batch"], (25 + 2 * (17 + 25)) * row["batch"]
+        assert row["agreement"] == {
+            "eager": {
+                "requests": requests,
+                "of_requests": requests,
+                "tokens": tokens,
+                "of_tokens": tokens,
+            },
+            "hf": None,
+        }
+        assert row["failed"] == row["unusable"] == {}
     assert answer["profiles"] == []
 
 
-@pytest.mark.usefixtures("little_memory")
+@pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_decode_of_a_checkpoint(ostinato: Run, talking: str) -> None:
     """The same weights: the tokens must be those of transformers."""
     options = ["--batch", "2", "--prompt-len", "5", "--new-tokens", "4", "--repeats", "1"]
@@ -410,13 +446,55 @@ def test_bench_decode_of_a_checkpoint(ostinato: Run, talking: str) -> None:
     assert "…" not in table.out  # all of it fits into 80 columns
 
 
+@pytest.mark.usefixtures("little_memory", "noisy_clock")
+def test_bench_decode_says_what_noise_exceeds(ostinato: Run, tmp_path: Path) -> None:
+    """It is marked, the rest is reported, and the command fails."""
+    result, picture = tmp_path / "result.json", tmp_path / "picture.png"
+    command = ["bench", "decode", *TINY, "--batch", "1,3", *SHORT_RUN, "--baselines", "eager"]
+    shown = ostinato(*command, "--json", "--output", str(result), "--quiet")
+    assert shown.exit_code == 1
+    assert shown.err.startswith(
+        "MeasurementError: noise exceeds 2 of the measurements: ostinato at batch 3, eager at "
+    )
+    assert shown.err.count("\n") == 1
+    assert json.loads(shown.out) == json.loads(result.read_text())
+    good, bad = json.loads(shown.out)["rows"]
+    assert list(good["tpot_ms"]) == ["ostinato", "eager"]
+    assert good["unusable"] == {}
+    for name in ("tpot_ms", "tpot_quartiles_ms", "tokens_per_s", "speedup_over", "of_floor"):
+        assert bad[name] == {}
+    assert list(bad["unusable"]) == ["ostinato", "eager"]
+    assert bad["same_tokens_as"] == {"eager": True}
+    assert [len(times["long"]) for times in bad["seconds"].values()] == [2, 2]
+    table = ostinato(*command)
+    assert table.exit_code == 1
+    assert [row[2] for row in cells(table.out) if row[0] == "3" and row[1] != "floor"] == [
+        "noise",
+        "noise",
+    ]
+    assert "ostinato, batch 3, unusable: noise: short runs took" in table.out
+    assert "measure on a quieter machine" in " ".join(table.out.split())
+    pytest.importorskip("matplotlib")
+    assert ostinato("bench", "plot", str(result), "--out", str(picture)).exit_code == 0
+
+
+@pytest.mark.usefixtures("little_memory", "steady_clock")
+def test_bench_decode_shows_progress_apart_from_results(ostinato: Run) -> None:
+    command = ["bench", "decode", *TINY, "--batch", "1,3", *SHORT_RUN, "--baselines", "eager"]
+    result = ostinato(*command, "--json")
+    assert "batch" in result.json["rows"][0]
+    for text in ("batch 1, ostinato, warm-up", "batch 3, eager, repeat 2 of 2", "12/12"):
+        assert text in result.err
+    assert ostinato(*command, "--json", "--quiet").err == ""
+
+
 def cells(table: str) -> list[list[str]]:
     """What the rows of the tables in ``table`` say."""
     lines = [line for line in table.splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
-@pytest.mark.usefixtures("little_memory")
+@pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_decode_without_baselines(ostinato: Run) -> None:
     options = ["--batch", "1", "--prompt-len", "3", "--new-tokens", "2", "--repeats", "1"]
     answer = ostinato("bench", "decode", *TINY, *options, "--baselines", "", "--json").json
@@ -425,7 +503,7 @@ def test_bench_decode_without_baselines(ostinato: Run) -> None:
     assert row["speedup_over"] == row["same_tokens_as"] == {}
 
 
-@pytest.mark.usefixtures("little_memory")
+@pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_decode_goes_on_when_a_baseline_fails(
     ostinato: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -457,7 +535,7 @@ def test_bench_decode_goes_on_when_a_baseline_fails(
     assert "hf, batch 3, failed: RuntimeError: three is too many" in table.out
 
 
-@pytest.mark.usefixtures("little_memory")
+@pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_decode_profile(ostinato: Run, tmp_path: Path) -> None:
     options = ["--batch", "1,3", *SHORT_RUN, "--baselines", "", "--profile-batch", "3"]
     profile = ["--profile", str(tmp_path / "trace.json")]
@@ -484,7 +562,7 @@ def test_bench_decode_profile(ostinato: Run, tmp_path: Path) -> None:
     assert f"ostinato::{attention}" in shown.out
 
 
-@pytest.mark.usefixtures("little_memory")
+@pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_plot(ostinato: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     result, picture = tmp_path / "result.json", tmp_path / "picture.png"

@@ -9,6 +9,7 @@ import torch
 from ostinato.bench.measure import machine, median_seconds
 from ostinato.bench.models import Decoder
 from ostinato.bench.stream import measure_all
+from ostinato.errors import MeasurementError
 from ostinato.graphs.context import set_forward_context
 from ostinato.graphs.descriptor import BatchDescriptor, BatchShape
 from ostinato.graphs.dispatch import Dispatcher
@@ -78,6 +79,11 @@ def wrapper_microseconds(device: torch.device) -> dict[str, float]:
                 repeats=301,
                 calls=100,
             )
+    if seconds["wrapped"] <= seconds["bare"]:
+        raise MeasurementError(
+            f"noise: a wrapped call took {seconds['wrapped'] * 1e6:.2f} µs and the bare replay in "
+            f"it {seconds['bare'] * 1e6:.2f} µs (medians); measure on a quieter machine"
+        )
     return {
         "wrapped": seconds["wrapped"] * 1e6,
         "bare_replay": seconds["bare"] * 1e6,

@@ -2,16 +2,15 @@
 
 The time per output token is (time for a long generation - time for a short one) / the tokens
 between them, so prefill and start-up of a call cancel out. What is compared is measured in turns
-in one process, on the same weights where there is a checkpoint; tokens are compared first. The
-bandwidth under the floor is measured in the same process too. A baseline that fails is named with
-the reason, and the rest goes on.
+in one process, on the same weights where there is a checkpoint; all tokens are compared too. The
+bandwidth under the floor is measured in the same process. A baseline that fails is named with
+the reason, and so is a measurement that noise exceeds (``tpot``), and the rest goes on.
 """
 
 from __future__ import annotations
 
+import functools
 import random
-import statistics
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from ostinato.bench.baselines import (
     Generate,
@@ -29,8 +29,9 @@ from ostinato.bench.baselines import (
     reason,
 )
 from ostinato.bench.floor import kv_bytes, measure_bandwidth, weight_bytes
-from ostinato.bench.measure import machine, synchronize
+from ostinato.bench.measure import machine, timed
 from ostinato.bench.profile import check_path, longest_for, profile_decode
+from ostinato.bench.tpot import Record, evaluate
 from ostinato.errors import ConfigError
 from ostinato.graphs.sizes import check_positive_int
 from ostinato.runtime.config import EngineConfig
@@ -74,11 +75,12 @@ def run(
     repeats: int = 3,
     profile: Path | None = None,
     profile_batches: Sequence[int] | None = None,
+    show_progress: bool = False,
 ) -> dict[str, Any]:
     """Measure every batch size with the graphs and with each baseline, in turns.
 
     ``batches`` None: those of the device. ``profile``: where Chrome traces go, one for each of
-    ``profile_batches`` (None: of all batches).
+    ``profile_batches`` (None: of all batches). Progress goes to the standard error.
     """
     device = config.torch_device()
     if batches is None:
@@ -100,11 +102,13 @@ def run(
         llm = stack.enter_context(LLM.from_config(config))
         others, failed = open_baselines(llm, baselines, stack, longest=longest)
         subjects = {OURS: from_engine(llm), **others}
-        rows = [_measure(subjects, llm.engine.model.vocab_size, batch, window) for batch in batches]
+        vocab_size, runs = llm.engine.model.vocab_size, len(subjects) * (repeats + 1)
+        with tqdm(total=len(batches) * runs, disable=not show_progress) as bar:
+            rows = [_measure(subjects, vocab_size, batch, window, bar) for batch in batches]
         if checkpoint(llm) is None:  # the weights of transformers' model are others
             for row in rows:
-                same = row["same_tokens_as"]
-                same.update({name: None for name in same if name.startswith("hf")})
+                for same in (row["same_tokens_as"], row["agreement"]):
+                    same.update({name: None for name in same if name.startswith("hf")})
         for row in rows:
             row["failed"] = {**failed, **row["failed"]}
         return {
@@ -196,7 +200,7 @@ def _floors(
 
 
 def _measure(
-    subjects: dict[str, Generate], vocab_size: int, batch: int, window: Window
+    subjects: dict[str, Generate], vocab_size: int, batch: int, window: Window, bar: Any
 ) -> dict[str, Any]:
     # Other tokens in every repetition: the prefix cache must not save what the baselines compute.
     source = random.Random(batch)
@@ -206,39 +210,43 @@ def _measure(
         return [[source.randrange(vocab_size) for _ in range(length)] for _ in range(batch)]
 
     running, failed = dict(subjects), {}
-    tokens: dict[str, list[list[int]]] = {}
-    samples: dict[str, list[float]] = {name: [] for name in subjects}
+    records = {name: Record() for name in subjects}
     for repeat in range(window.repeats + 1):
-        ours, theirs = prompts(), prompts()
+        for_short, for_long = prompts(), prompts()
         for name, generate in list(running.items()):
+            what = f"repeat {repeat} of {window.repeats}" if repeat else "warm-up"
+            bar.set_description(f"batch {batch}, {name}, {what}")
             try:
-                if repeat == 0:  # warms up over all lengths: cuDNN makes a plan for each new one
-                    warmed = generate(ours, SHORT + window.new_tokens)
-                    tokens[name] = [row[:SHORT] for row in warmed]
-                    continue
-                short = _seconds(generate, ours, SHORT)
-                long = _seconds(generate, theirs, SHORT + window.new_tokens)
-                samples[name].append((long - short) / window.new_tokens)
+                _run(records[name], generate, for_short, for_long, window, warms_up=repeat == 0)
             except Exception as error:
                 if name == OURS:
                     raise
                 failed[name] = reason(error)
                 del running[name]
-    times = {name: statistics.median(samples[name]) for name in running}
-    others = [name for name in running if name != OURS]
-    return {
-        "batch": batch,
-        "tpot_ms": {name: seconds * 1e3 for name, seconds in times.items()},
-        "tokens_per_s": {name: batch / seconds for name, seconds in times.items()},
-        "speedup_over": {name: times[name] / times[OURS] for name in others},
-        "same_tokens_as": {name: tokens[name] == tokens[OURS] for name in others},
-        "failed": failed,
-    }
+            bar.update()
+    kept = {name: records[name] for name in running}
+    row = evaluate(kept, ours=OURS, batch=batch, new_tokens=window.new_tokens)
+    return {**row, "failed": failed}
 
 
-def _seconds(generate: Generate, prompts: list[list[int]], num_tokens: int) -> float:
-    synchronize()
-    start = time.perf_counter()
-    generate(prompts, num_tokens)
-    synchronize()
-    return time.perf_counter() - start
+def _run(
+    record: Record,
+    generate: Generate,
+    for_short: list[list[int]],
+    for_long: list[list[int]],
+    window: Window,
+    *,
+    warms_up: bool,
+) -> None:
+    """A short and a long generation, timed unless they warm up."""
+    most = SHORT + window.new_tokens
+    if warms_up:  # over all lengths: cuDNN makes a plan for each new one
+        record.tokens += generate(for_short, most)
+        return
+    for prompts, num_tokens, seconds in (
+        (for_short, SHORT, record.short_s),
+        (for_long, most, record.long_s),
+    ):
+        tokens, taken = timed(functools.partial(generate, prompts, num_tokens))
+        record.tokens += tokens
+        seconds.append(taken)

@@ -8,9 +8,11 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 def median_seconds(
@@ -30,6 +32,15 @@ def median_seconds(
             samples[name].append(elapsed / calls)
     synchronize()
     return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def timed(call: Callable[[], T]) -> tuple[T, float]:
+    """What ``call`` returns, and its seconds until the device is done."""
+    synchronize()
+    start = time.perf_counter()
+    result = call()
+    synchronize()
+    return result, time.perf_counter() - start
 
 
 def synchronize() -> None:

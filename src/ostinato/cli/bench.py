@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from ostinato.cli import options, parallel_tables, tables
 from ostinato.cli.layouts import Layouts, parse_layouts
 from ostinato.cli.results import write_results
+from ostinato.errors import MeasurementError
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
@@ -51,8 +52,12 @@ def decode(
     chosen: options.ModelOptions,
     as_json: options.Json = False,
     output: Output = None,
+    quiet: options.Quiet = False,
 ) -> None:
-    """Time per output token: the floor, our eager mode and transformers in the same run."""
+    """Time per output token: the floor, our eager mode and transformers in the same run.
+
+    Exit code 1 if noise exceeds a measurement; the others are reported.
+    """
     from ostinato.bench.decode import run
 
     results = run(
@@ -64,8 +69,17 @@ def decode(
         repeats=repeats,
         profile=profile,
         profile_batches=options.integers(profile_batch, "--profile-batch"),
+        show_progress=not quiet,
     )
     _report(results, tables.decode_tables, as_json, output)
+    unusable = [
+        f"{name} at batch {row['batch']}" for row in results["rows"] for name in row["unusable"]
+    ]
+    if unusable:
+        raise MeasurementError(
+            f"noise exceeds {len(unusable)} of the measurements: {', '.join(unusable)}; measure on "
+            "a quieter machine, or with more --repeats and --new-tokens"
+        )
 
 
 @app.command()

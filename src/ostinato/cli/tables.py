@@ -22,27 +22,62 @@ def decode_tables(results: dict[str, Any]) -> list[RenderableType]:
     table = _table(
         title, "batch", "", "per token", "tokens/s", "of\nfloor", "ostinato\nis", "same\ntokens"
     )
-    failures: list[RenderableType] = []
+    remarks: list[RenderableType] = []
     for row in results["rows"]:
         batch = str(row["batch"])
         if row["floor_ms"] is not None:
             table.add_row(batch, "floor", f"{row['floor_ms']:.3f} ms")
         for name, milliseconds in row["tpot_ms"].items():
-            same = row["same_tokens_as"].get(name)
             table.add_row(
                 batch,
                 name,
-                f"{milliseconds:.3f} ms",
+                f"{milliseconds:.3f} ms{_spread(row['tpot_quartiles_ms'][name])}",
                 f"{row['tokens_per_s'][name]:.1f}",
                 f"{row['of_floor'][name]:.1%}" if name in row["of_floor"] else "",
                 f"{row['speedup_over'][name]:.2f}x" if name in row["speedup_over"] else "",
-                "" if same is None else ("yes" if same else "NO"),
+                _same(row, name),
             )
-        for name, reason in row["failed"].items():
+        for name in row["unusable"]:
+            table.add_row(batch, name, "noise", "", "", "", _same(row, name))
+        for name in row["failed"]:
             table.add_row(batch, name, "failed")
-            failures.append(Text(f"{name}, batch {batch}, failed: {reason}", style="red"))
+        remarks += _remarks(row)
     profiles = [_profile_tables(profile) for profile in results.get("profiles", [])]
-    return [table, *failures, _floor_line(results), *(part for parts in profiles for part in parts)]
+    return [table, *remarks, _floor_line(results), *(part for parts in profiles for part in parts)]
+
+
+def _spread(quartiles: Sequence[float]) -> str:
+    """Half of what lies between the quartiles, relative to their middle."""
+    low, high = quartiles
+    return "" if low == high else f" ±{(high - low) / (high + low):.0%}"
+
+
+def _same(row: dict[str, Any], name: str) -> str:
+    same = row["same_tokens_as"].get(name)
+    return "" if same is None else ("yes" if same else "NO")
+
+
+def _remarks(row: dict[str, Any]) -> list[RenderableType]:
+    """What is said below the table about the cells of a row."""
+    batch = row["batch"]
+    differ = [
+        Text(
+            f"{name}, batch {batch}: {count['requests']:,} of {count['of_requests']:,} requests "
+            f"have the same tokens; {count['tokens']:,} of {count['of_tokens']:,} tokens come "
+            "before a difference"
+        )
+        for name, count in row["agreement"].items()
+        if count is not None and not row["same_tokens_as"][name]
+    ]
+    noisy = [
+        Text(f"{name}, batch {batch}, unusable: {reason}", style="red")
+        for name, reason in row["unusable"].items()
+    ]
+    failed = [
+        Text(f"{name}, batch {batch}, failed: {reason}", style="red")
+        for name, reason in row["failed"].items()
+    ]
+    return [*differ, *noisy, *failed]
 
 
 def _floor_line(results: dict[str, Any]) -> Text:

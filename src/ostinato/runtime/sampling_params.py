@@ -79,10 +79,10 @@ class SamplingParams:
     def _check_lists(self) -> None:
         # Kept as plain immutable values: a request outlives the caller's lists.
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
-        if any(not isinstance(text, str) or not text or not _is_text(text) for text in stop):
-            raise ConfigError(
-                f"stop must be non-empty strings without lone surrogates, got {self.stop!r}"
-            )
+        if any(not isinstance(text, str) or not text for text in stop):
+            raise ConfigError(f"stop must be non-empty strings, got {self.stop!r}")
+        if not all(_is_text(text) for text in stop):
+            raise ConfigError(f"stop must be text without lone surrogates, got {self.stop!r}")
         object.__setattr__(self, "stop", stop)
         ids = _as_tuple("stop_token_ids", self.stop_token_ids)
         if any(type(token) is not int or token < 0 for token in ids):

@@ -212,7 +212,7 @@ def test_switches_are_true_or_false(name: str, value: Any) -> None:
 
 
 def test_a_stop_string_that_no_model_says_is_refused() -> None:
-    with pytest.raises(ConfigError, match="stop must be non-empty strings without lone surrogates"):
+    with pytest.raises(ConfigError, match="stop must be text without lone surrogates"):
         SamplingParams(stop=["a", "\ud800"])
 
 
