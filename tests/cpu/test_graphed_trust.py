@@ -291,20 +291,20 @@ def test_a_spare_row_keeps_padding_out_of_a_cache(device: torch.device) -> None:
 class Keeper(nn.Module):
     """Remembers the mean of what it saw by replacing its attribute."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, device: torch.device) -> None:
         super().__init__()
         self.kind = kind
-        self.seen = torch.zeros(6)
-        self.register_buffer("buffered", torch.zeros(6))
-        self.parts = {"seen": torch.zeros(6)}
+        self.seen = torch.zeros(6, device=device)
+        self.register_buffer("buffered", torch.zeros(6, device=device))
+        self.parts = {"seen": torch.zeros(6, device=device)}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "attribute":
-            self.seen = self.seen.to(x.device) + x[0]
+            self.seen = self.seen + x[0]
         elif self.kind == "buffer":
             self.buffered = self.buffered + x[0]
         else:
-            self.parts["seen"] = self.parts["seen"].to(x.device) + x[0]
+            self.parts["seen"] = self.parts["seen"] + x[0]
         return x * 2
 
 
@@ -319,7 +319,7 @@ class Keeper(nn.Module):
 def test_replacing_a_tensor_inside_the_call_is_refused(
     device: torch.device, kind: str, name: str
 ) -> None:
-    model = Keeper(kind).to(device)
+    model = Keeper(kind, device)
     with (
         graphed(model, sizes=[2]) as fast,
         pytest.raises(CaptureError, match=f"{name} is replaced inside the call"),
@@ -363,18 +363,19 @@ def test_state_that_the_first_call_makes_and_others_change_is_refused(device: to
 
 
 class Scaled(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6, bias=False))
         self.scale = 2.0
-        self.shift = torch.ones(6)
-        self.tables = [torch.ones(6), {"one": torch.ones(6)}]
+        self.shift = torch.ones(6, device=device)
+        self.tables = [torch.ones(6, device=device), {"one": torch.ones(6, device=device)}]
         self.register_buffer("offset", torch.ones(6))
         self.norm = nn.BatchNorm1d(6).eval()
+        self.to(device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         extra = self.shift + self.tables[0] + self.tables[1]["one"]
-        return self.norm(self.inner(x)) * self.scale + self.offset + extra.to(x.device)
+        return self.norm(self.inner(x)) * self.scale + self.offset + extra
 
 
 def assign(model: Scaled) -> None:
@@ -418,11 +419,11 @@ REPLACEMENTS: dict[str, tuple[Callable[[Scaled], object], str]] = {
         "attribute 'shift' moved",
     ),
     "list item": (
-        lambda model: model.tables.__setitem__(0, torch.zeros(6)),
+        lambda model: model.tables.__setitem__(0, model.tables[0] * 2),
         r"tables\[0\] moved",
     ),
     "nested item": (
-        lambda model: model.tables[1].update(one=torch.zeros(6)),
+        lambda model: model.tables[1].update(one=model.shift * 2),
         r"tables\[1\]\['one'\] moved",
     ),
     "number": (lambda model: setattr(model, "scale", 3.0), r"attribute 'scale' is 3\.0.*2\.0"),
@@ -434,7 +435,7 @@ REPLACEMENTS: dict[str, tuple[Callable[[Scaled], object], str]] = {
 @pytest.mark.parametrize("case", REPLACEMENTS)
 def test_what_was_replaced_is_found_at_the_next_call(device: torch.device, case: str) -> None:
     replace, message = REPLACEMENTS[case]
-    model = Scaled().to(device)
+    model = Scaled(device)
     with graphed(model, sizes=[2]) as fast:
         x = rows_of(2, device)
         expected = model(x)
@@ -446,7 +447,7 @@ def test_what_was_replaced_is_found_at_the_next_call(device: torch.device, case:
 
 @pytest.mark.parametrize("case", ["parameter", "data", "module", "number", "list item"])
 def test_after_clearing_the_new_state_is_captured(device: torch.device, case: str) -> None:
-    model = Scaled().to(device)
+    model = Scaled(device)
     with graphed(model, sizes=[2]) as fast:
         x = rows_of(2, device)
         fast(x)
@@ -456,7 +457,7 @@ def test_after_clearing_the_new_state_is_captured(device: torch.device, case: st
 
 
 def test_writing_in_place_is_no_replacement(device: torch.device) -> None:
-    model = Scaled().to(device)
+    model = Scaled(device)
     with graphed(model, sizes=[2]) as fast, torch.no_grad():
         x = rows_of(2, device)
         fast(x)
@@ -682,7 +683,7 @@ def test_a_graphed_module_is_a_module(device: torch.device) -> None:
 
 
 def test_assignment_reaches_the_model(device: torch.device) -> None:
-    model = Scaled().to(device)
+    model = Scaled(device)
     fast = graphed(model, sizes=[2])
     fast.scale = 5.0
     fast.offset = torch.zeros(6, device=device)
