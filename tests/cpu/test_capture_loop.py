@@ -7,10 +7,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ostinato import CapturePlan, CUDAGraphMode, GraphPool
+from ostinato import (
+    CapturePlan,
+    CudaGraphManager,
+    CUDAGraphMode,
+    GraphPool,
+    get_forward_context,
+)
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError
 from ostinato.graphs.capture_loop import CaptureReport, capture_entries
 from ostinato.graphs.dispatch import Dispatcher
+from ostinato.graphs.manager import PreparedBatch
 from ostinato.graphs.plan import PlanEntry
 
 
@@ -89,6 +96,25 @@ def test_with_eager_fallback_the_report_has_the_text(pool: GraphPool) -> None:
     assert report.entries[0].error is not None
     assert report.entries[0].error.endswith("failed: ValueError: broken")
     assert report.num_graphs == 0
+
+
+def test_an_interrupt_passes_as_it_is_and_leaves_no_graph(pool: GraphPool) -> None:
+    plan = CapturePlan.build(CUDAGraphMode.FULL, [4], max_num_seqs=8, max_num_batched_tokens=8)
+    manager: CudaGraphManager[torch.Tensor] = CudaGraphManager(plan, pool, show_progress=False)
+    x = torch.ones(4, 2, device=pool.device)
+    interrupted = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if get_forward_context().runtime_mode is CUDAGraphMode.FULL and not interrupted:
+            interrupted.append(True)
+            raise KeyboardInterrupt
+        return x + 1
+
+    with pytest.raises(KeyboardInterrupt):
+        manager.capture(forward, lambda entry: PreparedBatch(inputs=x))
+    assert manager.needs_capture()
+    manager.capture(forward, lambda entry: PreparedBatch(inputs=x))
+    assert not manager.needs_capture()
 
 
 def test_operator_and_source_of_the_failure_are_kept(pool: GraphPool) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,7 +17,7 @@ from ostinato import (
     eager_break,
     set_forward_context,
 )
-from ostinato.errors import CaptureError
+from ostinato.errors import CaptureError, ReplayMismatchError
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
 KEY = BatchDescriptor(4)
@@ -88,3 +91,39 @@ def test_a_graph_from_before_may_not_be_replayed_in_a_break(
         use = True
         with pytest.raises(CaptureError, match="replayed in an eager break of another graph"):
             outer(x)
+
+
+# --- what a break returns -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        (lambda x: (x * 2, x * 3), lambda x: (x * 2,), "2 values.*1 values"),
+        (lambda x: (x * 2, 5), lambda x: (x * 2, 6), "5.*6"),
+        (lambda x: (x * 2, 5), lambda x: (x * 2, x * 3), "5"),
+        (lambda x: x, lambda x: x * 1, "one part of its arguments.*another tensor"),
+    ],
+    ids=["number of values", "a value", "a tensor for a value", "not its argument"],
+)
+def test_a_break_that_returns_something_else_on_replay_raises(
+    pool: GraphPool,
+    first: Callable[[torch.Tensor], Any],
+    later: Callable[[torch.Tensor], Any],
+    message: str,
+) -> None:
+    returned = first
+    broken = eager_break(lambda x: returned(x))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        result = broken(x + 1)
+        return (result[0] if isinstance(result, tuple) else result) - 1
+
+    wrapper = CUDAGraphWrapper(function, PIECEWISE, pool=pool, split_at_breaks=True)
+    x = torch.ones(4, 3, device=pool.device)
+    with set_forward_context(PIECEWISE, KEY):
+        wrapper(x)
+        wrapper(x)
+        returned = later
+        with pytest.raises(ReplayMismatchError, match=message):
+            wrapper(x)

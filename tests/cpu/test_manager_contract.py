@@ -19,7 +19,7 @@ from ostinato import (
     get_forward_context,
     set_forward_context,
 )
-from ostinato.errors import CaptureError
+from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ClosedError
 from ostinato.graphs.capture_loop import CaptureReport
 from ostinato.graphs.manager import PreparedBatch
 from ostinato.graphs.plan import PlanEntry
@@ -160,6 +160,29 @@ def test_prepare_must_return_a_prepared_batch(
     message = rf"num_tokens=4.*prepare returned a {type(value).__name__}; return PreparedBatch"
     with pytest.raises(CaptureError, match=message):
         engine.capture(reads_metadata, lambda entry: value)
+
+
+def test_out_of_memory_is_not_tried_again(pool: GraphPool) -> None:
+    """With all care it would need more, not less."""
+    engine = Engine(pool, DECODE_ONLY, [2, 4], kernel_class=kernels)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 2:
+            raise CaptureOutOfMemoryError("no room")
+        return x + 1
+
+    with pytest.raises(CaptureOutOfMemoryError, match=r"num_tokens=2.*no room"):
+        engine.capture(forward)
+    assert engine.prepared == [4, 4, 2]
+
+
+def test_a_closed_pool_replays_nothing(device: torch.device) -> None:
+    with GraphPool(device) as pool:
+        engine = Engine(pool, DECODE_ONLY, [2])
+        engine.capture(reads_metadata)
+    key = BatchDescriptor(2, num_reqs=2, uniform=True)
+    with pytest.raises(ClosedError, match=r"cannot replay .*num_tokens=2.*is closed"):
+        engine.manager.run_fullgraph(key)
 
 
 # --- what a forward returns ---------------------------------------------------------------------

@@ -283,6 +283,17 @@ def test_a_size_may_be_the_token_limit(mode: CUDAGraphMode) -> None:
     assert totals == (64,)
 
 
+@pytest.mark.parametrize("multiple", [0, -2, 1.5, True])
+def test_tokens_are_split_over_a_positive_number_of_ranks(multiple: Any) -> None:
+    with pytest.raises(ConfigError, match="token_multiple must be a positive integer"):
+        build().with_sizes((2, 4), token_multiple=multiple)
+
+
+def test_sizes_split_evenly() -> None:
+    with pytest.raises(ConfigError, match=r"sizes \[3, 5\] are not multiples of 2"):
+        build().with_sizes((2, 3, 5), token_multiple=2)
+
+
 def test_phase_names() -> None:
     mixed = PlanEntry(mode=PIECEWISE, descriptor=BatchDescriptor(4))
     decode = PlanEntry(mode=FULL, descriptor=BatchDescriptor(4, num_reqs=4, uniform=True))

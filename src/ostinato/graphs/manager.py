@@ -265,8 +265,8 @@ def _prepared(
     batch = prepare(entry)
     if not isinstance(batch, PreparedBatch):
         raise CaptureError(
-            f"prepare returned a {type(batch).__name__}; return PreparedBatch(inputs=...), whose "
-            "inputs the forward is called with"
+            f"prepare returned a {type(batch).__name__}; return PreparedBatch(inputs=...) "
+            "(ostinato.graphs.manager), whose inputs the forward is called with"
         )
     return batch
 
