@@ -1,19 +1,34 @@
-# Two commands do everything on a machine that has Python (3.11 or later), pip and make:
-#   make demo   install into .venv and run the demo
-#   make test   install into .venv, lint, type-check, check layering, run all tests
+# On a machine that has Python (3.11 or later), pip and make:
+#   make demo      install into .venv and run the demo
+#   make test      install into .venv, lint, type-check, check layering, run all tests
+#   make quick     run the tests that take less than a second each
+#   make test-gpu  run the tests of both backends with a Python that has a CUDA build of torch
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Small models gain nothing from threads: each core has a process instead.
+SPREAD := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test quick test-gpu lint bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/generate_text.py
 
 test: lint
-	$(BIN)/python -m pytest
+	$(SPREAD) -m "not alone"
+	$(BIN)/python -m pytest -m alone
+
+quick: $(INSTALLED)
+	$(SPREAD) -m "not slow and not alone"
+
+# Installs nothing: no virtual environment has the right torch for every GPU.
+test-gpu:
+	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" 2>/dev/null || { \
+		echo "make test-gpu needs a CUDA device and a torch that finds it, which $(PYTHON) does" \
+			"not have; without one, make test runs everything that a CPU can" >&2; exit 1; }
+	OMP_NUM_THREADS=2 PYTHONPATH=$(CURDIR)/src $(PYTHON) tests/shards.py -m gpu --jobs 6
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
