@@ -217,6 +217,7 @@ def test_rows(measured: dict[str, Any]) -> None:
             assert row["base_ms"] == row["shift_ms"]
 
 
+@pytest.mark.slow
 def test_models_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     for name in ("build_base", "build_shift"):
@@ -247,6 +248,7 @@ def test_models_that_are_alike_are_measured_once(monkeypatch: pytest.MonkeyPatch
         assert shifts[4, kind] == pytest.approx(shifts[2, kind])
 
 
+@pytest.mark.slow
 def test_bench_command(ostinato: Run, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     command = [*BENCH, *SHORT, "--layouts", "2x1,2x2"]

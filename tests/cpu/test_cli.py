@@ -287,6 +287,7 @@ def test_errors_are_one_line(
     assert result.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_errors_of_the_installed_command() -> None:
     """In a process of its own: one line, exit code 1, no traceback."""
     command = [sys.executable, "-m", "ostinato.cli", "explain", "--tokens", "1", "--reqs", "2"]
@@ -535,6 +536,7 @@ def test_bench_decode_goes_on_when_a_baseline_fails(
     assert "hf, batch 3, failed: RuntimeError: three is too many" in table.out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_decode_profile(ostinato: Run, tmp_path: Path) -> None:
     options = ["--batch", "1,3", *SHORT_RUN, "--baselines", "", "--profile-batch", "3"]

@@ -154,6 +154,7 @@ def small(device: torch.device) -> Callable[..., Any]:
 # --- the same results ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [small, native, generic])
 def test_equals_the_plain_model(
     make: Callable[[torch.device], Callable[..., Any]],
@@ -454,6 +455,7 @@ def test_a_piece_falls_back_when_asked_to(
 # --- inductor, and what it keeps ----------------------------------------------------------------
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_inductor_and_its_cache(
     device: torch.device, pool: GraphPool, bench: Bench, tmp_path: Path

@@ -200,6 +200,7 @@ def check_fits(choice: Choice, shape: BatchShape) -> None:
         assert choice.mode is not FULL
 
 
+@pytest.mark.slow
 @settings(max_examples=10_000)
 @given(setups())
 def test_every_shape_finds_the_smallest_graph_and_every_graph_a_shape(setup: Setup) -> None:

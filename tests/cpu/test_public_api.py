@@ -30,6 +30,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_capturing_does_not_import_the_compiler() -> None:
     """torch._dynamo takes two seconds to import, and a mode used carelessly would import it."""
     program = (

@@ -1000,6 +1000,7 @@ def run_program(program: list[Instruction], *inputs: Tensor) -> list[Tensor]:
     return alive
 
 
+@pytest.mark.slow
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=st.lists(instructions, min_size=10, max_size=30))
 def test_random_programs(pool: GraphPool, program: list[Instruction]) -> None:

@@ -182,6 +182,7 @@ def test_pool_raises_the_error_of_a_rank_with_its_traceback(gloo_pool: GlooPool)
     assert gloo_pool.run(where) == [(0, 2), (1, 2)]
 
 
+@pytest.mark.slow
 def test_pool_does_not_hang(gloo_pool: GlooPool) -> None:
     with pytest.raises(WorkerTimeoutError, match=r"ranks \[0\] did not finish sleeps in 0.5 s"):
         gloo_pool.run(sleeps, world_size=1, timeout_s=0.5)
@@ -209,6 +210,7 @@ def one_dies() -> tuple[int | None, str, float]:
             time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_dead_rank_is_named_and_replaced(gloo_pool: GlooPool) -> None:
     with pytest.raises(WorkerDiedError, match=r"rank 1 died in one_dies \(exit code 7\)") as caught:
         gloo_pool.run(one_dies)

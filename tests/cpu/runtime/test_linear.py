@@ -129,6 +129,7 @@ def test_kernel_of_several_rows(device: torch.device, extras: dict[str, bool], s
     case.check(case.launch(blocks))  # counters are zero whatever ran before
 
 
+@pytest.mark.slow
 @given(
     num_rows=st.integers(1, 64),
     outputs=st.integers(1, 70),

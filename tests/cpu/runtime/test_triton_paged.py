@@ -94,6 +94,7 @@ def scaled(layout: Layout, device: torch.device) -> Batch:
 # --- results --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(layout=layouts)
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_batch_is_the_dense_softmax(
@@ -112,6 +113,7 @@ def test_heads_of_any_size(processors: int, device: torch.device, group: int, di
         check(scaled(replace(layout, dtype=half, value_dim=64), device), body)
 
 
+@pytest.mark.slow
 def test_it_is_what_the_twin_computes(processors: int, device: torch.device) -> None:
     layout = Layout(
         requests=((25, 3), (1, 200), (2, 0)),
@@ -273,6 +275,7 @@ def test_a_decode_batch_has_one_tile_per_request() -> None:
 # --- inside a graph -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mixes", "num_tokens"), [(DECODES, 4), (MIXES, 12)])
 @pytest.mark.parametrize(
     "rules", [{}, {"window": 5, "sinks": True, "soft_cap": 2.0}], ids=["plain", "all_rules"]

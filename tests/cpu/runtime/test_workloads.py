@@ -135,6 +135,7 @@ def run_workload(engine: Engine, workload: list[Arrival]) -> list[tuple[list[int
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(workload=st.lists(arrivals, min_size=1, max_size=14))
 def test_graphs_give_the_tokens_of_eager(
