@@ -17,6 +17,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato.errors import CaptureError
@@ -166,19 +168,28 @@ class CaptureGuard(TorchDispatchMode):
         try:
             return self._composite[func]
         except KeyError:
-            composite = isinstance(func, torch._ops.OpOverload) and _has_kernel(
-                func, "CompositeImplicitAutograd"
+            composite = (
+                isinstance(func, torch._ops.OpOverload)
+                and _has_kernel(func, "CompositeImplicitAutograd")
+                # Those that have a kernel for the device come here in every mode.
+                and not _has_kernel(func, self._device_type.upper())
+                # chunk, narrow, matmul.out: torch is about to note what the result is a view of.
+                and not _has_kernel(func, "ADInplaceOrView")
             )
-            own = composite and _has_kernel(func, self._device_type.upper())
-            self._composite[func] = composite and not own
-            return self._composite[func]
+            self._composite[func] = composite
+            return composite
 
     def decomposed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a composite operator, with this mode in force for what it calls."""
         if func in _READ_THEIR_ARGUMENTS and self._device_type == "cpu":
             raise forbidden(str(func), HOST_READ)
-        with self:
-            return func.decompose(*args, **kwargs)
+        # Not func.decompose(), which prefers what was written for tracing, in Python, to the kernel
+        # that runs eagerly: bilinear upsampling and recurrent layers round otherwise there.
+        # _op_dk calls one kernel of an operator; private, in every torch 2.
+        # What the kernel calls has to go through the layers that are above a mode (autocast,
+        # views), as it does eagerly; in here they are switched off.
+        with enable_reentrant_dispatch(), self:
+            return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.last_operator = str(func)
