@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ostinato.errors import ConfigError
+from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
 from ostinato.graphs.capture_inputs import prepare_capture_inputs
 from ostinato.graphs.context import set_forward_context
 from ostinato.graphs.descriptor import BatchDescriptor
@@ -177,10 +177,21 @@ def build_runner(
     try:
         runner.compile_model()
         runner.capture_model()
-    except BaseException:
+    except BaseException as error:
         runner.close()
+        if isinstance(error, CaptureError) and isinstance(error.__cause__, CaptureError):
+            _name_the_remedy(error)
         raise
     return runner, plans.resolved
+
+
+def _name_the_remedy(error: CaptureError) -> None:
+    """Say what helps those who did not write the model: a capture refused something in it."""
+    if not isinstance(error, CaptureOutOfMemoryError):
+        error.args = (
+            f"{error}. If that is the model's own code, run it without graphs: "
+            'graphs=GraphConfig(mode="NONE"), or --mode NONE on the command line',
+        )
 
 
 def _digest(plans: GraphPlans) -> str:

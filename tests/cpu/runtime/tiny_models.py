@@ -218,6 +218,47 @@ TINY_GENERIC: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt_oss": _gpt_oss,
 }
 
+
+def _dbrx() -> PretrainedConfig:
+    return transformers.DbrxConfig(
+        d_model=64,
+        n_heads=4,
+        n_layers=2,
+        max_seq_len=256,
+        vocab_size=VOCAB_SIZE,
+        attn_config={"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        ffn_config={
+            "hidden_size": 64,
+            "ffn_hidden_size": 48,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+
+
+def _jetmoe() -> PretrainedConfig:
+    options = {name: value for name, value in _GROUPED.items() if name != "num_attention_heads"}
+    return transformers.JetMoeConfig(
+        **options, kv_channels=16, num_local_experts=4, num_experts_per_tok=2
+    )
+
+
+def _aria_text() -> PretrainedConfig:
+    return transformers.AriaTextConfig(
+        **_GROUPED, moe_num_experts=4, moe_topk=2, moe_num_shared_experts=1
+    )
+
+
+# Their experts are routed on the host, in transformers' own code: no graph can hold them.
+TINY_HOST_READING: dict[str, Callable[[], PretrainedConfig]] = {
+    "dbrx": _dbrx,
+    "jetmoe": _jetmoe,
+    "aria_text": _aria_text,
+}
+
 # Run by the native decoder.
 TINY_NATIVE: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama,
