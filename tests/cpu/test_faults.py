@@ -53,7 +53,9 @@ def test_first_middle_and_last_size_may_fail(device: torch.device, failing: int)
     broken = True
     with graphed(fragile, sizes=[1, 2, 4, 8]) as fast:
         x = torch.randn(3, device=device)
-        with pytest.raises(CaptureError, match=rf"capturing size {failing} failed: ValueError: broken weights"):
+        with pytest.raises(
+            CaptureError, match=rf"capturing size {failing} failed: ValueError: broken weights"
+        ):
             fast(x)
         assert fast.stats().graphs == sum(size > failing for size in (8, 4, 2, 1))
         broken = False
