@@ -103,6 +103,7 @@ def test_any_batch_is_the_dense_softmax(
     check(scaled(layout, device), body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 80), (2, 96), (4, 128), (8, 256)])
 def test_heads_of_any_size(processors: int, device: torch.device, group: int, dim: int) -> None:
     layout = Layout(
