@@ -18,6 +18,8 @@ T = TypeVar("T")
 # Leaves, seen at a glance.
 _PLAIN: set[type] = {int, float, bool, str, type(None), torch.dtype, torch.device}
 
+_SEQUENCES = (list, tuple)
+
 
 def holds_no_tensors(plain: type[T]) -> type[T]:
     """A decorator for a class whose objects are leaves, though they look like containers.
@@ -50,6 +52,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     # Apart from leaves_with_path: a capture asks for every operator, and paths cost more than it.
     if isinstance(value, torch.Tensor):
         yield value
+    elif type(value) in _SEQUENCES:  # most of what there is, and slowest to be found below
+        for item in value:
+            yield from tensors_in(item)
     elif type(value) in _PLAIN:
         return
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -76,6 +81,8 @@ def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         return function(value)
     if type(value) in _PLAIN:
         return value
+    if type(value) in _SEQUENCES:
+        return type(value)([_map(function, item) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {
             field.name: _map(function, getattr(value, field.name))

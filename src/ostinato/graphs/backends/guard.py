@@ -152,7 +152,7 @@ class CaptureGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if has_own_dispatch(types):
+        if types and has_own_dispatch(types):
             return NotImplemented
         if self.is_composite(func):
             return self.decomposed(func, args, kwargs)

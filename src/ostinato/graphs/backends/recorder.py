@@ -80,12 +80,11 @@ class Recorder(CaptureGuard):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if has_own_dispatch(types):
+        if types and has_own_dispatch(types):
             return NotImplemented
         if self.is_composite(func):
             return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
-        self._check_dense(func, tensors_in((args, kwargs)), "was given")
         if func.namespace == "aten":
             return self._record(func, args, kwargs)
         with host_reads_allowed():  # the body of a custom operator runs again on every replay
@@ -96,10 +95,12 @@ class Recorder(CaptureGuard):
         call = _call_key(func, args, kwargs)
         if call is not None and call in self._verified:
             return self._repeat(self._verified[call], args, kwargs)
+        given = list(tensors_in((args, kwargs)))
+        self._check_dense(func, given, "was given")
         result = self._run(func, args, kwargs)
         if func is aten.lift_fresh.default:
             return self._constant(result)
-        borrowed = {_storage_id(tensor) for tensor in tensors_in((args, kwargs))}
+        borrowed = {_storage_id(tensor) for tensor in given}
         outputs = list(tensors_in(result))
         self._check_dense(func, outputs, "made")
         fresh = [i for i, tensor in enumerate(outputs) if _storage_id(tensor) not in borrowed]
@@ -291,6 +292,8 @@ def _call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hasha
 
 def _value_key(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_nested:
+            raise TypeError
         # Scalars may be Python numbers in disguise, which promote types in their own way.
         if not value.shape or value.is_conj() or value.is_neg():
             raise TypeError
