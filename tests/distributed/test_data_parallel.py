@@ -23,7 +23,7 @@ from ostinato.runtime import startup
 from ostinato.runtime.attention.torch_paged import TorchPagedAttention
 from ostinato.runtime.block_allocator import BlockAllocator
 from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.model_runner import ModelRunner
+from ostinato.runtime.model_runner import ModelRunner, SmallBatchModel
 from ostinato.runtime.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.runtime.parallel.comm import NoComm, RecordingComm
 from ostinato.runtime.parallel.loopback import LoopbackWorld
@@ -267,5 +267,16 @@ def test_what_is_refused() -> None:
             graphs=fallback,
             cache=runner.cache,
             backend=runner.backend,
+            agreement=NoComm(),
+        )
+    small = SmallBatchModel(model=loaded.model, plan=runner.plan, threshold=2, name="shift model")
+    with pytest.raises(ConfigError, match="a shift model for small batches is not for 1 ranks"):
+        ModelRunner(
+            loaded.model,
+            runner.plan,
+            graphs=GraphConfig(mode="NONE"),
+            cache=runner.cache,
+            backend=runner.backend,
+            small=small,
             agreement=NoComm(),
         )

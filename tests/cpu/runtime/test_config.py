@@ -25,6 +25,7 @@ BAD_GRAPHS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"mode": 1}, "graph mode must be text or CUDAGraphMode, got 1: NONE, PIECEWISE, FULL, "),
     ({"capture_sizes": []}, "capture sizes are empty; give at least one, or use graph mode NONE"),
+    ({"compile": "nvcc"}, "compile must be True, False, 'inductor' or 'eager', got 'nvcc'"),
     ({"capture_sizes": "1,2"}, "capture sizes must be a list of positive integers, got '1,2'"),
     ({"capture_sizes": [4, 0]}, "capture size must be a positive integer, got 0"),
     ({"num_warmups": -1}, "num_warmups must be 0 or more, got -1"),

@@ -85,6 +85,19 @@ def test_an_invalid_value_is_named_with_its_field(field: str, value: object, mes
         SamplingParams(**{field: value})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("value", ["12", b"12", 12])
+def test_stop_token_ids_are_a_list(value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"stop_token_ids must be a list, got {value!r}"):
+        SamplingParams(stop_token_ids=value)
+
+
+@pytest.mark.parametrize("value", [[(1, 2.0)], "1:2", 3])
+def test_a_logit_bias_is_a_mapping(value: Any) -> None:
+    with pytest.raises(ConfigError, match="logit_bias maps token ids to numbers, got ") as raised:
+        SamplingParams(logit_bias=value)
+    assert repr(value) in str(raised.value)
+
+
 def test_min_tokens_above_max_tokens() -> None:
     with pytest.raises(ConfigError, match="min_tokens 9 is above max_tokens 8; nothing satisfies"):
         SamplingParams(min_tokens=9, max_tokens=8)
