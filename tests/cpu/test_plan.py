@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
 
 from ostinato.errors import ConfigError
-from ostinato.graphs.descriptor import BatchDescriptor
+from ostinato.graphs.capture_loop import EntryReport
+from ostinato.graphs.descriptor import BatchDescriptor, Choice, Reason
 from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.plan import CapturePlan, PlanEntry, sequence_parallel_sizes
 
@@ -287,6 +289,34 @@ def test_a_size_may_be_the_token_limit(mode: CUDAGraphMode) -> None:
 def test_tokens_are_split_over_a_positive_number_of_ranks(multiple: Any) -> None:
     with pytest.raises(ConfigError, match="token_multiple must be a positive integer"):
         build().with_sizes((2, 4), token_multiple=multiple)
+
+
+def test_without_speculation_a_request_decodes_one_token() -> None:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64}
+    bare = CapturePlan.without_sizes(BOTH, **limits)
+    assert (bare.decode_query_lens, bare.max_loras, bare.entries) == ((1,), 0, ())
+    assert bare.with_sizes((1, 2, 4)) == CapturePlan.build(BOTH, (1, 2, 4), **limits) == build()
+
+
+VALUES = [
+    PlanEntry(mode=PIECEWISE, descriptor=BatchDescriptor(4)),
+    Choice(mode=NONE, descriptor=BatchDescriptor(4), reason=Reason.MODE_NONE),
+    EntryReport(
+        entry=PlanEntry(mode=PIECEWISE, descriptor=BatchDescriptor(4)),
+        num_graphs=1,
+        num_bytes=0,
+        seconds=0.0,
+    ),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_keys_and_choices_do_not_change_and_are_built_by_name(value: Any) -> None:
+    name = fields(value)[0].name
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, name, None)
+    with pytest.raises(TypeError, match="positional"):
+        type(value)(*(getattr(value, field.name) for field in fields(value)))
 
 
 def test_sizes_split_evenly() -> None:
