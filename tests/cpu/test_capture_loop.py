@@ -122,3 +122,29 @@ def test_operator_and_source_of_the_failure_are_kept(pool: GraphPool) -> None:
     with pytest.raises(CaptureError) as raised:
         walk(pool, raising(error))
     assert (raised.value.operator, raised.value.source) == ("aten::item", "model.py:3")
+
+
+@pytest.mark.parametrize(("rank", "shown"), [(None, True), (0, True), (1, False)])
+def test_progress_names_the_model_and_the_phase_on_the_first_rank_only(
+    pool: GraphPool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    rank: int | None,
+    shown: bool,
+) -> None:
+    if rank is not None:
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    mode = CUDAGraphMode.FULL_DECODE_ONLY
+    plan = CapturePlan.build(mode, [2, 4], max_num_seqs=4, max_num_batched_tokens=8)
+    x = torch.ones(4, 2, device=pool.device)
+    for show_progress in (True, False):
+        manager: CudaGraphManager[torch.Tensor] = CudaGraphManager(
+            plan, pool, show_progress=show_progress, name="base model"
+        )
+        manager.capture(
+            lambda x: x + 1,
+            lambda entry: PreparedBatch(inputs=x[: entry.descriptor.num_tokens]),
+        )
+        bar = capsys.readouterr().err
+        assert ("base model: decode, FULL" in bar) == ("2/2" in bar) == (shown and show_progress)
