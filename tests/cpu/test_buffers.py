@@ -117,16 +117,30 @@ def test_rows_are_repeated_to_fill_a_size(device: torch.device) -> None:
 
 @pytest.mark.parametrize("content", ["values", "padding"])
 def test_varied_padding_is_other_than_padding(device: torch.device, content: str) -> None:
-    value = (
-        torch.rand(3, 2, device=device) + 5 if content == "values" else torch.zeros(3, 2).to(device)
-    )
+    value = torch.rand(3, 2, device=device) + 5
+    if content == "padding":
+        value.zero_()
     buffer = StaticBuffer("x", value, max_rows=8)
     view = buffer.fill(value, 8)
-    buffer.vary_padding(value, 8)
+    buffer.vary_padding(value, 8, noise=0)
     assert torch.equal(view[:3], value)
     assert (view[3:] != 0).all()
     if content == "values":
         assert torch.equal(view[3:], value[[2, 1, 0, 2, 1]])
+
+
+def test_noise_in_padding_is_mirrored(device: torch.device) -> None:
+    value = torch.rand(3, 2, device=device)
+    buffer = StaticBuffer("x", value, max_rows=8)
+    centre = value[[2, 1, 0, 2, 1]]
+    sides = []
+    for noise in (2, -2):
+        view = buffer.fill(value, 8)
+        buffer.vary_padding(value, 8, noise)
+        assert torch.equal(view[:3], value)
+        sides.append((view[3:] - centre).clone())
+    assert (sides[0] != 0).all()
+    torch.testing.assert_close(sides[0], -sides[1])
 
 
 @pytest.mark.parametrize(

@@ -92,18 +92,25 @@ class StaticBuffer:
         order = torch.arange(size, device=self._device) % rows
         self.view(size).copy_(value.index_select(self.batch_dim, order))
 
-    def vary_padding(self, value: torch.Tensor, size: int) -> None:
+    def vary_padding(self, value: torch.Tensor, size: int, noise: float) -> None:
         """Put other numbers into the padding rows of a batch that was filled in.
 
-        They are such as the callable takes: rows of the batch, in the opposite order. Where these
-        are what padding is anyway, numbers from 0 to 1. For floating-point buffers.
+        Without ``noise`` they are such as the callable takes: rows of the batch, in the opposite
+        order, or numbers from 0 to 1 where these are what padding is anyway. With it they are
+        spread that far around them, the same way for the same factor; a negative one mirrors them.
+        For floating-point buffers. Synchronises.
         """
         rows = value.shape[self.batch_dim]
         padding = self.view(size).narrow(self.batch_dim, rows, size - rows)
         order = (rows - 1) - torch.arange(size - rows, device=self._device) % rows
         others = value.index_select(self.batch_dim, order)
-        if bool((others == padding).all()):
-            others = torch.rand(others.shape, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(size)
+        if noise:
+            spread = torch.randn(others.shape, device=self._device, generator=generator)
+            typical = 1 + others.float().nan_to_num(0, 0, 0).abs().mean()
+            others = others + noise * typical * spread
+        elif bool((others == padding).all()):
+            others = torch.rand(others.shape, device=self._device, generator=generator)
         padding.copy_(others)
 
     def differs_from_padding(self, value: torch.Tensor) -> bool:

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato.graphs.tree import tensors_in
 
+_CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
+
 
 class EffectsProbe(TorchDispatchMode):
     """Runs operators unchanged; remembers contents of memory from outside before it is written.
@@ -31,6 +33,8 @@ class EffectsProbe(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws_random_numbers = False
         self.sees_floats = False
+        # Made into an index, a number that no caller passed would end a CUDA process.
+        self.rounds_floats_to_integers = False
         self._created: set[int] = set()
         # By storage: all of it, in place, and a copy of what was there before.
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -47,6 +51,10 @@ class EffectsProbe(TorchDispatchMode):
                 self._keep(tensor)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self.draws_random_numbers = True
+            if func in _CASTS:
+                target = args[0] if func is torch.ops.aten.copy_.default else kwargs.get("dtype")
+                source = args[-1] if func is torch.ops.aten.copy_.default else args[0]
+                self.rounds_floats_to_integers |= _is_integer(target) and not _is_integer(source)
         result = func(*args, **kwargs)
         given = {storage_id(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(result):
@@ -97,6 +105,12 @@ class EffectsProbe(TorchDispatchMode):
         with torch.inference_mode(False), torch.no_grad():
             for storage, (memory, before) in self._before.items():
                 memory.copy_(before if storage_contents is None else storage_contents[storage])
+
+
+def _is_integer(thing: Any) -> bool:
+    """Of a tensor, or a dtype; None stands for the same as before."""
+    dtype = thing.dtype if isinstance(thing, torch.Tensor) else thing
+    return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

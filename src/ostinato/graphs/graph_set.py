@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ostinato.errors import BatchError, CaptureError
+from ostinato.errors import BatchError
 from ostinato.graphs.capture_loop import CaptureReport, capture_entries
 from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
 from ostinato.graphs.dispatch import Dispatcher
@@ -25,6 +25,7 @@ from ostinato.graphs.graphed_trial import Agreement, OutputLayout, compare, diff
 from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.plan import CapturePlan, PlanEntry
 from ostinato.graphs.pool import GraphPool
+from ostinato.graphs.rehearsal import Rehearsal
 from ostinato.graphs.segments import Tape
 from ostinato.graphs.tree import leaves_with_path, map_tensors, tensors_in
 from ostinato.graphs.watched_state import WatchedState
@@ -35,6 +36,9 @@ logger = logging.getLogger(__name__)
 _MOST_UNCLEAR = 8
 # So many trials are enough of a number of rows, even if the rows of each were all alike.
 _ENOUGH_TRIALS = 3
+# What padding rows are tried with: rows of the batch, and numbers to both sides of them, so that
+# whatever is sorted or compared across rows comes out otherwise for one or the other.
+_PADDING_NOISE = (0.0, 3.0, -3.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,12 +261,15 @@ class GraphSet:
             pairs = enumerate(zip(now, kept, strict=True))
             return next((index for index, pair in pairs if not same_bits(*pair)), None)
 
-        probe.restore()
-        self._layout.fill(values, size)
-        if not self._layout.vary_padding(values, size):
-            return
-        index = changed()
-        if index is None:
+        for noise in (0.0,) if probe.rounds_floats_to_integers else _PADDING_NOISE:
+            probe.restore()
+            self._layout.fill(values, size)
+            if not self._layout.vary_padding(values, size, noise):
+                return
+            index = changed()
+            if index is not None:
+                break
+        else:
             return
         probe.restore()
         self._layout.fill(values, size)
@@ -307,72 +314,26 @@ class GraphSet:
         size = entry.descriptor.num_tokens
         self._layout.fill_repeated(values, size)
         args, kwargs = self._layout.static_call(size)
-        run = partial(self._function, *args, **kwargs)
-        probe = EffectsProbe()
+        rehearsal = Rehearsal(self._function, partial(self._function, *args, **kwargs))
         try:
-            watched = self._rehearse(run, probe)
+            with self._pool.backend.capture_scope():
+                rehearsal.run(thoroughly=self._watched is None)
+                for _ in range(self._options.num_warmups):
+                    self._function(*args, **kwargs)
             captured = self._pool.capture(
-                run, split_at_breaks=self._options.mode is CUDAGraphMode.PIECEWISE
+                lambda: self._function(*args, **kwargs),
+                split_at_breaks=self._options.mode is CUDAGraphMode.PIECEWISE,
             )
-            self._check_not_replaced(watched)
+            self._changes_itself |= rehearsal.check_nothing_replaced()
         finally:
-            probe.restore()
-        self._written |= set(self._layout.written_by(probe.written))
-        buffers = self._layout.storages
-        self._written_state |= probe.written - buffers
+            rehearsal.effects.restore()
+        written = rehearsal.effects.written
+        self._written |= set(self._layout.written_by(written))
+        self._written_state |= written - self._layout.storages
         if self._watched is None:
             self._watched = WatchedState(self._function, ignored=self._changes_itself)
         output = self._pool.weak(captured.output)
         self._graphs[entry.descriptor] = _SizeGraph(tape=captured.tape, output=output)
-
-    def _rehearse(self, run: Callable[[], Any], probe: EffectsProbe) -> WatchedState:
-        """Run it as a capture will, see what it does besides, and warm up."""
-        with self._pool.backend.capture_scope():
-            with probe:
-                run()
-            # What it makes for itself on its first run may stay. From then on it refers to that.
-            watched = WatchedState(self._function)
-            if self._watched is None:
-                self._check_keeps_no_count(run, probe)
-            for _ in range(self._options.num_warmups):
-                run()
-        if probe.draws_random_numbers and self._watched is None:
-            self._point_out_training()
-        return watched
-
-    def _check_keeps_no_count(self, run: Callable[[], Any], first: EffectsProbe) -> None:
-        """Refuse state that a run makes and later runs change: its start would be lost."""
-        probe = EffectsProbe()
-        with probe:
-            run()
-        for storage in probe.written & first.created:
-            name = WatchedState(self._function).name_of(storage)
-            if name is not None:
-                raise CaptureError(
-                    f"{name} is made by the first call and changed in place by every other, but a "
-                    "capture needs several calls, which would count; make it before the first call"
-                )
-        first.absorb(probe)
-
-    def _check_not_replaced(self, watched: WatchedState) -> None:
-        """Refuse a run that replaced a tensor: a graph would go on reading the first one."""
-        for slot, was, now in watched.replaced():
-            if isinstance(was, torch.Tensor) or isinstance(now, torch.Tensor):
-                slot.write(was)
-                raise CaptureError(
-                    f"{slot.name} is replaced inside the call, which a replay would not do; write "
-                    "into it instead (copy_, add_, ...), or pass it in and return the new one"
-                )
-            self._changes_itself |= {slot.name}
-
-    def _point_out_training(self) -> None:
-        function = self._function
-        if isinstance(function, torch.nn.Module) and function.training:
-            logger.warning(
-                "%s is in training mode and draws random numbers (dropout?) in its graphs; call "
-                "eval() first if it is for inference",
-                type(function).__name__,
-            )
 
     # --- looking, and letting go ---------------------------------------------------------------
 

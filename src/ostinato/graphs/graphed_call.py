@@ -199,7 +199,7 @@ class CallLayout:
             elif isinstance(target, _WholeBuffer):
                 target.fill(value)
 
-    def vary_padding(self, values: Sequence[Any], size: int) -> bool:
+    def vary_padding(self, values: Sequence[Any], size: int, noise: float) -> bool:
         """After ``fill``: put other numbers into padding rows, where that can be tried at all."""
         free = [
             (index, buffer)
@@ -207,7 +207,7 @@ class CallLayout:
             if values[index].is_floating_point() and index not in self._chosen_padding
         ]
         for index, buffer in free:
-            buffer.vary_padding(values[index], size)
+            buffer.vary_padding(values[index], size, noise)
         return bool(free)
 
     def differs_from_padding(self, values: Sequence[Any]) -> bool:

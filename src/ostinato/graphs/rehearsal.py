@@ -1,0 +1,127 @@
+"""Running a callable as a capture will, to learn what it does besides computing its result.
+
+A capture takes several runs, and a replay takes none at all: Python does not run in it. So a
+callable whose result depends on how often it ran, or that replaces what it reads, cannot be
+captured. That is found out here, and refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ostinato.errors import CaptureError
+from ostinato.graphs.effects import EffectsProbe
+from ostinato.graphs.graphed_trial import Agreement, differences, same_bits
+from ostinato.graphs.signature import same_value
+from ostinato.graphs.tree import leaves_with_path, map_tensors
+from ostinato.graphs.watched_state import WatchedState
+
+logger = logging.getLogger(__name__)
+
+
+class Rehearsal:
+    """Runs ``call``, which is ``function`` on arguments that stay where they are.
+
+    ``effects`` knows what the runs wrote, and puts it back.
+    """
+
+    def __init__(self, function: Callable[..., Any], call: Callable[[], Any]) -> None:
+        self._function = function
+        self._call = call
+        self.effects = EffectsProbe()
+        self._watched: WatchedState | None = None
+
+    def run(self, *, thoroughly: bool) -> None:
+        """Run it once. Thoroughly: more often, to see whether the result stays the same."""
+        first = self._run(self.effects)
+        # What it makes for itself on its first run may stay. From then on it refers to that.
+        self._watched = WatchedState(self._function)
+        if not thoroughly:
+            return
+        self.effects.restore()
+        again = EffectsProbe()
+        second = self._run(again)
+        self._check_makes_no_state(again)
+        self.effects.absorb(again)
+        if self.effects.draws_random_numbers:
+            self._point_out_training()
+        elif not _same(first, second):
+            self._check_repeats(second)
+
+    def _run(self, effects: EffectsProbe) -> Any:
+        with effects:
+            result = self._call()
+        return map_tensors(torch.clone, result)
+
+    def _check_makes_no_state(self, again: EffectsProbe) -> None:
+        """Refuse state that a run makes and later runs change: its start would be lost."""
+        for storage in again.written & self.effects.created:
+            name = WatchedState(self._function).name_of(storage)
+            if name is not None:
+                raise CaptureError(
+                    f"{name} is made by the first call and changed in place by every other, but a "
+                    "capture needs several calls, which would count; make it before the first call"
+                )
+
+    def _check_repeats(self, second: Any) -> None:
+        """Refuse a result that is another one each time, apart from rounding."""
+        self.effects.restore()
+        before = WatchedState(self._function)
+        third = self._run(EffectsProbe())
+        if _same(second, third):
+            return  # only the first run was special: it made something for the others
+        self.effects.restore()
+        changed = [slot.name for slot, _, _ in before.replaced()]
+        path, agreement, text = next(differences(third, second, exact_integers=True))
+        if changed or agreement is not Agreement.SAME:
+            cause = f", and so does {changed[0]}" if changed else ""
+            raise CaptureError(
+                f"{path} changes from run to run on the same rows ({text}){cause}; a graph would "
+                "hold what it was at capture, so let it depend on arguments, or on tensors that "
+                "are changed in place"
+            )
+
+    def check_nothing_replaced(self) -> frozenset[str]:
+        """Refuse a run that replaced a tensor: a graph would go on reading the first one.
+
+        Names of the plain values that runs changed, which no result depends on.
+        """
+        assert self._watched is not None, "it has run"
+        changed = set()
+        for slot, was, now in self._watched.replaced():
+            if isinstance(was, torch.Tensor) or isinstance(now, torch.Tensor):
+                slot.write(was)
+                raise CaptureError(
+                    f"{slot.name} is replaced inside the call, which a replay would not do; write "
+                    "into it instead (copy_, add_, ...), or pass it in and return the new one"
+                )
+            changed.add(slot.name)
+        return frozenset(changed)
+
+    def _point_out_training(self) -> None:
+        function = self._function
+        if isinstance(function, torch.nn.Module) and function.training:
+            logger.warning(
+                "%s is in training mode and draws random numbers (dropout?) in its graphs; call "
+                "eval() first if it is for inference",
+                type(function).__name__,
+            )
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two results are equal to the bit."""
+    left, right = (list(leaves_with_path(each, "output")) for each in (a, b))
+    return [path for path, _ in left] == [path for path, _ in right] and all(
+        same_bits(x, y)
+        if isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and _alike(x, y)
+        else same_value(x, y)
+        for (_, x), (_, y) in zip(left, right, strict=True)
+    )
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
