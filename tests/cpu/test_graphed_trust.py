@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from ostinato import GraphPool, graphed
-from ostinato.errors import BatchError, CaptureError, ConfigError, ReplayMismatchError
+from ostinato.errors import (
+    BatchError,
+    CaptureError,
+    ConfigError,
+    OstinatoError,
+    ReplayMismatchError,
+)
 
 
 def make_mlp(device: torch.device) -> nn.Sequential:
@@ -145,7 +151,7 @@ def test_values_beside_tensors_that_change_are_refused(device: torch.device) -> 
 
     with (
         graphed(function, sizes=[2]) as fast,
-        pytest.raises(CaptureError, match=r"output\[1\] changes from run to run.* calls\[0\]"),
+        pytest.raises(CaptureError, match=r"calls\[0\] is replaced inside the call"),
     ):
         fast(rows_of(2, device))
 
@@ -160,9 +166,63 @@ def test_python_state_that_a_result_depends_on_is_refused(device: torch.device) 
     for dtype in (torch.float32, torch.bfloat16):
         with (
             graphed(function, sizes=[2]) as fast,
-            pytest.raises(CaptureError, match=r"output changes from run to run.* calls\[0\]"),
+            pytest.raises(CaptureError, match=r"calls\[0\] is replaced inside .*\(it was \d"),
         ):
             fast(rows_of(2, device).to(dtype))
+
+
+def test_hidden_python_state_that_a_result_depends_on_is_refused(device: torch.device) -> None:
+    numbers = iter(range(1, 100))
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * next(numbers)
+
+    with (
+        graphed(function, sizes=[2]) as fast,
+        pytest.raises(CaptureError, match="output changes from run to run on the same rows"),
+    ):
+        fast(rows_of(2, device))
+
+
+def test_a_list_that_grows_is_refused(device: torch.device) -> None:
+    kept: list[torch.Tensor] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return x * 2
+
+    with (
+        graphed(function, sizes=[2]) as fast,
+        pytest.raises(CaptureError, match="the number of items in kept is replaced inside"),
+    ):
+        fast(rows_of(2, device))
+
+
+def test_a_note_of_the_batch_size_is_fine(device: torch.device) -> None:
+    class Noting(nn.Module):
+        rows = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.rows = x.shape[0]
+            return x * 2
+
+    with graphed(Noting(), sizes=[2, 4]) as fast:
+        for rows in (3, 1, 4, 9, 3, 2):
+            x = rows_of(rows, device)
+            assert torch.equal(fast(x), x * 2)
+
+
+def test_a_size_that_replaces_what_others_read_is_refused(device: torch.device) -> None:
+    class Growing(nn.Module):
+        scratch: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.scratch is None or self.scratch.shape != x.shape:
+                self.scratch = torch.empty_like(x)
+            return self.scratch.copy_(x) * 2
+
+    with graphed(Growing(), sizes=[2, 4]) as fast, pytest.raises(OstinatoError, match="'scratch'"):
+        fast(rows_of(2, device))
 
 
 # --- what a capture tries -----------------------------------------------------------------------

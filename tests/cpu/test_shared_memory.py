@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -353,3 +354,25 @@ def test_changing_the_model_keeps_the_graphs_up_to_date(device: torch.device) ->
         assert torch.equal(fast(x), model(x))
         assert fast.double() is fast
         assert fast(x.double()).dtype is torch.float64
+
+
+def test_garbage_is_left_alone_while_any_thread_captures() -> None:
+    """Two captures that overlap: the end of one must not switch the collector on for the other."""
+    inner_done, seen = threading.Event(), []
+
+    def outer() -> None:
+        with GraphPool("cpu") as pool, pool.capturing():
+            started.set()
+            inner_done.wait(30)
+            seen.append(gc.isenabled())
+
+    started = threading.Event()
+    thread = threading.Thread(target=outer)
+    thread.start()
+    assert started.wait(30)
+    with GraphPool("cpu") as pool, pool.capturing():
+        assert not gc.isenabled()
+    inner_done.set()
+    thread.join()
+    assert seen == [False]
+    assert gc.isenabled()

@@ -49,6 +49,7 @@ class GraphSetOptions:
     num_warmups: int
     eager_fallback: bool
     verify: bool
+    watch: bool  # what the callable refers to, in captures and calls
     show_progress: bool
 
 
@@ -76,9 +77,7 @@ class GraphSet:
         self.dispatcher = Dispatcher(plan)
         self.report = CaptureReport()
         self._graphs: dict[BatchDescriptor, _SizeGraph] = {}
-        # What the callable refers to, and plain values among that which it changes itself.
-        self._watched: WatchedState | None = None
-        self._changes_itself: frozenset[str] = frozenset()
+        self._watched: WatchedState | None = None  # what the callable refers to
         # What it writes in place: arguments by position, and other memory.
         self._written: set[int] = set()
         self._written_state: frozenset[int] = frozenset()
@@ -102,6 +101,11 @@ class GraphSet:
         """Raise if a weight moved, or a value that graphs hold was changed."""
         if self._watched is not None:
             self._watched.check()
+
+    def note_own_changes(self) -> None:
+        """After the callable ran: plain values that it set itself are not watched from now on."""
+        if self._watched is not None:
+            self._watched = self._watched.after_a_run()
 
     def run(
         self, choice: Choice, rows: int, values: Sequence[Any], call: tuple[Any, Any]
@@ -154,6 +158,7 @@ class GraphSet:
         probe = EffectsProbe()
         with probe:
             result = self._function(*args, **kwargs)
+        self.note_own_changes()
         reference = map_tensors(torch.clone, result)
         after = probe.contents()
         probe.restore()
@@ -314,24 +319,27 @@ class GraphSet:
         size = entry.descriptor.num_tokens
         self._layout.fill_repeated(values, size)
         args, kwargs = self._layout.static_call(size)
-        rehearsal = Rehearsal(self._function, partial(self._function, *args, **kwargs))
+        call = partial(self._function, *args, **kwargs)
+        rehearsal = Rehearsal(self._function, call, watch=self._options.watch)
         try:
             with self._pool.backend.capture_scope():
-                rehearsal.run(thoroughly=self._watched is None)
+                rehearsal.run(thoroughly=not self._graphs)
                 for _ in range(self._options.num_warmups):
-                    self._function(*args, **kwargs)
+                    call()
             captured = self._pool.capture(
-                lambda: self._function(*args, **kwargs),
-                split_at_breaks=self._options.mode is CUDAGraphMode.PIECEWISE,
+                call, split_at_breaks=self._options.mode is CUDAGraphMode.PIECEWISE
             )
-            self._changes_itself |= rehearsal.check_nothing_replaced()
+            rehearsal.check_nothing_replaced()
         finally:
             rehearsal.effects.restore()
         written = rehearsal.effects.written
         self._written |= set(self._layout.written_by(written))
         self._written_state |= written - self._layout.storages
-        if self._watched is None:
-            self._watched = WatchedState(self._function, ignored=self._changes_itself)
+        if self._watched is not None:
+            self.note_own_changes()
+            self._watched.check()  # a size may have replaced what graphs of others read
+        elif self._options.watch:
+            self._watched = WatchedState(self._function)
         output = self._pool.weak(captured.output)
         self._graphs[entry.descriptor] = _SizeGraph(tape=captured.tape, output=output)
 
@@ -353,7 +361,7 @@ class GraphSet:
             graph.tape.close()
         self._graphs.clear()
         self.dispatcher.reset()
-        self._watched, self._changes_itself = None, frozenset()
+        self._watched = None
         self._written, self._written_state = set(), frozenset()
         self._outputs = None
         self._trusted.clear()

@@ -117,6 +117,7 @@ class GraphedCallable(Generic[P, R]):
             num_warmups=num_warmups,
             eager_fallback=eager_fallback,
             verify=verify,
+            watch=check_state_every > 0,
             show_progress=show_progress,
         )
         self._check_state_every = check_state_every
@@ -160,7 +161,9 @@ class GraphedCallable(Generic[P, R]):
                     choice = graphs.choose(rows)
                 if choice.mode is CUDAGraphMode.NONE:
                     self._stats.record(choice, rows)
-                    return self._function(*args, **kwargs)
+                    result = self._function(*args, **kwargs)
+                    graphs.note_own_changes()
+                    return result
                 return self._run(graphs, choice, rows, values, call)
 
     def _run(
@@ -428,8 +431,9 @@ def graphed(
     tuples and dataclasses. A module gives a module (``GraphedModule``).
 
     To capture, the callable is run at every size on the rows of the first call, repeated as often
-    as needed: twice to see what it does, then ``num_warmups + 1`` times. What it writes in place
-    (static arguments, buffers of a module) is put back; Python side effects are not. The first call
+    as needed: once or more to see what it does, then ``num_warmups + 1`` times. What it writes in
+    place (static arguments, buffers of a module) is put back. It must not replace what it refers
+    to, tensors or plain values: a replay runs no Python, so that is refused by name. The first call
     of each number of rows also runs eagerly, and the two results are compared: rows must not depend
     on each other, since padding rows are computed too, and row i of a result must depend on row i
     alone. A callable for which that does not hold is refused, and the output is named.
@@ -456,7 +460,8 @@ def graphed(
         generators: Random generators, other than the default one, that the callable draws from.
         pool: Share the memory of other graphs that never run at the same time.
         verify: Compare the first call of each number of rows with an eager one.
-        check_state_every: Look for replaced weights and attributes on every n-th call; 0: never.
+        check_state_every: Look for replaced weights and attributes on every n-th call. 0: never,
+            nor at capture whether the callable replaces them itself.
         show_progress: Show a progress bar while capturing.
     """
 

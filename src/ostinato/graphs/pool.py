@@ -333,6 +333,31 @@ class GraphPool:
             raise ClosedError("the graph pool is closed; build a new one to capture again")
 
 
+class _PausedCollection:
+    """Python's garbage collector, which all threads share, kept off while any of them captures."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._was_enabled = False
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._depth == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._depth += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0 and self._was_enabled:
+                gc.enable()
+
+
+_paused_collection = _PausedCollection()
+
+
 @contextmanager
 def _garbage_collection_paused(*, generation: int | None) -> Iterator[None]:
     """Keep the collector from freeing device objects in the middle of a capture.
@@ -341,10 +366,8 @@ def _garbage_collection_paused(*, generation: int | None) -> Iterator[None]:
     """
     if generation is not None:
         gc.collect(generation)
-    was_enabled = gc.isenabled()
-    gc.disable()
+    _paused_collection.enter()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        _paused_collection.leave()

@@ -18,7 +18,7 @@ from ostinato.graphs.effects import EffectsProbe
 from ostinato.graphs.graphed_trial import Agreement, differences, same_bits
 from ostinato.graphs.signature import same_value
 from ostinato.graphs.tree import leaves_with_path, map_tensors
-from ostinato.graphs.watched_state import WatchedState
+from ostinato.graphs.watched_state import WatchedState, show
 
 logger = logging.getLogger(__name__)
 
@@ -26,25 +26,31 @@ logger = logging.getLogger(__name__)
 class Rehearsal:
     """Runs ``call``, which is ``function`` on arguments that stay where they are.
 
-    ``effects`` knows what the runs wrote, and puts it back.
+    ``effects`` knows what the runs wrote, and puts it back. Without ``watch``, what the callable
+    refers to is not looked at.
     """
 
-    def __init__(self, function: Callable[..., Any], call: Callable[[], Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], call: Callable[[], Any], *, watch: bool
+    ) -> None:
         self._function = function
         self._call = call
+        self._watch = watch
         self.effects = EffectsProbe()
         self._watched: WatchedState | None = None
 
     def run(self, *, thoroughly: bool) -> None:
         """Run it once. Thoroughly: more often, to see whether the result stays the same."""
         first = self._run(self.effects)
-        # What it makes for itself on its first run may stay. From then on it refers to that.
-        self._watched = WatchedState(self._function)
+        if self._watch:
+            # What it makes for itself on its first run may stay. From then on it refers to that.
+            self._watched = WatchedState(self._function)
         if not thoroughly:
             return
         self.effects.restore()
         again = EffectsProbe()
         second = self._run(again)
+        self.check_nothing_replaced()
         self._check_makes_no_state(again)
         self.effects.absorb(again)
         if self.effects.draws_random_numbers:
@@ -70,37 +76,27 @@ class Rehearsal:
     def _check_repeats(self, second: Any) -> None:
         """Refuse a result that is another one each time, apart from rounding."""
         self.effects.restore()
-        before = WatchedState(self._function)
         third = self._run(EffectsProbe())
         if _same(second, third):
             return  # only the first run was special: it made something for the others
-        self.effects.restore()
-        changed = [slot.name for slot, _, _ in before.replaced()]
-        path, agreement, text = next(differences(third, second, exact_integers=True))
-        if changed or agreement is not Agreement.SAME:
-            cause = f", and so does {changed[0]}" if changed else ""
-            raise CaptureError(
-                f"{path} changes from run to run on the same rows ({text}){cause}; a graph would "
-                "hold what it was at capture, so let it depend on arguments, or on tensors that "
-                "are changed in place"
-            )
-
-    def check_nothing_replaced(self) -> frozenset[str]:
-        """Refuse a run that replaced a tensor: a graph would go on reading the first one.
-
-        Names of the plain values that runs changed, which no result depends on.
-        """
-        assert self._watched is not None, "it has run"
-        changed = set()
-        for slot, was, now in self._watched.replaced():
-            if isinstance(was, torch.Tensor) or isinstance(now, torch.Tensor):
-                slot.write(was)
+        for path, agreement, text in differences(third, second, exact_integers=True):
+            if agreement is not Agreement.SAME:
                 raise CaptureError(
-                    f"{slot.name} is replaced inside the call, which a replay would not do; write "
-                    "into it instead (copy_, add_, ...), or pass it in and return the new one"
+                    f"{path} changes from run to run on the same rows ({text}); a graph would hold "
+                    "what it was at capture, so let it depend on arguments, or on tensors that are "
+                    "changed in place"
                 )
-            changed.add(slot.name)
-        return frozenset(changed)
+
+    def check_nothing_replaced(self) -> None:
+        """Refuse a run that replaced what it refers to: a replay would not, and a graph would go on
+        reading the first."""
+        for slot, was, now in self._watched.replaced() if self._watched is not None else ():
+            slot.write(was)
+            raise CaptureError(
+                f"{slot.name} is replaced inside the call (it was {show(was)}, and then "
+                f"{show(now)}), which a replay would not do; write into a tensor instead (copy_, "
+                "add_, ...), or keep it out of the callable"
+            )
 
     def _point_out_training(self) -> None:
         function = self._function

@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +73,25 @@ class _Cell(MutableMapping[str, Any]):
         return 1
 
 
+class _Length(Mapping[str, int]):
+    """How many items a container has, in the form of a container."""
+
+    def __init__(self, container: Any) -> None:
+        self._container = container
+
+    def __getitem__(self, key: str) -> int:
+        return len(self._container)
+
+    def __setitem__(self, key: str, length: int) -> None:
+        """What was put in does not go by itself: see who keeps what a run made."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("length",))
+
+    def __len__(self) -> int:
+        return 1
+
+
 class WatchedState:
     """Everything a callable was found to refer to, as it was when this was made.
 
@@ -84,6 +103,7 @@ class WatchedState:
         self, function: Callable[..., Any], *, ignored: frozenset[str] = frozenset()
     ) -> None:
         """``ignored``: names of plain values that are not watched."""
+        self._function, self._ignored = function, ignored
         walk = _Walk(function)
         slots = [slot for slot in walk.slots() if slot.name not in ignored]
         self._values = [slot.read() for slot in slots]
@@ -126,6 +146,16 @@ class WatchedState:
         looked_at = slice(first, self._turn)
         return all(map(_Pinned.looks_like, self._pinned[looked_at], now[looked_at]))
 
+    def after_a_run(self) -> WatchedState:
+        """What to watch after a run of the callable: without the plain values that it changed.
+
+        It sets those itself, to the number of rows, say, so they say nothing about its graphs.
+        """
+        changed = {item.slot.name for item in self.replaced() if isinstance(item.was, _SCALARS)}
+        if not changed:
+            return self
+        return WatchedState(self._function, ignored=self._ignored | changed)
+
     # --- by name -------------------------------------------------------------------------------
 
     def replaced(self) -> list[Replaced]:
@@ -154,8 +184,8 @@ class WatchedState:
         for slot, was, now in self.replaced():
             if isinstance(was, _SCALARS):
                 raise ReplayMismatchError(
-                    f"{slot.name} is {_show(now)}, but the graphs were captured when it was "
-                    f"{_show(was)}, which they hold for good; set it back, or call clear_graphs() "
+                    f"{slot.name} is {show(now)}, but the graphs were captured when it was "
+                    f"{show(was)}, which they hold for good; set it back, or call clear_graphs() "
                     "to capture again"
                 )
             if not _is_tensor(was):
@@ -166,7 +196,7 @@ class WatchedState:
             pinned = self._pinned[self._tensors.position_of(slot)]
             raise ReplayMismatchError(
                 f"{slot.name} moved: the graphs read it at {pinned.describe()}, it is now "
-                f"{_show(now)}; write new values in place (copy_, load_state_dict without assign), "
+                f"{show(now)}; write new values in place (copy_, load_state_dict without assign), "
                 "or call clear_graphs() to capture again"
             )
 
@@ -311,6 +341,8 @@ class _Walk:
         for key in keys:
             name = f"{path}[{key!r}]"
             yield from self._slot(name, container, key, name, depth)
+        if not isinstance(container, tuple):
+            yield _Slot(f"the number of items in {path}", _Length(container), "length")
 
     def _code(self, function: types.FunctionType, depth: int) -> Iterator[_Slot]:
         """A function's closure, and the globals that its code names."""
@@ -358,7 +390,8 @@ def _read(slot: _Slot) -> Any:
         return "gone"
 
 
-def _show(value: Any) -> str:
+def show(value: Any) -> str:
+    """A value, or where a tensor is, for messages."""
     if isinstance(value, torch.Tensor):
         return f"at {value.data_ptr():#x} ({tuple(value.shape)}, {value.dtype})"
     return repr(value)
