@@ -24,7 +24,7 @@ COUNT = re.compile(r"(\d+) (passed|failed|skipped|xfailed|errors?)\b")
 
 
 def collect(expression: str, paths: list[str]) -> list[list[str]]:
-    """The selected tests in runs of one file each, the longest runs first."""
+    """The selected tests in runs of one file each; those that may take longest come first."""
     command = [*PYTEST, "--collect-only", "-m", expression, *paths]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode not in (0, NO_TESTS_COLLECTED):
@@ -36,7 +36,8 @@ def collect(expression: str, paths: list[str]) -> list[list[str]]:
         number = -(-len(of_file) // MOST_TESTS)
         size = -(-len(of_file) // number)
         shards += [of_file[at : at + size] for at in range(0, len(of_file), size)]
-    return sorted(shards, key=len, reverse=True)
+    # Those of tests/gpu are few and compile many kernels.
+    return sorted(shards, key=lambda tests: ("/gpu/" in tests[0], len(tests)), reverse=True)
 
 
 def run(tests: list[str]) -> tuple[Counter[str], bool]:
