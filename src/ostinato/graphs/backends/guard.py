@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato.errors import CaptureError
+from ostinato.graphs.tree import tensors_in
 
 aten = torch.ops.aten
 
@@ -154,7 +156,7 @@ class CaptureGuard(TorchDispatchMode):
         kwargs = kwargs or {}
         if types and has_own_dispatch(types):
             return NotImplemented
-        if self.is_composite(func):
+        if self.is_composite(func) and all(map(_is_dense, tensors_in((args, kwargs)))):
             return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
         return func(*args, **kwargs)
@@ -170,11 +172,11 @@ class CaptureGuard(TorchDispatchMode):
         except KeyError:
             composite = (
                 isinstance(func, torch._ops.OpOverload)
-                and _has_kernel(func, "CompositeImplicitAutograd")
+                and has_kernel(func, "CompositeImplicitAutograd")
                 # Those that have a kernel for the device come here in every mode.
-                and not _has_kernel(func, self._device_type.upper())
+                and not has_kernel(func, self._device_type.upper())
                 # chunk, narrow, matmul.out: torch is about to note what the result is a view of.
-                and not _has_kernel(func, "ADInplaceOrView")
+                and not has_kernel(func, "ADInplaceOrView")
             )
             self._composite[func] = composite
             return composite
@@ -188,8 +190,17 @@ class CaptureGuard(TorchDispatchMode):
         # _op_dk calls one kernel of an operator; private, in every torch 2.
         # What the kernel calls has to go through the layers that are above a mode (autocast,
         # views), as it does eagerly; in here they are switched off.
-        with enable_reentrant_dispatch(), self:
+        with enable_reentrant_dispatch(), self._autocast_inside(func), self:
             return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+    def _autocast_inside(self, func: torch._ops.OpOverload) -> AbstractContextManager[object]:
+        """Autocast has no part in what an operator does that it has cast the arguments of."""
+        device_type = self._device_type
+        if torch.is_autocast_enabled(device_type) and has_kernel(
+            func, f"Autocast{device_type.upper()}"
+        ):
+            return torch.autocast(device_type, enabled=False)
+        return nullcontext()
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.last_operator = str(func)
@@ -300,7 +311,12 @@ def _returns_number(func: torch._ops.OpOverload) -> bool:
     return any(re.sub(r"[?\[\]]|Optional|List", "", kind) in _NUMBERS for kind in kinds)
 
 
-def _has_kernel(func: torch._ops.OpOverload, key: str) -> bool:
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Nested and sparse tensors have kernels of their own also for composite operators."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def has_kernel(func: torch._ops.OpOverload, key: str) -> bool:
     # Private, in every torch 2. There is no public way to ask; without it, composite operators
     # would be recorded whole, and reads inside them go unseen in inference mode.
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import enable_reentrant_dispatch
 
 from ostinato.errors import CaptureError, ReplayMismatchError
 from ostinato.graphs.backends.alias import alias_of
@@ -40,6 +42,7 @@ _UNINITIALISED = frozenset(
         aten.new_empty_strided.default,
     }
 )
+_CALL_CAST_OPERATORS = frozenset({aten._trilinear.default})
 _COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -83,6 +86,7 @@ class Recorder(CaptureGuard):
         if types and has_own_dispatch(types):
             return NotImplemented
         if self.is_composite(func):
+            self._check_dense(func, tensors_in((args, kwargs)), "was given")
             return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
         if func.namespace == "aten":
@@ -92,12 +96,14 @@ class Recorder(CaptureGuard):
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func``, note the step that repeats it, and return its results in their places."""
-        call = _call_key(func, args, kwargs)
+        autocast = _autocast_inside(func)
+        call = _call_key(func, args, kwargs) if autocast is None else None
         if call is not None and call in self._verified:
             return self._repeat(self._verified[call], args, kwargs)
         given = list(tensors_in((args, kwargs)))
         self._check_dense(func, given, "was given")
-        result = self._run(func, args, kwargs)
+        with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+            result = self._run(func, args, kwargs)
         if func is aten.lift_fresh.default:
             return self._constant(result)
         borrowed = {_storage_id(tensor) for tensor in given}
@@ -108,19 +114,18 @@ class Recorder(CaptureGuard):
             return result  # a view: nothing to replay
         placed = {i: self._place(outputs[i]) for i in fresh}
         if func not in _UNINITIALISED:
-            replay_args = map_tensors(self._fixed, args)
-            replay_kwargs = map_tensors(self._fixed, kwargs)
+            replay_args, replay_kwargs = map_tensors(self._fixed, (args, kwargs))
             targets = {i: self._fixed(tensor) for i, tensor in placed.items()}
-            step = self._in_place_step(func, replay_args, replay_kwargs, outputs, targets)
-            if step is None:
-                self.steps.append(self._step(func, replay_args, replay_kwargs, outputs, targets))
-            else:
+            recorded = (func, replay_args, replay_kwargs, outputs, targets)
+            step = self._in_place_step(*recorded) if autocast is None else None
+            if step is not None:
                 self.steps.append(step)
-                if call is not None and all(
-                    i in placed and t.numel() for i, t in enumerate(outputs)
-                ):
-                    one = isinstance(result, torch.Tensor)
-                    self._remember(call, func, step.func, [*placed.values()], one)
+                if call is not None and len(placed) == len(outputs):
+                    self._remember(call, func, step.func, placed, isinstance(result, torch.Tensor))
+            elif autocast is None:
+                self.steps.append(self._step(*recorded))
+            else:
+                self.steps.append(partial(_run_under_autocast, autocast, self._step(*recorded)))
         static = iter([placed.get(i, tensor) for i, tensor in enumerate(outputs)])
         return map_tensors(lambda _: next(static), result)
 
@@ -143,12 +148,14 @@ class Recorder(CaptureGuard):
         key: Hashable,
         func: torch._ops.OpOverload,
         call: Call,
-        placed: list[torch.Tensor],
+        placed: dict[int, torch.Tensor],
         one: bool,
     ) -> None:
+        if not all(tensor.numel() for tensor in placed.values()):
+            return
         variant = out_variant_of(func)
         assert variant is not None, "the call was just made through it"
-        looks = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in placed]
+        looks = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in placed.values()]
         self._verified[key] = Verified(variant, call, looks, one)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,6 +325,23 @@ def _run_and_copy(run: partial[Any], targets: dict[int, torch.Tensor]) -> None:
         target.copy_(output)
 
 
+def _autocast_inside(func: torch._ops.OpOverload) -> torch.dtype | None:
+    """What autocast casts to inside ``func``, if it is on there.
+
+    Down here it is off, as all that is above a mode. But eagerly the body of a custom operator runs
+    under it, and so must every replay; so do torch's few that call operators that autocast knows.
+    """
+    if func.namespace == "aten" and func not in _CALL_CAST_OPERATORS:
+        return None
+    with enable_reentrant_dispatch():
+        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+
+
+def _run_under_autocast(dtype: torch.dtype, step: Step) -> None:
+    with torch.autocast("cpu", dtype):
+        step()
+
+
 def _unsupported_kind(tensor: torch.Tensor) -> str | None:
     """What keeps a tensor from being memory at an address; None for those that are."""
     if tensor.layout is not torch.strided:
@@ -326,6 +350,8 @@ def _unsupported_kind(tensor: torch.Tensor) -> str | None:
         return "strided"
     if tensor.is_nested:
         return "nested"
+    if tensor._is_zerotensor():  # torch.func.jvp makes them; they have no memory at all
+        return "zero"
     return "quantized" if tensor.is_quantized else None
 
 
