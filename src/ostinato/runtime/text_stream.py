@@ -8,6 +8,7 @@ from functools import partial
 from types import TracebackType
 from typing import NoReturn, TypeAlias
 
+from ostinato.errors import ConcurrentUseError
 from ostinato.runtime.engine import Completion, Engine
 from ostinato.runtime.outputs import TextDelta
 from ostinato.runtime.thread_use import Hold, OpenStream
@@ -32,15 +33,19 @@ class TextStream(Iterator[TextDelta]):
         self._source = engine.sharing.iterate(_deltas(engine, completions))
 
     def __next__(self) -> TextDelta:
-        use, hold = self._engine.use, Hold("LLM.stream")
+        use, hold, refused = self._engine.use, Hold("LLM.stream"), False
         try:
-            use.enter(hold, stream=self._open)
-            self._ended = False
             try:
-                return next(self._source)
-            except BaseException:
-                self._end()
+                use.enter(hold, stream=self._open)
+            except ConcurrentUseError:
+                refused = True  # it goes on when the other thread has left
                 raise
+            self._ended = False
+            return next(self._source)
+        except BaseException:
+            if not refused:
+                self._end()
+            raise
         finally:
             hold.done = True
             use.settle()
@@ -50,13 +55,13 @@ class TextStream(Iterator[TextDelta]):
         use, hold = self._engine.use, Hold("TextStream.close")
         try:
             use.enter(hold, stream=self._open)
-            self._source = iter(())
             self._end()
         finally:
             hold.done = True
             use.settle()
 
     def _end(self) -> None:
+        self._source = iter(())
         abort_unfinished(self._engine, self._completions)
         self._engine.use.end_stream(self._open)
         self._ended = True

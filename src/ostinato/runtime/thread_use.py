@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
@@ -30,17 +31,24 @@ class Hold:
 
     __slots__ = ("done", "is_part", "method", "thread")
 
-    def __init__(self, method: str, *, is_part: bool = False) -> None:
+    def __init__(self, method: str, is_part: bool = False) -> None:
         self.method = method
         self.is_part = is_part
         self.thread = threading.current_thread()
         self.done = False
 
 
-class OpenStream:
-    """A stream between its first delta and its end. ``thread`` is the last that read it."""
+_OUTSIDE = Hold("")
+_OUTSIDE.done = True
 
-    __slots__ = ("thread",)
+
+class OpenStream:
+    """A stream between its first delta and its end. ``thread`` is the last that read it.
+
+    The stream owns it: when it is gone, the stream is.
+    """
+
+    __slots__ = ("__weakref__", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
@@ -52,9 +60,10 @@ class ThreadUse:
     def __init__(self) -> None:
         # Held for a few instructions; signal handlers and finalisers may come in between.
         self._guard = threading.RLock()
-        self._call: Hold | None = None
-        self._part: Hold | None = None
-        self._streams: set[OpenStream] = set()
+        # The last that came in; inside as long as they are not done.
+        self._call = _OUTSIDE
+        self._part = _OUTSIDE
+        self._streams: set[weakref.ref[OpenStream]] = set()
         self._deferred: deque[Callable[[], None]] = deque()
 
     def enter(self, hold: Hold, *, stream: OpenStream | None = None) -> None:
@@ -62,30 +71,32 @@ class ThreadUse:
 
         A stream may be handed to another thread: it is the thread's that reads it.
         """
-        if self._deferred and not hold.is_part:
-            self.settle()
+        call, is_part = self._call, hold.is_part
+        if is_part and not call.done and call.thread is hold.thread and self._part.done:
+            self._part = hold  # its own call keeps all others out
+            return
         with self._guard:
-            call, part = self._inside(self._call), self._inside(self._part)
-            own_call = hold.is_part and call is not None and call.thread is hold.thread
-            if part is not None or (call is not None and not own_call):
-                raise _refusal(hold, call or part)
-            if call is None and self._streams:
+            call, part = self._call, self._part
+            own_call = is_part and call.thread is hold.thread
+            if not (part.done and (call.done or own_call)):
+                raise _refusal(hold, part if call.done else call)
+            if call.done and self._streams:
                 self._check_streams(hold, stream)
-            if hold.is_part:
+            if is_part:
                 self._part = hold
             else:
                 self._call = hold
             if stream is not None:
                 stream.thread = hold.thread
-                self._streams.add(stream)
-
-    @staticmethod
-    def _inside(hold: Hold | None) -> Hold | None:
-        return None if hold is None or hold.done else hold
+                self._streams.add(weakref.ref(stream))
 
     def _check_streams(self, hold: Hold, stream: OpenStream | None) -> None:
-        for other in tuple(self._streams):
-            # A thread that has ended will not read on; its requests wait for whoever has them.
+        for reference in tuple(self._streams):
+            other = reference()
+            if other is None:
+                self._streams.discard(reference)
+                continue
+            # A thread that has ended will not read on.
             if other is not stream and other.thread is not hold.thread and other.thread.is_alive():
                 raise ConcurrentUseError(
                     f"thread {hold.thread.name!r} called {hold.method} while a stream of thread "
@@ -94,7 +105,7 @@ class ThreadUse:
                 )
 
     def end_stream(self, stream: OpenStream) -> None:
-        self._streams.discard(stream)
+        self._streams.discard(weakref.ref(stream))
 
     # --- what finalisers leave to do -----------------------------------------------------------
 
@@ -109,7 +120,7 @@ class ThreadUse:
             hold = Hold("the end of a stream that was dropped")
             try:
                 with self._guard:
-                    if self._inside(self._call) or self._inside(self._part):
+                    if not (self._call.done and self._part.done):
                         return
                     self._call = hold
                 while self._deferred:
@@ -118,8 +129,7 @@ class ThreadUse:
                 hold.done = True
 
 
-def _refusal(hold: Hold, holder: Hold | None) -> ConcurrentUseError:
-    assert holder is not None
+def _refusal(hold: Hold, holder: Hold) -> ConcurrentUseError:
     if holder.thread is hold.thread:
         return ConcurrentUseError(
             f"{hold.method} was called inside {holder.method} of the same thread, from a signal "
@@ -153,7 +163,7 @@ def one_thread(
 
         @functools.wraps(method)
         def exclusive(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-            use, hold = self.use, Hold(name, is_part=is_part)
+            use, hold = self.use, Hold(name, is_part)
             try:
                 use.enter(hold)
                 return method(self, *args, **kwargs)

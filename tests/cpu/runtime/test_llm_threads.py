@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -304,6 +305,33 @@ def test_a_call_inside_a_step_is_refused(llm: LLM, expected: list[list[int]], se
         f"{second} was called inside LLM.generate of the same thread, from a signal handler, a "
         "finaliser or a callback; call it after that has returned"
     ]
+    check_unharmed(llm, expected)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finaliser
+def test_an_interrupt_anywhere_leaves_the_llm_usable(llm: LLM, expected: list[list[int]]) -> None:
+    """Alarms go off at points of their own; wherever that is, what follows is right."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    delays, num_interrupted = random.Random(0), 0
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(40):
+            answer = generated if number % 2 else streamed
+            try:
+                signal.setitimer(signal.ITIMER_REAL, delays.uniform(1e-5, 0.02))
+                for _ in range(20):
+                    assert answer(llm, PROMPTS[2]) == expected[2]
+            except KeyboardInterrupt:
+                num_interrupted += 1
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert answer(llm, PROMPTS[2]) == expected[2]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+    assert num_interrupted > 20
     check_unharmed(llm, expected)
 
 
