@@ -211,7 +211,7 @@ def test_a_read_is_refused_or_right(
             return
         try:
             captured = pool.capture(lambda: function(x), collect_garbage=False)
-        except (CaptureError, TypeError, BufferError, RuntimeError) as error:
+        except (CaptureError, TypeError, BufferError, RuntimeError, AssertionError) as error:
             if device.type == "cpu" or not (
                 isinstance(error, CaptureError) or fails_eagerly(read, x)
             ):
@@ -222,6 +222,8 @@ def test_a_read_is_refused_or_right(
         pool.replay(captured.tape)
         torch.manual_seed(0)
         eager = function(x)
+    if type(eager).__name__ == "PyCapsule":
+        return  # an address on the GPU, of which nothing was read
     torch.testing.assert_close(captured.output, eager, rtol=0, atol=0)
 
 
