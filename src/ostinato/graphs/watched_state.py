@@ -29,8 +29,28 @@ _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _LIBRARIES = ("torch", "numpy", "transformers", "builtins", "ostinato.")
 _MOST_SLOTS = 100_000
 _DEEPEST = 6
-# Shapes and strides of so many tensors are compared per call, in turns.
-_METADATA_PER_CALL = 32
+# Shapes of so many tensors are compared per call, in turns: one that is replaced by a part of it
+# stays at its address.
+_SHAPES_PER_CALL = 8
+# Modules whose forward is the same in training and in evaluation.
+_NEVER_MIND_TRAINING = (
+    nn.Linear,
+    nn.Embedding,
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.Identity,
+    nn.Sequential,
+    nn.ModuleList,
+    nn.ModuleDict,
+    nn.ReLU,
+    nn.GELU,
+    nn.SiLU,
+    nn.Tanh,
+    nn.Sigmoid,
+    nn.Conv1d,
+    nn.Conv2d,
+)
 
 _address_of = torch.Tensor.data_ptr
 _training = operator.itemgetter("training")
@@ -105,21 +125,32 @@ class WatchedState:
         """``ignored``: names of plain values that are not watched."""
         self._function, self._ignored = function, ignored
         walk = _Walk(function)
-        slots = [slot for slot in walk.slots() if slot.name not in ignored]
-        self._values = [slot.read() for slot in slots]
-        self._slots = slots
-        tensors = [s for s, v in zip(slots, self._values, strict=True) if _is_tensor(v)]
-        others = [s for s, v in zip(slots, self._values, strict=True) if not _is_tensor(v)]
-        self._tensors = _Group(tensors)
-        self._others = _Group(others)
+        self._slots = [slot for slot in walk.slots() if slot.name not in ignored]
+        self._values = [slot.read() for slot in self._slots]
+        pairs = list(zip(self._slots, self._values, strict=True))
+        tensors = [(slot, value) for slot, value in pairs if _is_tensor(value)]
+        self._pinned = {id(slot): _Pinned(value) for slot, value in tensors}
+        # Modules have tables of what they hold, which are compared as a whole.
+        tables = {id(table): table for table in walk.tables if table}
+        self._tables = list(tables.values())
+        self._table_copies = [dict(table) for table in self._tables]
+        in_tables = [value for slot, value in tensors if id(slot.container) in tables]
+        apart = [(slot, value) for slot, value in pairs if id(slot.container) not in tables]
+        self._others = _Group([slot for slot, value in apart if not _is_tensor(value)])
         self._other_values = self._others.read_by_container()
-        now = self._tensors.read()
+        self._apart = _Group([slot for slot, value in apart if _is_tensor(value)])
+        # Comparing two tensors of one element compares their values, not which tensors they are.
+        single = [s for s, v in tensors if id(s.container) in tables and v.numel() == 1]
+        self._single = _Group(single)
+        self._single_ids = [*map(id, self._single.read())]
+        self._in_tables = in_tables
+        now = [*in_tables, *self._apart.read()]
         self._addresses = [*map(_address_of, now)]
-        self._pinned = [_Pinned(tensor) for tensor in now]
-        # One flag for each module; a getter for each would cost more than all else together.
-        self._modules = [module.__dict__ for module in walk.modules]
-        self._module_names = walk.module_names
-        self._training = [*map(_training, self._modules)]
+        self._positions = list(range(len(now)))
+        self._shapes = [tensor.shape for tensor in now]
+        self._modules = [(name, m.__dict__) for name, m in walk.modules if _minds_training(m)]
+        self._module_dicts = [values for _, values in self._modules]
+        self._training = [*map(_training, self._module_dicts)]
         self._turn = 0
 
     # --- on every call -------------------------------------------------------------------------
@@ -128,9 +159,11 @@ class WatchedState:
         """Raise ``ReplayMismatchError`` if anything was replaced since."""
         try:
             stays = (
-                self._tensors_stay()
+                self._tables == self._table_copies
+                and [*map(id, self._single.read())] == self._single_ids
                 and self._others.read_by_container() == self._other_values
-                and [*map(_training, self._modules)] == self._training
+                and [*map(_training, self._module_dicts)] == self._training
+                and self._tensors_stay()
             )
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
             stays = False  # something is gone, or cannot be compared with what it was
@@ -138,13 +171,13 @@ class WatchedState:
             self.raise_if_replaced()
 
     def _tensors_stay(self) -> bool:
-        now = self._tensors.read()
-        if [*map(_address_of, now)] != self._addresses:
+        now = [*self._in_tables, *self._apart.read()]
+        if not _are_at(now, self._addresses, self._positions):
             return False
         first = self._turn if self._turn < len(now) else 0
-        self._turn = first + _METADATA_PER_CALL
+        self._turn = first + _SHAPES_PER_CALL
         looked_at = slice(first, self._turn)
-        return all(map(_Pinned.looks_like, self._pinned[looked_at], now[looked_at]))
+        return [tensor.shape for tensor in now[looked_at]] == self._shapes[looked_at]
 
     def after_a_run(self) -> WatchedState:
         """What to watch after a run of the callable: without the plain values that it changed.
@@ -163,18 +196,14 @@ class WatchedState:
         found = []
         for slot, was in zip(self._slots, self._values, strict=True):
             now = _read(slot)
-            if now is was and not _is_tensor(was):
-                continue
             if _is_tensor(was):
-                pinned = self._pinned[self._tensors.position_of(slot)]
-                stays = isinstance(now, torch.Tensor) and pinned.is_memory_of(now)
+                stays = isinstance(now, torch.Tensor) and self._pinned[id(slot)].is_memory_of(now)
             else:
-                stays = isinstance(was, _SCALARS) and type(now) is type(was) and now == was
+                equal = isinstance(was, _SCALARS) and type(now) is type(was) and now == was
+                stays = now is was or equal
             if not stays:
                 found.append(Replaced(slot, was, now))
-        for name, module, was in zip(
-            self._module_names, self._modules, self._training, strict=True
-        ):
+        for (name, module), was in zip(self._modules, self._training, strict=True):
             if module["training"] != was:
                 slot = _Slot(f"attribute '{name}training'", module, "training")
                 found.append(Replaced(slot, was, not was))
@@ -193,17 +222,18 @@ class WatchedState:
                     f"{slot.name} is another {type(was).__name__} than at capture, and the graphs "
                     "still use the first; set it back, or call clear_graphs() to capture again"
                 )
-            pinned = self._pinned[self._tensors.position_of(slot)]
+            place = self._pinned[id(slot)].describe()
             raise ReplayMismatchError(
-                f"{slot.name} moved: the graphs read it at {pinned.describe()}, it is now "
+                f"{slot.name} moved: the graphs read it at {place}, it is now "
                 f"{show(now)}; write new values in place (copy_, load_state_dict without assign), "
                 "or call clear_graphs() to capture again"
             )
 
     def name_of(self, storage: int) -> str | None:
         """A name of the memory with this number (``effects.storage_id``)."""
-        for slot, pinned in zip(self._tensors.slots, self._pinned, strict=True):
-            if pinned.storage_id == storage:
+        for slot in self._slots:
+            pinned = self._pinned.get(id(slot))
+            if pinned is not None and pinned.storage_id == storage:
                 return slot.name
         return None
 
@@ -218,14 +248,12 @@ class _Group:
     """Slots that are read together, with one call for all those of one container."""
 
     def __init__(self, slots: Sequence[_Slot]) -> None:
-        self.slots: list[_Slot] = []  # in the order of ``read``
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
         for _, together in itertools.groupby(slots, key=lambda slot: id(slot.container)):
             members = list(together)
-            if len(members) == 1:  # an itemgetter of one key gives no tuple
-                members *= 2
-            self.slots += members
-            get = operator.itemgetter(*(slot.key for slot in members))
+            keys = [slot.key for slot in members]
+            # An itemgetter of one key gives no tuple.
+            get = operator.itemgetter(*keys) if len(keys) > 1 else operator.itemgetter(*keys * 2)
             self._getters.append((get, members[0].container))
 
     def read_by_container(self) -> list[tuple[Any, ...]]:
@@ -233,9 +261,6 @@ class _Group:
 
     def read(self) -> list[Any]:
         return [*_chain(self.read_by_container())]
-
-    def position_of(self, slot: _Slot) -> int:
-        return next(index for index, each in enumerate(self.slots) if each is slot)
 
 
 class _Pinned:
@@ -262,8 +287,8 @@ class _Walk:
     """Finds what a callable refers to, each thing once."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.modules: list[nn.Module] = []
-        self.module_names: list[str] = []
+        self.modules: list[tuple[str, nn.Module]] = []  # with the prefix of what they hold
+        self.tables: list[dict[str, Any]] = []
         self._function = function
         self._seen: set[int] = set()
 
@@ -311,8 +336,8 @@ class _Walk:
                 yield from self._enter(value.__call__.__func__, path, depth + 1)
 
     def _module(self, module: nn.Module, prefix: str, depth: int) -> Iterator[_Slot]:
-        self.modules.append(module)
-        self.module_names.append(prefix)
+        self.modules.append((prefix, module))
+        self.tables += [module._parameters, module._buffers, module._modules]
         for kind, entries in (("parameter", module._parameters), ("buffer", module._buffers)):
             for key in entries:
                 yield _Slot(f"{kind} '{prefix}{key}'", entries, key)
@@ -373,6 +398,10 @@ def _of_library(thing: Any) -> bool:
     return (thing.__module__ or "").startswith(_LIBRARIES)
 
 
+def _minds_training(module: nn.Module) -> bool:
+    return type(module) not in _NEVER_MIND_TRAINING
+
+
 def _is_tensor(value: Any) -> bool:
     """Whether it is a tensor at an address."""
     return (
@@ -381,6 +410,17 @@ def _is_tensor(value: Any) -> bool:
         and not value.is_nested
         and value.device.type != "meta"
     )
+
+
+# Private, in CUDA builds of torch 2.1 to 2.13: compares addresses of many tensors in one call.
+# Where it is missing, each is asked for its own.
+_compare_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def _are_at(tensors: list[torch.Tensor], addresses: list[int], positions: list[int]) -> bool:
+    if _compare_addresses is None:
+        return [*map(_address_of, tensors)] == addresses
+    return bool(_compare_addresses(tensors, addresses, positions))
 
 
 def _read(slot: _Slot) -> Any:
