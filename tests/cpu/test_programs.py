@@ -288,6 +288,29 @@ def test_corners_of_torch(name: str, autocast: str, mode: str) -> None:
         assert_same(around.output, seeded(2, within))
 
 
+@torch.library.custom_op("test_programs::self_product", mutates_args=())
+def self_product(x: Tensor) -> Tensor:
+    return x @ x.t()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_custom_operators_body_runs_under_autocast(
+    pool: GraphPool, device: torch.device, mode: str
+) -> None:
+    x = torch.randn(4, 8, device=device)
+
+    def function() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            return self_product(x)
+
+    with MODES[mode]():
+        captured = pool.capture(function)
+        assert captured.output.dtype == torch.bfloat16
+        x.copy_(torch.randn(4, 8))
+        pool.replay(captured.tape)
+        assert_same(captured.output, function())
+
+
 def test_a_backward_pass_inside_a_function() -> None:
     x = torch.randn(4, 8)
     with GraphPool("cpu", lazy_capture=True) as pool:

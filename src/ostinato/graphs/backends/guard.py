@@ -159,7 +159,11 @@ class CaptureGuard(TorchDispatchMode):
         if self.is_composite(func) and all(map(_is_dense, tensors_in((args, kwargs)))):
             return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
-        return func(*args, **kwargs)
+        autocast = self.autocast_in_body(func)
+        if autocast is None:
+            return func(*args, **kwargs)
+        with torch.autocast(self._device_type, autocast):
+            return func(*args, **kwargs)
 
     def is_composite(self, func: Any) -> bool:
         """Whether ``func`` is a function of other operators, which have to be looked at instead.
@@ -201,6 +205,18 @@ class CaptureGuard(TorchDispatchMode):
         ):
             return torch.autocast(device_type, enabled=False)
         return nullcontext()
+
+    def autocast_in_body(self, func: Any) -> torch.dtype | None:
+        """What autocast casts to inside ``func``, if it is on there.
+
+        Down here it is off, as all that is above a mode. But eagerly the body of a custom operator
+        runs under it; so do those few of torch's that call operators that autocast knows.
+        """
+        if func.namespace == "aten" and func not in _CALL_CAST_OPERATORS:
+            return None
+        with enable_reentrant_dispatch():
+            enabled = torch.is_autocast_enabled(self._device_type)
+        return torch.get_autocast_dtype(self._device_type) if enabled else None
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.last_operator = str(func)
@@ -303,6 +319,7 @@ _READ_THEIR_ARGUMENTS = frozenset(
         aten.rnn_relu.data,
     }
 )
+_CALL_CAST_OPERATORS = frozenset({aten._trilinear.default})
 _NUMBERS = frozenset({"int", "float", "bool", "complex", "number", "str"})
 
 

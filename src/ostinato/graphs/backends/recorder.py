@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import enable_reentrant_dispatch
 
 from ostinato.errors import CaptureError, ReplayMismatchError
 from ostinato.graphs.backends.alias import alias_of
@@ -42,7 +41,6 @@ _UNINITIALISED = frozenset(
         aten.new_empty_strided.default,
     }
 )
-_CALL_CAST_OPERATORS = frozenset({aten._trilinear.default})
 _COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -96,7 +94,7 @@ class Recorder(CaptureGuard):
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func``, note the step that repeats it, and return its results in their places."""
-        autocast = _autocast_inside(func)
+        autocast = self.autocast_in_body(func)
         call = _call_key(func, args, kwargs) if autocast is None else None
         if call is not None and call in self._verified:
             return self._repeat(self._verified[call], args, kwargs)
@@ -323,18 +321,6 @@ def _run_and_copy(run: partial[Any], targets: dict[int, torch.Tensor]) -> None:
                 "piecewise and call it in a function marked with @eager_break"
             )
         target.copy_(output)
-
-
-def _autocast_inside(func: torch._ops.OpOverload) -> torch.dtype | None:
-    """What autocast casts to inside ``func``, if it is on there.
-
-    Down here it is off, as all that is above a mode. But eagerly the body of a custom operator runs
-    under it, and so must every replay; so do torch's few that call operators that autocast knows.
-    """
-    if func.namespace == "aten" and func not in _CALL_CAST_OPERATORS:
-        return None
-    with enable_reentrant_dispatch():
-        return torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
 
 
 def _run_under_autocast(dtype: torch.dtype, step: Step) -> None:
