@@ -263,3 +263,30 @@ def test_capture_is_logged_unless_switched_off(
             with set_forward_context(FULL, BatchDescriptor(tokens)):
                 wrapper(torch.ones(2, device=pool.device))
     assert [record.args[0].num_tokens for record in caplog.records] == [1]
+
+
+def test_other_numerics_than_at_capture_are_refused(pool: GraphPool) -> None:
+    """Eagerly the call would run other kernels."""
+    device = pool.device
+    wrapper = CUDAGraphWrapper(lambda x: x @ x, FULL, pool=pool)
+    x = torch.eye(4, device=device)
+    with set_forward_context(FULL, BatchDescriptor(4)):
+        wrapper(x)
+        with (
+            torch.autocast(device.type, dtype=torch.bfloat16),
+            pytest.raises(ReplayMismatchError, match=r"autocast was None .* is torch\.bfloat16"),
+        ):
+            wrapper(x)
+        torch.use_deterministic_algorithms(True)
+        try:
+            with pytest.raises(ReplayMismatchError, match="deterministic algorithms was False"):
+                wrapper(x)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("medium")
+        try:
+            with pytest.raises(ReplayMismatchError, match="matmul precision was highest"):
+                wrapper(x)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        assert torch.equal(wrapper(x), x)

@@ -7,68 +7,61 @@ others would run other kernels eagerly, so it needs a graph of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 _C: Any = torch._C
 
 
-class _Switch(NamedTuple):
-    name: str
-    read: Callable[[], Any]
-
-
-def _switches(device_type: str) -> list[_Switch]:
+def _switches(device_type: str) -> list[Callable[[], Any]]:
     """What is read on every call; the cheapest way to each, since there are a dozen of them."""
-    switches = [
-        _Switch("autocast", lambda: _autocast_dtype(device_type)),
-        _Switch("default dtype", torch.get_default_dtype),
-        _Switch("inference mode", torch.is_inference_mode_enabled),
-        _Switch("deterministic algorithms", _C._get_deterministic_algorithms),
-        _Switch("float32 matmul precision", _C._get_float32_matmul_precision),
-        # `with torch.device(...)` and other modes that see every function of torch.
-        _Switch("number of torch function modes", _C._len_torch_function_stack),
+    switches: list[Callable[[], Any]] = [
+        lambda: _autocast_dtype(device_type),
+        torch.get_default_dtype,
+        torch.is_inference_mode_enabled,
+        _C._get_deterministic_algorithms,
+        _C._get_float32_matmul_precision,
+        _C._len_torch_function_stack,  # `with torch.device(...)`, and other modes
     ]
     if device_type == "cuda":
         switches += [
-            _Switch("allow_tf32 of matmul", _C._get_cublas_allow_tf32),
-            _Switch("allow_tf32 of cuDNN", _C._get_cudnn_allow_tf32),
-            _Switch("reduced-precision sums in fp16", _fp16_reduction),
-            _Switch("reduced-precision sums in bf16", _bf16_reduction),
-            _Switch("cuDNN", _C._get_cudnn_enabled),
-            _Switch("cuDNN benchmark", _C._get_cudnn_benchmark),
-            _Switch("cuDNN deterministic", _C._get_cudnn_deterministic),
-            _Switch("flash attention", _C._get_flash_sdp_enabled),
-            _Switch("memory-efficient attention", _C._get_mem_efficient_sdp_enabled),
-            _Switch("math attention", _C._get_math_sdp_enabled),
-            _Switch("cuDNN attention", _C._get_cudnn_sdp_enabled),
+            _C._get_cublas_allow_tf32,
+            _C._get_cudnn_allow_tf32,
+            _C._get_cublas_allow_fp16_reduced_precision_reduction,
+            _C._get_cublas_allow_bf16_reduced_precision_reduction,
+            _C._get_cudnn_enabled,
+            _C._get_cudnn_benchmark,
+            _C._get_cudnn_deterministic,
+            _C._get_flash_sdp_enabled,
+            _C._get_mem_efficient_sdp_enabled,
+            _C._get_math_sdp_enabled,
+            _C._get_cudnn_sdp_enabled,
         ]
     return switches
-
-
-_fp16_reduction = _C._get_cublas_allow_fp16_reduced_precision_reduction
-_bf16_reduction = _C._get_cublas_allow_bf16_reduced_precision_reduction
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
     return _C.get_autocast_dtype(device_type) if _C.is_autocast_enabled(device_type) else None
 
 
+def read_numerics(device_type: str) -> tuple[Any, ...]:
+    """The few switches that change results, for callers that cannot spend more than a moment."""
+    return (
+        _autocast_dtype(device_type),
+        _C._get_deterministic_algorithms(),
+        _C._get_float32_matmul_precision(),
+    )
+
+
+NUMERICS = ("autocast", "deterministic algorithms", "float32 matmul precision")
+
+
 class AmbientState:
     """Reads the switches for one type of device. What it reads is hashable."""
 
     def __init__(self, device_type: str) -> None:
-        switches = _switches(device_type)
-        self._names = [switch.name for switch in switches]
-        self._reads = [switch.read for switch in switches]
+        self._reads = _switches(device_type)
 
     def read(self) -> tuple[Any, ...]:
         return tuple([read() for read in self._reads])
-
-    def difference(self, was: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-        """The first switch that differs, in words; empty if none does."""
-        for name, before, after in zip(self._names, was, now, strict=True):
-            if before != after:
-                return f"{name} was {before} and is {after}"
-        return ""

@@ -9,7 +9,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ostinato.errors import CaptureError, ClosedError, ConfigError
+from ostinato.errors import CaptureError, ClosedError, ConfigError, ReplayMismatchError
+from ostinato.graphs.ambient_state import NUMERICS, read_numerics
 from ostinato.graphs.context import current_forward_context
 from ostinato.graphs.descriptor import BatchDescriptor
 from ostinato.graphs.modes import CUDAGraphMode
@@ -42,6 +43,7 @@ class GraphEntry(Generic[R]):
     """One captured key: what it was called with, what to replay, and where the output is."""
 
     signature: CallSignature
+    numerics: tuple[Any, ...]  # torch's switches that change results
     tape: Tape
     output: R
     is_bare_tensor: bool
@@ -54,7 +56,8 @@ class CUDAGraphWrapper(Generic[R]):
     wrapper around a model and PIECEWISE wrappers around its pieces nest without interfering.
 
     The wrapper keeps no input buffers and copies no inputs: the caller keeps addresses stable, and
-    a call that does not match the captured one raises. The returned output is the graph's own
+    a call that does not match the captured one raises, and so does one under another autocast,
+    matmul precision or demand for deterministic algorithms. The returned output is the graph's own
     memory, valid until the next replay in the pool; the first call returns the strong reference,
     later ones an alias that reserves nothing.
 
@@ -82,6 +85,7 @@ class CUDAGraphWrapper(Generic[R]):
         self.options = options or CUDAGraphOptions()
         self.split_at_breaks = split_at_breaks
         self.entries: dict[BatchDescriptor, GraphEntry[R]] = {}
+        self._device_type = pool.device.type
         pool.register(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
@@ -95,6 +99,8 @@ class CUDAGraphWrapper(Generic[R]):
             return self._capture(descriptor, args, kwargs)
         if not entry.signature.matches(args, kwargs):
             entry.signature.check(args, kwargs)
+        if read_numerics(self._device_type) != entry.numerics:
+            raise self._other_numerics(entry)
         self.pool.replay(entry.tape)
         if entry.is_bare_tensor:
             return entry.output
@@ -124,6 +130,7 @@ class CUDAGraphWrapper(Generic[R]):
         weak_output = self.pool.weak(captured.output)
         self.entries[descriptor] = GraphEntry(
             signature=signature,
+            numerics=read_numerics(self._device_type),
             tape=captured.tape,
             output=weak_output,
             is_bare_tensor=isinstance(weak_output, torch.Tensor),
@@ -131,6 +138,18 @@ class CUDAGraphWrapper(Generic[R]):
         if self.options.debug_log_enable:
             logger.debug("captured %s (%s)", descriptor, self.runtime_mode.name)
         return weak_output if self.options.weak_ref_output else captured.output
+
+    def _other_numerics(self, entry: GraphEntry[R]) -> ReplayMismatchError:
+        now = read_numerics(self._device_type)
+        name, was, is_now = next(
+            (name, was, is_now)
+            for name, was, is_now in zip(NUMERICS, entry.numerics, now, strict=True)
+            if was != is_now
+        )
+        return ReplayMismatchError(
+            f"torch's setting of {name} was {was} when the graph was captured and is {is_now} now; "
+            "replay under the setting of the capture, or clear_graphs() and capture again"
+        )
 
     def unwrap(self) -> Callable[..., R]:
         return self.runnable

@@ -9,10 +9,12 @@ Two models may share all of it: batches of few tokens then run the second (``Sma
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -39,6 +41,9 @@ from ostinato.runtime.step_memory import StepMemory
 from ostinato.runtime.step_result import LogitsObserver, SampledLogits, StepResult
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 # Of a decode step, while its logits are there: hidden states, and what the sampler needs.
 _BESIDE_LOGITS = 8 * 2**20
@@ -77,6 +82,20 @@ class _Members:
     num_reqs: int  # padded
     filtered: _FilteredRows | None
     sampled: torch.Tensor  # where a decode step leaves their tokens
+
+
+def _without_autocast(method: Callable[P, R]) -> Callable[P, R]:
+    """The model has the types it was loaded with, whatever the caller's code casts around it."""
+
+    @functools.wraps(method)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                with torch.autocast(device_type, enabled=False):
+                    return wrapped(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return wrapped
 
 
 class ModelRunner:
@@ -148,6 +167,7 @@ class ModelRunner:
     def _graphs_for(self, num_tokens: int) -> ModelGraphs:
         return self.graphs if num_tokens > self.small_threshold else self.small_graphs
 
+    @_without_autocast
     def run(self, plan: Plan) -> StepResult:
         """Start one step: all of its work is enqueued, and nothing is waited for."""
         self._follow_stream()
@@ -165,6 +185,7 @@ class ModelRunner:
             return self._run_decode(plan, choice, graphs, across)
         return self._run_mixed(plan, choice, graphs, across)
 
+    @_without_autocast
     def run_idle(self) -> bool:
         """A step in which this rank has no work: a padding batch, if any other rank has some.
 
@@ -355,6 +376,7 @@ class ModelRunner:
         small = self.small_graphs
         return [self.graphs] if small is self.graphs else [self.graphs, small]
 
+    @_without_autocast
     @torch.inference_mode()
     def compile_model(self) -> None:
         """Trace and compile, if that was asked for; nothing is compiled after this."""
@@ -362,6 +384,7 @@ class ModelRunner:
         for graphs in self._all_graphs:
             graphs.compile()
 
+    @_without_autocast
     @torch.no_grad()  # leaving inference mode for every tensor that is kept would cost time
     def capture_model(self) -> int:
         """Capture every graph of the plans that is missing; the bytes that it took."""
