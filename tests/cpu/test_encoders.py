@@ -194,11 +194,12 @@ def test_a_warm_up_is_not_a_capture(device: torch.device) -> None:
         seen.append(capturing())
         return x * 2
 
-    with graphed(function, sizes=[2], num_warmups=3) as model:
+    with graphed(function, sizes=[2], num_warmups=3, check_state_every=0) as model:
         model(torch.ones(2, 3, device=device))
-    # The trial of the layout and the warm-ups, then the one capture.
-    assert seen[-4:] == [False, False, False, True]
+    # The rehearsal and the warm-ups, the one capture, and the call to compare with.
+    assert seen.index(True) > 3
     assert seen.count(True) == 1
+    assert seen[-1] is False
 
 
 def test_questions_about_tracing_are_answered_as_eagerly(

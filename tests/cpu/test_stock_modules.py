@@ -425,6 +425,16 @@ def refused_by(name: str, *, training: bool) -> str | None:
     return TRAINING_ONLY.get(name) if training else None
 
 
+# On CUDA recurrent layers point a tensor at their weights, and a matrix exponential reads its norm.
+REFUSED_ON_CUDA = ("RNN", "GRU", "LSTM", "orthogonal")
+# cuDNN adds up its result in whichever order its blocks finish.
+IN_ANY_ORDER_ON_CUDA = {"ConvTranspose3d"}
+
+
+def is_refused_on_cuda(name: str) -> bool:
+    return name.startswith(REFUSED_ON_CUDA) and "Cell" not in name
+
+
 # Only for the GPU.
 NOT_IN_TRAINING = {"SyncBatchNorm"}
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -441,8 +451,8 @@ def cloned(values: list[Any]) -> list[Any]:
     return [value.clone() if isinstance(value, Tensor) else value for value in values]
 
 
-def assert_same(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+def assert_same(actual: Any, expected: Any, rounding: float = 0) -> None:
+    torch.testing.assert_close(actual, expected, rtol=rounding, atol=rounding, equal_nan=True)
 
 
 def test_every_module_of_torch_is_here() -> None:
@@ -462,6 +472,9 @@ def test_a_module_does_in_a_graph_what_it_does_eagerly(
 ) -> None:
     if training and (device.type == "cuda" or name in NOT_IN_TRAINING):
         pytest.skip("random numbers of a CUDA graph are others than eager's; or not on the CPU")
+    if name == "DataParallel" and torch.cuda.is_available() and device.type == "cpu":
+        pytest.skip("it takes modules on the first GPU only where there is one")
+    rounding = 1e-5 if device.type == "cuda" and name in IN_ANY_ORDER_ON_CUDA else 0
     make, inputs = CASES[name]
     static = to(device, inputs())
     module = make().to(device)
@@ -475,14 +488,14 @@ def test_a_module_does_in_a_graph_what_it_does_eagerly(
         torch.manual_seed(1)
         before = cloned(static)
         refused = refused_by(name, training=training)
-        if refused is not None:
+        if refused is not None or (device.type == "cuda" and is_refused_on_cuda(name)):
             with pytest.raises(CaptureError) as caught:
                 pool.capture(lambda: module(*static), collect_garbage=False)
             assert device.type == "cuda" or caught.value.operator == refused
             return
         captured = pool.capture(lambda: module(*static), collect_garbage=False)
         torch.manual_seed(1)
-        assert_same(captured.output, reference(*before))
+        assert_same(captured.output, reference(*before), rounding)
         for seed in (2, 3):
             for old, new in zip(static, to(device, inputs()), strict=True):
                 if isinstance(old, Tensor):
@@ -491,6 +504,6 @@ def test_a_module_does_in_a_graph_what_it_does_eagerly(
             torch.manual_seed(seed)
             pool.replay(captured.tape)
             torch.manual_seed(seed)
-            assert_same(captured.output, reference(*fresh))
+            assert_same(captured.output, reference(*fresh), rounding)
             assert_same(static, fresh)
             assert_same(module.state_dict(), reference.state_dict())

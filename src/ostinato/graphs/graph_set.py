@@ -320,7 +320,8 @@ class GraphSet:
         self._layout.fill_repeated(values, size)
         args, kwargs = self._layout.static_call(size)
         call = partial(self._function, *args, **kwargs)
-        rehearsal = Rehearsal(self._function, call, watch=self._options.watch)
+        watch = self._watch if self._options.watch else None
+        rehearsal = Rehearsal(self._function, call, watch=watch)
         try:
             with self._pool.backend.capture_scope():
                 rehearsal.run(thoroughly=not self._graphs)
@@ -339,9 +340,13 @@ class GraphSet:
             self.note_own_changes()
             self._watched.check()  # a size may have replaced what graphs of others read
         elif self._options.watch:
-            self._watched = WatchedState(self._function)
+            self._watched = self._watch()
         output = self._pool.weak(captured.output)
         self._graphs[entry.descriptor] = _SizeGraph(tape=captured.tape, output=output)
+
+    def _watch(self) -> WatchedState:
+        in_breaks = self._options.mode is not CUDAGraphMode.PIECEWISE
+        return WatchedState(self._function, in_breaks=in_breaks)
 
     # --- looking, and letting go ---------------------------------------------------------------
 

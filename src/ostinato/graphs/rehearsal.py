@@ -31,7 +31,11 @@ class Rehearsal:
     """
 
     def __init__(
-        self, function: Callable[..., Any], call: Callable[[], Any], *, watch: bool
+        self,
+        function: Callable[..., Any],
+        call: Callable[[], Any],
+        *,
+        watch: Callable[[], WatchedState] | None,
     ) -> None:
         self._function = function
         self._call = call
@@ -42,9 +46,9 @@ class Rehearsal:
     def run(self, *, thoroughly: bool) -> None:
         """Run it once. Thoroughly: more often, to see whether the result stays the same."""
         first = self._run(self.effects)
-        if self._watch:
+        if self._watch is not None:
             # What it makes for itself on its first run may stay. From then on it refers to that.
-            self._watched = WatchedState(self._function)
+            self._watched = self._watch()
         if not thoroughly:
             return
         self.effects.restore()

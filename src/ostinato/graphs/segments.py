@@ -13,6 +13,8 @@ ordinary function.
 from __future__ import annotations
 
 import functools
+import types
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,6 +32,8 @@ from ostinato.graphs.tree import leaves_with_path, map_tensors, tensors_in
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+
+_breaks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 _open_recording: ContextVar[Recording | None] = ContextVar("ostinato_recording", default=None)
 
@@ -50,7 +54,13 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
         return recording.run_break(function, args, kwargs)
 
+    _breaks.add(marked)
     return marked
+
+
+def is_eager_break(function: object) -> bool:
+    """Whether ``eager_break`` made it."""
+    return isinstance(function, types.FunctionType) and function in _breaks
 
 
 # Bound once: replays ask on every call. None outside recordings, and in their eager breaks.

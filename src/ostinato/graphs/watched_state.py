@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ostinato.errors import ReplayMismatchError
+from ostinato.graphs.segments import is_eager_break
 
 # Compared by value. All else that is not a tensor is looked into, or left alone.
 _SCALARS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -120,11 +121,18 @@ class WatchedState:
     """
 
     def __init__(
-        self, function: Callable[..., Any], *, ignored: frozenset[str] = frozenset()
+        self,
+        function: Callable[..., Any],
+        *,
+        ignored: frozenset[str] = frozenset(),
+        in_breaks: bool = True,
     ) -> None:
-        """``ignored``: names of plain values that are not watched."""
-        self._function, self._ignored = function, ignored
-        walk = _Walk(function)
+        """``ignored``: names of plain values that are not watched.
+
+        Without ``in_breaks``, not what eager breaks refer to: they run on every replay.
+        """
+        self._function, self._ignored, self._in_breaks = function, ignored, in_breaks
+        walk = _Walk(function, in_breaks=in_breaks)
         self._slots = [slot for slot in walk.slots() if slot.name not in ignored]
         self._values = [slot.read() for slot in self._slots]
         pairs = list(zip(self._slots, self._values, strict=True))
@@ -187,7 +195,9 @@ class WatchedState:
         changed = {item.slot.name for item in self.replaced() if isinstance(item.was, _SCALARS)}
         if not changed:
             return self
-        return WatchedState(self._function, ignored=self._ignored | changed)
+        return WatchedState(
+            self._function, ignored=self._ignored | changed, in_breaks=self._in_breaks
+        )
 
     # --- by name -------------------------------------------------------------------------------
 
@@ -286,7 +296,8 @@ class _Pinned:
 class _Walk:
     """Finds what a callable refers to, each thing once."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], *, in_breaks: bool) -> None:
+        self._in_breaks = in_breaks
         self.modules: list[tuple[str, nn.Module]] = []  # with the prefix of what they hold
         self.tables: list[dict[str, Any]] = []
         self._function = function
@@ -315,6 +326,8 @@ class _Walk:
 
     def _enter(self, value: Any, path: str, depth: int) -> Iterator[_Slot]:
         if depth > _DEEPEST or id(value) in self._seen:
+            return
+        if not self._in_breaks and is_eager_break(value):
             return
         self._seen.add(id(value))
         if isinstance(value, nn.Module):

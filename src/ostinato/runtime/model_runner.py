@@ -9,12 +9,10 @@ Two models may share all of it: batches of few tokens then run the second (``Sma
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -27,6 +25,7 @@ from ostinato.graphs.plan import CapturePlan, PlanEntry
 from ostinato.graphs.pool import GraphPool
 from ostinato.graphs.stats import DispatchStats
 from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata
+from ostinato.runtime.autocast import without_autocast
 from ostinato.runtime.config import GraphConfig
 from ostinato.runtime.host_copy import HostCopy, Mailbox
 from ostinato.runtime.kv_cache import CacheSize
@@ -41,9 +40,6 @@ from ostinato.runtime.step_memory import StepMemory
 from ostinato.runtime.step_result import LogitsObserver, SampledLogits, StepResult
 
 logger = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 # Of a decode step, while its logits are there: hidden states, and what the sampler needs.
 _BESIDE_LOGITS = 8 * 2**20
@@ -82,20 +78,6 @@ class _Members:
     num_reqs: int  # padded
     filtered: _FilteredRows | None
     sampled: torch.Tensor  # where a decode step leaves their tokens
-
-
-def _without_autocast(method: Callable[P, R]) -> Callable[P, R]:
-    """The model has the types it was loaded with, whatever the caller's code casts around it."""
-
-    @functools.wraps(method)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        for device_type in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device_type):
-                with torch.autocast(device_type, enabled=False):
-                    return wrapped(*args, **kwargs)
-        return method(*args, **kwargs)
-
-    return wrapped
 
 
 class ModelRunner:
@@ -167,7 +149,7 @@ class ModelRunner:
     def _graphs_for(self, num_tokens: int) -> ModelGraphs:
         return self.graphs if num_tokens > self.small_threshold else self.small_graphs
 
-    @_without_autocast
+    @without_autocast
     def run(self, plan: Plan) -> StepResult:
         """Start one step: all of its work is enqueued, and nothing is waited for."""
         self._follow_stream()
@@ -185,7 +167,7 @@ class ModelRunner:
             return self._run_decode(plan, choice, graphs, across)
         return self._run_mixed(plan, choice, graphs, across)
 
-    @_without_autocast
+    @without_autocast
     def run_idle(self) -> bool:
         """A step in which this rank has no work: a padding batch, if any other rank has some.
 
@@ -376,7 +358,7 @@ class ModelRunner:
         small = self.small_graphs
         return [self.graphs] if small is self.graphs else [self.graphs, small]
 
-    @_without_autocast
+    @without_autocast
     @torch.inference_mode()
     def compile_model(self) -> None:
         """Trace and compile, if that was asked for; nothing is compiled after this."""
@@ -384,7 +366,7 @@ class ModelRunner:
         for graphs in self._all_graphs:
             graphs.compile()
 
-    @_without_autocast
+    @without_autocast
     @torch.no_grad()  # leaving inference mode for every tensor that is kept would cost time
     def capture_model(self) -> int:
         """Capture every graph of the plans that is missing; the bytes that it took."""

@@ -22,6 +22,7 @@ from ostinato.graphs.modes import CUDAGraphMode, ResolvedMode, resolve_mode
 from ostinato.graphs.plan import CapturePlan, PlanEntry, sequence_parallel_sizes, shift_sizes
 from ostinato.runtime.attention import create_attention
 from ostinato.runtime.attention.base import AttentionBackend
+from ostinato.runtime.autocast import without_autocast
 from ostinato.runtime.config import CPU_KV_CACHE_BYTES, EngineConfig
 from ostinato.runtime.input_buffers import InputBuffers
 from ostinato.runtime.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
@@ -51,6 +52,7 @@ class Started:
     sharing: Sharing
 
 
+@without_autocast
 def start(config: EngineConfig) -> Started:
     """Load, allocate, capture; on several ranks if the configuration says so.
 
