@@ -115,6 +115,28 @@ def test_padding_that_was_never_told_from_rows_is_compared_every_time(device: to
             fast(zeros + 5)
 
 
+def test_without_verification_the_callable_runs_for_the_layout_of_its_result_alone(
+    device: torch.device,
+) -> None:
+    runs = 0
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        return x.flip(0)
+
+    with graphed(function, sizes=[4], verify=False, check_state_every=0) as fast:
+        x = rows_of(4, device)
+        assert torch.equal(fast(x), x.flip(0))
+        after_capture = runs
+        fast(x)
+        assert runs == after_capture
+        fast(x[:3])
+        assert runs == after_capture + 1
+        assert (fast(x[:2])[0] == 0).all()  # padding, as asked for
+        assert runs == after_capture + 1
+
+
 def test_each_number_of_rows_is_tried(device: torch.device) -> None:
     """Three rows padded to four are right here; two are not."""
     with graphed(lambda x: x * 2 if x.shape[0] > 2 else x, sizes=[4]) as fast:

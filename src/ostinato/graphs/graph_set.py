@@ -118,10 +118,14 @@ class GraphSet:
         if self._written or self._written_state:
             self._layout.check_separate(values, self._written, self._written_state)
         graph = self._graphs[choice.descriptor]
-        if (size, rows) not in self._trusted:
+        if (size, rows) not in self._trusted and self._needs_trial(rows, size):
             return self._try(graph, choice, rows, values, call)
         self._replay(graph, size, values)
         return self._cut(graph, rows, size), choice
+
+    def _needs_trial(self, rows: int, size: int) -> bool:
+        """Unverified results need none, once it is known where their rows are."""
+        return self._options.verify or (rows < size and self._outputs is None)
 
     def _replay(self, graph: _SizeGraph, size: int, values: Sequence[Any]) -> None:
         self._layout.fill(values, size)
@@ -241,7 +245,7 @@ class GraphSet:
                     "an eager call shows little; such batches are compared every time",
                     rows,
                 )
-            self._trials[key] += 0
+            self._trials.setdefault(key, 0)  # said once
             return
         self._trials[key] += 1
         often = self._trials[key] >= _ENOUGH_TRIALS
