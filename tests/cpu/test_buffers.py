@@ -148,7 +148,8 @@ def test_noise_in_padding_is_mirrored(device: torch.device) -> None:
     [
         ([[1, 2], [3, 4]], True, True),
         ([[1, 2], [1, 2]], False, True),
-        ([[1, 2], [PADDING, PADDING]], True, False),
+        ([[1, 2], [PADDING, PADDING]], True, True),
+        ([[PADDING, PADDING]], True, False),
         ([[7, PADDING]], True, True),
     ],
 )

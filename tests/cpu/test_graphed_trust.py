@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import logging
+import math
 import pickle
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,6 +139,39 @@ def test_without_verification_the_callable_runs_for_the_layout_of_its_result_alo
         assert runs == after_capture + 1
         assert (fast(x[:2])[0] == 0).all()  # padding, as asked for
         assert runs == after_capture + 1
+
+
+def test_a_mask_does_not_hide_what_is_wrong(device: torch.device) -> None:
+    table = torch.randn(10, 8, device=device)
+
+    def function(ids: torch.Tensor) -> torch.Tensor:
+        rows = table[ids]
+        rows = rows - rows.mean(0)
+        rows[:, 0] = -1e9
+        return rows
+
+    with graphed(function, sizes=[4]) as fast, pytest.raises(BatchError, match="output of 2 rows"):
+        fast(torch.tensor([1, 2], device=device))
+
+
+def test_random_results_must_not_depend_on_padding() -> None:
+    """On the CPU, where a sequence of random numbers can be drawn again."""
+    for function in (
+        lambda x: x - x.mean(0) + 0 * torch.rand_like(x),
+        lambda x: (x.flip(0), torch.rand_like(x)),
+    ):
+        with graphed(function, sizes=[4]) as fast, pytest.raises(BatchError, match="padding rows"):
+            fast(rows_of(3, torch.device("cpu")))
+    with graphed(lambda x: x + torch.rand_like(x), sizes=[4]) as fast:
+        x = rows_of(3, torch.device("cpu"))
+        assert not torch.equal(fast(x).clone(), fast(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float16, torch.int8, torch.bool])
+def test_rows_of_any_type(device: torch.device, dtype: torch.dtype) -> None:
+    with graphed(lambda x: torch.stack([x, x], 1), sizes=[4]) as fast:
+        x = (rows_of(3, device) * 3).to(dtype)
+        assert torch.equal(fast(x), torch.stack([x, x], 1))
 
 
 def test_each_number_of_rows_is_tried(device: torch.device) -> None:
@@ -534,6 +571,135 @@ def test_what_was_replaced_is_found_at_the_next_call(device: torch.device, case:
             fast(x)
 
 
+class Kind(enum.Enum):
+    A, B = 1, 2
+
+
+class Holder:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class Furnished(nn.Module):
+    """Reads a number, one way or another, from whatever is in its attribute."""
+
+    default = 2.0
+
+    def __init__(self, value: Any, read: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.value, self.read = value, read
+        self.layers = nn.Sequential(nn.LeakyReLU(0.1), nn.LayerNorm(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) * self.read(self.value) * self.default
+
+
+FURNITURE: dict[str, tuple[Any, Any, Callable[[Any], float]]] = {
+    "list": ([1.0], [3.0], lambda value: value[0]),
+    "equal list": ([1.0], [1.0], lambda value: value[0]),
+    "tuple": ((1.0,), (3.0,), lambda value: value[0]),
+    "dict": ({"a": 1.0}, {"a": 3.0}, lambda value: value["a"]),
+    "nested": ([[1.0]], [[3.0]], lambda value: value[0][0]),
+    "object": (Holder(1.0), Holder(3.0), lambda value: value.scale),
+    "namespace": (SimpleNamespace(a=1.0), SimpleNamespace(a=3.0), lambda value: value.a),
+    "partial": (partial(max, 1.0), partial(max, 3.0), lambda value: value(0.0)),
+    "enum": (Kind.A, Kind.B, lambda value: float(value.value)),
+    "bytes": (b"a", b"abc", lambda value: float(len(value))),
+    "set": ({1}, {1, 2}, lambda value: float(len(value))),
+    "function": (math.floor, math.ceil, lambda value: float(value(1.5))),
+    "size": (torch.Size([1]), torch.Size([3]), lambda value: float(value[0])),
+    "type of a number": (1, 1.0, lambda value: 1.0),
+}
+
+
+@pytest.mark.parametrize("case", FURNITURE)
+def test_any_kind_of_value_is_watched(device: torch.device, case: str) -> None:
+    first, second, read = FURNITURE[case]
+    model = Furnished(first, read).to(device)
+    with graphed(model, sizes=[2]) as fast:
+        x = rows_of(2, device)
+        for _ in range(3):
+            torch.testing.assert_close(fast(x), model(x))
+        model.value = second
+        with pytest.raises(ReplayMismatchError, match="attribute 'value'"):
+            fast(x)
+
+
+OTHER_CHANGES: dict[str, tuple[Callable[[Furnished], object], str]] = {
+    "hook": (
+        lambda model: model.register_forward_hook(lambda module, args, output: output * 2),
+        "the number of forward hooks",
+    ),
+    "hook before": (
+        lambda model: model.register_forward_pre_hook(lambda module, args: (args[0] * 2,)),
+        "the number of forward hooks",
+    ),
+    "hook inside": (
+        lambda model: model.layers[0].register_forward_hook(lambda module, args, out: out * 2),
+        r"the number of forward hooks of 'layers\.0'",
+    ),
+    "forward": (
+        lambda model: setattr(model, "forward", lambda x: x * 3),
+        "the number of attributes",
+    ),
+    "attribute over a default": (
+        lambda model: setattr(model, "default", 5.0),
+        "the number of attributes",
+    ),
+    "attribute of torch's module": (
+        lambda model: setattr(model.layers[0], "negative_slope", 0.5),
+        r"attribute 'layers\.0\.negative_slope' is 0\.5",
+    ),
+    "transposed": (
+        lambda model: setattr(model.layers[1].weight, "data", model.layers[1].weight.data[:3]),
+        r"parameter 'layers\.1\.weight' moved",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_CHANGES)
+def test_what_is_looked_at_in_turns_is_found_soon(device: torch.device, case: str) -> None:
+    change, message = OTHER_CHANGES[case]
+    model = Furnished(1.0, float).to(device)
+    with graphed(model, sizes=[2]) as fast:
+        x = rows_of(2, device)
+        fast(x)
+        change(model)
+
+        def several_calls() -> None:
+            for _ in range(20):
+                fast(x)
+
+        with pytest.raises(ReplayMismatchError, match=message):
+            several_calls()
+
+
+def test_a_class_that_changes_is_found(device: torch.device, monkeypatch: Any) -> None:
+    model = Furnished(1.0, float).to(device)
+    with graphed(model, sizes=[2]) as fast:
+        x = rows_of(2, device)
+        fast(x)
+        monkeypatch.setattr(Furnished, "default", 4.0)
+        with pytest.raises(ReplayMismatchError, match=r"attribute 'Furnished\.default' is 4\.0"):
+            fast(x)
+        monkeypatch.undo()
+        fast(x)
+        monkeypatch.setattr(Furnished, "forward", lambda self, x: x)
+        with pytest.raises(ReplayMismatchError, match=r"method 'Furnished\.forward' is another"):
+            fast(x)
+
+
+def test_weights_are_watched_beside_a_large_table(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(6, 6)).to(device)
+    model.vocabulary = {str(number): number for number in range(20_000)}
+    with graphed(model, sizes=[2]) as fast:
+        x = rows_of(2, device)
+        fast(x)
+        model[0].weight.data = model[0].weight.data.clone()
+        with pytest.raises(ReplayMismatchError, match=r"parameter '0\.weight' moved"):
+            fast(x)
+
+
 @pytest.mark.parametrize("case", ["parameter", "data", "module", "number", "list item"])
 def test_after_clearing_the_new_state_is_captured(device: torch.device, case: str) -> None:
     model = Scaled(device)
@@ -654,7 +820,7 @@ def test_aliases_of_what_is_written_are_refused(device: torch.device) -> None:
         fast(x, y)
         for first, second in ((x, x), (x[:2], x[1:])):
             before = x.clone()
-            with pytest.raises(BatchError, match="'y' shares memory with argument 'x'"):
+            with pytest.raises(BatchError, match="'x' shares memory with argument 'y'"):
                 fast(first, second)
             assert torch.equal(x, before)
 
@@ -672,6 +838,56 @@ def test_an_argument_that_is_part_of_written_state_is_refused(device: torch.devi
         fast(torch.ones(1, device=device))
         with pytest.raises(BatchError, match="'x' shares memory with memory that the callable"):
             fast(model.calls)
+
+
+def test_written_arguments_must_not_be_what_is_read_besides(device: torch.device) -> None:
+    table = torch.zeros(4, 6, device=device)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return table[: x.shape[0]] + 0
+
+    with graphed(function, sizes=[4]) as fast:
+        fast(rows_of(4, device))
+        with pytest.raises(BatchError, match="'x' shares memory with memory"):
+            fast(table)
+
+
+def test_halves_of_one_tensor_may_both_be_written(device: torch.device) -> None:
+    def function(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        k.add_(1)
+        return v.add_(2) * k
+
+    with graphed(function, sizes=[4]) as fast:
+        both = torch.ones(2, 4, 6, device=device)
+        assert (fast(both[0], both[1]) == 6).all()
+        assert (both[0] == 2).all()
+        assert (both[1] == 3).all()
+
+
+# --- results that are arguments -----------------------------------------------------------------
+
+FEEDBACK: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "sum and first": lambda a, b: (a + b, a),
+    "swapped": lambda a, b: (b, a),
+    "views": lambda a, b: (b.view(-1, 1), (a + 1).view(-1, 1)),
+    "written": lambda a, b: (a.add_(1), b),
+}
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+@pytest.mark.parametrize("case", FEEDBACK)
+def test_results_can_be_passed_in_again(device: torch.device, case: str, rows: int) -> None:
+    function = FEEDBACK[case]
+    with graphed(function, sizes=[4]) as fast:
+        start = torch.arange(1.0, rows + 1, device=device)[:, None]
+        a, b = start.clone(), start.clone() * 10
+        c, d = start.clone(), start.clone() * 10
+        for _ in range(6):
+            a, b = fast(a, b)
+            c, d = function(c, d)
+            assert torch.equal(a, c)
+            assert torch.equal(b, d)
 
 
 # --- torch's switches ---------------------------------------------------------------------------
@@ -816,6 +1032,34 @@ def test_a_decorated_method_has_graphs_for_each_object(device: torch.device) -> 
     with pytest.raises(ReplayMismatchError, match=r"parameter 'self\.linear\.weight' moved"):
         second(x, scale=2.0)
     torch.testing.assert_close(first(x, scale=2.0), first.linear(x) * 2)
+
+
+def test_equal_objects_have_graphs_of_their_own(device: torch.device) -> None:
+    class Equal:
+        def __init__(self, scale: float) -> None:
+            self.scale = scale
+
+        def __eq__(self, other: object) -> bool:
+            return True
+
+        def __hash__(self) -> int:
+            return 0
+
+        @graphed(sizes=[2])
+        def run(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    x = rows_of(2, device)
+    first, second = Equal(2.0), Equal(3.0)
+    assert torch.equal(first.run(x), x * 2)
+    assert torch.equal(second.run(x), x * 3)
+
+    class Slotted:
+        __slots__ = ()
+        run = Equal.__dict__["run"]
+
+    with pytest.raises(ConfigError, match="a Slotted cannot; add '__weakref__'"):
+        Slotted().run(x)
 
 
 @pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, pickle.dumps])

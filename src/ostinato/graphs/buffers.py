@@ -114,9 +114,9 @@ class StaticBuffer:
         padding.copy_(others)
 
     def differs_from_padding(self, value: torch.Tensor) -> bool:
-        """Whether every row of a batch is unlike a padding row. Synchronises."""
+        """Whether a row of a batch is unlike a padding row. Synchronises."""
         rows = self._flat_rows(value)
-        return rows.shape[1] > 0 and not bool((rows == self.padding).all(dim=1).any())
+        return rows.shape[1] > 0 and not bool((rows == self.padding).all())
 
     def has_distinct_rows(self, value: torch.Tensor) -> bool:
         """Whether no two rows of a batch are alike. Synchronises."""
@@ -124,6 +124,11 @@ class StaticBuffer:
         return len(rows.unique(dim=0)) == len(rows)
 
     def _flat_rows(self, value: torch.Tensor) -> torch.Tensor:
+        """One row of numbers that can be compared for each row of the batch."""
+        if value.is_complex():
+            value = torch.view_as_real(value.resolve_conj())
+        elif value.is_floating_point() and value.itemsize == 1:
+            value = value.float()
         rows = value.movedim(self.batch_dim, 0)
         return rows.reshape(rows.shape[0], -1)
 

@@ -19,7 +19,7 @@ from ostinato.errors import BatchError
 from ostinato.graphs.capture_loop import CaptureReport, capture_entries
 from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
 from ostinato.graphs.dispatch import Dispatcher
-from ostinato.graphs.effects import EffectsProbe
+from ostinato.graphs.effects import EffectsProbe, storage_id
 from ostinato.graphs.graphed_call import CallLayout
 from ostinato.graphs.graphed_trial import Agreement, OutputLayout, compare, differences, same_bits
 from ostinato.graphs.modes import CUDAGraphMode
@@ -81,6 +81,7 @@ class GraphSet:
         # What it writes in place: arguments by position, and other memory.
         self._written: set[int] = set()
         self._written_state: frozenset[int] = frozenset()
+        self._read_state: frozenset[int] = frozenset()  # memory that it refers to
         # What trials have shown.
         self._outputs: OutputLayout | None = None
         self._trusted: set[tuple[int, int]] = set()  # (size, rows)
@@ -116,7 +117,9 @@ class GraphSet:
         """
         size = choice.padded_num_tokens
         if self._written or self._written_state:
-            self._layout.check_separate(values, self._written, self._written_state)
+            self._layout.check_separate(
+                values, self._written, self._written_state, self._read_state
+            )
         graph = self._graphs[choice.descriptor]
         if (size, rows) not in self._trusted and self._needs_trial(rows, size):
             return self._try(graph, choice, rows, values, call)
@@ -210,8 +213,16 @@ class GraphSet:
                     "earlier batches; return results of one layout, or graph them apart"
                 )
             self._outputs = outputs
-        if not self._options.verify or probe.draws_random_numbers:
-            self._trusted.add((size, rows))  # random results cannot be compared
+        if not self._options.verify:
+            self._trusted.add((size, rows))
+            return Agreement.SAME
+        if probe.draws_random_numbers:
+            # Of other numbers of rows, and on CUDA, they are others than eager's; but padding rows
+            # must not matter to them either.
+            if rows < size:
+                result = self._cut(graph, rows, size)
+                self._check_padding_does_not_matter(graph, rows, size, values, result, probe)
+            self._trusted.add((size, rows))
             return Agreement.SAME
         exact = not probe.sees_floats
         worst = Agreement.SAME
@@ -241,8 +252,8 @@ class GraphSet:
         if rows < size and not self._layout.differs_from_padding(values):
             if key not in self._trials:
                 logger.warning(
-                    "a row in a batch of %d is the same as padding, so comparing the batch with "
-                    "an eager call shows little; such batches are compared every time",
+                    "all rows in a batch of %d are the same as padding, so comparing the batch "
+                    "with an eager call shows little; such batches are compared every time",
                     rows,
                 )
             self._trials.setdefault(key, 0)  # said once
@@ -262,10 +273,24 @@ class GraphSet:
         probe: EffectsProbe,
     ) -> None:
         """Raise if real rows change when padding rows do."""
+        random = torch.get_rng_state() if probe.draws_random_numbers else None
+
+        def replay() -> None:
+            if random is not None:
+                torch.set_rng_state(random)  # of the CPU: on CUDA, what draws is not compared
+            self._pool.replay(graph.tape)
+
+        if probe.draws_random_numbers:
+            if self._pool.device.type == "cuda":
+                return
+            probe.restore()
+            self._layout.fill(values, size)
+            replay()
+            result = self._cut(graph, rows, size)
         kept = list(tensors_in(map_tensors(torch.clone, result)))
 
         def changed() -> int | None:
-            self._pool.replay(graph.tape)
+            replay()
             now = tensors_in(self._cut(graph, rows, size))
             pairs = enumerate(zip(now, kept, strict=True))
             return next((index for index, pair in pairs if not same_bits(*pair)), None)
@@ -332,7 +357,8 @@ class GraphSet:
                 for _ in range(self._options.num_warmups):
                     call()
             captured = self._pool.capture(
-                call, split_at_breaks=self._options.mode is CUDAGraphMode.PIECEWISE
+                lambda: self._apart_from_buffers(call()),
+                split_at_breaks=self._options.mode is CUDAGraphMode.PIECEWISE,
             )
             rehearsal.check_nothing_replaced()
         finally:
@@ -345,8 +371,14 @@ class GraphSet:
             self._watched.check()  # a size may have replaced what graphs of others read
         elif self._options.watch:
             self._watched = self._watch()
+            self._read_state = self._watched.storages
         output = self._pool.weak(captured.output)
         self._graphs[entry.descriptor] = _SizeGraph(tape=captured.tape, output=output)
+
+    def _apart_from_buffers(self, result: Any) -> Any:
+        """Results that are arguments, as copies: the next call is copied in where these are."""
+        buffers = self._layout.storages
+        return map_tensors(lambda t: t.clone() if storage_id(t) in buffers else t, result)
 
     def _watch(self) -> WatchedState:
         in_breaks = self._options.mode is not CUDAGraphMode.PIECEWISE
@@ -372,6 +404,7 @@ class GraphSet:
         self.dispatcher.reset()
         self._watched = None
         self._written, self._written_state = set(), frozenset()
+        self._read_state = frozenset()
         self._outputs = None
         self._trusted.clear()
         self._refused.clear()

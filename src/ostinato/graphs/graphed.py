@@ -135,8 +135,7 @@ class GraphedCallable(Generic[P, R]):
         self._ambient: AmbientState | None = None
         self._graph_sets: dict[tuple[Any, ...], GraphSet] = {}
         # A decorated method has graphs of its own for each object.
-        self._bound: weakref.WeakKeyDictionary[Any, GraphedCallable[..., Any]]
-        self._bound = weakref.WeakKeyDictionary()
+        self._bound: dict[int, GraphedCallable[..., Any]] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         self._check_usable()
@@ -203,6 +202,7 @@ class GraphedCallable(Generic[P, R]):
             values = layout.values(*call)
             layout.batch_size(values)
             with pool.exclusive_use, torch.no_grad():
+                pool.follow_stream()
                 graphs = self._graph_set()
                 graphs.capture(graphs.missing(), values, self._name)
                 return graphs.report
@@ -317,10 +317,18 @@ class GraphedCallable(Generic[P, R]):
         state of its own. They live as long as the object."""
         if instance is None:
             return self
-        if instance not in self._bound:
+        key = id(instance)  # equal objects are not the same
+        if key not in self._bound:
+            try:
+                weakref.finalize(instance, self._bound.pop, key, None).atexit = False
+            except TypeError as error:
+                raise ConfigError(
+                    f"a graphed method needs objects that can be referred to weakly, and a "
+                    f"{type(instance).__name__} cannot; add '__weakref__' to its __slots__"
+                ) from error
             method = _WeakMethod(self._function, instance)
-            self._bound[instance] = GraphedCallable(method, **self._given)
-        return self._bound[instance]
+            self._bound[key] = GraphedCallable(method, **self._given)
+        return self._bound[key]
 
     def __getattr__(self, name: str) -> Any:
         # What the graphed callable does not have comes from the function: __name__, ...

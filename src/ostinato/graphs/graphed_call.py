@@ -169,24 +169,36 @@ class CallLayout:
                 value.copy_(target.tensor)
 
     def check_separate(
-        self, values: Sequence[Any], written: Iterable[int], written_state: frozenset[int]
+        self,
+        values: Sequence[Any],
+        written: Iterable[int],
+        written_state: frozenset[int],
+        read_state: frozenset[int],
     ) -> None:
-        """Refuse arguments that share memory with what the callable writes.
+        """Refuse arguments that share memory with what the callable writes, or, if it writes them,
+        with what it reads.
 
-        A graph works on copies of them, which share none. ``written``: arguments, by position;
-        ``written_state``: other memory, by ``storage_id``.
+        A graph works on copies of them, which share none. ``written``: arguments, by position; the
+        others: memory that is no argument, by ``storage_id``.
         """
-        owners = {storage_id(values[index]): index for index in written}
+        writes = set(written)
+        spans = {i: _span(value) for i, value in enumerate(values) if _has_memory(value)}
         for index, target in enumerate(self._targets):
             if not isinstance(target, (StaticBuffer, _WholeBuffer)):
                 continue
             storage = storage_id(values[index])
-            owner = owners.get(storage, index)
-            if owner != index or storage in written_state:
-                other = f"argument {self._paths[owner]!r}" if owner != index else "memory"
+            other = "memory" if storage in written_state else ""
+            if index in writes and storage in read_state:
+                other = "memory"
+            for position, span in spans.items():
+                one_is_written = position in writes or index in writes
+                if position != index and one_is_written and _overlap(spans[index], span):
+                    other = f"argument {self._paths[position]!r}"
+            if other:
                 raise BatchError(
                     f"argument {self._paths[index]!r} shares memory with {other} that the callable "
-                    "writes to in place; a graph works on a copy that does not, so pass a clone"
+                    "reads or writes, and one of them is written in place; a graph works on a copy "
+                    "that shares none, so pass a clone"
                 )
 
     # --- for capture and trials ----------------------------------------------------------------
@@ -301,6 +313,22 @@ def _target(
             f"batch_dims[...] to None (copied on every call) or 'static' for it"
         )
     return StaticBuffer(path, leaf, max_rows=max_rows, batch_dim=batch_dim, padding=padding)
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() > 0
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The memory that a tensor reaches: which storage, first byte, and the one after the last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((extent - 1) * step for extent, step in steps)
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    return storage_id(tensor), start, start + (last + 1) * tensor.itemsize
+
+
+def _overlap(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
+    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
 
 
 def _is_constant(target: Any) -> bool:

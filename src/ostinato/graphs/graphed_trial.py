@@ -127,13 +127,21 @@ def compare(got: torch.Tensor, want: torch.Tensor, *, exact_integers: bool) -> A
     a, b = got.to(wide), want.to(wide)
     finite = b.isfinite()
     off = (a - b).abs()
-    typical = b[finite].abs().square().mean().sqrt() if bool(finite.any()) else 0.0
-    allowed = tolerance * (b.abs() + typical)
+    allowed = tolerance * (b.abs() + _typical(b[finite].abs()))
     wrong_kind = (finite != a.isfinite()) | (~finite & (a != b) & ~(a.isnan() & b.isnan()))
     if not bool((wrong_kind | (finite & (off > allowed))).any()):
         return Agreement.SAME
     far = wrong_kind | (finite & (off > _UNCLEAR * allowed))
     return Agreement.DIFFERENT if bool(far.any()) else Agreement.UNCLEAR
+
+
+def _typical(sizes: torch.Tensor) -> torch.Tensor | float:
+    """How large values are that are not there to stand out, as masks are."""
+    sizes = sizes[sizes > 0]
+    if sizes.numel() == 0:
+        return 0.0
+    ordinary = sizes[sizes <= 1000 * sizes.median()]
+    return ordinary.square().mean().sqrt()
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
