@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert isinstance(item, pytest.Function)
         if "device" in item.fixturenames or GPU_TESTS in item.path.parents:
             item.add_marker("gpu")
+
+
+def pytest_collection_finish() -> None:
+    """Captures collect garbage: what was imported until now is none, and need not be looked at."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=DEVICES)
