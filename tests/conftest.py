@@ -32,8 +32,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("gpu")
 
 
-def pytest_collection_finish() -> None:
-    """Captures collect garbage: what was imported until now is none, and need not be looked at."""
+@pytest.fixture(autouse=True, scope="module")
+def few_objects() -> None:
+    """Every capture collects garbage; what was imported until now is none, and is left out."""
     gc.collect()
     gc.freeze()
 

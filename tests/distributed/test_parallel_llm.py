@@ -21,6 +21,7 @@ from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.errors import ConfigError, RankFailedError, RequestError
 from ostinato.graphs.counters import compilation_counter
 
+pytestmark = pytest.mark.slow
 HEADS = {"head_dim": 8, "num_layers": 2}
 
 

@@ -16,6 +16,8 @@ from ostinato.runtime.parallel.comm import Comm
 from ostinato.runtime.parallel.distributed import DistributedComm
 from ostinato.runtime.parallel.layout import ParallelLayout
 
+pytestmark = pytest.mark.slow
+
 
 def run_rank(sp: int, tp: int, path: str) -> RankResult:
     """On one process of a world of sp x tp."""

@@ -14,6 +14,7 @@ from workers import GlooPool
 
 from ostinato import LLM, GraphConfig
 
+pytestmark = pytest.mark.slow
 EARLY, LAYERS = 2, 4
 
 

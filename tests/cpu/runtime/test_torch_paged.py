@@ -316,6 +316,7 @@ layouts = st.builds(
 # --- results --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @any_body
 @given(layout=layouts)
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
