@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -152,7 +152,8 @@ class LLM:
             while num_left:
                 if self.engine.step():
                     num_left = num_unfinished(completions)
-                    bar.update(len(completions) - num_left - bar.n)
+                    if bar is not None:
+                        bar.update(len(completions) - num_left - bar.n)
         for number, completion in completions:
             if completion.output.index == 0:
                 outputs[number].num_cached_tokens = completion.request.num_cached_tokens
@@ -220,12 +221,9 @@ class LLM:
         return outputs, completions
 
     def _bar(self, total: int) -> Any:
-        return tqdm(
-            total=total,
-            desc="generating",
-            delay=_BAR_AFTER_SECONDS,
-            disable=not self.config.show_progress,
-        )
+        if not self.config.show_progress:  # tqdm takes a lock of the whole process even then
+            return nullcontext()
+        return tqdm(total=total, desc="generating", delay=_BAR_AFTER_SECONDS)
 
     @contextmanager
     def _running(self, completions: list[Numbered]) -> Iterator[None]:
