@@ -667,7 +667,7 @@ def test_what_is_looked_at_in_turns_is_found_soon(device: torch.device, case: st
         change(model)
 
         def several_calls() -> None:
-            for _ in range(20):
+            for _ in range(100):
                 fast(x)
 
         with pytest.raises(ReplayMismatchError, match=message):

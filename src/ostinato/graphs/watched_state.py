@@ -22,8 +22,8 @@ from ostinato.graphs.tree import tensors_in
 
 # Looked at in turns, so many per call: shapes of tensors, which may change at one address; and
 # closely, anything: strides, types, attributes and hooks of torch's own modules.
-_SHAPES_PER_CALL = 16
-_CLOSELY_PER_CALL = 4
+_SHAPES_PER_CALL = 12
+_CLOSELY_PER_CALL = 2
 # Modules whose forward is the same in training and in evaluation.
 _NEVER_MIND_TRAINING = (
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Identity),
@@ -68,8 +68,15 @@ class WatchedState:
         self._pinned = {id(slot): _Pinned(value) for slot, value in pairs if is_tensor(value)}
         # Read on every call: the tables of modules, names elsewhere, and how long containers are.
         self._tables = [table for table in walk.tables if table]
+        # Tables are compared as a whole, which is fast. Two tensors of one element each would be
+        # compared by their values there, so those are names like others.
         in_tables = set(map(id, self._tables))
-        often = [slot for slot in self._slots if slot.often and id(slot.container) not in in_tables]
+        often = [
+            slot
+            for slot, value in pairs
+            if slot.often
+            and (id(slot.container) not in in_tables or (is_tensor(value) and value.numel() == 1))
+        ]
         self._names = _Group([slot for slot in often if not isinstance(slot.container, Length)])
         self._containers = [s.container.container for s in often if isinstance(s.container, Length)]
         self._modules = [(name, m.__dict__) for name, m in walk.modules if _minds_training(m)]
@@ -85,12 +92,9 @@ class WatchedState:
 
     def _remember(self) -> None:
         """What is read on every call, as it is now."""
-        self._table_ids = self._read_tables()
+        self._table_copies = [dict(table) for table in self._tables]
         self._name_ids = [*map(id, self._names.read())]
         self._lengths = [*map(len, self._containers)]
-
-    def _read_tables(self) -> list[int]:
-        return [*map(id, _chain(map(dict.values, self._tables)))]
 
     # --- on every call -------------------------------------------------------------------------
 
@@ -98,7 +102,7 @@ class WatchedState:
         """Raise ``ReplayMismatchError`` if anything was replaced since."""
         try:
             stays = (
-                self._read_tables() == self._table_ids
+                self._tables == self._table_copies
                 and [*map(id, self._names.read())] == self._name_ids
                 and [*map(len, self._containers)] == self._lengths
                 and [*map(_training, self._module_dicts)] == self._training
