@@ -119,7 +119,7 @@ def test_an_encoder_with_a_mask_is_captured_and_right(encoder: Hidden, inference
                 input_ids, attention_mask = torch.randint(3, VOCABULARY, (rows, LENGTH)), mask(rows)
                 expected = encoder(input_ids, attention_mask)
                 actual = model(input_ids, attention_mask)
-                # What a padding token attends to is nobody's business.
+                # What a padding token attends to does not matter.
                 kept = attention_mask.bool()
                 torch.testing.assert_close(actual[kept], expected[kept])
         assert model.stats().graphs == len(SIZES)

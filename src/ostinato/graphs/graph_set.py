@@ -154,7 +154,7 @@ class GraphSet:
         values: Sequence[Any],
         call: tuple[Any, Any],
     ) -> tuple[Any, Choice]:
-        """The first call with so many rows: run eagerly and replayed, and both compared.
+        """The first call of a number of rows: run eagerly and replayed, and both compared.
 
         The call takes effect once. If it is refused, it takes none.
         """
@@ -247,7 +247,7 @@ class GraphSet:
         return worst
 
     def _trust(self, rows: int, size: int, values: Sequence[Any]) -> None:
-        """Compare no more batches of so many rows, if this one would have shown a mix-up."""
+        """Compare no more batches of this size, if this one would have shown a mix-up."""
         key = (size, rows)
         if rows < size and not self._layout.differs_from_padding(values):
             if key not in self._trials:

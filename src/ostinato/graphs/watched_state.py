@@ -20,7 +20,7 @@ from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.state_walk import SCALARS, Length, Slot, StateWalk, is_tensor
 from ostinato.graphs.tree import tensors_in
 
-# Looked at in turns, so many per call: shapes of tensors, which may change at one address; and
+# Looked at in turns, a few per call: shapes of tensors, which may change at one address; and
 # closely, anything: strides, types, attributes and hooks of torch's own modules.
 _SHAPES_PER_CALL = 12
 _CLOSELY_PER_CALL = 2

@@ -159,8 +159,8 @@ class CudaBackend:
         ):
             if torch.cuda.is_current_stream_capturing() and self._open is None:
                 raise CaptureError(
-                    "a capture was started while the current stream is being captured by somebody "
-                    "else (torch.cuda.graph, make_graphed_callables, ...); capture before it"
+                    "a capture was started while the current stream is being captured by other "
+                    "code (torch.cuda.graph, make_graphed_callables, ...); capture before it"
                 )
             self.follow_stream()
             caller = torch.cuda.current_stream()
@@ -289,7 +289,7 @@ class CudaBackend:
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
                     "graphs or buffers of a pool were used while the current stream is being "
-                    "captured by somebody else (torch.cuda.graph, make_graphed_callables, ...), "
+                    "captured by other code (torch.cuda.graph, make_graphed_callables, ...), "
                     "which cannot be put in order with their last use; use them outside of it"
                 )
         stream.wait_stream(self._last_stream)
