@@ -154,19 +154,6 @@ def test_a_mask_does_not_hide_what_is_wrong(device: torch.device) -> None:
         fast(torch.tensor([1, 2], device=device))
 
 
-def test_random_results_must_not_depend_on_padding() -> None:
-    """On the CPU, where a sequence of random numbers can be drawn again."""
-    for function in (
-        lambda x: x - x.mean(0) + 0 * torch.rand_like(x),
-        lambda x: (x.flip(0), torch.rand_like(x)),
-    ):
-        with graphed(function, sizes=[4]) as fast, pytest.raises(BatchError, match="padding rows"):
-            fast(rows_of(3, torch.device("cpu")))
-    with graphed(lambda x: x + torch.rand_like(x), sizes=[4]) as fast:
-        x = rows_of(3, torch.device("cpu"))
-        assert not torch.equal(fast(x).clone(), fast(x))
-
-
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float16, torch.int8, torch.bool])
 def test_rows_of_any_type(device: torch.device, dtype: torch.dtype) -> None:
     with graphed(lambda x: torch.stack([x, x], 1), sizes=[4]) as fast:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ostinato.graphs.state_walk import SCALARS
+
 _C: Any = torch._C
 
 
@@ -22,7 +24,7 @@ def _switches(device_type: str) -> list[Callable[[], Any]]:
         torch.is_inference_mode_enabled,
         _C._get_deterministic_algorithms,
         _C._get_float32_matmul_precision,
-        _C._len_torch_function_stack,  # `with torch.device(...)`, and other modes
+        _function_modes,
     ]
     if device_type == "cuda":
         switches += [
@@ -43,6 +45,20 @@ def _switches(device_type: str) -> list[Callable[[], Any]]:
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
     return _C.get_autocast_dtype(device_type) if _C.is_autocast_enabled(device_type) else None
+
+
+def _function_modes() -> tuple[Any, ...]:
+    """Those in force, ``with torch.device(...)`` and the like: of what class, set to what."""
+    depth = _C._len_torch_function_stack()
+    if depth == 0:
+        return ()
+    modes = [_C._get_function_stack_at(index) for index in range(depth)]
+    return tuple((type(mode), _plain_attributes(mode)) for mode in modes)
+
+
+def _plain_attributes(thing: Any) -> tuple[tuple[str, Any], ...]:
+    values = vars(thing).items()
+    return tuple((name, value) for name, value in values if isinstance(value, SCALARS))
 
 
 def read_numerics(device_type: str) -> tuple[Any, ...]:

@@ -113,6 +113,21 @@ class StaticBuffer:
             others = torch.rand(others.shape, device=self._device, generator=generator)
         padding.copy_(others)
 
+    def fill_with_row(self, value: torch.Tensor, size: int, row: int, padding: int | None) -> None:
+        """Put one row of a batch in place of all its rows, and another, ``padding``, in place of
+        the rows after them."""
+        rows = value.shape[self.batch_dim]
+        view = self.view(size)
+        view.narrow(self.batch_dim, 0, rows).copy_(value.narrow(self.batch_dim, row, 1))
+        if padding is not None:
+            others = view.narrow(self.batch_dim, rows, size - rows)
+            others.copy_(value.narrow(self.batch_dim, padding, 1))
+
+    def extreme_rows(self, value: torch.Tensor) -> tuple[int, int]:
+        """A smallest and a largest row of a batch of integers, by their sums. Synchronises."""
+        sums = self._flat_rows(value).sum(1)
+        return int(sums.argmin()), int(sums.argmax())
+
     def differs_from_padding(self, value: torch.Tensor) -> bool:
         """Whether a row of a batch is unlike a padding row. Synchronises."""
         rows = self._flat_rows(value)

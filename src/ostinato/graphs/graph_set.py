@@ -1,7 +1,7 @@
 """The graphs of one callable under one state of torch's switches: captured, tried, replayed.
 
 ``graphed()`` makes them when it first needs them. Before a result is trusted it was compared with
-an eager call, once for each number of rows; see ``graphed_trial`` for what that shows.
+an eager call, once for each number of rows; see ``trial`` for what that shows.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import Any
 import torch
 
 from ostinato.errors import BatchError
+from ostinato.graphs.agreement import Agreement
 from ostinato.graphs.capture_loop import CaptureReport, capture_entries
 from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
 from ostinato.graphs.dispatch import Dispatcher
-from ostinato.graphs.effects import EffectsProbe, storage_id
+from ostinato.graphs.effects import storage_id
 from ostinato.graphs.graphed_call import CallLayout
-from ostinato.graphs.graphed_trial import Agreement, OutputLayout, compare, differences, same_bits
 from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.output_layout import OutputLayout
 from ostinato.graphs.plan import CapturePlan, PlanEntry
 from ostinato.graphs.pool import GraphPool
 from ostinato.graphs.rehearsal import Rehearsal
-from ostinato.graphs.segments import Tape
-from ostinato.graphs.tree import leaves_with_path, map_tensors, tensors_in
+from ostinato.graphs.tree import map_tensors
+from ostinato.graphs.trial import CapturedSize, Trial, differs
 from ostinato.graphs.watched_state import WatchedState
 
 logger = logging.getLogger(__name__)
@@ -36,9 +37,6 @@ logger = logging.getLogger(__name__)
 _MOST_UNCLEAR = 8
 # So many trials are enough of a number of rows, even if the rows of each were all alike.
 _ENOUGH_TRIALS = 3
-# What padding rows are tried with: rows of the batch, and numbers to both sides of them, so that
-# whatever is sorted or compared across rows comes out otherwise for one or the other.
-_PADDING_NOISE = (0.0, 3.0, -3.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +49,6 @@ class GraphSetOptions:
     verify: bool
     watch: bool  # what the callable refers to, in captures and calls
     show_progress: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SizeGraph:
-    tape: Tape
-    output: Any
 
 
 class GraphSet:
@@ -76,7 +68,7 @@ class GraphSet:
         self._options = options
         self.dispatcher = Dispatcher(plan)
         self.report = CaptureReport()
-        self._graphs: dict[BatchDescriptor, _SizeGraph] = {}
+        self._graphs: dict[BatchDescriptor, CapturedSize] = {}
         self._watched: WatchedState | None = None  # what the callable refers to
         # What it writes in place: arguments by position, and other memory.
         self._written: set[int] = set()
@@ -103,10 +95,17 @@ class GraphSet:
         if self._watched is not None:
             self._watched.check()
 
-    def note_own_changes(self) -> None:
-        """After the callable ran: plain values that it set itself are not watched from now on."""
-        if self._watched is not None:
-            self._watched = self._watched.after_a_run()
+    def note_own_changes(self) -> Sequence[str]:
+        """After the callable ran: plain values that it set itself are not watched from now on.
+
+        Returns their names.
+        """
+        if self._watched is None:
+            return ()
+        changed = self._watched.plain_changes()
+        if changed:
+            self._watched = self._watched.without(changed)
+        return changed
 
     def run(
         self, choice: Choice, rows: int, values: Sequence[Any], call: tuple[Any, Any]
@@ -130,13 +129,13 @@ class GraphSet:
         """Unverified results need none, once it is known where their rows are."""
         return self._options.verify or (rows < size and self._outputs is None)
 
-    def _replay(self, graph: _SizeGraph, size: int, values: Sequence[Any]) -> None:
+    def _replay(self, graph: CapturedSize, size: int, values: Sequence[Any]) -> None:
         self._layout.fill(values, size)
         self._pool.replay(graph.tape)
         if self._written:
             self._layout.write_back(values, size, self._written)
 
-    def _cut(self, graph: _SizeGraph, rows: int, size: int) -> Any:
+    def _cut(self, graph: CapturedSize, rows: int, size: int) -> Any:
         if rows == size:
             # Containers are made anew even where nothing is cut: the caller may change them.
             bare = isinstance(graph.output, torch.Tensor)
@@ -148,7 +147,7 @@ class GraphSet:
 
     def _try(
         self,
-        graph: _SizeGraph,
+        graph: CapturedSize,
         choice: Choice,
         rows: int,
         values: Sequence[Any],
@@ -159,54 +158,28 @@ class GraphSet:
         The call takes effect once. If it is refused, it takes none.
         """
         size = choice.padded_num_tokens
-        # Results of other graphs of the pool would not survive the first of several replays.
-        args, kwargs = map_tensors(self._pool.kept, call)
-        values = self._layout.values(args, kwargs)
-        probe = EffectsProbe()
-        with probe:
-            result = self._function(*args, **kwargs)
-        self.note_own_changes()
-        reference = map_tensors(torch.clone, result)
-        after = probe.contents()
-        probe.restore()
+        trial = Trial(self._function, self._layout, self._pool, graph, call, rows=rows, size=size)
         try:
-            agreement = self._compare(graph, rows, size, values, reference, probe, after)
+            own_changes = self.note_own_changes()
+            agreement = self._compare(trial, own_changes, rows, size)
         except BaseException as error:
-            probe.restore()
+            trial.undo()
             if not (isinstance(error, BatchError) and self._options.eager_fallback):
                 raise
             logger.warning("%s; batches of %d run eagerly", error, rows)
-            eager = Choice(
-                mode=CUDAGraphMode.NONE,
-                descriptor=BatchDescriptor(rows),
-                reason=Reason.DIFFERS_FROM_EAGER,
-            )
+            eager = _eager_choice(rows, Reason.DIFFERS_FROM_EAGER)
             self._refused[size, rows] = eager
-            probe.write(after)
-            return reference, eager
+            return trial.eager_result(), eager
         if agreement is not Agreement.SAME:
-            probe.write(after)
-            eager = Choice(
-                mode=CUDAGraphMode.NONE, descriptor=BatchDescriptor(rows), reason=Reason.UNVERIFIED
-            )
-            return reference, eager
-        probe.restore()
-        self._replay(graph, size, values)
+            return trial.eager_result(), _eager_choice(rows, Reason.UNVERIFIED)
+        trial.undo()
+        self._replay(graph, size, trial.values)
         return self._cut(graph, rows, size), choice
 
-    def _compare(
-        self,
-        graph: _SizeGraph,
-        rows: int,
-        size: int,
-        values: Sequence[Any],
-        reference: Any,
-        probe: EffectsProbe,
-        after: dict[int, torch.Tensor],
-    ) -> Agreement:
-        self._replay(graph, size, values)
+    def _compare(self, trial: Trial, own_changes: Sequence[str], rows: int, size: int) -> Agreement:
+        trial.replay(self._written)
         if rows < size:
-            outputs = OutputLayout.infer(graph.output, reference, size, rows)
+            outputs = trial.infer_layout()
             if self._outputs is not None and self._outputs != outputs:
                 raise BatchError(
                     f"the result of {rows} rows follows the batch in other dimensions than that of "
@@ -216,39 +189,20 @@ class GraphSet:
         if not self._options.verify:
             self._trusted.add((size, rows))
             return Agreement.SAME
-        if probe.draws_random_numbers:
-            # Of other numbers of rows, and on CUDA, they are others than eager's; but padding rows
-            # must not matter to them either.
-            if rows < size:
-                result = self._cut(graph, rows, size)
-                self._check_padding_does_not_matter(graph, rows, size, values, result, probe)
-            self._trusted.add((size, rows))
-            return Agreement.SAME
-        exact = not probe.sees_floats
-        worst = Agreement.SAME
-        result = self._cut(graph, rows, size)
-        for path, agreement, text in differences(result, reference, exact_integers=exact):
-            if agreement is Agreement.DIFFERENT:
-                raise _differs(path, text, rows, size)
-            worst = max(worst, agreement)
-        for storage, expected in after.items():
-            agreement = compare(probe.in_place(storage), expected, exact_integers=exact)
-            if agreement is Agreement.DIFFERENT:
-                raise _leaves(self._name_of(storage, values), rows, size)
-            worst = max(worst, agreement)
-        if rows < size:
-            self._check_padding_does_not_matter(graph, rows, size, values, result, probe)
-        if worst is Agreement.SAME:
-            self._trust(rows, size, values)
-            return worst
+        agreement = trial.compare(self._outputs, self._watched)
+        if own_changes:
+            trial.check_does_not_read(own_changes)
+        if agreement is Agreement.SAME:
+            self._trust(rows, size, trial)
+            return agreement
         self._unclear[size, rows] += 1
         if self._unclear[size, rows] > _MOST_UNCLEAR:
-            raise _differs("the result", f"as in {_MOST_UNCLEAR} calls before", rows, size)
-        return worst
+            raise differs("the result", f"as in {_MOST_UNCLEAR} calls before", rows, size)
+        return agreement
 
-    def _trust(self, rows: int, size: int, values: Sequence[Any]) -> None:
+    def _trust(self, rows: int, size: int, trial: Trial) -> None:
         """Compare no more batches of this size, if this one would have shown a mix-up."""
-        key = (size, rows)
+        key, values = (size, rows), trial.values
         if rows < size and not self._layout.differs_from_padding(values):
             if key not in self._trials:
                 logger.warning(
@@ -260,64 +214,13 @@ class GraphSet:
             return
         self._trials[key] += 1
         often = self._trials[key] >= _ENOUGH_TRIALS
-        if rows == size or often or self._layout.has_distinct_rows(values):
+        if (
+            rows == size
+            or often
+            or trial.draws_random_numbers
+            or self._layout.has_distinct_rows(values)
+        ):
             self._trusted.add(key)
-
-    def _check_padding_does_not_matter(
-        self,
-        graph: _SizeGraph,
-        rows: int,
-        size: int,
-        values: Sequence[Any],
-        result: Any,
-        probe: EffectsProbe,
-    ) -> None:
-        """Raise if real rows change when padding rows do."""
-        random = torch.get_rng_state() if probe.draws_random_numbers else None
-
-        def replay() -> None:
-            if random is not None:
-                torch.set_rng_state(random)  # of the CPU: on CUDA, what draws is not compared
-            self._pool.replay(graph.tape)
-
-        if probe.draws_random_numbers:
-            if self._pool.device.type == "cuda":
-                return
-            probe.restore()
-            self._layout.fill(values, size)
-            replay()
-            result = self._cut(graph, rows, size)
-        kept = list(tensors_in(map_tensors(torch.clone, result)))
-
-        def changed() -> int | None:
-            replay()
-            now = tensors_in(self._cut(graph, rows, size))
-            pairs = enumerate(zip(now, kept, strict=True))
-            return next((index for index, pair in pairs if not same_bits(*pair)), None)
-
-        for noise in (0.0,) if probe.rounds_floats_to_integers else _PADDING_NOISE:
-            probe.restore()
-            self._layout.fill(values, size)
-            if not self._layout.vary_padding(values, size, noise):
-                return
-            index = changed()
-            if index is not None:
-                break
-        else:
-            return
-        probe.restore()
-        self._layout.fill(values, size)
-        if changed() is not None:
-            return  # it is never the same twice, so this shows nothing
-        leaves = leaves_with_path(graph.output, "output")
-        paths = [path for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-        raise _differs(paths[index], "it changes when padding rows do", rows, size)
-
-    def _name_of(self, storage: int, values: Sequence[Any]) -> str:
-        name = self._layout.name_of(storage, values)
-        if name is None and self._watched is not None:
-            name = self._watched.name_of(storage)
-        return name or "a tensor that the callable refers to"
 
     # --- capture -------------------------------------------------------------------------------
 
@@ -373,7 +276,7 @@ class GraphSet:
             self._watched = self._watch()
             self._read_state = self._watched.storages
         output = self._pool.weak(captured.output)
-        self._graphs[entry.descriptor] = _SizeGraph(tape=captured.tape, output=output)
+        self._graphs[entry.descriptor] = CapturedSize(tape=captured.tape, output=output)
 
     def _apart_from_buffers(self, result: Any) -> Any:
         """Results that are arguments, as copies: the next call is copied in where these are."""
@@ -412,26 +315,8 @@ class GraphSet:
         self._unclear.clear()
 
 
-def _differs(path: str, text: str, rows: int, size: int) -> BatchError:
-    if rows == size:
-        return BatchError(
-            f"{path} of a graph of {size} rows differs from that of an eager call: {text}; the "
-            "callable depends on something that a graph fixes at capture, such as a Python value "
-            "that changes from call to call"
-        )
-    return BatchError(
-        f"{path} of {rows} rows padded to {size} differs from that of an eager call: {text}; rows "
-        "must not depend on each other, and each row's part of a result must be found in the row's "
-        f"order. Add size {rows}, so that nothing is padded, or return results row by row"
-    )
-
-
-def _leaves(name: str, rows: int, size: int) -> BatchError:
-    return BatchError(
-        f"a batch of {rows} rows padded to {size} leaves {name} other than an eager call does, "
-        "since padding rows write to it too; choose padding that keeps them out (padding={...}), "
-        f"or add size {rows}"
-    )
+def _eager_choice(rows: int, reason: Reason) -> Choice:
+    return Choice(mode=CUDAGraphMode.NONE, descriptor=BatchDescriptor(rows), reason=reason)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

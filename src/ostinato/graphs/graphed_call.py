@@ -13,6 +13,9 @@ from ostinato.graphs.effects import storage_id
 from ostinato.graphs.signature import TensorSpec, compare_leaf, fixed, positional_names
 from ostinato.graphs.tree import leaves_with_path, map_tensors
 
+# That are tried in place of others, of a call with many arguments.
+_MOST_ROWS = 4
+
 BatchDim: TypeAlias = int | Literal["static"] | None
 
 
@@ -211,16 +214,39 @@ class CallLayout:
             elif isinstance(target, _WholeBuffer):
                 target.fill(value)
 
-    def vary_padding(self, values: Sequence[Any], size: int, noise: float) -> bool:
-        """After ``fill``: put other numbers into padding rows, where that can be tried at all."""
-        free = [
-            (index, buffer)
-            for index, buffer in self._buffers
-            if values[index].is_floating_point() and index not in self._chosen_padding
-        ]
-        for index, buffer in free:
-            buffer.vary_padding(values[index], size, noise)
-        return bool(free)
+    def varies(self, values: Sequence[Any], *, floats: bool) -> bool:
+        """Whether padding rows of such arguments, or of integer ones, may be given other values:
+        where the caller chose what they hold, that means something to the callable."""
+        return any(values[index].is_floating_point() is floats for index, _ in self._free_buffers)
+
+    def vary_padding(self, values: Sequence[Any], size: int, noise: float) -> None:
+        """Like ``fill``, with other numbers in the padding rows of floating-point arguments."""
+        self.fill(values, size)
+        for index, buffer in self._free_buffers:
+            if values[index].is_floating_point():
+                buffer.vary_padding(values[index], size, noise)
+
+    def fill_with_row(
+        self, values: Sequence[Any], size: int, row: int, padding: int | None = None
+    ) -> None:
+        """Like ``fill``, with one row of the batch in place of each, and another one, ``padding``,
+        in place of padding rows where they are free to vary."""
+        self.fill(values, size)
+        free = dict(self._free_buffers)
+        for index, buffer in self._buffers:
+            buffer.fill_with_row(values[index], size, row, padding if index in free else None)
+
+    def extreme_rows(self, values: Sequence[Any]) -> list[int]:
+        """Rows of the batch that are smallest or largest in an integer argument. Synchronises."""
+        found: dict[int, None] = {}
+        for index, buffer in self._free_buffers:
+            if not values[index].is_floating_point():
+                found.update(dict.fromkeys(buffer.extreme_rows(values[index])))
+        return list(found)[:_MOST_ROWS]
+
+    @property
+    def _free_buffers(self) -> list[tuple[int, StaticBuffer]]:
+        return [each for each in self._buffers if each[0] not in self._chosen_padding]
 
     def differs_from_padding(self, values: Sequence[Any]) -> bool:
         """Whether taking padding for a row of this batch would show in results."""

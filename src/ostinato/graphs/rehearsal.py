@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ostinato.errors import CaptureError
+from ostinato.graphs.agreement import Agreement, differences, same_bits
 from ostinato.graphs.effects import EffectsProbe
-from ostinato.graphs.graphed_trial import Agreement, differences, same_bits
 from ostinato.graphs.signature import same_value
 from ostinato.graphs.tree import leaves_with_path, map_tensors
 from ostinato.graphs.watched_state import WatchedState, show

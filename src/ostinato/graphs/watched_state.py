@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -129,16 +129,17 @@ class WatchedState:
             return isinstance(now, torch.Tensor) and self._pinned[id(slot)].is_memory_of(now)
         return now is was or _same_value(now, was)
 
-    def after_a_run(self) -> WatchedState:
-        """What to watch after a run of the callable: without the plain values that it changed.
+    def plain_changes(self) -> list[str]:
+        """After a run of the callable: names of the plain values that it changed.
 
         It sets those itself, to the number of rows, say, so they say nothing about its graphs.
         """
-        changed = {item.slot.name for item in self.replaced() if _is_plain(item.was)}
-        if not changed:
-            return self
+        return [item.slot.name for item in self.replaced() if _is_plain(item.was)]
+
+    def without(self, names: Iterable[str]) -> WatchedState:
+        """The same callable, watched from now on, apart from these names."""
         return WatchedState(
-            self._function, ignored=self._ignored | changed, in_breaks=self._in_breaks
+            self._function, ignored=self._ignored.union(names), in_breaks=self._in_breaks
         )
 
     # --- by name -------------------------------------------------------------------------------
