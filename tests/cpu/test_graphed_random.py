@@ -249,7 +249,7 @@ def run_program(
             with torch.no_grad(), AROUND[around](device.type):
                 try:
                     want = reference(y)
-                except (RuntimeError, ValueError) as error:
+                except (RuntimeError, ValueError, IndexError) as error:
                     return f"eager itself fails: {error}"
                 try:
                     got = fast(x)
