@@ -459,7 +459,8 @@ def graphed(
         batch_dims: By argument name, for those whose batch is not dimension 0: another dimension;
             ``None`` for a tensor without one, copied whole on every call; ``"static"`` for a tensor
             that stays where it is and is read in place (a cache, a table), and must not move.
-        padding: What padding rows hold; one value, or by argument name.
+        padding: What padding rows hold; one value, or by argument name. Where it is given it is
+            taken to mean something to the callable; elsewhere, results may not depend on it.
         copy_outputs: Return copies. By default the result is a view of the graph's own output,
             overwritten by the next call.
         num_warmups: Eager runs before each capture.
