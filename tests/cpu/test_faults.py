@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
+import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -273,3 +276,31 @@ def test_batch_of_nothing(pool: GraphPool) -> None:
     fast = graphed(double, sizes=[2], pool=pool)
     with pytest.raises(BatchError, match="0 rows"):
         fast(torch.ones(0, device=pool.device))
+
+
+def test_interrupts_leave_graphs_to_other_threads() -> None:
+    """A signal handler may raise between any two instructions, those of a lock included."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    x = torch.ones(2)
+    delays, num_interrupted = random.Random(0), 0
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    with graphed(lambda x: x + 1, sizes=[2], copy_outputs=True) as fast:
+        fast(x)
+        try:
+            for _ in range(600):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, delays.uniform(1e-5, 1e-3))
+                    while True:
+                        fast(x)
+                except KeyboardInterrupt:
+                    num_interrupted += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+            torch.set_grad_enabled(True)  # an interrupted torch.no_grad() leaves it off
+        with ThreadPoolExecutor(1) as other:
+            assert torch.equal(other.submit(fast, x).result(60), x + 1)
+    assert num_interrupted == 600

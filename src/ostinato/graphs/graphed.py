@@ -139,31 +139,37 @@ class GraphedCallable(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         self._check_usable()
-        with self._exclusive_use:
-            if self._layout is None:
-                self._prepare(args, kwargs)
-            layout, pool = self._parts()
-            values = layout.values(args, kwargs)
-            rows = layout.batch_size(values)
-            with pool.exclusive_use, torch.no_grad():
-                pool.follow_stream()
-                graphs = self._graph_set()
-                self._check_state(graphs)
-                call: tuple[Any, Any] = (args, kwargs)
-                choice = graphs.choose(rows)
-                if choice.reason is Reason.NOT_CAPTURED:
-                    # Results of other graphs of the pool would not survive the capture.
-                    call = map_tensors(pool.kept, call)
-                    values = layout.values(*call)
-                    entries = [graphs.entry_for(rows)] if self._lazy else graphs.missing()
-                    graphs.capture(entries, values, self._name)
-                    choice = graphs.choose(rows)
-                if choice.mode is CUDAGraphMode.NONE:
-                    self._stats.record(choice, rows)
-                    result = self._function(*args, **kwargs)
-                    graphs.note_own_changes()
-                    return result
-                return self._run(graphs, choice, rows, values, call)
+        return cast(R, self._exclusive_use.run(self._call, args, kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._layout is None:
+            self._prepare(args, kwargs)
+        layout, pool = self._parts()
+        values = layout.values(args, kwargs)
+        rows = layout.batch_size(values)
+        return pool.exclusive_use.run(self._call_in_pool, rows, values, (args, kwargs))
+
+    @torch.no_grad()
+    def _call_in_pool(self, rows: int, values: Sequence[Any], call: tuple[Any, Any]) -> Any:
+        layout, pool = self._parts()
+        args, kwargs = call
+        pool.follow_stream()
+        graphs = self._graph_set()
+        self._check_state(graphs)
+        choice = graphs.choose(rows)
+        if choice.reason is Reason.NOT_CAPTURED:
+            # Results of other graphs of the pool would not survive the capture.
+            call = map_tensors(pool.kept, call)
+            values = layout.values(*call)
+            entries = [graphs.entry_for(rows)] if self._lazy else graphs.missing()
+            graphs.capture(entries, values, self._name)
+            choice = graphs.choose(rows)
+        if choice.mode is CUDAGraphMode.NONE:
+            self._stats.record(choice, rows)
+            result = self._function(*args, **kwargs)
+            graphs.note_own_changes()
+            return result
+        return self._run(graphs, choice, rows, values, call)
 
     def _run(
         self,
@@ -172,12 +178,12 @@ class GraphedCallable(Generic[P, R]):
         rows: int,
         values: Sequence[Any],
         call: tuple[Any, Any],
-    ) -> R:
+    ) -> Any:
         output, choice = graphs.run(choice, rows, values, call)
         self._stats.record(choice, rows)
         if self._copy_outputs:
             output = map_tensors(torch.clone, output)
-        return cast(R, output)
+        return output
 
     def _check_state(self, graphs: GraphSet) -> None:
         every = self._check_state_every
@@ -194,18 +200,22 @@ class GraphedCallable(Generic[P, R]):
         is put back afterwards.
         """
         self._check_usable()
-        with self._exclusive_use:
-            if self._layout is None:
-                self._prepare(args, kwargs)
-            layout, pool = self._parts()
-            call: tuple[Any, Any] = map_tensors(pool.kept, (args, kwargs))
-            values = layout.values(*call)
-            layout.batch_size(values)
-            with pool.exclusive_use, torch.no_grad():
-                pool.follow_stream()
-                graphs = self._graph_set()
-                graphs.capture(graphs.missing(), values, self._name)
-                return graphs.report
+        return self._exclusive_use.run(self._capture, args, kwargs)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureReport:
+        if self._layout is None:
+            self._prepare(args, kwargs)
+        layout, pool = self._parts()
+        values = layout.values(*map_tensors(pool.kept, (args, kwargs)))
+        layout.batch_size(values)
+        return pool.exclusive_use.run(self._capture_in_pool, values)
+
+    @torch.no_grad()
+    def _capture_in_pool(self, values: Sequence[Any]) -> CaptureReport:
+        self._parts()[1].follow_stream()
+        graphs = self._graph_set()
+        graphs.capture(graphs.missing(), values, self._name)
+        return graphs.report
 
     def _graph_set(self) -> GraphSet:
         """The graphs for the state that torch's switches are in."""

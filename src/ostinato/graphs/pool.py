@@ -28,22 +28,33 @@ from ostinato.graphs.tree import map_tensors
 
 T = TypeVar("T")
 
+_get_ident = threading.get_ident
+
 
 class ExclusiveUse:
-    """A lock that a second thread does not wait for: it gets an error instead of a race.
+    """What one thread at a time may do: a second one gets an error instead of a race.
 
-    The thread that holds it may take it again.
+    The thread that is in it may enter again. A signal handler that raises, at any moment, leaves it
+    free: nothing comes between `with lock` and its block, as it may between a call of ``acquire``
+    or of a context manager in Python and what follows. Two threads that enter at the very same time
+    are let in one after the other.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
+        self._thread: int | None = None  # that is in it
 
-    def __enter__(self) -> None:
-        if not self.lock.acquire(False):
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        me = _get_ident()
+        if self._thread is not None and self._thread != me:
             raise self.refusal()
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.lock.release()
+        with self._lock:
+            outer = self._thread
+            self._thread = me
+            try:
+                return function(*args)
+            finally:
+                self._thread = outer
 
     def refusal(self) -> ConcurrentUseError:
         return ConcurrentUseError(
@@ -105,8 +116,6 @@ class GraphPool:
         self.offloader = offloader
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exclusive_use = ExclusiveUse()  # one thread at a time
-        self._acquire = self.exclusive_use.lock.acquire
-        self._release = self.exclusive_use.lock.release
         self._follow_stream = self.backend.follow_stream
         self._sessions = 0
         self._closed = False
@@ -182,35 +191,39 @@ class GraphPool:
                 "capturing is not enabled; capture at start-up inside `with pool.capturing()`, or "
                 "build the pool with lazy_capture=True"
             )
-        with self.exclusive_use:
-            self._check_memory_order()
-            before = self.serial
-            if self.offloader is not None:
-                self.offloader.sync_prev_onload()
-            collect = collect_garbage and self._sessions == 0
-            generation = 2 if collect else None
-            with (
-                _garbage_collection_paused(generation=generation),
-                self.backend.capture_scope(),
-            ):
-                recording = Recording(self.backend, split_at_breaks=split_at_breaks)
-                outer, self._inside = self._inside, range(before + 1, sys.maxsize)
-                try:
-                    with recording.open():
-                        output = run()
-                        if self.offloader is not None:
-                            self.offloader.join_after_forward()
-                except BaseException:
-                    # A forward is captured as a whole or not at all: see _check_memory_order.
-                    self.discard(range(self._serial_before_context + 1, self.serial + 1))
-                    raise
-                finally:
-                    self._inside = outer
-            tape = recording.finish()
-            tape.inner = range(before + 1, self.serial + 1)
-            self.serial += 1
-            tape.serial = self.serial
-            self.num_graphs_captured += len(tape.graphs)
+        return self.exclusive_use.run(self._capture, run, split_at_breaks, collect_garbage)
+
+    def _capture(
+        self, run: Callable[[], T], split_at_breaks: bool, collect_garbage: bool
+    ) -> Captured[T]:
+        self._check_memory_order()
+        before = self.serial
+        if self.offloader is not None:
+            self.offloader.sync_prev_onload()
+        collect = collect_garbage and self._sessions == 0
+        generation = 2 if collect else None
+        with (
+            _garbage_collection_paused(generation=generation),
+            self.backend.capture_scope(),
+        ):
+            recording = Recording(self.backend, split_at_breaks=split_at_breaks)
+            outer, self._inside = self._inside, range(before + 1, sys.maxsize)
+            try:
+                with recording.open():
+                    output = run()
+                    if self.offloader is not None:
+                        self.offloader.join_after_forward()
+            except BaseException:
+                # A forward is captured as a whole or not at all: see _check_memory_order.
+                self.discard(range(self._serial_before_context + 1, self.serial + 1))
+                raise
+            finally:
+                self._inside = outer
+        tape = recording.finish()
+        tape.inner = range(before + 1, self.serial + 1)
+        self.serial += 1
+        tape.serial = self.serial
+        self.num_graphs_captured += len(tape.graphs)
         return Captured(tape=tape, output=output)
 
     def _check_memory_order(self) -> None:
@@ -239,30 +252,27 @@ class GraphPool:
 
     def replay(self, tape: Tape) -> None:
         """Run captured work on the current stream. Does not synchronise."""
-        # `with self.exclusive_use`, spelt out: two Python calls fewer on the hot path.
-        if not self._acquire(False):
-            raise self.exclusive_use.refusal()
-        try:
-            if open_recording() is not None:
-                raise CaptureError(
-                    "a graph was replayed inside a capture; call the plain function there, and its "
-                    "work becomes part of the graph being captured"
-                )
-            if self._inside is not None and tape.serial not in self._inside:
-                raise CaptureError(
-                    "a graph was replayed in an eager break of another graph of the same pool, "
-                    "which may use the same memory; give the inner one a pool of its own"
-                )
-            self._follow_stream()
-            self._replay_context = current_forward_context()
-            if self.offloader is not None:
-                self.offloader.sync_prev_onload()
-            if tape.has_breaks:
-                self._replay_with_breaks(tape)
-            else:
-                tape.replay()
-        finally:
-            self._release()
+        self.exclusive_use.run(self._replay, tape)
+
+    def _replay(self, tape: Tape) -> None:
+        if open_recording() is not None:
+            raise CaptureError(
+                "a graph was replayed inside a capture; call the plain function there, and its "
+                "work becomes part of the graph being captured"
+            )
+        if self._inside is not None and tape.serial not in self._inside:
+            raise CaptureError(
+                "a graph was replayed in an eager break of another graph of the same pool, "
+                "which may use the same memory; give the inner one a pool of its own"
+            )
+        self._follow_stream()
+        self._replay_context = current_forward_context()
+        if self.offloader is not None:
+            self.offloader.sync_prev_onload()
+        if tape.has_breaks:
+            self._replay_with_breaks(tape)
+        else:
+            tape.replay()
 
     def _replay_with_breaks(self, tape: Tape) -> None:
         outer = self._inside, self._replaying_breaks
@@ -311,11 +321,13 @@ class GraphPool:
         """Drop all graphs and their memory. Closing twice is harmless."""
         if self._closed:
             return
-        with self.exclusive_use:
-            for owner in list(self._owners):
-                owner.clear_graphs()
-            self._closed = True
-            self.backend.close()
+        self.exclusive_use.run(self._close)
+
+    def _close(self) -> None:
+        for owner in list(self._owners):
+            owner.clear_graphs()
+        self._closed = True
+        self.backend.close()
 
     def __enter__(self) -> GraphPool:
         return self

@@ -7,8 +7,9 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -38,11 +39,15 @@ class Completion:
 
     ``output.token_ids`` grows with every step. ``output.text`` is complete when it has ended; until
     then ``read_text`` brings it up to date. Sequences with stop strings are read at every step.
+
+    ``news``, if set, is told by the engine when it has ended, and with a watched request of every
+    token.
     """
 
     request: Request
     output: CompletionOutput
     detokenizer: Detokenizer | None
+    news: deque[Completion] | None = None
 
     @property
     def finished(self) -> bool:
@@ -58,6 +63,50 @@ class Completion:
             detokenizer.finish()
         self.output.text = detokenizer.text
         return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRequest:
+    """A request that the engine will take, of which ``params.n`` sequences can be made."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_total_tokens: int
+    seed: int
+    stop_token_ids: frozenset[int]
+    tokenizer: Any
+
+    def completion(self, index: int) -> Completion:
+        """Make one of its sequences."""
+        params = self.params
+        request = Request(
+            request_id=f"{self.request_id}.{index}",
+            prompt_token_ids=self.prompt_token_ids,
+            params=params,
+            max_total_tokens=self.max_total_tokens,
+            seed=_nth_seed(self.seed, index),
+            stop_token_ids=self.stop_token_ids,
+            watched=bool(params.stop) or params.logprobs is not None,
+        )
+        return Completion(
+            request=request,
+            output=CompletionOutput(
+                index=index,
+                token_ids=request.output_token_ids,  # one list: a token is written once
+                logprobs=None if params.logprobs is None else [],
+                cumulative_logprob=None if params.logprobs is None else 0.0,
+            ),
+            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, params),
+        )
+
+
+def _nth_seed(seed: int, index: int) -> int:
+    """The seed of one of several sequences of a request: no other request's, as good as surely."""
+    if index == 0:
+        return seed
+    digest = blake2b(b"%d %d" % (seed, index), digest_size=8, person=b"sequence").digest()
+    return int.from_bytes(digest, "little") % _SEEDS
 
 
 class Engine:
@@ -111,45 +160,34 @@ class Engine:
 
         ``name`` is what errors call the prompt.
         """
+        request = self._check_request(list(prompt_token_ids), params, name)
+        return [request.completion(index) for index in range(params.n)]
+
+    @one_thread(is_part=True)
+    def check_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, name: str = "the prompt"
+    ) -> CheckedRequest:
+        """The same without making its sequences yet."""
+        return self._check_request(list(prompt_token_ids), params, name)
+
+    def _check_request(
+        self, prompt: list[int], params: SamplingParams, name: str
+    ) -> CheckedRequest:
         self._check_open()
-        prompt = list(prompt_token_ids)
         self._check_prompt(prompt, name)
         self._check_params(params)
         limit = self.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
-        stop = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop |= self.eos_token_ids
-        seed = self._seeds.randrange(_SEEDS) if params.seed is None else params.seed
-        request_id = f"request-{next(self._numbers)}"
-        return [
-            self._completion(
-                Request(
-                    request_id=f"{request_id}.{index}",
-                    prompt_token_ids=prompt,
-                    params=params,
-                    max_total_tokens=limit,
-                    seed=(seed + index) % _SEEDS,
-                    stop_token_ids=frozenset(stop),
-                    watched=bool(params.stop) or params.logprobs is not None,
-                ),
-                index,
-            )
-            for index in range(params.n)
-        ]
-
-    def _completion(self, request: Request, index: int) -> Completion:
-        params, tokenizer = request.params, self.tokenizer
-        return Completion(
-            request=request,
-            output=CompletionOutput(
-                index=index,
-                token_ids=request.output_token_ids,  # one list: a token is written once
-                logprobs=None if params.logprobs is None else [],
-                cumulative_logprob=None if params.logprobs is None else 0.0,
-            ),
-            detokenizer=None if tokenizer is None else Detokenizer(tokenizer, params),
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        return CheckedRequest(
+            request_id=f"request-{next(self._numbers)}",
+            prompt_token_ids=prompt,
+            params=params,
+            max_total_tokens=limit,
+            seed=self._seeds.randrange(_SEEDS) if params.seed is None else params.seed,
+            stop_token_ids=frozenset(params.stop_token_ids) | eos,
+            tokenizer=self.tokenizer,
         )
 
     @one_thread(is_part=True)
@@ -167,6 +205,7 @@ class Engine:
             self.scheduler.abort(request.request_id)
             completion.read_text(final=True)
             completion.output.finish_reason = FinishReason.ABORT.value
+            _tell(completion)
 
     @property
     def has_unfinished(self) -> bool:
@@ -238,6 +277,7 @@ class Engine:
                 completion.read_text(final=True)
                 self._close(completion)
                 del self._completions[name]
+                _tell(completion)
 
     def _emit(self, events: Sequence[TokenEvent], result: StepResult) -> list[Completion]:
         ended = []
@@ -250,6 +290,7 @@ class Engine:
             if completion.finished:
                 del self._completions[request.request_id]
                 ended.append(completion)
+            _tell(completion)
         return ended
 
     def _take_in(self, completion: Completion, event: TokenEvent, result: StepResult) -> None:
@@ -316,3 +357,8 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the engine is closed; build a new one")
+
+
+def _tell(completion: Completion) -> None:
+    if completion.news is not None:
+        completion.news.append(completion)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
@@ -14,11 +14,12 @@ from tqdm import tqdm
 
 from ostinato.runtime.chat import Message, list_conversations, render_chat
 from ostinato.runtime.config import EngineConfig, GraphConfig
-from ostinato.runtime.engine import Engine
+from ostinato.runtime.engine import CheckedRequest, Engine
 from ostinato.runtime.outputs import RequestOutput
 from ostinato.runtime.prompts import Prompt, list_params, list_prompts, read_prompt
 from ostinato.runtime.sampling_params import SamplingParams
-from ostinato.runtime.text_stream import Numbered, TextStream, abort_unfinished, num_unfinished
+from ostinato.runtime.submission import Submission
+from ostinato.runtime.text_stream import TextStream
 from ostinato.runtime.thread_use import ThreadUse, one_thread
 
 _BAR_AFTER_SECONDS = 2.0  # a bar for what is over at once would only flicker
@@ -140,23 +141,28 @@ class LLM:
         return self._generate(*self._prepare(list_prompts(prompts), params))
 
     def _generate(
-        self, outputs: list[RequestOutput], completions: list[Numbered]
+        self, outputs: list[RequestOutput], requests: list[CheckedRequest]
     ) -> list[RequestOutput]:
-        return self.engine.sharing.call(lambda: self._complete(outputs, completions))
+        return self.engine.sharing.call(lambda: self._complete(outputs, requests))
 
     def _complete(
-        self, outputs: list[RequestOutput], completions: list[Numbered]
+        self, outputs: list[RequestOutput], requests: list[CheckedRequest]
     ) -> list[RequestOutput]:
-        with self._running(completions), self._bar(len(completions)) as bar:
-            num_left = num_unfinished(completions)
-            while num_left:
-                if self.engine.step():
-                    num_left = num_unfinished(completions)
-                    if bar is not None:
-                        bar.update(len(completions) - num_left - bar.n)
-        for number, completion in completions:
-            if completion.output.index == 0:
-                outputs[number].num_cached_tokens = completion.request.num_cached_tokens
+        submission = Submission(self.engine, requests, every_token=False)
+        try:
+            with self._bar(submission.num_completions) as bar:
+                while submission.num_left:
+                    for number, completion in submission.start_some():
+                        outputs[number].outputs.append(completion.output)
+                    self.engine.step()
+                    for number, completion in submission.news():
+                        if completion.output.index == 0:
+                            cached = completion.request.num_cached_tokens
+                            outputs[number].num_cached_tokens = cached
+                        if bar is not None and completion.finished:
+                            bar.update()
+        finally:
+            submission.abort()
         return outputs
 
     @one_thread()
@@ -169,8 +175,8 @@ class LLM:
 
         Inside the loop this thread may generate as well; other threads are refused until it ends.
         """
-        _, completions = self._prepare(list_prompts(prompts), params)  # not at the first next()
-        return TextStream(self.engine, completions)
+        _, requests = self._prepare(list_prompts(prompts), params)  # not at the first next()
+        return TextStream(self.engine, requests)
 
     @one_thread()
     def chat(
@@ -199,41 +205,29 @@ class LLM:
         self,
         prompts: list[tuple[str, Any]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> tuple[list[RequestOutput], list[Numbered]]:
+    ) -> tuple[list[RequestOutput], list[CheckedRequest]]:
         """Check everything before anything runs. Prompts come with what errors call them."""
         each_params = list_params(params, len(prompts))
         outputs: list[RequestOutput] = []
-        completions: list[Numbered] = []
-        for number, ((name, prompt), its_params) in enumerate(
-            zip(prompts, each_params, strict=True)
-        ):
+        requests: list[CheckedRequest] = []
+        for (name, prompt), its_params in zip(prompts, each_params, strict=True):
             text, token_ids = read_prompt(name, prompt, self.engine.tokenizer)
-            made = self.engine.prepare_request(token_ids, its_params, name=name)
-            completions += [(number, completion) for completion in made]
+            request = self.engine.check_request(token_ids, its_params, name=name)
+            requests.append(request)
             outputs.append(
                 RequestOutput(
-                    request_id=made[0].request.request_id.rpartition(".")[0],
+                    request_id=request.request_id,
                     prompt=text,
-                    prompt_token_ids=made[0].request.prompt_token_ids,
-                    outputs=[completion.output for completion in made],
+                    prompt_token_ids=request.prompt_token_ids,
+                    outputs=[],
                 )
             )
-        return outputs, completions
+        return outputs, requests
 
     def _bar(self, total: int) -> Any:
         if not self.config.show_progress:  # tqdm takes a lock of the whole process even then
             return nullcontext()
         return tqdm(total=total, desc="generating", delay=_BAR_AFTER_SECONDS)
-
-    @contextmanager
-    def _running(self, completions: list[Numbered]) -> Iterator[None]:
-        """The requests are in the engine inside the block, and gone after it, whatever happens."""
-        try:
-            for _, completion in completions:
-                self.engine.add(completion)
-            yield
-        finally:
-            abort_unfinished(self.engine, completions)
 
     # --- ownership -----------------------------------------------------------------------------
 

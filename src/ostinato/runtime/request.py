@@ -48,7 +48,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as known
     slot: int | None = None
-    watched: bool = False  # somebody wants to hear of each of its tokens, not only of its end
+    watched: bool = False  # each of its tokens is news, not only its end
 
     @property
     def num_tokens(self) -> int:

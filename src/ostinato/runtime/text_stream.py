@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from types import TracebackType
-from typing import NoReturn, TypeAlias
+from typing import NoReturn
 
 from ostinato.errors import ConcurrentUseError
-from ostinato.runtime.engine import Completion, Engine
+from ostinato.runtime.engine import CheckedRequest, Completion, Engine
 from ostinato.runtime.outputs import TextDelta
+from ostinato.runtime.submission import Submission
 from ostinato.runtime.thread_use import Hold, OpenStream
-
-Numbered: TypeAlias = tuple[int, Completion]  # with the number of its prompt
 
 
 class TextStream(Iterator[TextDelta]):
@@ -24,13 +22,13 @@ class TextStream(Iterator[TextDelta]):
     the end, only the thread that reads it may use the LLM; it may be handed to another one.
     """
 
-    def __init__(self, engine: Engine, completions: Sequence[Numbered]) -> None:
+    def __init__(self, engine: Engine, requests: Sequence[CheckedRequest]) -> None:
         self._ended = True  # nothing to end yet
         self._engine = engine
-        self._completions = completions
+        self._submission = Submission(engine, requests, every_token=True)
         self._open = OpenStream()
         # Apart from this object, so that dropping it is dropping the last reference.
-        self._source = engine.sharing.iterate(_deltas(engine, completions))
+        self._source = engine.sharing.iterate(_deltas(engine, self._submission))
 
     def __next__(self) -> TextDelta:
         use, hold, refused = self._engine.use, Hold("LLM.stream"), False
@@ -62,7 +60,7 @@ class TextStream(Iterator[TextDelta]):
 
     def _end(self) -> None:
         self._source = iter(())
-        abort_unfinished(self._engine, self._completions)
+        self._submission.abort()
         self._engine.use.end_stream(self._open)
         self._ended = True
 
@@ -72,7 +70,7 @@ class TextStream(Iterator[TextDelta]):
         # In any thread, and in the middle of anything: only what is safe there.
         use = self._engine.use
         use.end_stream(self._open)
-        use.defer(partial(abort_unfinished, self._engine, self._completions))
+        use.defer(self._submission.abort)
 
     def __enter__(self) -> TextStream:
         return self
@@ -92,31 +90,19 @@ class TextStream(Iterator[TextDelta]):
         )
 
 
-def num_unfinished(completions: Sequence[Numbered]) -> int:
-    return sum(not completion.finished for _, completion in completions)
-
-
-def abort_unfinished(engine: Engine, completions: Sequence[Numbered]) -> None:
-    for _, completion in completions:
-        if not completion.finished:
-            engine.abort(completion)
-
-
-def _deltas(engine: Engine, completions: Sequence[Numbered]) -> Iterator[TextDelta]:
-    for _, completion in completions:
-        engine.add(completion)
-    shown = [(0, 0)] * len(completions)
-    finished = False
-    while not finished:
-        # Another call may finish them while the caller holds a delta, so look first.
-        finished = not num_unfinished(completions)
-        for position, (number, completion) in enumerate(completions):
-            output, (num_chars, num_tokens) = completion.output, shown[position]
+def _deltas(engine: Engine, submission: Submission) -> Iterator[TextDelta]:
+    shown: dict[Completion, tuple[int, int]] = {}  # characters and tokens
+    # Other calls step the engine too, while the caller holds a delta.
+    while submission.num_left:
+        submission.start_some()
+        engine.step()
+        for number, completion in submission.news():
+            output = completion.output
+            num_chars, num_tokens = shown.pop(completion, (0, 0))
+            if not completion.finished:
+                shown[completion] = len(output.text), len(output.token_ids)
             if len(output.token_ids) == num_tokens:
                 continue
-            if not completion.finished:
-                completion.read_text()
-            shown[position] = len(output.text), len(output.token_ids)
             yield TextDelta(
                 prompt_index=number,
                 index=output.index,
@@ -124,5 +110,3 @@ def _deltas(engine: Engine, completions: Sequence[Numbered]) -> Iterator[TextDel
                 token_ids=output.token_ids[num_tokens:],
                 finish_reason=output.finish_reason,
             )
-        if num_unfinished(completions):
-            engine.step()
