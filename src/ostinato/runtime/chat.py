@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ostinato.errors import RequestError
-from ostinato.runtime.prompts import check_text, shown
+from ostinato.runtime.prompts import check_text
+from ostinato.runtime.quoting import shown
 
 Message: TypeAlias = Mapping[str, Any]
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ostinato.runtime.sampling_params import SamplingParams
+from ostinato.runtime.stop_strings import StopStrings, stop_strings
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer makes of half a character
 _LONGEST_CHARACTER = 4  # bytes, and so tokens
@@ -29,7 +30,8 @@ class Detokenizer:
         self.text = ""
         self._tokenizer = tokenizer
         self._skip_special_tokens = params.skip_special_tokens
-        self._stop: Sequence[str] = params.stop
+        self._stop = stop_strings(tuple(params.stop)) if params.stop else None
+        self._state = 0  # of the search for stop strings
         self._include_stop = params.include_stop_str_in_output
         self._num_read = 0  # of the list given to read()
         self._decoded = ""  # all final text, stop strings or not
@@ -55,12 +57,14 @@ class Detokenizer:
         self._window.append(token_id)
         before = len(self._decoded)
         self._decode()
-        if check_stop:
-            found = self._find_stop(before)
-            if found is not None:
-                return found
-        self.text = self._decoded[: len(self._decoded) - self._num_held_back()]
-        return None
+        if self._stop is None:
+            self.text = self._decoded
+            return None
+        found = self._find_stop(self._stop, before, check_stop)
+        if found is None:
+            held_back = self._stop.num_held_back(self._state)
+            self.text = self._decoded[: len(self._decoded) - held_back]
+        return found
 
     def finish(self) -> None:
         """Nothing more comes: hand out what was held back, half a character included."""
@@ -106,34 +110,21 @@ class Detokenizer:
         )
         return text
 
-    def _find_stop(self, before: int) -> str | None:
+    def _find_stop(self, stop: StopStrings, before: int, check: bool) -> str | None:
         """The stop string that ends first in the new text, cut off unless it is wanted.
 
-        It is the one that somebody who reads character by character would find, so it does not
-        depend on how the text was cut into tokens. Of two that end together the longer counts.
+        It is the one that a reader going character by character would find, so it does not depend
+        on how the text was cut into tokens. Of two that end together the longer counts.
         """
-        hits = []
-        for stop in self._stop:
-            position = self._decoded.find(stop, max(before - len(stop) + 1, 0))
-            if position >= 0:
-                hits.append((position + len(stop), position, stop))
-        if not hits:
-            return None
-        end, position, stop = min(hits)
-        self._decoded = self._decoded[: end if self._include_stop else position]
-        self._window, self._taken = [], 0
-        self.text = self._decoded
-        return stop
-
-    def _num_held_back(self) -> int:
-        """Characters at the end with which a stop string may begin."""
-        text = self._decoded
-        return max(
-            (
-                length
-                for stop in self._stop
-                for length in range(1, min(len(stop), len(text) + 1))
-                if text.endswith(stop[:length])
-            ),
-            default=0,
-        )
+        state = self._state
+        for position in range(before, len(self._decoded)):
+            state = stop.step(state, ord(self._decoded[position]))
+            found = stop.found(state) if check else None
+            if found is not None:
+                end = position + 1
+                self.text = self._decoded[: end if self._include_stop else end - len(found)]
+                self._decoded = self.text
+                self._window, self._taken = [], 0
+                return found
+        self._state = state
+        return None

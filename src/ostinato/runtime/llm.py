@@ -211,7 +211,9 @@ class LLM:
         outputs: list[RequestOutput] = []
         requests: list[CheckedRequest] = []
         for (name, prompt), its_params in zip(prompts, each_params, strict=True):
-            text, token_ids = read_prompt(name, prompt, self.engine.tokenizer)
+            text, token_ids = read_prompt(
+                name, prompt, self.engine.tokenizer, self.engine.max_model_len
+            )
             request = self.engine.check_request(token_ids, its_params, name=name)
             requests.append(request)
             outputs.append(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numbers
-import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from ostinato.errors import RequestError
+from ostinato.runtime.quoting import shown
 from ostinato.runtime.sampling_params import SamplingParams
 
 # Text, token ids (a list, or a 1-D NumPy array or tensor of integers), or {"prompt": text} /
@@ -18,15 +18,11 @@ Prompt: TypeAlias = str | Sequence[int] | torch.Tensor | Any
 
 _KEYS = ("prompt", "prompt_token_ids")
 _A_PROMPT = "a prompt is text or a list of token ids"
-_LONGEST_SHOWN = 160
-_shorten = reprlib.Repr()
-_shorten.maxstring = _shorten.maxother = 80
-
-
-def shown(value: object) -> str:
-    """``value`` in an error message: short, on one line, and whatever its ``repr`` does."""
-    text = " ".join(_shorten.repr(value).split())
-    return text if len(text) <= _LONGEST_SHOWN else text[: _LONGEST_SHOWN - 3] + "..."
+# A text is cut here, in characters per token that a sequence may have, to see whether it can fit at
+# all: words have four or five of them on average.
+_CHARACTERS_PER_TOKEN = 8
+# A text that is cut may have more tokens at its end than it has there as a whole.
+_MORE_AT_A_CUT = 64
 
 
 def list_prompts(prompts: Any) -> list[tuple[str, Any]]:
@@ -54,8 +50,13 @@ def list_prompts(prompts: Any) -> list[tuple[str, Any]]:
     return [(f"prompts[{number}]", prompt) for number, prompt in enumerate(prompts)]
 
 
-def read_prompt(name: str, prompt: Any, tokenizer: Any) -> tuple[str | None, list[Any]]:
-    """The text of a prompt, if it is text, and its tokens; the engine checks their range."""
+def read_prompt(
+    name: str, prompt: Any, tokenizer: Any, max_model_len: int
+) -> tuple[str | None, list[Any]]:
+    """The text of a prompt, if it is text, and its tokens; the engine checks range and number.
+
+    Text is refused here if it is far longer than ``max_model_len`` tokens.
+    """
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or next(iter(prompt)) not in _KEYS:
             keys = ", ".join(shown(key) for key in prompt) or "none"
@@ -76,7 +77,22 @@ def read_prompt(name: str, prompt: Any, tokenizer: Any) -> tuple[str | None, lis
             f"{name} is text, and this model has no tokenizer (random weights of a named shape "
             "have none); give the prompt as token ids"
         )
+    check_length(name, prompt, tokenizer, max_model_len)
     return prompt, list(tokenizer.encode(prompt))
+
+
+def check_length(name: str, text: str, tokenizer: Any, max_model_len: int) -> None:
+    """Refuse a text that is far too long, without making tokens of all of it."""
+    length = _CHARACTERS_PER_TOKEN * max_model_len
+    while length < len(text):
+        num_tokens = len(tokenizer.encode(text[:length]))
+        if num_tokens > max_model_len + _MORE_AT_A_CUT:
+            raise RequestError(
+                f"{name} has {len(text)} characters, and the first {length} of them are "
+                f"{num_tokens} tokens, but a sequence has at most {max_model_len} (max_model_len); "
+                "shorten the prompt or raise the limit"
+            )
+        length *= 2
 
 
 def check_text(name: str, text: str) -> None:

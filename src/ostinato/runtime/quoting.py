@@ -1,0 +1,40 @@
+"""Input in error messages: short, and on one line, whatever it is."""
+
+from __future__ import annotations
+
+import reprlib
+
+_LONGEST = 160
+_LONGEST_SAID = 300
+_shorten = reprlib.Repr()
+_shorten.maxstring = _shorten.maxother = 80
+
+
+def shown(value: object) -> str:
+    """``value`` in an error message, whatever its ``repr`` does."""
+    try:
+        return _one_line(_shorten.repr(value))
+    except ValueError:  # an integer of thousands of digits has none
+        return f"an object of type {type(value).__name__}"
+
+
+def said(error: BaseException) -> str:
+    """What another library's ``error`` says; such messages can quote whole files."""
+    try:
+        text = str(error)
+    except Exception:  # a class of its own, and a broken one
+        text = ""
+    return _one_line(text[: 2 * _LONGEST_SAID], _LONGEST_SAID) or type(error).__name__
+
+
+def listed(names: list[str]) -> str:
+    """The first three of ``names``, and how many more there are."""
+    first = ", ".join(
+        name if name.isprintable() and len(name) <= _LONGEST else shown(name) for name in names[:3]
+    )
+    return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
+
+
+def _one_line(text: str, longest: int = _LONGEST) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= longest else text[: longest - 3] + "..."
