@@ -1,7 +1,7 @@
 # On a machine that has Python (3.11 or later), pip and make:
 #   make demo      install into .venv and run the demo
 #   make test      install into .venv, lint, type-check, check layering, run all tests
-#   make quick     run the tests that take less than a second each
+#   make quick     run the fast tests, and a few cases of every large sweep
 #   make test-gpu  run the tests of both backends with a Python that has a CUDA build of torch
 
 PYTHON ?= python3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +32,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert isinstance(item, pytest.Function)
         if "device" in item.fixturenames or GPU_TESTS in item.path.parents:
             item.add_marker("gpu")
+    mark_sweeps(items)
+
+
+def mark_sweeps(items: list[pytest.Item]) -> None:
+    """Of a test marked ``sweep``, all but a few parameters are ``slow``.
+
+    They are drawn, not taken at regular distances: those would leave out values of an axis.
+    """
+    sweeps = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sweep"):
+            sweeps[item.nodeid.partition("[")[0]].append(item)
+    for cases in sweeps.values():
+        num_quick = min(len(cases), max(2, len(cases) // 16))
+        quick = set(random.Random(0).sample(range(len(cases)), num_quick))
+        for index, item in enumerate(cases):
+            if index not in quick:
+                item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True, scope="module")

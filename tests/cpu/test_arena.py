@@ -51,6 +51,7 @@ def assert_holds(tensor: Tensor, value: int) -> None:
 # --- allocation -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     steps=st.lists(
@@ -396,6 +397,7 @@ class LiveBytes(TorchDispatchMode):
         self._live -= num_bytes
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_graphs_of_all_sizes_need_hardly_more_than_one_eager_run() -> None:
     torch.manual_seed(0)

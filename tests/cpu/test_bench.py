@@ -134,6 +134,7 @@ def test_a_wrapper_that_seems_to_cost_less_than_nothing_is_an_error(
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*decode*.json")), ids=lambda path: path.name)
 def test_the_result_files_that_there_are_can_be_drawn(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

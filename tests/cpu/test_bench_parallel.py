@@ -302,6 +302,7 @@ def test_plan_from_a_measurement(ostinato: Run, file: str, measured: dict[str, A
     assert {load["num_reqs"] for load in answer["loads"]} == {8}  # no more were measured
 
 
+@pytest.mark.slow
 def test_plan_by_roofline(ostinato: Run, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     answer = ostinato("plan", "parallel", "--gpus", "8", "--json", "--output", str(out)).json
@@ -422,6 +423,7 @@ def test_plan_reads_only_results_of_bench_parallel(ostinato: Run, tmp_path: Path
 # --- the picture ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_draw() -> None:
     pytest.importorskip("matplotlib")
     results = plan.run(plan.Question(gpus=[2, 4], max_tokens=2048))

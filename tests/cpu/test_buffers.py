@@ -42,6 +42,7 @@ def check_fills(example: torch.Tensor, batch_dim: int, fills: list[tuple[int, in
         assert (padding == PADDING).all(), fills[: step + 1]
 
 
+@pytest.mark.slow
 @same_device
 @given(fills=FILLS)
 @pytest.mark.parametrize("batch_dim", [0, 1])
@@ -51,6 +52,7 @@ def test_rows_after_the_batch_are_padding(
     check_fills(batch_of(4, batch_dim, 0, device), batch_dim, fills)
 
 
+@pytest.mark.slow
 @same_device
 @given(fills=FILLS)
 @pytest.mark.parametrize("batch_dim", [0, 1])

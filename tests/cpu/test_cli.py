@@ -391,6 +391,7 @@ def noisy_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 SHORT_RUN = ["--prompt-len", "5", "--new-tokens", "8", "--repeats", "2"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_decode(ostinato: Run) -> None:
     answer = ostinato("bench", "decode", *TINY, "--batch", "1,3", *SHORT_RUN, "--json").json
@@ -428,6 +429,7 @@ def test_bench_decode(ostinato: Run) -> None:
     assert answer["profiles"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_decode_of_a_checkpoint(ostinato: Run, talking: str) -> None:
     """The same weights: the tokens must be those of transformers."""
@@ -447,6 +449,7 @@ def test_bench_decode_of_a_checkpoint(ostinato: Run, talking: str) -> None:
     assert "…" not in table.out  # all of it fits into 80 columns
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_memory", "noisy_clock")
 def test_bench_decode_says_what_noise_exceeds(ostinato: Run, tmp_path: Path) -> None:
     """It is marked, the rest is reported, and the command fails."""
@@ -479,6 +482,7 @@ def test_bench_decode_says_what_noise_exceeds(ostinato: Run, tmp_path: Path) -> 
     assert ostinato("bench", "plot", str(result), "--out", str(picture)).exit_code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_decode_shows_progress_apart_from_results(ostinato: Run) -> None:
     command = ["bench", "decode", *TINY, "--batch", "1,3", *SHORT_RUN, "--baselines", "eager"]
@@ -504,6 +508,7 @@ def test_bench_decode_without_baselines(ostinato: Run) -> None:
     assert row["speedup_over"] == row["same_tokens_as"] == {}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_decode_goes_on_when_a_baseline_fails(
     ostinato: Run, monkeypatch: pytest.MonkeyPatch
@@ -564,6 +569,7 @@ def test_bench_decode_profile(ostinato: Run, tmp_path: Path) -> None:
     assert f"ostinato::{attention}" in shown.out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_plot(ostinato: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -179,6 +179,7 @@ def test_equals_the_plain_model(
     assert compiled.num_recompiles == 0
 
 
+@pytest.mark.slow
 def test_full_graph_around_the_pieces(pool: GraphPool, bench: Bench, device: torch.device) -> None:
     model = small(device)
     compiled = eager(model, pool)
@@ -252,6 +253,7 @@ def test_nothing_keeps_the_weights(device: torch.device, pool: GraphPool, bench:
 # --- counts -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_layers", "sizes", "graphs"), [(2, (2, 1), 6), (12, (16,), 13)])
 def test_counts(
     num_layers: int,
@@ -313,6 +315,7 @@ def test_an_operator_that_is_not_there_is_reported(
 # --- recompiles ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_recompile_is_counted_and_reported(
     device: torch.device, pool: GraphPool, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -332,6 +335,7 @@ def test_a_recompile_is_counted_and_reported(
     assert "compiled again" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_model_that_is_special_for_one_token(
     device: torch.device, pool: GraphPool, bench: Bench
 ) -> None:
@@ -351,6 +355,7 @@ def test_a_model_that_is_special_for_one_token(
     assert compiled.num_recompiles == 0
 
 
+@pytest.mark.slow
 def test_other_argument_types_are_another_trace(
     device: torch.device, pool: GraphPool, bench: Bench
 ) -> None:
@@ -366,6 +371,7 @@ def test_other_argument_types_are_another_trace(
 # --- faults -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_graph_break_shows_the_line(device: torch.device, pool: GraphPool, bench: Bench) -> None:
     model = small(device)
 
@@ -384,6 +390,7 @@ def test_a_graph_break_shows_the_line(device: torch.device, pool: GraphPool, ben
     assert bench.run(eager(model, pool), 4).shape == (4, WIDTH)  # and the next model compiles
 
 
+@pytest.mark.slow
 def test_a_first_call_inside_a_capture_says_what_to_do(
     device: torch.device, pool: GraphPool, bench: Bench
 ) -> None:
@@ -424,6 +431,7 @@ def break_inductor(monkeypatch: pytest.MonkeyPatch, *, when: str) -> None:
     monkeypatch.setattr(module, "compile_fx", broken)
 
 
+@pytest.mark.slow
 def test_a_piece_that_fails_to_compile_is_named(
     device: torch.device, pool: GraphPool, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -433,6 +441,7 @@ def test_a_piece_that_fails_to_compile_is_named(
         bench.run(compiled, 4)
 
 
+@pytest.mark.slow
 def test_a_piece_falls_back_when_asked_to(
     device: torch.device,
     pool: GraphPool,

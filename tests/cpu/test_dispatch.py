@@ -207,6 +207,7 @@ def test_every_shape_finds_the_smallest_graph_and_every_graph_a_shape(setup: Set
     check_every_shape(setup)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(setups(max_loras=5))
 def test_the_same_holds_with_adapters(setup: Setup) -> None:

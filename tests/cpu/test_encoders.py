@@ -105,6 +105,7 @@ def encoder(request: pytest.FixtureRequest) -> Hidden:
     return Hidden(model_class(config)).eval()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("inference", [False, True], ids=["no_grad", "inference"])
 def test_an_encoder_with_a_mask_is_captured_and_right(encoder: Hidden, inference: bool) -> None:
     """Every mask is replayed by the graphs that the first one was captured with."""

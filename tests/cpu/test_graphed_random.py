@@ -283,6 +283,7 @@ def test_random_callables_are_right_or_refused(
     run_program(device, steps, shape, calls)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, suppress_health_check=same_device)
 @given(
     steps=st.lists(st.sampled_from(list(TAME)), min_size=1, max_size=4),
@@ -297,6 +298,7 @@ def test_callables_without_hazards_are_not_refused(
     assert run_program(device, steps, "tensor" if shape == "dict" else shape, calls) is None
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("step", HAZARDS)
 @pytest.mark.parametrize("content", ["random", "zeros", "ones"])
 def test_each_hazard_alone(device: torch.device, step: str, content: str) -> None:
@@ -305,6 +307,7 @@ def test_each_hazard_alone(device: torch.device, step: str, content: str) -> Non
     run_program(device, [step], "tensor", calls)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("around", AROUND)
 def test_each_event_alone(device: torch.device, event: str, around: str) -> None:

@@ -169,6 +169,7 @@ def test_every_kind_of_tensor_is_read_as_it_is(
         torch.testing.assert_close(captured.output, function(), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @given(
     order=st.permutations(["0.weight", "0.bias", "2.weight", "2.bias"]),
     kinds=st.lists(st.sampled_from(["data", "set_", "swap_tensors", "in place"]), min_size=4),

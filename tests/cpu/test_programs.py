@@ -152,6 +152,7 @@ def shared_pool() -> Iterator[GraphPool]:
         yield pool
 
 
+@pytest.mark.slow
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(
     program=st.lists(STEPS, min_size=1, max_size=12),
@@ -264,6 +265,7 @@ AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("autocast", AROUND)
 @pytest.mark.parametrize("name", CORNERS)

@@ -71,6 +71,7 @@ def test_bench_core_shows_a_table_and_writes_json(
     assert json.loads(printed.output) == RESULTS
 
 
+@pytest.mark.slow
 def test_bench_runs_its_measurements() -> None:
     """That they run; what they measure is for `ostinato bench`."""
     assert bench_core.dispatch_microseconds(4) > 0

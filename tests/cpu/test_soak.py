@@ -24,6 +24,7 @@ def soak() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_a_small_soak_on_the_cpu_finds_no_difference(
     soak: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -464,6 +464,7 @@ def test_every_module_of_torch_is_here() -> None:
     assert modules - NOT_CALLED - {name.split()[0] for name in CASES} == set()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CASES)

@@ -115,6 +115,7 @@ def on_every_rank(ranks: tuple[int, ...]) -> int:
         return replays(comm, torch.device("cpu"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0, 1), (1, 0), ORDER])
 def test_over_processes(gloo_pool: GlooPool, ranks: tuple[int, ...]) -> None:
     nodes = gloo_pool.run(on_every_rank, ranks, world_size=len(ranks))

@@ -76,6 +76,7 @@ def all_collectives(groups: tuple[tuple[int, ...], ...]) -> int:
     return compared
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "groups",
     [(UNSORTED,), ((3, 1, 0, 2),), ((0, 1, 2, 3),), ((2, 0), (1, 3)), ((3, 0, 1), (2,))],

@@ -150,6 +150,7 @@ def run_together(
     return world.run(one_rank)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("swiftkv_layers", [None, 1])
 def test_tokens_are_those_of_each_rank_alone(

@@ -88,6 +88,7 @@ def tokens_alone(device: torch.device, made: dict[str, list[list[int]]]) -> list
     return made[device.type]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("sp", "tp", "mode"), [(1, 2, "PIECEWISE"), (1, 4, "NONE"), (2, 1, "PIECEWISE"), (2, 2, "NONE")]
 )
@@ -105,6 +106,7 @@ def test_layers_fused_and_written_out(
     test_tokens_equal_those_of_one_rank(torch.device("cpu"), alone, sp, tp, threshold, mode)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["PIECEWISE", "NONE"])
 @pytest.mark.parametrize(("sp", "tp", "threshold"), [(1, 2, 0), (2, 1, 2), (2, 2, 2), (4, 1, 0)])
 def test_tokens_equal_those_of_one_rank(

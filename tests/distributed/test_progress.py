@@ -135,6 +135,7 @@ models = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(models, st.data())
 def test_the_rank_that_hangs_is_named_whoever_else_waits(model: Model, data: st.DataObject) -> None:
@@ -162,6 +163,7 @@ def test_the_rank_that_hangs_is_named_whoever_else_waits(model: Model, data: st.
         assert model.waits[0] is None, "rank 0 was held up, and nobody is named"
 
 
+@pytest.mark.slow
 @settings(max_examples=100)
 @given(models, st.data())
 def test_ranks_that_move_are_not_taken_for_hung(model: Model, data: st.DataObject) -> None:
@@ -343,6 +345,7 @@ def failure_of(dog: Watchdog) -> RankFailedError:
     pytest.fail("no failure was seen")
 
 
+@pytest.mark.slow
 def test_all_ranks_come_to_the_same_finding() -> None:
     """Also the rank that hangs, which beats, and one that is told before it sees for itself."""
     store, progress = MemoryStore(), [Progress() for _ in range(3)]

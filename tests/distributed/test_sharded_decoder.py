@@ -98,6 +98,7 @@ def assert_right(results: list[RankResult], reference: Reference) -> None:
             torch.testing.assert_close(keys, own, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize(("sp", "tp"), LAYOUTS)
 def test_tokens_logits_and_cache(
@@ -113,6 +114,7 @@ def test_other_families(family: str, reference: Callable[[str, int], Reference])
     assert_right(run_all(ParallelLayout(2, 2), one.path), one)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("sp", "tp"), LAYOUTS)

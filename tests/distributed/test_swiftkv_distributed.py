@@ -173,6 +173,7 @@ def assert_same(results: list[Result], alone: Result) -> None:
                     torch.testing.assert_close(mine, its[:, heads], **TOLERANCE)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_kv_heads", [8, 2, 1])
 @pytest.mark.parametrize(("sp", "tp"), LAYOUTS)
 def test_logits_and_cache(sp: int, tp: int, num_kv_heads: int, tmp_path: Path) -> None:
@@ -312,6 +313,7 @@ def run_process(sp: int, tp: int, config: SwiftKVConfig, path: str) -> Result:
     return run_rank(rank, layout, lambda ranks: made[tuple(ranks)], config, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sp", "tp"), [(1, 2), (2, 1)])
 def test_processes(gloo_pool: GlooPool, tmp_path: Path, sp: int, tp: int) -> None:
     config = config_of(4, trained=True)

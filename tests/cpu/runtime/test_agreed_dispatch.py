@@ -121,6 +121,7 @@ def decodes(shape: BatchShape | None) -> bool:
     return shape is not None and not shape.has_prompts
 
 
+@pytest.mark.slow
 @settings(max_examples=800)
 @given(groups())
 def test_all_ranks_run_one_mode_and_size_that_each_has_a_graph_for(group: Group) -> None:

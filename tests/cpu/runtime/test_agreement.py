@@ -234,6 +234,7 @@ def check(values: list[str], name: str = "plan", indices: list[int] | None = Non
     return run(lambda comm, rank: check_same(comm, name, values[rank]), len(values), indices)
 
 
+@pytest.mark.slow
 @given(st.text(), st.integers(1, 5))
 def test_equal_values_pass(value: str, size: int) -> None:
     assert check([value] * size) == [None] * size

@@ -282,5 +282,5 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.allocator.match_prefix([key]) == [block]
 
 
-TestAllocatorMachine = AllocatorMachine.TestCase
+TestAllocatorMachine = pytest.mark.slow(AllocatorMachine.TestCase)
 TestAllocatorMachine.settings = settings(max_examples=150, stateful_step_count=40)

@@ -376,6 +376,7 @@ def wait_for_failure(watchdog: Watchdog) -> RankFailedError:
     pytest.fail("no failure was seen")
 
 
+@pytest.mark.slow
 def test_watchdog_names_the_rank_that_stops_beating() -> None:
     store = MemoryStore()
     told: list[RankFailedError] = []
@@ -416,6 +417,7 @@ def test_watchdog_passes_an_error_on() -> None:
     dog.close()
 
 
+@pytest.mark.slow
 def test_watchdog_lets_a_rank_leave() -> None:
     store = MemoryStore()
     with Watchdog(TIMEOUT_S, 0, store, world_size=2) as dog:
@@ -443,6 +445,7 @@ def test_watchdog_sees_a_store_that_does_not_answer() -> None:
     dog.close()
 
 
+@pytest.mark.slow
 def test_watchdog_forgives_a_pause_of_everybody() -> None:
     store = MemoryStore()
     dogs = [Watchdog(TIMEOUT_S, rank, store, world_size=4) for rank in range(4)]

@@ -99,6 +99,7 @@ def test_what_is_kept_is_used_by_the_next_process_and_may_be_damaged(tmp_path: P
     run()
 
 
+@pytest.mark.slow
 def test_every_kernel_is_compiled_when_it_is_imported() -> None:
     kernels = importlib.import_module("ostinato.runtime.cpu_kernels.kernels")
     public = [value for name, value in vars(kernels).items() if hasattr(value, "signatures")]

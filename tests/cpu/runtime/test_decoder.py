@@ -125,6 +125,7 @@ def run(model: Any, ids: torch.Tensor, positions: torch.Tensor | None = None) ->
         return model.compute_logits(model.forward(ids, positions))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_transformers(

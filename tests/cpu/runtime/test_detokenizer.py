@@ -91,6 +91,7 @@ def test_any_tokens_give_what_the_tokenizer_gives(
     stream.check_never_taken_back()
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(text=TEXT)
 def test_text_comes_in_whole_characters(tokenizer: Any, text: str) -> None:
@@ -287,6 +288,7 @@ def test_flushing_after_a_stop_brings_nothing_back(tokenizer: Any) -> None:
     assert stream.detokenizer.text == "one "
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(data=st.data(), text=st.text(st.sampled_from("ab c"), max_size=30))
 def test_stop_strings_that_end_in_unchecked_tokens_do_not_count(

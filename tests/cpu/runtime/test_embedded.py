@@ -61,6 +61,7 @@ def test_the_copy_answers(default: LoadedModel) -> None:
     assert answer == "The capital of France is Paris.<|im_end|>"
 
 
+@pytest.mark.slow
 @installed
 def test_special_tokens(default: LoadedModel) -> None:
     tokenizer = default.tokenizer
@@ -260,6 +261,7 @@ assert sorted(file.name for file in path.iterdir()) == ["a", "b", "manifest.json
 """
 
 
+@pytest.mark.slow
 def test_processes_that_race_convert_once(cache: Path, source: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
     command = [sys.executable, "-c", RACE, str(source), str(log)]

@@ -119,6 +119,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFinder:
 # --- parity with transformers --------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", [*TINY_GENERIC, "llama", "mistral"])
 def test_logits_are_those_of_transformers(
     name: str, checkpoint: CheckpointFinder, device: torch.device
@@ -134,6 +135,7 @@ def test_logits_are_those_of_transformers(
     assert not any(parameter.requires_grad for parameter in model.model.parameters())
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", TINY_GENERIC)
 def test_prompts_in_one_row_do_not_meet(
     name: str, checkpoint: CheckpointFinder, device: torch.device
@@ -144,6 +146,7 @@ def test_prompts_in_one_row_do_not_meet(
     torch.testing.assert_close(together, torch.cat(alone), atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", TINY_GENERIC)
 def test_forward_and_head_can_be_captured(
     name: str, checkpoint: CheckpointFinder, device: torch.device, pool: GraphPool

@@ -137,6 +137,7 @@ def check(buffers: InputBuffers, rows: list[Row], padded_reqs: int, padded_token
     assert all(0 <= p < CACHE.max_model_len for p in tokens.positions[:padded_tokens].tolist())
 
 
+@pytest.mark.slow
 @same_device
 @given(batch=batches())
 def test_any_batch(device: torch.device, batch: tuple[list[Row], int, int]) -> None:
@@ -158,6 +159,7 @@ def test_any_batch(device: torch.device, batch: tuple[list[Row], int, int]) -> N
         assert (tensor[padded[0] :] == POISON).all()
 
 
+@pytest.mark.slow
 @same_device
 @given(first=batches(), second=batches())
 def test_nothing_of_the_batch_before_is_left(

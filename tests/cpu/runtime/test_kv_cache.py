@@ -73,6 +73,7 @@ def why_not(asked: dict[str, Any]) -> list[str]:
     return [f"{budget:,} bytes", f"one request of {length or limit} tokens", f"({needed:,} bytes"]
 
 
+@pytest.mark.slow
 @settings(max_examples=1000, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=SETTINGS)
 def test_any_budget(asked: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:

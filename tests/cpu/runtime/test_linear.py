@@ -112,6 +112,7 @@ def name(extras: dict[str, bool]) -> str:
 # --- kernels --------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("extras", EXTRAS, ids=name)
 @pytest.mark.parametrize("k", [64, 100], ids=["even", "odd"])
 def test_kernel_of_one_row(device: torch.device, extras: dict[str, bool], k: int) -> None:
@@ -119,6 +120,7 @@ def test_kernel_of_one_row(device: torch.device, extras: dict[str, bool], k: int
     case.check(case.launch(Blocks(8, 32, 4, prefetch=2)))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("extras", EXTRAS, ids=name)
 @pytest.mark.parametrize("split", [1, 3], ids=["whole", "split"])
 def test_kernel_of_several_rows(device: torch.device, extras: dict[str, bool], split: int) -> None:
@@ -165,6 +167,7 @@ def test_kernel_has_room_for_large_inputs_of_a_norm(device: torch.device, num_ro
     case.check(case.launch(Blocks(16, 32, 4)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_kernel_takes_the_model_of_the_smallest_shapes(device: torch.device, num_rows: int) -> None:
     case = Case(num_rows, 48, 576, device=device, dtype=torch.float16, norm=True, gated=True)

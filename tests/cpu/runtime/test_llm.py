@@ -68,6 +68,7 @@ def expected(device: torch.device) -> list[list[int]]:
         return [tokens_of(llm, prompt)[0] for prompt in PROMPTS]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_do_not_depend_on_the_mode(
     mode: str, device: torch.device, expected: list[list[int]]
@@ -97,6 +98,7 @@ def test_prompts_around_the_captured_sizes(mode: str, device: torch.device) -> N
         assert reasons == {"TOO_LARGE"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "settings",
     [
@@ -259,6 +261,7 @@ def test_logprobs_are_those_of_the_model(llm: LLM) -> None:
     assert output.cumulative_logprob == pytest.approx(total)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 def test_overlap_changes_nothing(mode: str, device: torch.device) -> None:
     """Seeds, filters, penalties, log-probabilities and stops, in batches that shrink and grow."""
@@ -446,6 +449,7 @@ def test_a_length_that_was_not_asked_for_is_cut_to_the_cache(
 # --- faults ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("where", ["dispatch", "_result", "run"])
 @pytest.mark.parametrize("step", [0, 1, 5])

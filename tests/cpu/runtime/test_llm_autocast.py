@@ -20,6 +20,7 @@ def answers(llm: LLM) -> list[tuple[list[int], float | None]]:
     return [(output.token_ids, output.cumulative_logprob) for output in outputs]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE", "PIECEWISE"])
 @pytest.mark.parametrize("around", ["building", "generating"])
 def test_autocast_changes_nothing(

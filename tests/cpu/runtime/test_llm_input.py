@@ -370,6 +370,7 @@ JUNK = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(prompts=JUNK, params=st.none() | st.just(GREEDY) | JUNK)
 @settings(max_examples=400)
 def test_junk_is_run_or_refused(llm: LLM, answer: list[int], prompts: Any, params: Any) -> None:
@@ -386,6 +387,7 @@ def test_junk_is_run_or_refused(llm: LLM, answer: list[int], prompts: Any, param
 FIELDS = sorted(SamplingParams.__dataclass_fields__)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from(FIELDS), JUNK | st.integers(0, 3), max_size=3))
 @settings(max_examples=400)
 def test_junk_in_params_is_run_or_refused(

@@ -308,6 +308,7 @@ def test_a_call_inside_a_step_is_refused(llm: LLM, expected: list[list[int]], se
     check_unharmed(llm, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finaliser
 def test_an_interrupt_anywhere_leaves_the_llm_usable(llm: LLM, expected: list[list[int]]) -> None:
     """Alarms go off at points of their own; wherever that is, what follows is right."""
@@ -344,6 +345,7 @@ RACES: dict[str, Callable[[LLM], list[int]]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("names", [*itertools.combinations_with_replacement(RACES, 2)], ids=str)
 @pytest.mark.parametrize("num_threads", [2, 4])
 def test_threads_that_race_are_right_or_refused(
@@ -403,6 +405,7 @@ def test_closing_while_another_thread_generates(checkpoint: str, expected: list[
             llm.generate(PROMPTS, GREEDY)
 
 
+@pytest.mark.slow
 def test_two_llms_in_two_threads(checkpoint: str, expected: list[list[int]]) -> None:
     """Loading, capturing, generating and closing at the same time."""
     barrier = threading.Barrier(2)
@@ -427,6 +430,7 @@ def test_two_llms_in_two_threads(checkpoint: str, expected: list[list[int]]) -> 
     assert compilation_counter.num_cudagraph_captured - before == 3 * sum(captured)
 
 
+@pytest.mark.slow
 def test_llms_of_transformers_modules_start_in_several_threads(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -64,6 +64,7 @@ def test_any_batch_is_rotated_stored_and_attended(limit: None, layout: Layout, n
     check_result(one, one.run(NumbaPagedAttention()))
 
 
+@pytest.mark.sweep
 @any_limit
 @given(layout=layouts, norm=st.booleans())
 @examples

@@ -347,6 +347,7 @@ def test_slots_and_lengths_may_be_columns(find: Any, device: torch.device) -> No
     batch.check()
 
 
+@pytest.mark.slow
 def test_the_noise_is_the_samplers_to_the_last_draw(find: Any, device: torch.device) -> None:
     """Of many rows without preference: one wrong bit of the hash, and other tokens win."""
     num_rows = 24
@@ -358,6 +359,7 @@ def test_the_noise_is_the_samplers_to_the_last_draw(find: Any, device: torch.dev
     assert batch.tokens.unique().numel() > num_rows - 4
 
 
+@pytest.mark.sweep
 def test_equal_and_odd_logits_are_decided_as_argmax_does(
     find: Any, device: torch.device, programs: None
 ) -> None:

@@ -69,6 +69,7 @@ def build(config: DecoderConfig, layout: ParallelLayout, model: Model, **options
 # --- what the decoder does ------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize(("sp", "tp"), LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
@@ -450,6 +451,7 @@ def test_ties() -> None:
     assert best_threshold([], []) == 0
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("sp", "tp"), [(2, 1), (4, 2), (8, 1), (2, 4)])
 def test_thresholds_of_a_model(sp: int, tp: int) -> None:
     cost = cost_of((sp, tp), max_tokens=2048)

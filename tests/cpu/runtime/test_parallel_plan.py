@@ -61,6 +61,7 @@ def shapes(plan: CapturePlan) -> list[BatchShape]:
     return mixed + [shape for shape in decode if shape.num_tokens <= most]
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(pairs())
 def test_every_batch_has_a_graph_or_a_reason_and_every_graph_a_batch(

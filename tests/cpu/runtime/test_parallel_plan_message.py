@@ -93,6 +93,7 @@ arrivals = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(arrivals)
 def test_plans_arrive_as_they_were_made(given: list[tuple[int, int, int, bool]]) -> None:

@@ -112,6 +112,7 @@ def record_logits(llm: LLM) -> dict[str, list[torch.Tensor]]:
     return rows
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "mode", [*BY_BREAKS, *(pytest.param(mode, marks=pytest.mark.slow) for mode in BY_COMPILE)]
 )
@@ -140,6 +141,7 @@ def test_greedy_tokens_and_logits(
         assert llm.engine.runner.stats.misses == eager_steps.get(mode, 0)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens_without_numba(

@@ -234,6 +234,7 @@ def test_heads_of_any_size(
     check(case(replace(layout, dtype=torch.float16), device, norm=norm))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rules", [{}, {"window": 33}, {"sinks": True, "soft_cap": 2.0}])
 @pytest.mark.parametrize("length", [1, 2, 32, 33, 64, 65, 129])
 def test_lengths_at_the_edges_of_shares(
@@ -244,6 +245,7 @@ def test_lengths_at_the_edges_of_shares(
     check(case(layout, device))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("window", [1, 2, 32, 34, 64])
 def test_windows_at_the_edges_of_blocks(processors: int, device: torch.device, window: int) -> None:
     check(case(Layout(requests=((1, 64), (1, 31), (1, 130)), window=window), device))
@@ -258,6 +260,7 @@ def test_old_contents_of_the_new_slot_are_never_read(processors: int, device: to
     check(one)
 
 
+@pytest.mark.slow
 def test_a_product_with_strides(processors: int, device: torch.device) -> None:
     for requests in (((1, 40), (1, 7)), ((3, 40), (1, 7))):
         one = case(Layout(requests=requests, group=2), device)

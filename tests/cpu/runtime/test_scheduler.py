@@ -1217,6 +1217,7 @@ def interrupted_life(operation: str, moment: int, number: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["schedule", "commit"])
 def test_an_interruption_at_any_line_loses_nothing(operation: str) -> None:
     """Wherever it strikes: a token is there or it is not, and a request has ended or goes on."""

@@ -214,6 +214,7 @@ def test_several_tokens_of_one_request(kind: Any, device: torch.device) -> None:
 # --- conversion ---------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("num_early", [LAYERS, LAYERS - 1])
 def test_conversion_with_at_most_one_late_layer_is_the_original(
@@ -317,6 +318,7 @@ def test_a_graph_of_prompts_serves_other_prompts(
             torch.testing.assert_close(logits, torch.stack(expected), **TOLERANCE)
 
 
+@pytest.mark.slow
 def test_compiled_models_run_all_tokens(device: torch.device, pool: GraphPool) -> None:
     weights = trained_weights("llama", device)
     model = trained_model("llama", weights, device)

@@ -94,6 +94,7 @@ def stated(plain: Path, trained: Path) -> dict[str, list[list[int]]]:
     return answers
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
 def test_tokens_are_those_of_the_statement(

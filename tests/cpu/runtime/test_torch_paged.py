@@ -409,6 +409,7 @@ def test_on_the_cpu_a_request_gives_the_same_bits_alone(
         token += query_len
 
 
+@pytest.mark.slow
 @any_body
 @given(layout=layouts)
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -136,12 +136,14 @@ def run_twin(batch: Batch) -> Tensor:
     return batch.run(torch.ops.ostinato.paged_attention.default)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("window", [1, 2, 64, 65, 67, 129])
 @pytest.mark.parametrize("context", [0, 62])
 def test_windows_at_the_edges_of_blocks(device: torch.device, window: int, context: int) -> None:
     check(build(Layout(requests=((3, context), (1, 130)), window=window), device), body)
 
 
+@pytest.mark.slow
 def test_slices_of_a_fused_projection_need_no_copy(processors: int, device: torch.device) -> None:
     batch = build(Layout(requests=((5, 3), (1, 90), (1, 0)), group=2, num_kv_heads=2), device)
     fused = torch.cat([batch.query, batch.key, batch.value], dim=1)
@@ -185,6 +187,7 @@ def test_more_requests_than_are_searched_at_once(
 # --- batches that nobody sent ---------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize(
     ("starts", "seq_len", "num_tokens"),
