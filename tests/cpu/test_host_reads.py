@@ -281,6 +281,17 @@ def test_a_custom_operators_body_may_read(
             assert captured.output.tolist() == function(x).tolist(), name
 
 
+def test_a_composite_operator_that_reads_its_arguments_is_refused_by_name() -> None:
+    """Inference mode hands it over whole; taken apart, it would read by no operator at all."""
+    x, cuts = torch.randn(6), torch.tensor([2, 4])
+    with (
+        GraphPool("cpu", lazy_capture=True) as pool,
+        torch.inference_mode(),
+        pytest.raises(CaptureError, match=r"tensor_split\.tensor_indices_or_sections reads"),
+    ):
+        pool.capture(lambda: torch.ops.aten.tensor_split.tensor_indices_or_sections(x, cuts))
+
+
 @torch.library.custom_op("test_host_reads::count_positive", mutates_args=())
 def count_positive(x: Tensor) -> int:
     return int((x > 0).sum())

@@ -11,7 +11,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato import ConfigError
+from ostinato import ConfigError, GraphConfig
+from ostinato.runtime import startup
 from ostinato.runtime.attention.base import AttentionSpec
 from ostinato.runtime.attention.torch_paged import TorchPagedAttention
 from ostinato.runtime.config import EngineConfig
@@ -126,3 +127,19 @@ def test_the_budget_on_the_cpu(given_memory: int | str | None, budget: int) -> N
     plans = plan_graphs(config, device, backend, late_layers_apart=False)
     model: Any = SimpleNamespace(device=device)
     assert kv_cache_budget(config, model, plans, backend) == budget
+
+
+def test_a_gpu_without_memory_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
+    monkeypatch.setattr(startup, "activation_bytes", lambda *args: 40)
+    config = EngineConfig(
+        device="cuda", gpu_memory_utilization=0.7, graphs=GraphConfig(mode="NONE")
+    )
+    device, backend = torch.device("cuda"), TorchPagedAttention()
+    plans = plan_graphs(config, device, backend, late_layers_apart=False)
+    model: Any = SimpleNamespace(device=device)
+    with pytest.raises(ConfigError, match=r"of 1,000 bytes, 700 are in use, a step takes 40 and"):
+        kv_cache_budget(config, model, plans, backend)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (341, 1000))
+    assert kv_cache_budget(config, model, plans, backend) == 1

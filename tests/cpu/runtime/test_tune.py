@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import Qwen3Config
 
+from ostinato import ConfigError
+from ostinato.runtime import startup
+from ostinato.runtime.config import EngineConfig
 from ostinato.runtime.models.decoder import Decoder
 from ostinato.runtime.models.decoder_config import DecoderConfig
 from ostinato.runtime.models.shapes import shape_config
 from ostinato.runtime.operators.tuning import ROW_CLASSES
-from ostinato.runtime.tune import linear_weights
+from ostinato.runtime.tune import linear_weights, tune
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -53,3 +58,19 @@ def test_a_known_shape_has_entries_for_an_h200() -> None:
     )
     for shape in linear_weights(model):
         assert tuning().get(shape.key("NVIDIA H200")) is not None, shape
+
+
+@pytest.mark.parametrize(
+    ("native", "message"),
+    [(True, "nothing to tune in float32; use bfloat16"), (False, "transformers' own modules")],
+)
+def test_models_without_kernels_to_tune_are_refused(
+    monkeypatch: pytest.MonkeyPatch, native: bool, message: str
+) -> None:
+    """On a GPU, that is; on the CPU nothing is tuned at all (test_cli)."""
+    config = EngineConfig(model="tiny", random_weights=True, device="cpu", dtype="float32")
+    loaded = startup.load(config) if native else SimpleNamespace(model=torch.nn.Identity())
+    monkeypatch.setattr(EngineConfig, "torch_device", lambda self: torch.device("cuda"))
+    monkeypatch.setattr(startup, "load", lambda config: loaded)
+    with pytest.raises(ConfigError, match=message):
+        tune(config)

@@ -111,8 +111,6 @@ def _eager_stance() -> Any:
     try:
         return torch.compiler.set_stance("force_eager")
     except RuntimeError as error:
-        if "torch.compile region" not in str(error):
-            raise
         raise CaptureError(
             "a capture was started by a function that torch.compile runs, where compiled code "
             "cannot be seen; call what captures once before, outside of it"

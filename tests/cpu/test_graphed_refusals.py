@@ -1,0 +1,89 @@
+"""What ``graphed()`` refuses after looking at a first or a later call, and that it names why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ostinato import graphed
+from ostinato.errors import BatchError, CaptureError
+from ostinato.graphs.descriptor import Reason
+
+
+def test_arguments_of_another_structure_are_refused(device: torch.device) -> None:
+    x = torch.randn(2, 3, device=device)
+    with graphed(lambda batch: batch[0] * 2, sizes=[2]) as fast:
+        fast([x])
+        with pytest.raises(BatchError) as error:
+            fast([x, x])
+        assert str(error.value) == (
+            "the arguments have another structure than at capture: ['batch[0]', 'batch[1]'] "
+            "instead of ['batch[0]']"
+        )
+        assert torch.equal(fast([x]), x * 2)
+
+
+def test_a_first_batch_that_requires_grad_is_refused(device: torch.device) -> None:
+    x = torch.randn(2, 3, device=device, requires_grad=True)
+    with graphed(lambda x: x * 2, sizes=[2]) as fast:
+        with pytest.raises(BatchError, match=r"argument 'x' requires grad.*torch\.no_grad\(\)"):
+            fast(x)
+        with torch.no_grad():
+            assert torch.equal(fast(x), x * 2)
+
+
+def test_results_of_another_structure_are_refused(device: torch.device) -> None:
+    with graphed(lambda x: (x, x) if len(x) == 4 else x, sizes=[4]) as fast:
+        fast(torch.randn(4, 3, device=device))
+        with pytest.raises(BatchError, match="structure for a batch of 4 than for one of 2"):
+            fast(torch.randn(2, 3, device=device))
+
+
+def test_results_that_follow_the_batch_in_another_dimension_are_refused(
+    device: torch.device,
+) -> None:
+    with graphed(lambda x: x.T if len(x) == 3 else x, sizes=[4]) as fast:
+        for rows in (4, 2):
+            x = torch.randn(rows, 4, device=device)
+            assert torch.equal(fast(x), x)
+        with pytest.raises(BatchError, match="of 3 rows follows the batch in other dimensions"):
+            fast(torch.randn(3, 4, device=device))
+
+
+@pytest.mark.parametrize("eager_fallback", [False, True])
+def test_what_rounding_could_explain_is_refused_in_the_end(
+    device: torch.device, eager_fallback: bool
+) -> None:
+    """Eight calls are given the eager result, each compared again; the ninth decides."""
+
+    def depends_on_rows(x: torch.Tensor) -> torch.Tensor:
+        return x + 1e-3 * len(x)
+
+    with graphed(depends_on_rows, sizes=[4], eager_fallback=eager_fallback) as fast:
+        for _ in range(8):
+            x = torch.rand(2, 3, device=device) + 1
+            assert torch.equal(fast(x), depends_on_rows(x))
+        assert fast.stats().eager_calls == {Reason.UNVERIFIED.value: 8}
+        x = torch.rand(2, 3, device=device) + 1
+        if not eager_fallback:
+            with pytest.raises(BatchError, match=r"the result.*as in 8 calls before"):
+                fast(x)
+            return
+        for _ in range(2):
+            assert torch.equal(fast(x), depends_on_rows(x))
+        eager = {Reason.UNVERIFIED.value: 8, Reason.DIFFERS_FROM_EAGER.value: 2}
+        assert fast.stats().eager_calls == eager
+
+
+@pytest.mark.slow
+def test_a_model_that_calls_it_cannot_be_exported(device: torch.device) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return fast(x) + 1
+
+    x = torch.randn(2, 3, device=device)
+    with graphed(lambda x: x * 2, sizes=[2]) as fast:
+        fast(x)
+        with pytest.raises(CaptureError, match=r"graph the result: graphed\(torch\.compile"):
+            torch.export.export(Model(), (x,), strict=False)
+        assert torch.equal(fast(x), x * 2)
