@@ -75,6 +75,14 @@ def test_what_rounding_could_explain_is_refused_in_the_end(
         assert fast.stats().eager_calls == eager
 
 
+def test_an_attribute_that_is_not_there_is_named() -> None:
+    fast = graphed(lambda x: x * 2, sizes=[2])
+    assert fast.__name__ == "<lambda>"
+    message = "neither GraphedCallable nor its function has an attribute 'nothing'"
+    with pytest.raises(AttributeError, match=message):
+        _ = fast.nothing
+
+
 @pytest.mark.slow
 def test_a_model_that_calls_it_cannot_be_exported(device: torch.device) -> None:
     class Model(torch.nn.Module):
