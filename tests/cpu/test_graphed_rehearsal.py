@@ -1,0 +1,45 @@
+"""The runs that ``graphed()`` makes of a callable before its graphs are captured."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from ostinato import graphed
+
+
+@pytest.mark.parametrize("sizes", [[2], [2, 4]])
+def test_warmups_run_before_each_capture(device: torch.device, sizes: list[int]) -> None:
+    def num_runs(num_warmups: int) -> int:
+        runs = itertools.count()
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            next(runs)
+            return x * 2
+
+        with graphed(function, sizes=sizes, num_warmups=num_warmups) as fast:
+            fast(torch.randn(2, 3, device=device))
+        return next(runs)
+
+    assert [num_runs(count) - num_runs(0) for count in (1, 3)] == [len(sizes), 3 * len(sizes)]
+
+
+def test_what_only_later_runs_write_is_put_back_too(device: torch.device) -> None:
+    """The first run makes something for the others, which then write where it did not."""
+    made: list[torch.Tensor] = []
+    state = torch.zeros(3, device=device)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if made:
+            state.add_(1)
+        else:
+            made.append(torch.ones(3, device=x.device))
+        return x + made[0]
+
+    with graphed(function, sizes=[2, 4]) as fast:
+        for call in range(1, 4):
+            x = torch.randn(2, 3, device=device)
+            assert torch.equal(fast(x), x + 1)
+            assert state.tolist() == [call] * 3
