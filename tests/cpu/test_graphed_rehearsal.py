@@ -43,3 +43,20 @@ def test_what_only_later_runs_write_is_put_back_too(device: torch.device) -> Non
             x = torch.randn(2, 3, device=device)
             assert torch.equal(fast(x), x + 1)
             assert state.tolist() == [call] * 3
+
+
+def test_a_full_batch_is_compared_once_even_if_it_looks_like_padding(device: torch.device) -> None:
+    """It has no padding rows that it could be taken for."""
+    runs = itertools.count()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        next(runs)
+        return x + 1
+
+    with graphed(function, sizes=[2]) as fast:
+        x = torch.zeros(2, 3, device=device)
+        fast(x)
+        before = next(runs)
+        for _ in range(3):
+            assert torch.equal(fast(x), x + 1)
+        assert next(runs) == before + 1
