@@ -103,7 +103,7 @@ steps, update = [], llm.engine.runner.state.update
 def hangs(plan):
     steps.append(plan)
     if len(steps) == 7:
-        sys.stdout.write(f"{{llm.engine.runner._world._dead_rank.__self__._context.pids()[0]}}\\n")
+        sys.stdout.write(f"{{llm.engine.runner._world._dead_rank.__self__._processes[0].pid}}\\n")
         sys.stdout.flush()
         time.sleep(1000)
     update(plan)

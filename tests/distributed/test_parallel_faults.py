@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -107,14 +108,6 @@ def test_ranks_end_whatever_fails_before(monkeypatch: pytest.MonkeyPatch) -> Non
     assert gone(pid)
 
 
-def test_foreign_signal_handlers_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signal, "getsignal", lambda number: None)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    with launch._signals_as_they_are():
-        pass  # None is no handler: setting it would be a TypeError
-    signal.signal(signal.SIGINT, before)
-
-
 class BlockingComm:
     """A communicator on a GPU whose abort may never return."""
 
@@ -205,13 +198,13 @@ def test_a_rank_that_fails_leaves_rank_0_to_load(
 def test_a_rank_that_cannot_join_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuses(port: int, rank: int) -> None:
+    def refuses(connection: Any, rank: int) -> None:
         raise ConfigError("rank 1 of this machine has no GPU of its own")
 
-    monkeypatch.setattr(worker, "join_started", refuses)
-    before = signal.getsignal(signal.SIGINT)
-    assert worker.main(1, 1) == 1
-    signal.signal(signal.SIGINT, before)
+    monkeypatch.setattr(launch, "join_started", refuses)
+    here, there = socket.socketpair()
+    with here:
+        assert worker._run(there.detach(), 1) == 1
     assert "rank 1 could not join (ConfigError: rank 1 of this machine" in capsys.readouterr().err
 
 
@@ -243,7 +236,7 @@ from ostinato import LLM, SamplingParams
 llm = LLM("tiny", random_weights=True, device="cpu", max_model_len=128, show_progress=False,
           tensor_parallel=2, rank_timeout_s=4)
 ranks = llm.engine.runner._world._dead_rank.__self__
-sys.stdout.write(f"{ranks._context.pids()[0]}\\n")
+sys.stdout.write(f"{ranks._processes[0].pid}\\n")
 sys.stdout.flush()
 while True:
     llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=12))

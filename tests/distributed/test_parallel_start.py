@@ -74,7 +74,7 @@ def llm() -> Iterator[LLM]:
 
 def pid_of_rank_1(llm: LLM) -> int:
     ranks: Any = llm.engine.runner._world._dead_rank.__self__  # type: ignore[attr-defined]
-    pid: int = ranks._context.pids()[0]
+    pid: int = ranks._processes[0].pid
     return pid
 
 

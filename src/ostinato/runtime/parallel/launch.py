@@ -1,44 +1,33 @@
 """How a world comes together: ranks that exist already, or ranks that are started here.
 
 Under ``torchrun``, or where ``torch.distributed`` is initialised, the ranks exist and all run the
-same script. In a plain process this one becomes rank 0 and starts the others with torch's elastic
-multiprocessing. They run ``ostinato.runtime.parallel.worker`` and not the user's script, which so
-needs no ``if __name__ == "__main__"``. Several nodes are torchrun's business.
+same script. In a plain process this one becomes rank 0 and starts the others (``processes.py``).
+They run ``ostinato.runtime.parallel.worker`` and not the user's script, which so needs no
+``if __name__ == "__main__"``. Several nodes are torchrun's business.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import os
-import pickle
-import signal
 import socket
-import sys
-import time
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed.elastic.multiprocessing import (
-    DefaultLogsSpecs,
-    LogsDest,
-    start_processes,
-)
 
 from ostinato.errors import ConfigError, RankFailedError
 from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.parallel.processes import RankConnection, RankProcesses
 from ostinato.runtime.parallel.world import World
 
 _HOST = "127.0.0.1"
-_START_S = 300.0  # for all ranks to import torch and to find one another
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_START_S = 300.0  # for all ranks to import torch, whatever else the machine does
+_CONNECT_S = 10.0  # for ranks that have, to connect to what listens already
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_CONFIG = "OSTINATO_RANK_CONFIG"
 
 # How many ranks the world has that this process started, while it is open.
 _num_started: int | None = None
@@ -123,14 +112,16 @@ def _start_ranks(config: EngineConfig) -> World:
     global _num_started
     _check_devices(config)
     with _local_interface(), _group_gone_if_it_fails():
-        store = _local_store()
-        ranks = _Ranks(config, store)
+        ranks = _Ranks(config)
         _num_started = config.layout.world_size
         try:
-            ranks.wait_for_all()
-            return _join_started(config, 0, _device(config, 0), store, ranks)
-        except BaseException:
+            ranks.start()
+            return _join_started(config, 0, _device(config, 0), ranks.store, ranks)
+        except Exception:
             _stop(ranks)
+            raise
+        except BaseException:  # Ctrl-C: none of them is on its way out
+            _stop(ranks, grace_s=0.0)
             raise
 
 
@@ -147,20 +138,21 @@ def _local_store() -> TCPStore:
         )
 
 
-def _stop(ranks: _Ranks) -> None:
+def _stop(ranks: _Ranks, **options: float) -> None:
     global _num_started
     _num_started = None
-    ranks.stop()
+    ranks.stop(**options)
 
 
-def join_started(port: int, rank: int) -> tuple[EngineConfig, World]:
+def join_started(connection: RankConnection, rank: int) -> tuple[EngineConfig, World]:
     """On a rank that was started: what it is to run, and its place in the world."""
-    store = TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=_START_S))
-    # From the environment, which this process's parent alone has written to.
-    config: EngineConfig = pickle.loads(base64.b64decode(os.environ[_CONFIG]))
+    port, config = connection.launched()
+    # Rank 0 has listened since before this rank was started.
+    store = TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+    store.set_timeout(timedelta(seconds=_START_S))
     device = _device(config, rank)
-    store.add("started", 1)  # from here on rank 0 waits for this one
-    return config, _join_started(config, rank, device, store, None)
+    connection.wait_for_all()
+    return config, _join_started(config, rank, device, store, connection)
 
 
 def _join_started(
@@ -168,15 +160,22 @@ def _join_started(
     rank: int,
     device: torch.device,
     store: TCPStore,
-    ranks: _Ranks | None,
+    steps: _Ranks | RankConnection,
 ) -> World:
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore("groups", _client(store)),
-        rank=rank,
-        world_size=config.layout.world_size,
-        timeout=timedelta(seconds=_START_S),
-    )
+    ranks = steps if isinstance(steps, _Ranks) else None
+    timeout_s = max(_CONNECT_S, config.rank_timeout_s)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("groups", _client(store)),
+            rank=rank,
+            world_size=config.layout.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise (ranks and ranks.dead()) or RankFailedError(
+            f"rank {rank} could not connect to the others within {timeout_s:.0f} s: {error}", rank
+        ) from error
 
     def leave() -> None:
         try:
@@ -192,6 +191,7 @@ def _join_started(
         threshold=config.shift_parallel_threshold or 0,
         timeout_s=config.rank_timeout_s,
         symmetric=False,
+        steps=steps,
         dead_rank=(lambda: None) if ranks is None else ranks.dead,
         end_others=(lambda: None) if ranks is None else ranks.kill,
         on_close=leave,
@@ -221,99 +221,42 @@ def _threads_of_a_rank(config: EngineConfig) -> int | None:
     return max(1, torch.get_num_threads() // config.layout.world_size)
 
 
-class _OnOurStreams(DefaultLogsSpecs):
-    """What the ranks print goes where this process's goes, and no thread is kept for it."""
+class _Ranks(RankProcesses):
+    """The ranks of one model, and what this process has besides while they run.
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        destinations = super().reify(envs)
-        destinations.tee_stdouts.clear()
-        destinations.tee_stderrs.clear()
-        return destinations
-
-
-class _Ranks:
-    """The processes of all ranks but 0, which is this one.
-
-    ``store`` lives in this process, and until they have ended: ranks on their way out use it.
+    The store lives in this process, and until they have ended: ranks on their way out use it.
     """
 
-    def __init__(self, config: EngineConfig, store: TCPStore) -> None:
-        command = ("-m", "ostinato.runtime.parallel.worker", str(store.port))
-        self._store: TCPStore | None = store
-        environment = {
-            _CONFIG: base64.b64encode(pickle.dumps(config)).decode(),
-            # A rank that loses rank 0 says so itself; torch's warnings are pages of C++ frames.
-            "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
-        }
+    def __init__(self, config: EngineConfig) -> None:
+        # A rank that loses rank 0 says so itself; torch's warnings are pages of C++ frames.
+        environment = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+        self._num_threads = _threads_of_a_rank(config)
+        if self._num_threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self._num_threads)
+        super().__init__(config.layout.world_size, environment)
+        self._config = config
         self._own_threads = torch.get_num_threads()
-        num_threads = _threads_of_a_rank(config)
-        if num_threads is not None:
-            environment["OMP_NUM_THREADS"] = str(num_threads)
-            torch.set_num_threads(num_threads)
-        self._size = size = config.layout.world_size
-        with _signals_as_they_are():
-            self._context: Any = start_processes(
-                "ostinato",
-                sys.executable,
-                args={local: (*command, str(local + 1)) for local in range(size - 1)},
-                envs={local: dict(environment) for local in range(size - 1)},
-                logs_specs=_OnOurStreams(log_dir=os.devnull),
-            )
+        self._store: TCPStore | None = _local_store()
 
-    def wait_for_all(self) -> None:
-        """Return when all have found the store."""
+    @property
+    def store(self) -> TCPStore:
         assert self._store is not None, "not stopped"
-        deadline = time.monotonic() + _START_S
-        while self._store.add("started", 0) < self._size - 1:
-            failure = self.dead()
-            if failure is None and time.monotonic() > deadline:
-                failure = RankFailedError(f"not all ranks started within {_START_S:.0f} s")
-            if failure is not None:
-                raise failure
-            time.sleep(0.02)
+        return self._store
 
-    def dead(self) -> RankFailedError | None:
-        """The first rank whose process has ended, if one has."""
-        for local, handler in self._context.subprocess_handlers.items():
-            code = handler.proc.poll()
-            if code is not None:
-                how = (
-                    f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-                )
-                return RankFailedError(f"the process of rank {local + 1} {how}", local + 1)
-        return None
+    def start(self) -> None:
+        """Start all ranks, and return when they are ready."""
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        self.launch((self.store.port, self._config))
+        self.wait_for_all(_START_S)
 
-    def kill(self) -> None:
-        for handler in self._context.subprocess_handlers.values():
-            if handler.proc.poll() is None:
-                handler.proc.kill()
-                handler.proc.wait()
-
-    def stop(self) -> None:
-        """Wait a moment for those on their way out, and end the rest. Twice is harmless."""
-        deadline = time.monotonic() + 5.0
-        handlers = self._context.subprocess_handlers.values()
-        while time.monotonic() < deadline and any(h.proc.poll() is None for h in handlers):
-            time.sleep(0.01)
-        self.kill()
-        if self._store is not None:
-            self._context.close()
-            torch.set_num_threads(self._own_threads)
-            self._store = None
-
-
-@contextlib.contextmanager
-def _signals_as_they_are() -> Iterator[None]:
-    """torch's launcher takes over the signals of the process, which is not ours to give."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is None:
-                continue  # set by other than Python code, and cannot be set back from here
-            with contextlib.suppress(ValueError):  # not the main thread: nothing was taken over
-                signal.signal(number, handler)
+    def stop(self, **options: float) -> None:
+        try:
+            super().stop(**options)
+        finally:
+            if self._store is not None:
+                torch.set_num_threads(self._own_threads)
+                self._store = None
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ the process ends, with the reason on stderr.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from ostinato.errors import CaptureError, OstinatoError, RankFailedError
 from ostinato.runtime.parallel.beats import Store
-from ostinato.runtime.parallel.channel import Channel
+from ostinato.runtime.parallel.channel import Broadcaster, Channel
 from ostinato.runtime.parallel.comm import Comm, NoComm
 from ostinato.runtime.parallel.distributed import DistributedComm
 from ostinato.runtime.parallel.layout import ParallelLayout
@@ -51,6 +52,7 @@ class World:
         timeout_s: After how long a rank has failed that shows no sign of life, or that does not
             move on while others wait for it in a step.
         symmetric: All ranks run the same script; otherwise rank 0 alone does, and the others serve.
+        steps: What rank 0 sends each step's plan through; the group of all ranks if None.
         dead_rank: Says which rank's process has ended, and how, where that can be seen.
         end_others: Ends the other ranks' processes at once, where they are ours.
         on_close: Called at the end, when the groups are gone.
@@ -65,6 +67,7 @@ class World:
         threshold: int = 0,
         timeout_s: float = 30.0,
         symmetric: bool = True,
+        steps: Broadcaster | None = None,
         dead_rank: Callable[[], RankFailedError | None] = lambda: None,
         end_others: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
@@ -80,6 +83,7 @@ class World:
         self._failure: RankFailedError | None = None
         self._working = False  # the main thread is where another rank can keep it waiting
         self._closed = False
+        self._process = os.getpid()
         self._control: DistributedComm | None = None
         self._comms: dict[tuple[int, ...], DistributedComm] = {}
         self._aborts: dict[tuple[int, ...], threading.Thread] = {}
@@ -99,7 +103,7 @@ class World:
         except BaseException:
             self.close()
             raise
-        self.channel = Channel(everyone, self.progress)
+        self.channel = Channel(everyone if steps is None else steps, self.progress)
         self.place = RankPlace(
             layout=layout,
             rank=self.rank,
@@ -146,6 +150,11 @@ class World:
 
         ``processes``: look at each rank's process as well, a system call for each.
         """
+        if self._failure is None and processes and os.getpid() != self._process:
+            self._failure = RankFailedError(
+                f"this is a fork of rank {self.rank}, whose connections to the other ranks it "
+                "cannot use; use the LLM in the process that made it"
+            )
         if self._failure is None:
             self._watchdog.check()
             self._failure = self._dead_rank() if processes else None
@@ -246,7 +255,7 @@ class World:
 
     def close(self) -> None:
         """Leave. The models and their graphs must be gone. Closing twice is harmless."""
-        if self._closed:
+        if self._closed or os.getpid() != self._process:  # a fork leaves its parent's ranks alone
             return
         self._closed = True
         if self._failure is None and self._control is not None:
