@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
 from collections import deque
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,7 @@ from ostinato.runtime.parallel.plan_message import (
 from ostinato.runtime.request import Request
 from ostinato.runtime.request_state import RequestState
 from ostinato.runtime.sampling_params import SamplingParams
-from ostinato.runtime.schedule_plan import DecodePlan, Plan
+from ostinato.runtime.schedule_plan import DecodePlan, Plan, ScheduledRequest, SchedulePlan
 from ostinato.runtime.scheduler import Scheduler
 
 CACHE = CacheSize(num_blocks=24, block_size=4, max_model_len=48)
@@ -177,6 +180,84 @@ def test_a_steady_state_may_be_joined_at_any_step() -> None:
 def test_a_plan_without_the_one_before_is_refused() -> None:
     with pytest.raises(CollectiveError, match="refers to one before it that did not arrive"):
         PlanDecoder().decode(Kind.DECODE_AGAIN, np.empty(0, dtype=np.int64))
+
+
+class Exploit:
+    """What a pickle can do to the process that reads it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ran.append, ("code",)
+
+
+ran: list[str] = []
+
+
+def test_a_message_runs_no_code() -> None:
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        words = to_words(pickle.dumps(Exploit(), protocol))
+        for kind in (Kind.STEP, Kind.DECODE, Kind.DECODE_AGAIN):
+            with pytest.raises(CollectiveError):
+                PlanDecoder().decode(kind, words)
+    assert not ran
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 9), max_size=40))
+def test_words_that_are_no_plan_are_refused(numbers: list[int]) -> None:
+    for kind in (Kind.STEP, Kind.DECODE, Kind.DECODE_AGAIN):
+        try:
+            PlanDecoder().decode(kind, np.array(numbers, dtype=np.int64))
+        except CollectiveError:
+            continue
+        # No request is known here, so the one plan there can be has none.
+        assert len(numbers) == 4 if kind is Kind.STEP else numbers[:1] == [0]
+
+
+def test_a_cut_message_is_refused() -> None:
+    scheduler = Scheduler(
+        BlockAllocator(CACHE.num_blocks, CACHE.block_size),
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        max_model_len=CACHE.max_model_len,
+    )
+    scheduler.add(request(0, 5, 20, plain=False))
+    kind, words = PlanEncoder().encode(scheduler.schedule())
+    assert PlanDecoder().decode(kind, words).num_tokens == 5
+    for length in range(len(words)):
+        with pytest.raises(CollectiveError, match=f"a message of {length} words is no plan"):
+            PlanDecoder().decode(kind, words[:length])
+
+
+def test_all_sampling_parameters_arrive() -> None:
+    params = SamplingParams(
+        n=2,
+        temperature=0.1 + 0.2,
+        top_k=3,
+        top_p=1 / 3,
+        min_p=5e-324,
+        presence_penalty=-1,
+        frequency_penalty=0.5,
+        repetition_penalty=1.7976931348623157e308,
+        logit_bias={7: -100, 9: 1e-300},
+        seed=2**63 - 1,
+        max_tokens=None,
+        min_tokens=3,
+        stop=["\u00fc\u4e2d", 'a"b'],
+        stop_token_ids=[5, 6],
+        include_stop_str_in_output=True,
+        ignore_eos=True,
+        skip_special_tokens=False,
+        logprobs=4,
+    )
+    defaults = SamplingParams()
+    assert all(getattr(params, f.name) != getattr(defaults, f.name) for f in fields(params))
+    sent = dataclasses.replace(request(0, 5, 20, plain=True), params=params, block_ids=[1, 2])
+    row = ScheduledRequest(sent, 0, 0, 5, [1, 2], 0, True, True, 0)
+    plan = SchedulePlan(requests=[row], num_tokens=5, num_samples=1, max_query_len=5, preempted=[])
+    arrived = PlanDecoder().decode(*PlanEncoder().encode(plan)).requests[0].request
+    assert arrived.params == params
+    assert dataclasses.replace(arrived, max_total_tokens=sent.max_total_tokens).__dict__ == vars(
+        sent
+    )
 
 
 @given(st.binary(max_size=100))

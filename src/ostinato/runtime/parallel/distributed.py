@@ -186,8 +186,10 @@ def _agree_on_groups(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
 
     All ranks look at the same list, so all of them raise, and none waits for one that did.
     """
-    given: list[tuple[int, ...]] = [()] * dist.get_world_size()
-    dist.all_gather_object(given, ranks)
+    sizes = [size for (size,) in gather_numbers([len(ranks)])]
+    padded = [*ranks, *[0] * (max(1, *sizes) - len(ranks))]
+    gathered = gather_numbers(padded)
+    given = [tuple(group[:size]) for group, size in zip(gathered, sizes, strict=True)]
     for rank, group in enumerate(given):
         if rank not in group or len(set(group)) != len(group):
             raise ConfigError(
@@ -206,3 +208,15 @@ def _agree_on_groups(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
                     "the members of a group must give the same ranks in the same order"
                 )
     return sorted(set(given))
+
+
+def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
+    """Every rank's ``numbers``, as many on each, in the order of the ranks.
+
+    For these torch's object collectives would do, but they unpickle whatever arrives.
+    """
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    own = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, own)
+    return [each.tolist() for each in gathered]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
-import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ostinato.errors import ConfigError, RankFailedError
 from ostinato.runtime.config import EngineConfig
+from ostinato.runtime.parallel.distributed import gather_numbers
 from ostinato.runtime.parallel.processes import RankConnection, RankProcesses
 from ostinato.runtime.parallel.world import World
 
@@ -69,9 +70,8 @@ def _join_ranks(config: EngineConfig, *, owns_group: bool) -> World:
     device = _device(config, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
     # Worlds may follow one another on the same store. Gathering the names, the ranks wait for one
     # another, and from there on for rank_timeout_s only.
-    names = [""] * dist.get_world_size()
-    dist.all_gather_object(names, f"ostinato/{uuid.uuid4()}")
-    store = PrefixStore(names[0], _client(dist.distributed_c10d._get_default_store()))
+    name = gather_numbers([secrets.randbits(62)])[0][0]
+    store = PrefixStore(f"ostinato/{name}", _client(dist.distributed_c10d._get_default_store()))
     return World(
         config.layout,
         device,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from ostinato.errors import RankFailedError
 from ostinato.runtime.parallel.plan_message import Kind, to_words
+from ostinato.runtime.parallel.result_message import decode_result, encode_error, encode_result
 from ostinato.runtime.parallel.steps import FollowingRunner
 from ostinato.runtime.parallel.world import World, uninterrupted
 
@@ -21,11 +20,8 @@ class _Sharing(ABC):
         """The result of ``function``, which rank 0 runs."""
 
     def iterate(self, items: Iterator[T]) -> Iterator[T]:
-        """Rank 0's ``items``, one by one."""
-        while True:
-            item = self.call(lambda: next(items, _END))
-            if isinstance(item, _End):
-                return
+        """Rank 0's ``items``, one by one; None is no item."""
+        while (item := self.call(lambda: next(items, None))) is not None:
             yield item
 
 
@@ -38,19 +34,18 @@ class SharingLeader(_Sharing):
     def call(self, function: Callable[[], T]) -> T:
         try:
             result = function()
+            message = encode_result(result)
         except BaseException as error:
-            self._share(_portable(error), failed=True)
+            if not self._world.failed:  # else they know
+                self._share(encode_error(error))
             raise
-        self._share(result)
+        self._share(message)
         return result
 
-    def _share(self, result: Any, *, failed: bool = False) -> None:
-        if failed and self._world.failed:
-            return  # they know
-        message = to_words(pickle.dumps((failed, result)))
+    def _share(self, message: bytes) -> None:
         with uninterrupted(), self._world.together():
             self._world.progress.announce()
-            self._world.channel.send(Kind.RESULT, message)
+            self._world.channel.send(Kind.RESULT, to_words(message))
 
 
 class SharingFollower(_Sharing):
@@ -60,27 +55,7 @@ class SharingFollower(_Sharing):
         self._runner = runner
 
     def call(self, function: Callable[[], T]) -> T:
-        failed, result = self._runner.follow()
-        if failed:
-            raise result
-        shared: T = result
-        return shared
-
-
-class _End:
-    """What follows the last item."""
-
-
-_END = _End()
-
-
-def _portable(error: BaseException) -> Exception:
-    """``error``, or what can be said of it on another rank."""
-    described = RankFailedError(f"rank 0 raised {type(error).__name__}: {error}", 0)
-    if not isinstance(error, Exception):
-        return described
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # anybody's error, with anything in it
-        return described
-    return error
+        message = self._runner.follow()
+        assert message is not None, "rank 0 has not left: all ranks run the same script"
+        result: T = decode_result(message)
+        return result

@@ -11,7 +11,6 @@ with tensor parallelism of 1 each rank computes them whole, which is the same on
 from __future__ import annotations
 
 import contextlib
-import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -97,7 +96,7 @@ class FollowingRunner(RankRunner):
         )
 
     @torch.inference_mode()
-    def follow(self) -> Any:
+    def follow(self) -> bytes | None:
         """Run what rank 0 says, until it shares a result, which is returned, or leaves: None."""
         with self._world.together():
             while True:
@@ -105,7 +104,7 @@ class FollowingRunner(RankRunner):
                 if kind is Kind.CLOSE:
                     return None
                 if kind is Kind.RESULT:
-                    return pickle.loads(to_bytes(words))
+                    return to_bytes(words)
                 super().run(self._decoder.decode(kind, words))
 
 
