@@ -9,6 +9,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,9 +19,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from test_parallel_faults import in_rank_1
 from test_parallel_start import TINY
 
 from ostinato import LLM
+from ostinato.errors import RankFailedError
 from ostinato.runtime.parallel.processes import RankProcesses
 
 pytestmark = [
@@ -234,3 +237,52 @@ def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPa
     assert started[0].stdin is not None
     assert started[0].stdin.closed
     assert not dist.is_initialized()
+
+
+def test_a_rank_whose_parent_is_gone_ends_before_it_imports_torch() -> None:
+    """Even if a fork keeps the other end of its pipe: its parent is another process then."""
+    here, there = socket.socketpair()
+    with here, there:
+        command = [sys.executable, "-m", "ostinato.runtime.parallel.worker"]
+        arguments = [str(there.fileno()), str(os.getpid() + 1), "1"]
+        process = subprocess.Popen(
+            [*command, *arguments],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=(there.fileno(),),
+        )
+        with process:
+            assert process.stderr is not None
+            said = process.stderr.read().decode()  # until it has ended: its pipe is open
+    assert said == f"ostinato: rank 1 ends because rank 0, {os.getpid() + 1}, has\n"
+    assert process.returncode == 1
+
+
+DIES = """
+    import torch.distributed as dist
+    def dies(*args, **options):
+        os._exit(3)
+    dist.init_process_group = dies
+"""
+
+
+def test_a_rank_that_dies_before_it_connects_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = time.monotonic()
+    with monkeypatch.context() as faulty:
+        in_rank_1(DIES, tmp_path, faulty)
+        with pytest.raises(RankFailedError, match="the process of rank 1 ended with exit code 3"):
+            LLM(**TINY, tensor_parallel=2, rank_timeout_s=4.0)
+    assert time.monotonic() - start < 60  # it was 300
+    with LLM(**TINY, tensor_parallel=2) as llm:
+        assert llm.generate([[1, 2, 3]])
+
+
+def test_a_rank_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    with pytest.raises(RankFailedError, match="rank 1 could not be started: ") as error:
+        LLM(**TINY, tensor_parallel=2)
+    assert error.value.rank == 1
+    with pytest.raises(RankFailedError, match="rank 1 could not be started"):
+        LLM(**TINY, tensor_parallel=2)  # the first has let go of everything

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import re
 import signal
 import socket
@@ -63,7 +64,9 @@ def test_one_world_at_a_time_on_this_machine_alone() -> None:
         assert listening_on(port) == {"0100007F"}
         with pytest.raises(ConfigError, match="another LLM of this process runs on 2 ranks; close"):
             LLM(**TWO)
-        assert llm.generate(PROMPTS, PARAMS)  # it has not noticed
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.sendall(pickle.dumps("what a stranger says") * 1000)
+            assert llm.generate(PROMPTS, PARAMS)  # it has not noticed either
     del ranks
     assert listening_on(port) == set()
 

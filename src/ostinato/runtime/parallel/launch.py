@@ -59,6 +59,8 @@ def _group_gone_if_it_fails() -> Iterator[None]:
     except BaseException:
         if dist.is_initialized():
             dist.destroy_process_group()
+        # Torch names groups by their number, the failed one counted; new ranks begin at 0.
+        dist.distributed_c10d._world.group_count = 0
         raise
 
 
@@ -174,7 +176,9 @@ def _join_started(
         )
     except RuntimeError as error:
         raise (ranks and ranks.dead()) or RankFailedError(
-            f"rank {rank} could not connect to the others within {timeout_s:.0f} s: {error}", rank
+            f"rank {rank} could not connect to the others within {timeout_s:.0f} s ({error}); see "
+            "what they said, and raise rank_timeout_s if the machine is only busy",
+            rank,
         ) from error
 
     def leave() -> None:
