@@ -18,6 +18,7 @@ import torch
 from ostinato.errors import BatchError
 from ostinato.graphs.agreement import Agreement
 from ostinato.graphs.capture_loop import CaptureReport, capture_entries
+from ostinato.graphs.closing import close_each
 from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
 from ostinato.graphs.dispatch import Dispatcher
 from ostinato.graphs.effects import storage_id
@@ -301,8 +302,12 @@ class GraphSet:
 
     def clear_graphs(self) -> None:
         """Drop all graphs, and what was found out about them."""
-        for graph in self._graphs.values():
-            graph.tape.close()
+        try:
+            close_each(graph.tape.close for graph in self._graphs.values())
+        finally:
+            self._forget()
+
+    def _forget(self) -> None:
         self._graphs.clear()
         self.dispatcher.reset()
         self._watched = None

@@ -33,6 +33,7 @@ import torch
 from ostinato.errors import BatchError, CaptureError, ClosedError, ConfigError
 from ostinato.graphs.ambient_state import AmbientState
 from ostinato.graphs.capture_loop import CaptureReport
+from ostinato.graphs.closing import close_each
 from ostinato.graphs.descriptor import Choice, Reason
 from ostinato.graphs.graph_set import GraphSet, GraphSetOptions
 from ostinato.graphs.graphed_call import BatchDim, CallLayout
@@ -291,8 +292,7 @@ class GraphedCallable(Generic[P, R]):
 
     def clear_graphs(self) -> None:
         """Drop all graphs; the next call captures again."""
-        for graphs in self._graph_sets.values():
-            graphs.clear_graphs()
+        close_each(graphs.clear_graphs for graphs in self._graph_sets.values())
 
     def close(self) -> None:
         """Give graphs, buffers and pool back. Outputs returned earlier must not be used any more,
@@ -315,12 +315,17 @@ class GraphedCallable(Generic[P, R]):
 
     def forget(self) -> None:
         """Drop graphs, buffers and, if it is ours, the pool; the next call begins anew."""
-        self.clear_graphs()
-        self._graph_sets.clear()
-        self._layout = None
-        if self._pool is not None and self._owns_pool:
-            self._pool.close()
-            self._pool = None
+        pool = self._pool if self._owns_pool else None
+        try:
+            if pool is not None:
+                pool.free_spare()
+            self.clear_graphs()
+        finally:
+            self._graph_sets.clear()
+            self._layout = None
+            if pool is not None:
+                self._pool = None
+                pool.close()
 
     def __get__(self, instance: Any, owner: type | None = None) -> GraphedCallable[..., Any]:
         """A decorated method, bound to its object: graphs of its own for each, since each has

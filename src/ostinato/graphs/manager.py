@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from ostinato.errors import BatchError, CaptureError, CaptureOutOfMemoryError, ClosedError
 from ostinato.graphs.capture_loop import CaptureReport, capture_entries
+from ostinato.graphs.closing import close_each
 from ostinato.graphs.context import set_forward_context
 from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice
 from ostinato.graphs.dispatch import Dispatcher
@@ -252,11 +254,12 @@ class CudaGraphManager(Generic[Inputs]):
     def clear_graphs(self) -> None:
         """Drop all graphs of the plan, those of the wrappers in the forward too; everything
         dispatches eagerly until it is captured again."""
-        for serials in self._captured:
-            self.pool.discard(serials)
-        self._captured.clear()
-        self._outputs.clear()
-        self.dispatcher.reset()
+        try:
+            close_each(partial(self.pool.discard, serials) for serials in self._captured)
+        finally:
+            self._captured.clear()
+            self._outputs.clear()
+            self.dispatcher.reset()
 
 
 def _prepared(

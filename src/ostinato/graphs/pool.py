@@ -8,6 +8,7 @@ collection out of the way.
 from __future__ import annotations
 
 import gc
+import mmap
 import sys
 import threading
 import weakref
@@ -21,12 +22,14 @@ import torch
 
 from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError, ConfigError
 from ostinato.graphs.backends import create_backend
+from ostinato.graphs.closing import close_each
 from ostinato.graphs.context import ForwardContext, current_forward_context
 from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.segments import Recording, Tape, open_recording
 from ostinato.graphs.tree import map_tensors
 
 T = TypeVar("T")
+_SPARE_BYTES = 1 << 22  # a few of the pieces that Python takes from the system
 
 _get_ident = threading.get_ident
 
@@ -117,6 +120,7 @@ class GraphPool:
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exclusive_use = ExclusiveUse()  # one thread at a time
         self._follow_stream = self.backend.follow_stream
+        self._spare = mmap.mmap(-1, _SPARE_BYTES)  # addresses; no page of it is ever touched
         self._sessions = 0
         self._closed = False
         self.serial = 0  # of the last capture that succeeded
@@ -321,13 +325,22 @@ class GraphPool:
         """Drop all graphs and their memory. Closing twice is harmless."""
         if self._closed:
             return
+        self.free_spare()
         self.exclusive_use.run(self._close)
 
     def _close(self) -> None:
-        for owner in list(self._owners):
-            owner.clear_graphs()
         self._closed = True
-        self.backend.close()
+        try:
+            close_each(owner.clear_graphs for owner in list(self._owners))
+        finally:
+            self.backend.close()
+
+    def free_spare(self) -> None:
+        """Give back what the pool keeps for its end: closing takes some memory where none is left.
+
+        For owners of a pool, as the first thing that they do when they close.
+        """
+        self._spare.close()
 
     def __enter__(self) -> GraphPool:
         return self

@@ -25,6 +25,7 @@ import torch
 from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.backends import Graph, GraphBackend
 from ostinato.graphs.backends.base import replay_closed
+from ostinato.graphs.closing import close_each
 from ostinato.graphs.counters import compilation_counter
 from ostinato.graphs.signature import TensorSpec, same_value
 from ostinato.graphs.tree import leaves_with_path, map_tensors, tensors_in
@@ -152,9 +153,10 @@ class Tape:
 
     def close(self) -> None:
         self.replay = replay_closed
-        for graph in self.graphs:
-            graph.close()
-        self._steps = []
+        try:
+            close_each(graph.close for graph in self.graphs)
+        finally:
+            self._steps = []
 
 
 class Recording:

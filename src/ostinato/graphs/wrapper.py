@@ -11,6 +11,7 @@ import torch
 
 from ostinato.errors import CaptureError, ClosedError, ConfigError, ReplayMismatchError
 from ostinato.graphs.ambient_state import NUMERICS, read_numerics
+from ostinato.graphs.closing import close_each
 from ostinato.graphs.context import current_forward_context
 from ostinato.graphs.descriptor import BatchDescriptor
 from ostinato.graphs.modes import CUDAGraphMode
@@ -162,9 +163,10 @@ class CUDAGraphWrapper(Generic[R]):
 
     def clear_graphs(self) -> None:
         """Drop all graphs; the next call of each key captures again."""
-        for entry in self.entries.values():
-            entry.tape.close()
-        self.entries.clear()
+        try:
+            close_each(entry.tape.close for entry in self.entries.values())
+        finally:
+            self.entries.clear()
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for what the wrapper itself does not have.

@@ -326,16 +326,25 @@ class Engine:
 
     # --- ownership -----------------------------------------------------------------------------
 
-    @one_thread(is_part=True)
     def close(self) -> None:
-        """Give back the graphs, the KV cache and the weights. Closing twice is harmless."""
+        """Give back the graphs, the KV cache and the weights. Closing twice is harmless.
+
+        All of it is given back whatever a part of it raises, and where no memory is left.
+        """
+        self.runner.pool.free_spare()
+        self._give_back()
+
+    @one_thread("Engine.close", is_part=True)
+    def _give_back(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._completions.clear()
-        self._in_flight.clear()
-        self.runner.close()
-        del self.model
+        try:
+            self._completions.clear()
+            self._in_flight.clear()
+            self.runner.close()
+        finally:
+            del self.model
 
     def __enter__(self) -> Engine:
         return self

@@ -233,9 +233,16 @@ class LLM:
 
     # --- ownership -----------------------------------------------------------------------------
 
-    @one_thread()
     def close(self) -> None:
-        """Give back the graphs, the KV cache and the weights. Closing twice is harmless."""
+        """Give back the graphs, the KV cache and the weights. Closing twice is harmless.
+
+        All of it is given back whatever a part of it raises, and where no memory is left.
+        """
+        self.engine.runner.pool.free_spare()
+        self._close()
+
+    @one_thread("LLM.close")
+    def _close(self) -> None:
         self.engine.close()
 
     def __enter__(self) -> LLM:

@@ -414,10 +414,12 @@ class ModelRunner:
 
     def close(self) -> None:
         """Drop the graphs, their memory, the KV cache and the models. Twice is harmless."""
-        self.pool.close()
-        self.kv_cache.layers.clear()
-        if hasattr(self, "model"):
-            del self.model, self.graphs, self.small_graphs
+        try:
+            self.pool.close()
+        finally:
+            self.kv_cache.layers.clear()
+            if hasattr(self, "model"):
+                del self.model, self.graphs, self.small_graphs
 
 
 def _check_can_agree(

@@ -151,15 +151,16 @@ S = TypeVar("S", bound=HasThreadUse)
 
 
 def one_thread(
-    *, is_part: bool = False
+    called: str | None = None, *, is_part: bool = False
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
     """A method that only one thread at a time is in, of all such methods of one engine.
 
-    ``is_part``: calls of the same thread are made of it.
+    ``called`` is the name that errors give it; its own if None. ``is_part``: calls of the same
+    thread are made of it.
     """
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-        name = method.__qualname__
+        name = called or method.__qualname__
 
         @functools.wraps(method)
         def exclusive(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -34,7 +34,9 @@ class Arena:
     """First-fit allocation by address. Not thread-safe: one capture at a time uses it."""
 
     def __init__(self) -> None:
-        self._mapping = _reserve(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        self._mapping: mmap.mmap | None = _reserve(
+            os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        )
         everything = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._base = everything.data_ptr()
         self._limit = everything.numel()
@@ -135,9 +137,18 @@ class Arena:
         keep = max(keep, self._top)
         start = -(-keep // mmap.PAGESIZE) * mmap.PAGESIZE
         end = -(-self.peak_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        if end > start:
+        if end > start and self._mapping is not None:
             self._mapping.madvise(mmap.MADV_DONTNEED, start, end - start)
         self.peak_bytes = min(self.peak_bytes, keep)
+
+    def close(self) -> None:
+        """Let go of the memory; tensors that still refer to it keep it. Allocates nothing."""
+        self._mapping = None
+        self._watches.clear()
+        self._released.clear()
+        self._unreserved.clear()
+        self._free.clear()
+        self._limit = self._top = self.peak_bytes = self.recent_peak_bytes = 0
 
 
 def _reserve(num_bytes: int) -> mmap.mmap:

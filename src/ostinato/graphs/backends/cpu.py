@@ -120,8 +120,8 @@ class CpuBackend:
         self._arena.trim(max((graph.arena_bytes for graph in self._graphs), default=0))
 
     def close(self) -> None:
-        # Outputs that somebody still holds keep their mapping; nothing dangles.
-        self._arena = Arena()
+        self._verified.clear()
+        self._arena.close()
 
     def _stop_recording(self) -> Recorder:
         assert self._recorder is not None

@@ -297,10 +297,12 @@ class CudaBackend:
         return True
 
     def close(self) -> None:
-        self._shared.synchronize()
-        # Graphs that are still referred to keep the pool and the lease, until they go.
-        self._pool = self._lease = None
-        self._segments, self._segments_seen_at = [], -1
+        try:
+            self._shared.synchronize()
+        finally:
+            # Graphs that are still referred to keep the pool and the lease, until they go.
+            self._pool = self._lease = None
+            self._segments, self._segments_seen_at = [], -1
 
     def _in_known_segment(self, address: int) -> bool:
         """Memory that came to the pool stays in it, so what was seen once need not be listed."""

@@ -43,8 +43,10 @@ class RankRunner(ModelRunner):
         self._leave = weakref.finalize(self, _leave, self._world, self.pool)
 
     def close(self) -> None:
-        super().close()
-        self._leave()
+        try:
+            super().close()
+        finally:
+            self._leave()
 
 
 class LeadingRunner(RankRunner):
@@ -109,11 +111,13 @@ class FollowingRunner(RankRunner):
 
 
 def _leave(world: World, pool: GraphPool) -> None:
-    with contextlib.suppress(Exception):
-        pool.close()  # first: graphs hold the communicators that they captured
-    if world.is_first and not world.symmetric:
-        # Ranks that only serve do not know when to leave; those that run the script do.
-        with contextlib.suppress(Exception), world.together():
-            world.progress.announce()
-            world.channel.send(Kind.CLOSE, _NOTHING)
-    world.close()
+    try:
+        with contextlib.suppress(Exception):
+            pool.close()  # first: graphs hold the communicators that they captured
+        if world.is_first and not world.symmetric:
+            # Ranks that only serve do not know when to leave; those that run the script do.
+            with contextlib.suppress(Exception), world.together():
+                world.progress.announce()
+                world.channel.send(Kind.CLOSE, _NOTHING)
+    finally:
+        world.close()

@@ -258,6 +258,13 @@ class World:
         if self._closed or os.getpid() != self._process:  # a fork leaves its parent's ranks alone
             return
         self._closed = True
+        try:
+            self._part()
+        finally:
+            self._on_close()
+
+    def _part(self) -> None:
+        """End what connects this rank to the others, each whatever another one raises."""
         if self._failure is None and self._control is not None:
             # A rank that cut its connections first would break the collective a slower one is in.
             with contextlib.suppress(Exception):
@@ -273,7 +280,6 @@ class World:
             if comm is not None:
                 with contextlib.suppress(Exception):
                     comm.close()
-        self._on_close()
 
 
 def _abort(comm: DistributedComm) -> None:
