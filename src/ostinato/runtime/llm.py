@@ -40,7 +40,8 @@ class LLM:
     With ``tensor_parallel`` x ``sequence_parallel`` more than one it runs on so many ranks, one GPU
     each, or processes on the CPU. In a plain process it starts the other ranks itself. Under
     ``torchrun`` every rank runs the script and makes the same calls, and every rank gets the
-    results; there the number of ranks must be right. ``tensor_parallel`` splits the weights;
+    results; there the number of ranks must be right, and the network between them trusted: what
+    they send is neither encrypted nor signed. ``tensor_parallel`` splits the weights;
     ``sequence_parallel`` splits the tokens of a batch, and batches of up to
     ``shift_parallel_threshold`` tokens use all ranks for the weights instead.
 

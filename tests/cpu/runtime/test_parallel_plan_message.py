@@ -265,6 +265,14 @@ def test_bytes_survive_as_words(data: bytes) -> None:
     assert to_bytes(to_words(data)) == data
 
 
+@pytest.mark.parametrize(("kind", "count"), [(0, 3), (99, 0), (1, -1)])
+def test_messages_of_other_versions_are_refused(kind: int, count: int) -> None:
+    wire = Wire()
+    wire.sent.append(torch.tensor([kind, count] + [0] * 62))
+    with pytest.raises(CollectiveError, match=f"of kind {kind} with {count} words came from rank"):
+        Channel(wire.ends[1]).receive()
+
+
 def test_long_messages_take_a_second_broadcast() -> None:
     wire = Wire()
     sending, receiving = (Channel(end) for end in wire.ends)

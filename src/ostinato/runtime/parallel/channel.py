@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from ostinato.errors import CollectiveError
 from ostinato.runtime.parallel.plan_message import Kind, Message
 from ostinato.runtime.parallel.progress import Progress
 from ostinato.runtime.schedule_plan import IntArray
@@ -19,6 +20,7 @@ from ostinato.runtime.schedule_plan import IntArray
 # each; with room for 20 of them, hardly any takes a second message.
 _WORDS = 64
 _HEAD = 2  # kind, number of words that follow
+_KINDS = frozenset(Kind)
 
 
 class Broadcaster(Protocol):
@@ -55,6 +57,11 @@ class Channel:
         self._progress.expect()
         self._group.broadcast(self._buffer)
         kind, count = self._words[:_HEAD].tolist()
+        if kind not in _KINDS or count < 0:
+            raise CollectiveError(
+                f"a message of kind {kind} with {count} words came from rank 0; all ranks must run "
+                "the same version"
+            )
         words = self._words[_HEAD : _HEAD + count]
         if count > _WORDS - _HEAD:
             rest = torch.empty(count, dtype=torch.int64)

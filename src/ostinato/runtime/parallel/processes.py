@@ -51,31 +51,34 @@ class RankProcesses:
         """Start all, and give each ``message``, which ``RankConnection.launched`` returns there."""
         data = pickle.dumps(message)
         for rank in range(1, self._world_size):
-            here, there = socket.socketpair()
-            self._sockets.append(here)
-            with there:
-                self._processes.append(self._start(rank, there.fileno()))
+            try:
+                self._start(rank)
+            except OSError as error:
+                raise RankFailedError(
+                    f"the process of rank {rank} could not be started: {error}; free memory, raise "
+                    "the limits of processes and open files (ulimit -u, ulimit -n), or use fewer "
+                    "ranks",
+                    rank,
+                ) from error
             with contextlib.suppress(ConnectionError):  # it has ended; ``dead`` says how
-                here.sendall(_LENGTH.pack(len(data)) + data, _FLAGS)
+                self._sockets[-1].sendall(_LENGTH.pack(len(data)) + data, _FLAGS)
 
-    def _start(self, rank: int, connection: int) -> subprocess.Popen[bytes]:
-        worker = "ostinato.runtime.parallel.worker"
-        try:
-            return subprocess.Popen(
+    def _start(self, rank: int) -> None:
+        here, there = socket.socketpair()
+        self._sockets.append(here)
+        module = "ostinato.runtime.parallel.worker"
+        arguments = (str(number) for number in (there.fileno(), os.getpid(), rank))
+        with there:
+            process = subprocess.Popen(
                 # -P: what lies in the current directory is no module of a rank.
-                [sys.executable, "-P", "-m", worker, str(connection), str(os.getpid()), str(rank)],
+                [sys.executable, "-P", "-m", module, *arguments],
                 stdin=subprocess.PIPE,  # never written to; it ends when this process does
                 bufsize=0,
-                pass_fds=(connection,),
+                pass_fds=(there.fileno(),),
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C is for rank 0, which says what follows
             )
-        except OSError as error:
-            raise RankFailedError(
-                f"the process of rank {rank} could not be started: {error}; free memory or raise "
-                "the limit of processes (ulimit -u), or use fewer ranks",
-                rank,
-            ) from error
+        self._processes.append(process)
 
     def wait_for_all(self, timeout_s: float) -> None:
         """Return when all are ready, which they then know: from there on none is slow to come."""

@@ -54,9 +54,9 @@ def start_rank(config: EngineConfig, world: World) -> tuple[LoadedModel, ModelRu
             world.place.check_same("the weights", fingerprint)
             make = partial(kind, world=world)
             runner, resolved = startup.build_runner(config, loaded, world.place, make)
+        assert isinstance(runner, RankRunner), "it is what was to be made"
+        runner.begin()
     except BaseException:
         world.close()
         raise
-    assert isinstance(runner, RankRunner), "it is what was to be made"
-    runner.begin()
     return loaded, runner, resolved
