@@ -15,7 +15,7 @@ from tiny_models import TINY_GENERIC, TINY_NATIVE, VOCAB_SIZE, WINDOW, save_tiny
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ostinato import GraphPool
-from ostinato.errors import ConfigError
+from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.graphs.context import set_forward_context
 from ostinato.runtime.attention.base import AttentionSpec
 from ostinato.runtime.models import experts as expert_layers
@@ -423,7 +423,7 @@ def test_refused_from_the_config_before_any_weight_is_made(
 
 def test_refused_without_safetensors(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match=r"has no \.safetensors file"):
+    with pytest.raises(ModelLoadError, match=r"pickle files only \(pytorch_model.bin\)"):
         HFCausalLM.from_pretrained(
             tmp_path, config=TINY_GENERIC["olmo2"](), device=CPU, dtype=torch.float32
         )

@@ -191,7 +191,7 @@ def test_missing_index(sharded: Path) -> None:
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '{"weight_map": 3}'])
 def test_damaged_index(sharded: Path, text: str) -> None:
     (sharded / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ModelLoadError, match=r"index.json cannot be read as the index"):
+    with pytest.raises(ModelLoadError, match=r"index.json (cannot be read as|is not a JSON)"):
         load(sharded)
 
 

@@ -7,9 +7,9 @@ weights are refused: reading them can run code.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,10 +20,14 @@ from tqdm import tqdm
 
 from ostinato.errors import ModelLoadError
 from ostinato.runtime.models.decoder import WeightSlot
+from ostinato.runtime.models.finite_check import FiniteCheck
+from ostinato.runtime.models.json_file import read_object
+from ostinato.runtime.quoting import listed, said, shown
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+_LARGEST_INDEX = 64 * 2**20
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Old conversions saved the rotary frequencies; we compute them from the config.
 _HARMLESS = ("rotary_emb.inv_freq",)
@@ -56,13 +60,25 @@ class Checkpoint:
         else:
             placed, files = {}, [_single_file(path)]
         for file in files:
-            self.tensors.update(_read_header(file))
+            self._add(_read_header(file), placed)
         for name, file_name in placed.items():
             if name not in self.tensors:
                 raise ModelLoadError(
-                    f"{index} places the tensor {name} in {file_name}, which does not have it; the "
-                    "index and the files are not of one checkpoint: fetch it again"
+                    f"{index} places the tensor {listed([name])} in {file_name}, which does not "
+                    "have it; the index and the files are not of one checkpoint: fetch it again"
                 )
+
+    def _add(self, found: dict[str, TensorInfo], placed: Mapping[str, str]) -> None:
+        """Add a file's tensors. Of one that several files have, the index says which counts."""
+        for name, info in found.items():
+            if name in placed and self.path / placed[name] != info.file:
+                continue
+            if name in self.tensors:
+                raise ModelLoadError(
+                    f"both {self.tensors[name].file} and {info.file} have the tensor "
+                    f"{listed([name])}, and {_INDEX} does not say which counts; remove one of them"
+                )
+            self.tensors[name] = info
 
     def num_elements(self) -> int:
         """How many numbers all tensors hold together."""
@@ -87,20 +103,40 @@ class Checkpoint:
             except (SafetensorError, OSError) as error:
                 raise _damaged(file, error) from error
 
+    @contextmanager
+    def opened(self) -> Iterator[dict[str, Any]]:
+        """Every tensor as safetensors' slice of it, read when it is asked for."""
+        with ExitStack() as stack:
+            readers: dict[Path, Any] = {}
+            slices = {}
+            for name, info in self.tensors.items():
+                if info.file not in readers:
+                    readers[info.file] = stack.enter_context(safe_open(info.file, framework="pt"))
+                slices[name] = readers[info.file].get_slice(name)
+            yield slices
+
+    def check_num_layers(self, num_layers: int) -> None:
+        """Refuse more layers than there are tensors, before as many are built."""
+        if num_layers > len(self.tensors):
+            raise ModelLoadError(
+                f"{self.path / 'config.json'} asks for {num_layers:,} layers, and the checkpoint "
+                f"has {len(self.tensors):,} tensors; it is incomplete or belongs to another config"
+            )
+
     def check(self, slots: Iterable[WeightSlot], *, ignored: Iterable[str] = ()) -> None:
         """Raise unless the tensors are those that ``slots`` names, in shape and kind."""
         wanted = {slot.name: slot for slot in slots}
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
             raise ModelLoadError(
-                f"{self.path} lacks {_listed(missing)}, which its config.json asks for; the "
+                f"{self.path} lacks {listed(missing)}, which its config.json asks for; the "
                 "checkpoint is incomplete or belongs to another config"
             )
         known = wanted.keys() | set(ignored)
         extra = [n for n in self.tensors if n not in known and not n.endswith(_HARMLESS)]
         if extra:
             raise ModelLoadError(
-                f"{self.tensors[extra[0]].file} has {_listed(extra)}, for which this architecture "
+                f"{self.tensors[extra[0]].file} has {listed(extra)}, for which this architecture "
                 "has no place; running without would give wrong results. Is its config.json right?"
             )
         for name, slot in wanted.items():
@@ -110,16 +146,25 @@ class Checkpoint:
                     f"the tensor {name} in {info.file} has the shape {list(info.shape)}; "
                     f"config.json asks for {list(slot.shape)}"
                 )
-            if info.dtype not in _FLOAT_TYPES:
-                raise ModelLoadError(
-                    f"the tensor {name} in {info.file} is of type {info.dtype}; weights must be "
-                    f"one of {', '.join(_FLOAT_TYPES)}: use an unquantized checkpoint"
-                )
+            self.check_type(name)
+
+    def check_type(self, name: str) -> None:
+        """Refuse a weight that is not of a plain type of floats."""
+        info = self.tensors[name]
+        if info.dtype not in FLOAT_TYPES:
+            raise ModelLoadError(
+                f"the tensor {listed([name])} in {info.file} is of type {info.dtype}; weights must "
+                f"be one of {', '.join(FLOAT_TYPES)}: use an unquantized checkpoint"
+            )
 
     def copy_into(
         self, slots: Iterable[WeightSlot], device: torch.device, *, show_progress: bool
     ) -> None:
-        """Copy every tensor to its slot, converted to its dtype; zeros where nothing is read."""
+        """Copy every tensor to its slot, converted to its dtype; zeros where nothing is read.
+
+        Numbers that are none, or do not fit the dtype, are looked for on the device and refused
+        when all is copied; only then does this wait for the device.
+        """
         everything = list(slots)
         for slot in everything:
             if slot.parts == ():
@@ -128,6 +173,7 @@ class Checkpoint:
         targets = {slot.name: slot.target for slot in slots}
         parts = {slot.name: (slot.parts, slot.dim) for slot in slots if slot.parts is not None}
         tensors = self.read(targets, device, parts)
+        finite = FiniteCheck()
         for name, tensor in tqdm(
             tensors,
             desc="loading weights",
@@ -135,7 +181,9 @@ class Checkpoint:
             total=len(targets),
             disable=not show_progress,
         ):
+            finite.add(name, tensor, dtype=targets[name].dtype)
             targets[name].copy_(tensor)
+        finite.verify(self.path)
 
 
 def _read(reader: Any, name: str, wanted: Parts | None) -> torch.Tensor:
@@ -150,20 +198,33 @@ def _read(reader: Any, name: str, wanted: Parts | None) -> torch.Tensor:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    try:
-        content = json.loads(index.read_text(encoding="utf-8"))
-        placed = {str(name): str(file) for name, file in content["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    placed = read_object(index, largest=_LARGEST_INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise ModelLoadError(
-            f"{index} cannot be read as the index of a checkpoint ({error!r}); fetch it again"
-        ) from error
-    missing = sorted({file for file in placed.values() if not (index.parent / file).is_file()})
+            f"{index} cannot be read as the index of a checkpoint: its weight_map is "
+            f"{shown(placed)}, not the names of tensors with those of their files; fetch it again"
+        )
+    files = sorted(set(placed.values()))
+    outside = [file for file in files if Path(file).is_absolute() or ".." in Path(file).parts]
+    if outside:
+        raise ModelLoadError(
+            f"{index} names files outside of its directory: {listed(outside)}; a checkpoint's "
+            "files are beside its index. Do not use it, unless you know where it came from"
+        )
+    missing = [file for file in files if not _is_file(index.parent / file)]
     if missing:
         raise ModelLoadError(
-            f"{_listed(missing)} of the {len(set(placed.values()))} files that {index} lists "
-            "cannot be found; fetch the rest of the checkpoint"
+            f"{listed(missing)} of the {len(files)} files that {index} lists cannot be found; "
+            "fetch the rest of the checkpoint"
         )
     return placed
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _single_file(path: Path) -> Path:
@@ -180,7 +241,7 @@ def _single_file(path: Path) -> Path:
     pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
     if pickles:
         raise ModelLoadError(
-            f"{path} has its weights as pickle files only ({_listed(pickles)}), which can run code "
+            f"{path} has its weights as pickle files only ({listed(pickles)}), which can run code "
             "when they are read; convert them once, where you trust them, with transformers: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(new_directory)"
         )
@@ -206,11 +267,6 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
 def _damaged(file: Path, error: Exception) -> ModelLoadError:
     size = f"{file.stat().st_size} bytes" if file.is_file() else "not there"
     return ModelLoadError(
-        f"{file} ({size}) cannot be read as safetensors: {error}; it is damaged or was not copied "
-        "completely: fetch it again"
+        f"{file} ({size}) cannot be read as safetensors: {said(error)}; it is damaged or was "
+        "not copied completely: fetch it again"
     )
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -23,7 +23,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.context import set_forward_context
 from ostinato.runtime.attention.base import AttentionSpec
+from ostinato.runtime.models.checkpoint import Checkpoint
 from ostinato.runtime.models.experts import EXPERTS
+from ostinato.runtime.models.finite_check import FiniteCheck
 from ostinato.runtime.models.hf_attention import (
     ATTENTION,
     DISCOVERY,
@@ -35,10 +37,10 @@ from ostinato.runtime.models.hf_head import decoder_of, head_of
 from ostinato.runtime.models.hf_specs import bind_specs
 from ostinato.runtime.models.hf_support import (
     check_config,
-    check_weights,
     freeze_rope,
     longest_sequence,
 )
+from ostinato.runtime.models.hf_weights import load_weights
 
 _AUTO: Any = AutoModelForCausalLM  # has no types
 _NUM_PROBE_TOKENS = 16
@@ -75,25 +77,31 @@ class HFCausalLM:
         device: torch.device,
         dtype: torch.dtype,
         max_model_len: int | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> HFCausalLM:
         """Load the safetensors checkpoint in the directory ``path``.
+
+        ``checkpoint``: the same, if its headers were read already.
 
         ``max_model_len``: the longest sequence that will be asked for; None for as long as it goes.
         """
         check_config(config)
         max_position = longest_sequence(config, max_model_len)
-        check_weights(path)
-        model: Any = _AUTO.from_pretrained(
-            path,
-            config=_own_copy(config),
+        model = load_weights(
+            checkpoint or Checkpoint(path),
+            _own_copy(config),
             dtype=dtype,
             attn_implementation=ATTENTION,
             experts_implementation=EXPERTS,
-            use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
-        )
-        return cls(model.to(device), max_position=max_position)
+        ).to(device)
+        finite = FiniteCheck()
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                finite.add(name, tensor, dtype=tensor.dtype)
+        finite.verify(path)
+        return cls(model, max_position=max_position)
 
     @classmethod
     def from_config(

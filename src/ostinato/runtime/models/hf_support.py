@@ -6,7 +6,6 @@ tokens, when the model is loaded.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -43,14 +42,6 @@ def check_config(config: PretrainedConfig) -> None:
         raise ConfigError(
             f"{name} does not use transformers' AttentionInterface, through which the paged KV "
             "cache is reached; it cannot be run"
-        )
-
-
-def check_weights(path: Path) -> None:
-    if not any(path.glob("*.safetensors")):
-        raise ConfigError(
-            f"{path} has no .safetensors file, the only format that is read; load the model with "
-            "transformers and save it again with save_pretrained()"
         )
 
 

@@ -20,6 +20,7 @@ from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.runtime.models.base import CausalLM
 from ostinato.runtime.models.checkpoint import Checkpoint
 from ostinato.runtime.models.decoder import Decoder, WeightSlot
+from ostinato.runtime.models.decoder_config import DecoderConfig
 from ostinato.runtime.models.description import (
     ModelDescription,
     NativeConfig,
@@ -189,10 +190,12 @@ class _Build:
                 device=self.device,
                 dtype=self.dtype,
                 max_model_len=self.max_position,
+                checkpoint=checkpoint,
             )
             return [model]
         config = described.native_config
-        if _is_tied(config) and _has_own_head(checkpoint):
+        checkpoint.check_num_layers(_decoder_config(config).num_layers)
+        if _decoder_config(config).tied_head and _has_own_head(checkpoint):
             config = _untied(config)
         plans = self._decoders(config, "meta")
         for plan in plans:
@@ -253,8 +256,8 @@ def _place_of(slot: WeightSlot) -> tuple[str, int]:
     return slot.name, slot.target.data_ptr()
 
 
-def _is_tied(config: NativeConfig) -> bool:
-    return (config.decoder if isinstance(config, SwiftKVConfig) else config).tied_head
+def _decoder_config(config: NativeConfig) -> DecoderConfig:
+    return config.decoder if isinstance(config, SwiftKVConfig) else config
 
 
 def _untied(config: NativeConfig) -> NativeConfig:
@@ -270,6 +273,9 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
     """
     if not {_HEAD, _EMBEDDING} <= checkpoint.tensors.keys():
         return False
+    head, embedding = checkpoint.tensors[_HEAD], checkpoint.tensors[_EMBEDDING]
+    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
+        return True
     tensors = dict(checkpoint.read([_HEAD, _EMBEDDING], torch.device("cpu")))
     return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
 

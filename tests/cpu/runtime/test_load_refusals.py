@@ -1,0 +1,237 @@
+"""Checkpoints that must not run: weights that are missing, left over, misplaced or no numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tiny_models import TINY_GENERIC, TINY_NATIVE, save_tiny
+from transformers import AutoModelForCausalLM
+
+from ostinato.errors import ModelLoadError
+from ostinato.runtime.models.hf import HFCausalLM
+from ostinato.runtime.models.load import LoadedModel, load_model
+
+CPU = torch.device("cpu")
+Tensors = dict[str, torch.Tensor]
+Q = "model.layers.0.self_attn.q_proj.weight"
+C_ATTN = "transformer.h.0.attn.c_attn.weight"
+
+
+def load(path: Path, **options: Any) -> LoadedModel:
+    options = {"device": CPU, "dtype": torch.float32, "show_progress": False} | options
+    return load_model(str(path), **options)
+
+
+def edit(path: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> Path:
+    return save_tiny(TINY_GENERIC["gpt2"](), tmp_path / "gpt2")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save_tiny(TINY_NATIVE["llama"](), tmp_path / "llama")
+
+
+def weights(loaded: LoadedModel) -> Tensors:
+    assert isinstance(loaded.model, HFCausalLM)
+    tensors: Tensors = loaded.model.model.state_dict()
+    return tensors
+
+
+def assert_as_transformers(path: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+    found = weights(load(path))
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+# The generic path
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(C_ATTN), f"lacks {re.escape(C_ATTN)}, which its config.json asks for"),
+        (lambda t: t.clear(), r"lacks .* and \d+ more|has 0 tensors"),
+        (lambda t: t.update(more=torch.ones(2)), "has more, for which this architecture"),
+        (lambda t: t.update({C_ATTN: t[C_ATTN].to(torch.int8)}), f"{C_ATTN} in .* type I8; .* F32"),
+        (lambda t: t.update({C_ATTN: t[C_ATTN].bool()}), f"{C_ATTN} in .* is of type BOOL"),
+        (lambda t: t.update({C_ATTN: t[C_ATTN].T.contiguous()}), r"\[192, 64\]; .* \[64, 192\]"),
+        (
+            lambda t: t.update({C_ATTN.removeprefix("transformer."): t[C_ATTN].clone()}),
+            "h.0.attn.c_attn.weight with and without 'transformer.' before it",
+        ),
+    ],
+)
+def test_generic_weights_must_be_complete(
+    gpt2: Path, change: Callable[[Tensors], object], message: str
+) -> None:
+    edit(gpt2, change)
+    with pytest.raises(ModelLoadError, match=message):
+        load(gpt2)
+
+
+def test_weights_of_another_model(gpt2: Path, llama: Path) -> None:
+    (llama / "model.safetensors").replace(gpt2 / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"lacks transformer.* and \d+ more"):
+        load(gpt2)
+
+
+def test_what_old_versions_saved_is_no_fault(gpt2: Path) -> None:
+    before = weights(load(gpt2))
+
+    def as_saved_long_ago(tensors: Tensors) -> None:
+        mask = torch.ones(256, 256, dtype=torch.uint8).tril()[None, None]
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        for layer in range(2):
+            tensors[f"h.{layer}.attn.bias"] = mask.clone()
+            tensors[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+
+    edit(gpt2, as_saved_long_ago)
+    for name, tensor in weights(load(gpt2)).items():
+        assert torch.equal(tensor, before[name])
+    assert_as_transformers(gpt2)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts(tmp_path: Path, name: str) -> None:
+    path = save_tiny(TINY_GENERIC[name](), tmp_path)
+    assert_as_transformers(path)
+    expert = next(n for n in load_file(path / "model.safetensors") if ".experts.3." in n)
+    elsewhere = expert.replace(".experts.3.", ".experts.9.")
+    edit(path, lambda tensors: tensors.update({elsewhere: tensors.pop(expert)}))
+    with pytest.raises(ModelLoadError, match=r"experts .*\.0 to 9; the checkpoint is incomplete"):
+        load(path)
+    edit(path, lambda tensors: tensors.pop(elsewhere))
+    with pytest.raises(ModelLoadError, match="experts"):
+        load(path)
+
+
+def test_loading_leaves_the_global_generator_alone(gpt2: Path) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    load(gpt2)
+    assert torch.equal(torch.rand(3), expected)
+
+
+# Index files
+
+
+def shard(path: Path, *, of_another: bool = False) -> dict[str, Any]:
+    """Split the weights over two files that both have all of them; the index says which counts.
+
+    ``of_another``: where the index does not send for a tensor, the file has zeros.
+    """
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    index: dict[str, Any] = {"weight_map": {}}
+    for number, name in enumerate(sorted(tensors)):
+        index["weight_map"][name] = "ab"[number % 2] + ".safetensors"
+    for file in ("a.safetensors", "b.safetensors"):
+        save_file(
+            {
+                name: torch.zeros_like(tensor) if of_another and placed != file else tensor
+                for (name, placed), tensor in (
+                    (item, tensors[item[0]]) for item in index["weight_map"].items()
+                )
+            },
+            path / file,
+        )
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return index
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_of_a_tensor_in_several_files_the_index_says_which(
+    family: str, request: pytest.FixtureRequest
+) -> None:
+    path: Path = request.getfixturevalue(family)
+
+    def numbers() -> Tensors:
+        model: Any = load(path).model
+        return {name: p.clone() for name, p in getattr(model, "model", model).named_parameters()}
+
+    before = numbers()
+    shard(path, of_another=True)
+    for name, tensor in numbers().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_tensor_in_several_files_that_the_index_leaves_out(llama: Path) -> None:
+    index = shard(llama)
+    del index["weight_map"][Q]
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match=f"both .*a.safetensors and .*b.* have the tensor {Q}"):
+        load(llama)
+
+
+@pytest.mark.parametrize("outside", ["/etc/passwd", "../b.safetensors", "sub/../../b.safetensors"])
+def test_an_index_that_names_files_elsewhere(llama: Path, outside: str) -> None:
+    index = shard(llama)
+    index["weight_map"][Q] = outside
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match=f"outside of its directory: {outside}"):
+        load(llama)
+
+
+def test_links_are_followed_as_the_hub_lays_them(llama: Path, tmp_path: Path) -> None:
+    blob = (llama / "model.safetensors").rename(tmp_path / "blob")
+    (llama / "model.safetensors").symlink_to(blob)
+    load(llama)
+    shard_file = llama / "model-00001-of-00001.safetensors"
+    (llama / "model.safetensors").rename(shard_file)
+    names = load_file(shard_file)
+    index = {"weight_map": dict.fromkeys(names, shard_file.name)}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
+    load(llama)
+
+
+# Numbers that are none
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_no_numbers(
+    family: str, value: float, request: pytest.FixtureRequest, device: torch.device
+) -> None:
+    path: Path = request.getfixturevalue(family)
+    name = {"llama": Q, "gpt2": C_ATTN}[family]
+    edit(path, lambda tensors: tensors[name][3].fill_(value))
+    with pytest.raises(ModelLoadError, match=rf"{re.escape(name)} in .* contain NaN, infinite"):
+        load(path, device=device)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_that_do_not_fit_the_dtype(
+    family: str, request: pytest.FixtureRequest, device: torch.device
+) -> None:
+    path: Path = request.getfixturevalue(family)
+    name = {"llama": Q, "gpt2": C_ATTN}[family]
+    edit(path, lambda tensors: tensors[name][0].fill_(1e5))
+    load(path, device=device)
+    load(path, device=device, dtype=torch.bfloat16)
+    with pytest.raises(ModelLoadError, match=rf"{re.escape(name)} .* too large for the dtype"):
+        load(path, device=device, dtype=torch.float16)
+
+
+def test_tiny_models_are_of_both_kinds(llama: Path, gpt2: Path) -> None:
+    assert load(llama).generic_reason is None
+    assert load(gpt2).generic_reason is not None
+    assert transformers.AutoConfig.from_pretrained(gpt2).model_type == "gpt2"
