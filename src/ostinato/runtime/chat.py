@@ -7,9 +7,12 @@ from typing import Any, TypeAlias
 
 from ostinato.errors import RequestError
 from ostinato.runtime.prompts import check_text
-from ostinato.runtime.quoting import shown
+from ostinato.runtime.quoting import said, shown
+from ostinato.runtime.time_limit import within_seconds
 
 Message: TypeAlias = Mapping[str, Any]
+
+TIME_LIMIT_S = 10.0  # for a template, whatever it does, and the tokens of what it says
 
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
@@ -31,13 +34,21 @@ def render_chat(tokenizer: Any, messages: Any, name: str = "messages") -> list[i
             "this model has no chat template, so it cannot take messages; use generate()"
         )
     try:
-        ids: list[int] = tokenizer.apply_chat_template(
-            plain, add_generation_prompt=True, tokenize=True, return_dict=False
+        ids: list[int] = within_seconds(
+            TIME_LIMIT_S,
+            lambda: tokenizer.apply_chat_template(
+                plain, add_generation_prompt=True, tokenize=True, return_dict=False
+            ),
         )
+    except TimeoutError:
+        raise RequestError(
+            f"the model's chat template did not end within {TIME_LIMIT_S:g} s for {name}; render "
+            "the messages yourself and use generate()"
+        ) from None
     except Exception as error:  # templates are programs: they raise what they like
         raise RequestError(
-            f"the model's chat template cannot render {name}: {type(error).__name__}: {error}; "
-            "change the messages, or render them yourself and use generate()"
+            f"the model's chat template cannot render {name}: {type(error).__name__}: "
+            f"{said(error)}; change the messages, or render them yourself and use generate()"
         ) from error
     return list(ids)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import reprlib
 
 _LONGEST = 160
+_LONGEST_SAID = 300
 _shorten = reprlib.Repr()
 _shorten.maxstring = _shorten.maxother = 80
 
@@ -23,7 +24,7 @@ def said(error: BaseException) -> str:
         text = str(error)
     except Exception:  # a class of its own, and a broken one
         text = ""
-    return _one_line(text[: 2 * _LONGEST]) or type(error).__name__
+    return _one_line(text[: 2 * _LONGEST_SAID], _LONGEST_SAID) or type(error).__name__
 
 
 def listed(names: list[str]) -> str:
@@ -34,6 +35,6 @@ def listed(names: list[str]) -> str:
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
 
 
-def _one_line(text: str) -> str:
+def _one_line(text: str, longest: int = _LONGEST) -> str:
     text = " ".join(text.split())
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return text if len(text) <= longest else text[: longest - 3] + "..."

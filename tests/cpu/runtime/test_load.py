@@ -269,7 +269,7 @@ def test_bad_config(path: Path, text: str) -> None:
     (path / "config.json").write_text(text)
     # Were it ever imported, this would be the error instead.
     (path / "configuration_own.py").write_text("raise SystemExit('code from a checkpoint was run')")
-    with pytest.raises(ModelLoadError, match=f"transformers cannot read {path}/config.json"):
+    with pytest.raises(ModelLoadError, match=r"transformers cannot read .*config.json|as JSON"):
         load(path)
 
 
@@ -509,7 +509,7 @@ def test_eos_tokens(
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": in_generation_config}))
     assert load(path).eos_token_ids == expected
     (path / "generation_config.json").write_text("[")
-    with pytest.raises(ModelLoadError, match=r"generation_config.json is not a JSON object"):
+    with pytest.raises(ModelLoadError, match=r"generation_config.json cannot be read as JSON"):
         load(path)
 
 

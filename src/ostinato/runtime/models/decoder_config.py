@@ -11,7 +11,8 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ostinato.errors import ConfigError
-from ostinato.runtime.models.rotary import Rotary, rotary_obstacle
+from ostinato.runtime.models.rotary import LONGEST_SEQUENCE, Rotary, rotary_obstacle
+from ostinato.runtime.quoting import shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -20,6 +21,17 @@ if TYPE_CHECKING:
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Beyond those of any model, and small enough that nothing made of them exhausts the memory.
+_LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "max_position_embeddings": LONGEST_SEQUENCE,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +64,18 @@ class DecoderConfig:
             value = getattr(self, field.name)
             if type(value) is int and value < 1:
                 raise ConfigError(f"{field.name} of a decoder must be at least 1, not {value}")
+        if type(self.rms_norm_eps) not in (int, float) or not 0 <= self.rms_norm_eps < 1:
+            raise ConfigError(
+                f"rms_norm_eps must be a number from 0, below 1, not {shown(self.rms_norm_eps)}"
+            )
+        for window in self.windows:
+            if window is not None and (type(window) is not int or window < 1):
+                raise ConfigError(f"sliding_window must be an integer from 1, not {shown(window)}")
+        if self.max_position > LONGEST_SEQUENCE:
+            raise ConfigError(
+                f"a longest sequence of {self.max_position:,} tokens (max_position_embeddings, or "
+                f"what rope_parameters make of it) is more than {LONGEST_SEQUENCE:,}"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"{self.num_heads} query heads cannot share {self.num_kv_heads} key-value heads "
@@ -68,6 +92,7 @@ class DecoderConfig:
         reason = obstacle(config)
         if reason is not None:
             raise ConfigError(f"the native decoder cannot run this model: {reason}")
+        _check_sizes(config)
         family = config.model_type
         attention_bias = bool(getattr(config, "attention_bias", False))
         return cls(
@@ -91,17 +116,29 @@ class DecoderConfig:
         )
 
 
+def _check_sizes(config: PretrainedConfig | StatedConfig) -> None:
+    """Refuse sizes by the names of the config, before anything is made of them."""
+    for name, largest in _LARGEST.items():
+        value = getattr(config, name, None)
+        if name == "head_dim" and value is None:
+            continue
+        if type(value) is not int or not 1 <= value <= largest:
+            raise ConfigError(
+                f"{name} must be an integer from 1 to {largest:,}, not {shown(value)}"
+            )
+
+
 def obstacle(config: PretrainedConfig | StatedConfig) -> str | None:
     """Why the native decoder cannot run a model with this config; None where it can."""
     if config.model_type not in _FAMILIES:
-        return f"its model_type is {config.model_type!r}, not one of {', '.join(_FAMILIES)}"
+        return f"its model_type is {shown(config.model_type)}, not one of {', '.join(_FAMILIES)}"
     if config.hidden_act != "silu":
-        return f"its hidden_act is {config.hidden_act!r}, not 'silu'"
+        return f"its hidden_act is {shown(config.hidden_act)}, not 'silu'"
     if getattr(config, "quantization_config", None) is not None:
         return "its weights are quantized (it has a quantization_config)"
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
-        return f"it has layers of the types {sorted(unknown)}"
+        return f"it has layers of the types {shown(sorted(unknown))}"
     return rotary_obstacle(config)
 
 

@@ -6,16 +6,21 @@ type describes one; ``as_swiftkv`` makes one of any other model of the native de
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ostinato.errors import ConfigError, ModelLoadError
+import torch
+
+from ostinato.errors import ConfigError, ModelLoadError, OstinatoError
 from ostinato.runtime.models.decoder_config import DecoderConfig, obstacle
+from ostinato.runtime.models.json_file import check_numbers, read_object
 from ostinato.runtime.models.shapes import SHAPES, shape_config
 from ostinato.runtime.models.stated_config import StatedConfig, stated_config
 from ostinato.runtime.models.swiftkv_config import SwiftKVConfig, is_swiftkv, plain_config
+from ostinato.runtime.quoting import said
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -78,7 +83,21 @@ def describe(path: Path) -> ModelDescription:
     file = path / "config.json"
     if not file.is_file():
         raise ModelLoadError(f"{path} has no config.json; a model's directory needs one")
-    fields = _fields_of(file)
+    if (path / "adapter_config.json").is_file():
+        raise ModelLoadError(
+            f"{path} has an adapter_config.json: it is an adapter (LoRA) for another model, which "
+            "is not applied here; merge it into its model with peft and name the result"
+        )
+    fields = read_object(file)
+    check_numbers(file, fields)
+    with errors_named(file):
+        description = _describe(path, fields)
+        if description.generic_reason is None:
+            _ = description.native_config  # refuses impossible values
+    return description
+
+
+def _describe(path: Path, fields: dict[str, Any]) -> ModelDescription:
     if is_swiftkv(fields):
         swiftkv = SwiftKVConfig.from_fields(fields)
         return ModelDescription(config=plain_config(fields), generic_reason=None, swiftkv=swiftkv)
@@ -87,14 +106,24 @@ def describe(path: Path) -> ModelDescription:
         return ModelDescription(config=stated, generic_reason=None)
     from transformers import AutoConfig
 
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # whatever transformers makes of a bad config, the file is named
-        raise ModelLoadError(
-            f"transformers cannot read {file}: {error} (models that need their own code, with "
-            "trust_remote_code, are not run)"
-        ) from error
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     return ModelDescription(config=config, generic_reason=obstacle(config))
+
+
+@contextmanager
+def errors_named(file: Path) -> Iterator[None]:
+    """Whatever is made of a bad config, by transformers or here, the file is named."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    except (OstinatoError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ModelLoadError(
+            f"transformers cannot read {file}: {said(error)} (models that need their own code, "
+            "with trust_remote_code, are not run)"
+        ) from error
 
 
 def describe_shape(name: str) -> tuple[Path | None, ModelDescription]:
@@ -106,11 +135,3 @@ def describe_shape(name: str) -> tuple[Path | None, ModelDescription]:
         raise ModelLoadError(f"{path} has no config.json to read the model's shape from")
     config = shape_config(name)
     return None, ModelDescription(config=config, generic_reason=obstacle(config))
-
-
-def _fields_of(file: Path) -> Any:
-    """None where it cannot be read: transformers says what is wrong with it."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

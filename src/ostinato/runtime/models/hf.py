@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ostinato.errors import ConfigError
+from ostinato.errors import ConfigError, OstinatoError
 from ostinato.graphs.context import set_forward_context
 from ostinato.runtime.attention.base import AttentionSpec
 from ostinato.runtime.models.checkpoint import Checkpoint
@@ -41,6 +41,7 @@ from ostinato.runtime.models.hf_support import (
     longest_sequence,
 )
 from ostinato.runtime.models.hf_weights import load_weights
+from ostinato.runtime.quoting import said
 
 _AUTO: Any = AutoModelForCausalLM  # has no types
 _NUM_PROBE_TOKENS = 16
@@ -159,6 +160,11 @@ class HFCausalLM:
                 expected = self.model(**row, use_cache=False).logits.squeeze(0)
         self.hidden_size = hidden.shape[-1]
         self.vocab_size = logits.shape[-1]
+        if not logits.isfinite().all():
+            raise ConfigError(
+                f"{self._name} gives NaN or infinite logits for the first few tokens in "
+                f"{self.dtype}; the numbers in its config are wrong, or it needs another dtype"
+            )
         if not self._close(hidden, backwards):
             raise ConfigError(
                 f"a token's hidden state in {self._name} depends on more than its id, its position "
@@ -195,11 +201,11 @@ class HFCausalLM:
     def _model_errors_explained(self) -> Iterator[None]:
         try:
             yield
-        except ConfigError:
+        except (OstinatoError, MemoryError, torch.OutOfMemoryError):
             raise
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except Exception as error:  # of the model's own code
             raise ConfigError(
-                f"{self._name} cannot be run on a row of tokens with their positions: {error}"
+                f"{self._name} cannot be run on a row of tokens with their positions: {said(error)}"
             ) from error
 
 

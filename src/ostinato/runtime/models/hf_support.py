@@ -12,6 +12,8 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from ostinato.errors import ConfigError
+from ostinato.runtime.models.rotary import LONGEST_SEQUENCE
+from ostinato.runtime.quoting import shown
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _STATEFUL_LAYERS = {"linear_attention", "mamba", "conv", "recurrent"}
@@ -72,7 +74,12 @@ def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int
                 f"max_model_len to at most {limit}, got {max_model_len}"
             )
         length = min(length, limit)
-    return int(length)
+    if type(length) is not int or not 1 <= length <= LONGEST_SEQUENCE:
+        raise ConfigError(
+            f"the longest sequence of {config.model_type}, by its config, is {shown(length)}; it "
+            f"must be an integer from 1 to {LONGEST_SEQUENCE:,}"
+        )
+    return length
 
 
 def freeze_rope(model: nn.Module) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from ostinato.runtime.quoting import said, shown
 
 _LARGEST_FILE = 4 * 2**20
 _LARGEST_INT = 2**63 - 1
+# transformers makes lists this long when it reads a config.
+_COUNTS = re.compile(r"(layers?|num_labels|window_kernel_size)$")
+_LARGEST_COUNT = 10_000
 
 
 def read_object(file: Path, *, largest: int = _LARGEST_FILE) -> dict[str, Any]:
@@ -40,7 +44,7 @@ def read_object(file: Path, *, largest: int = _LARGEST_FILE) -> dict[str, Any]:
 
 
 def check_numbers(file: Path, content: dict[str, Any]) -> None:
-    """Refuse what overflows or is no number, anywhere in ``content``, by name."""
+    """Refuse what overflows, is no number or counts too much, anywhere, by name."""
     waiting: list[tuple[str, Any]] = [("", content)]
     while waiting:
         name, value = waiting.pop()
@@ -50,6 +54,10 @@ def check_numbers(file: Path, content: dict[str, Any]) -> None:
             # A list may say "no limit" with an infinity, as those of state-space models do.
             waiting += [(f"{name}[{n}]", v) for n, v in enumerate(value) if v != math.inf]
         elif isinstance(value, int) and abs(value) > _LARGEST_INT:
-            raise ModelLoadError(f"{shown(name)} in {file} is larger than any integer of 64 bits")
+            raise ModelLoadError(f"{shown(name)} in {file} is an integer of more than 64 bits")
+        elif isinstance(value, int) and value > _LARGEST_COUNT and _COUNTS.search(name):
+            raise ModelLoadError(
+                f"{shown(name)} in {file} is {value:,}; {_LARGEST_COUNT:,} is the most that is read"
+            )
         elif isinstance(value, float) and not math.isfinite(value):
             raise ModelLoadError(f"{shown(name)} in {file} is {value}; it must be a finite number")

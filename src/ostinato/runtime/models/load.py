@@ -8,7 +8,6 @@ into its fused parameters; every other causal LM goes through transformers' own 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ostinato.errors import ConfigError, ModelLoadError
+from ostinato.errors import ConfigError, ModelLoadError, OstinatoError
 from ostinato.runtime.models.base import CausalLM
 from ostinato.runtime.models.checkpoint import Checkpoint
 from ostinato.runtime.models.decoder import Decoder, WeightSlot
@@ -26,12 +25,15 @@ from ostinato.runtime.models.description import (
     NativeConfig,
     describe,
     describe_shape,
+    errors_named,
 )
+from ostinato.runtime.models.json_file import check_numbers, read_object
 from ostinato.runtime.models.locate import find_model
 from ostinato.runtime.models.shapes import draw_weights
 from ostinato.runtime.models.stated_config import StatedConfig
 from ostinato.runtime.models.swiftkv import SwiftKVDecoder
 from ostinato.runtime.models.swiftkv_config import SwiftKVConfig
+from ostinato.runtime.quoting import said, shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -47,6 +49,7 @@ _DEFAULT_SHAPE = "smollm2-135m"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 # Wholly described by their files.
 _PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_LARGEST_TOKENIZER_CONFIG = 64 * 2**20
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -128,7 +131,7 @@ def load_model(
         path=path,
         config=config,
         tokenizer=_read_tokenizer(path) if tokenizer and path and not random_weights else None,
-        eos_token_ids=_eos_token_ids(path, config),
+        eos_token_ids=_eos_token_ids(path, config, model.vocab_size),
         generic_reason=described.generic_reason,
         shift=shift[0] if shift else None,
     )
@@ -184,14 +187,15 @@ class _Build:
             from ostinato.runtime.models.hf import HFCausalLM
 
             self._check_fit(str(path), checkpoint.num_elements() * self.dtype.itemsize)
-            model = HFCausalLM.from_pretrained(
-                path,
-                config=as_hf(described.config),
-                device=self.device,
-                dtype=self.dtype,
-                max_model_len=self.max_position,
-                checkpoint=checkpoint,
-            )
+            with errors_named(path / "config.json"):
+                model = HFCausalLM.from_pretrained(
+                    path,
+                    config=as_hf(described.config),
+                    device=self.device,
+                    dtype=self.dtype,
+                    max_model_len=self.max_position,
+                    checkpoint=checkpoint,
+                )
             return [model]
         config = described.native_config
         checkpoint.check_num_layers(_decoder_config(config).num_layers)
@@ -292,9 +296,14 @@ def _read_tokenizer(path: Path) -> Any | None:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # as for configs
+    except OstinatoError:
+        raise
+    except BaseException as error:
+        # As for configs. tokenizers is written in Rust, whose panics are no Exceptions here.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise ModelLoadError(
-            f"transformers cannot read the tokenizer in {path}: {error}"
+            f"transformers cannot read the tokenizer in {path}: {said(error)}"
         ) from error
 
 
@@ -302,19 +311,25 @@ def _tokenizer_class(path: Path) -> str | None:
     file = path / "tokenizer_config.json"
     if not file.is_file() or not (path / "tokenizer.json").is_file():
         return None
-    stated = json.loads(file.read_text(encoding="utf-8"))
+    stated = read_object(file, largest=_LARGEST_TOKENIZER_CONFIG)
     return stated.get("tokenizer_class") if "auto_map" not in stated else None
 
 
-def _eos_token_ids(path: Path | None, config: ModelConfig) -> frozenset[int]:
-    ids: int | list[int] | None = getattr(config, "eos_token_id", None)
+def _eos_token_ids(path: Path | None, config: ModelConfig, vocab_size: int) -> frozenset[int]:
+    """The tokens that end a sequence. A config may name some that the model does not have."""
+    where, stated = "config.json", getattr(config, "eos_token_id", None)
     file = None if path is None else path / "generation_config.json"
     if file is not None and file.is_file():
-        try:
-            stated = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise ModelLoadError(f"{file} is not a JSON object: {error}") from error
-        ids = ids if stated is None else stated
-    if ids is None:
+        fields = read_object(file)
+        check_numbers(file, fields)
+        if fields.get("eos_token_id") is not None:
+            where, stated = str(file), fields["eos_token_id"]
+    if stated is None:
         return frozenset()
-    return frozenset([ids] if isinstance(ids, int) else ids)
+    ids = stated if isinstance(stated, list) else [stated]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ModelLoadError(
+            f"eos_token_id in {where} is {shown(stated)}; it must be a token id, a list of them, "
+            "or null"
+        )
+    return frozenset(token for token in ids if token < vocab_size)

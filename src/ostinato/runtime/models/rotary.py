@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ostinato.errors import ConfigError
+from ostinato.runtime.quoting import said, shown
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
 # Keys that say that only a part of each head is turned.
 _PARTIAL = ("partial_rotary_factor",)
+# Tables have a row for every position.
+LONGEST_SEQUENCE = 2**27
 _TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 
@@ -33,6 +38,21 @@ class Rotary:
     @classmethod
     def from_hf(cls, config: PretrainedConfig | StatedConfig, head_dim: int) -> Rotary:
         """The frequencies that transformers computes for this config."""
+        rope: dict[str, Any] = config.rope_parameters
+        try:
+            rotary = cls._from_hf(config, head_dim)
+        except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise ConfigError(f"rope_parameters {shown(rope)}: {said(error)}") from error
+        numbers = (*rotary.inverse_frequencies, rotary.scale)
+        if len(numbers) != head_dim // 2 + 1 or not all(map(math.isfinite, numbers)):
+            raise ConfigError(
+                f"rope_parameters {shown(rope)} do not give a finite frequency to each of the "
+                f"{head_dim // 2} pairs of a head"
+            )
+        return rotary
+
+    @classmethod
+    def _from_hf(cls, config: PretrainedConfig | StatedConfig, head_dim: int) -> Rotary:
         rope: dict[str, Any] = config.rope_parameters
         # The two most common kinds without transformers, whose import takes a second.
         if rope["rope_type"] in ("default", "llama3") and rope.keys().isdisjoint(_PARTIAL):
@@ -75,9 +95,9 @@ def rotary_obstacle(config: PretrainedConfig | StatedConfig) -> str | None:
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type")
     if kind not in _TYPES:
-        return f"its rotary positions are of type {kind!r}, not one of {', '.join(_TYPES)}"
+        return f"its rotary positions are of type {shown(kind)}, not one of {', '.join(_TYPES)}"
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"it rotates only a part ({rope['partial_rotary_factor']}) of each head"
+        return f"it rotates only a part ({shown(rope['partial_rotary_factor'])}) of each head"
     return None
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ostinato.errors import ConfigError
 from ostinato.runtime.models.decoder_config import DecoderConfig
 from ostinato.runtime.models.stated_config import StatedConfig, stated_config
+from ostinato.runtime.quoting import said, shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -40,7 +41,9 @@ def plain_config(fields: Mapping[str, Any]) -> PretrainedConfig | StatedConfig:
     try:
         config: PretrainedConfig = AutoConfig.for_model(**plain)
     except ValueError as error:  # a family that transformers does not know
-        raise ConfigError(f"model_type {kind!r}: SwiftKV of an unknown family ({error})") from error
+        raise ConfigError(
+            f"model_type {shown(kind)}: SwiftKV of an unknown family ({said(error)})"
+        ) from error
     return config
 
 
@@ -78,12 +81,12 @@ class SwiftKVConfig:
         if not is_swiftkv(fields):
             raise ConfigError(
                 f"model_type of a SwiftKV model ends in {_SUFFIX!r}; this is "
-                f"{fields.get('model_type')!r}"
+                f"{shown(fields.get('model_type'))}"
             )
         group = fields.get("key_value_group_size") or 1
         if group != 1:
             raise ConfigError(
-                f"key_value_group_size is {group}: keys and values shared among {group} layers "
+                f"key_value_group_size is {shown(group)}: keys and values shared among layers "
                 "(AcrossKV) are not supported; use a model in which it is 1"
             )
         decoder = DecoderConfig.from_hf(plain_config(fields))
