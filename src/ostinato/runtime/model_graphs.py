@@ -25,11 +25,11 @@ from ostinato.graphs.plan import CapturePlan, PlanEntry
 from ostinato.graphs.pool import GraphPool
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.runtime.attention.base import AttentionMetadata
+from ostinato.runtime.cache import private_cache_directory
 from ostinato.runtime.config import GraphConfig
 from ostinato.runtime.decode_step import DecodeOutput, decode_step
 from ostinato.runtime.kernels.launch import next_power_of_2
 from ostinato.runtime.models.base import CausalLM, num_token_ranks, with_few_layers
-from ostinato.runtime.models.embedded import cache_directory
 from ostinato.runtime.operators.parts import MOST_ROWS
 from ostinato.runtime.operators.tuning import MAX_ROWS, row_class
 from ostinato.runtime.step_memory import StepMemory
@@ -259,6 +259,6 @@ def _in_pieces(
         pool=pool,
         compiler=graphs.compiler,
         eager_fallback=graphs.eager_fallback,
-        cache_dir=cache_directory() / "compiled",
+        cache_dir=private_cache_directory() / "compiled",
         model_key=type(model).__name__,
     )

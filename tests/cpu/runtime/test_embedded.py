@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import os
+import resource
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models
 
-from ostinato.errors import ModelLoadError
+from ostinato.errors import ConfigError, ModelLoadError
+from ostinato.runtime.cache import cache_directory
 from ostinato.runtime.models import embedded
-from ostinato.runtime.models.embedded import cache_directory, embedded_model_path, packaged_gguf
+from ostinato.runtime.models.embedded import embedded_model_path, packaged_gguf
 from ostinato.runtime.models.load import LoadedModel, load_model
 
 installed = pytest.mark.skipif(
@@ -156,6 +164,30 @@ def damage_middle(path: Path) -> None:
         stream.write(bytes(2**18))
 
 
+def damage_between(path: Path) -> None:
+    """Where a sample of parts would not look."""
+    with (path / "model.safetensors").open("r+b") as stream:
+        stream.seek(70_000)
+        stream.write(bytes(50_000))
+
+
+def damage_more(path: Path) -> None:
+    (path / "tokenizer_config.json").write_text("{}")
+
+
+def damage_manifest_deep(path: Path) -> None:
+    (path / "manifest.json").write_text("[" * 100_000)
+
+
+def damage_manifest_entries(path: Path) -> None:
+    (path / "manifest.json").write_text('{"config.json": 3, "model.safetensors": null}')
+
+
+def damage_manifest_names(path: Path) -> None:
+    manifest = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(manifest.replace("config.json", "../config.json"))
+
+
 def damage_small(path: Path) -> None:
     (path / "config.json").write_text("[]")
 
@@ -191,11 +223,16 @@ def test_it_is_converted_once(cache: Path, source: Path) -> None:
     [
         damage_cut,
         damage_middle,
+        damage_between,
+        damage_more,
         damage_small,
         damage_gone,
         damage_manifest,
         damage_manifest_kind,
         damage_manifest_content,
+        damage_manifest_deep,
+        damage_manifest_entries,
+        damage_manifest_names,
     ],
 )
 @pytest.mark.usefixtures("cache")
@@ -207,6 +244,20 @@ def test_a_damaged_copy_is_made_anew(source: Path, damage: Callable[[Path], None
     assert convert.calls == 2
     assert (path / "model.safetensors").read_bytes() == b"12345678" * 2**20
     assert (path / "config.json").read_text() == "{}"
+    assert not (path / "tokenizer_config.json").exists()
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_copy_that_was_only_touched_is_kept(source: Path) -> None:
+    convert = Converter()
+    path = embedded_model_path(source=source, convert=convert)
+    os.utime(path / "model.safetensors", (1e9, 1e9))
+    (path / "config.json").write_text((path / "config.json").read_text())
+    assert embedded_model_path(source=source, convert=convert) == path
+    assert convert.calls == 1
+    assert (
+        json.loads((path / "manifest.json").read_text())["model.safetensors"]["mtime_ns"] == 10**18
+    )
 
 
 @pytest.mark.usefixtures("cache")
@@ -226,6 +277,84 @@ def test_a_failed_conversion_leaves_nothing(cache: Path, source: Path) -> None:
         embedded_model_path(source=source, convert=Converter(fail))
     assert [file for file in cache.iterdir() if file.is_dir()] == []
     assert embedded_model_path(source=source, convert=Converter()).is_dir()
+
+
+@pytest.mark.parametrize("writer", ["safetensors", "tokenizers", "python"])
+def test_a_full_disk_is_named_by_whatever_wrote(cache: Path, source: Path, writer: str) -> None:
+    def write(target: Path) -> None:
+        words = {f"word{number}": number for number in range(100_000)}
+        if writer == "safetensors":
+            save_file({"a": torch.zeros(2**20)}, target / "more.safetensors")
+        elif writer == "tokenizers":
+            Tokenizer(models.WordLevel(words)).save(str(target / "tokenizer.json"))
+        else:
+            (target / "words.json").write_text(json.dumps(words))
+
+    def convert(source: Path, target: Path, show_progress: bool) -> None:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, before[1]))
+        try:
+            write(target)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    with pytest.raises(ModelLoadError, match=r"File too large.* 600 MB there. Set OSTINATO_CACHE"):
+        embedded_model_path(source=source, convert=convert)
+    assert [file for file in cache.iterdir() if file.is_dir()] == []
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_file_that_is_no_model(source: Path) -> None:
+    def fail(target: Path) -> None:
+        raise ValueError("GGUF magic invalid")
+
+    with pytest.raises(ModelLoadError, match=rf"read from {source}: GGUF magic invalid; install"):
+        embedded_model_path(source=source, convert=Converter(fail))
+
+
+def test_a_cache_that_everyone_can_write(cache: Path, source: Path) -> None:
+    embedded_model_path(source=source, convert=Converter())
+    assert not cache.stat().st_mode & 0o077
+    cache.chmod(0o777)
+    with pytest.raises(
+        ConfigError, match=rf"{cache} can be written by everyone \(mode drwxrwxrwx\)"
+    ):
+        embedded_model_path(source=source, convert=Converter())
+
+
+def test_a_cache_of_another_user(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedded_model_path(source=source, convert=Converter())
+    if os.geteuid() == 0:
+        os.chown(cache, 4321, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    with pytest.raises(ConfigError, match=rf"{cache} belongs to another user .*OSTINATO_CACHE"):
+        embedded_model_path(source=source, convert=Converter())
+
+
+def test_a_process_that_waits_says_for_what(
+    cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = embedded_model_path(source=source, convert=Converter())
+    damage_gone(path)
+    monkeypatch.setattr(embedded, "_SILENT_SECONDS", 0.05)
+    done: list[Path] = []
+    waiting = threading.Thread(
+        target=lambda: done.append(embedded_model_path(source=source, convert=Converter()))
+    )
+    with FileLock(cache / f"{path.name}.lock"):
+        waiting.start()
+        for _ in range(1000):
+            if caplog.records:
+                break
+            time.sleep(0.01)
+        assert not done
+    waiting.join()
+    assert done == [path]
+    assert f"prepares the embedded model in {path}" in caplog.text
+    assert f"{path.name}.lock" in caplog.text
 
 
 def test_what_a_killed_process_left_is_removed(cache: Path, source: Path) -> None:

