@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ostinato.errors import RequestError
-from ostinato.runtime.prompts import check_text
+from ostinato.runtime.prompts import check_length, check_text
 from ostinato.runtime.quoting import said, shown
 from ostinato.runtime.time_limit import within_seconds
 
 Message: TypeAlias = Mapping[str, Any]
 
-TIME_LIMIT_S = 10.0  # for a template, whatever it does, and the tokens of what it says
+TIME_LIMIT_S = 10.0  # for a template, whatever it does
 
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
@@ -25,7 +25,9 @@ def list_conversations(messages: Any) -> list[tuple[str, Any]]:
     return [(f"messages[{number}]", each) for number, each in enumerate(messages)]
 
 
-def render_chat(tokenizer: Any, messages: Any, name: str = "messages") -> list[int]:
+def render_chat(
+    tokenizer: Any, messages: Any, max_model_len: int, name: str = "messages"
+) -> list[int]:
     """The token ids of a conversation, up to where the answer begins."""
     _check_list(name, messages)
     plain = [_plain(f"{name}[{number}]", each) for number, each in enumerate(messages)]
@@ -34,10 +36,10 @@ def render_chat(tokenizer: Any, messages: Any, name: str = "messages") -> list[i
             "this model has no chat template, so it cannot take messages; use generate()"
         )
     try:
-        ids: list[int] = within_seconds(
+        text: str = within_seconds(
             TIME_LIMIT_S,
             lambda: tokenizer.apply_chat_template(
-                plain, add_generation_prompt=True, tokenize=True, return_dict=False
+                plain, add_generation_prompt=True, tokenize=False
             ),
         )
     except TimeoutError:
@@ -50,7 +52,8 @@ def render_chat(tokenizer: Any, messages: Any, name: str = "messages") -> list[i
             f"the model's chat template cannot render {name}: {type(error).__name__}: "
             f"{said(error)}; change the messages, or render them yourself and use generate()"
         ) from error
-    return list(ids)
+    check_length(name, text, tokenizer, max_model_len)
+    return list(tokenizer.encode(text, add_special_tokens=False))  # the template has said them
 
 
 def _is_list(value: object) -> bool:

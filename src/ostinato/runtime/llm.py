@@ -189,16 +189,17 @@ class LLM:
 
         A content is text, or a list of text parts, which become lines.
         """
-        prompts = [
-            (name, render_chat(self.engine.tokenizer, each, name))
-            for name, each in list_conversations(messages)
-        ]
+        prompts = [(name, self._render(each, name)) for name, each in list_conversations(messages)]
         return self._generate(*self._prepare(prompts, params))
 
     @one_thread()
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
-        return render_chat(self.engine.tokenizer, messages)
+        return self._render(messages)
+
+    def _render(self, messages: Any, name: str = "messages") -> list[int]:
+        engine = self.engine
+        return render_chat(engine.tokenizer, messages, engine.max_model_len, name)
 
     # --- requests ------------------------------------------------------------------------------
 

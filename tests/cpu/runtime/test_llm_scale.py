@@ -186,6 +186,8 @@ def test_long_texts_are_refused_before_all_of_them_is_read(
     monkeypatch.setattr(type(llm.tokenizer), "encode", recording)
     with pytest.raises(RequestError, match=r"prompts\[1\] has 3000000 characters, and the first"):
         llm.generate(["w1 w2", "w1 " * 1_000_000], ONE_TOKEN)
+    with pytest.raises(RequestError, match=r"messages has 3000000 characters, and the first"):
+        llm.chat([{"role": "user", "content": "w1 " * 1_000_000}], ONE_TOKEN)
     assert max(lengths) <= 32 * MAX_MODEL_LEN
 
 

@@ -64,6 +64,6 @@ def test_bad_templates(
 
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     with pytest.raises(RequestError, match=message) as caught:
-        render_chat(tokenizer, MESSAGES)
+        render_chat(tokenizer, MESSAGES, 64)
     assert len(str(caught.value)) < 600
     assert "\n" not in str(caught.value)
