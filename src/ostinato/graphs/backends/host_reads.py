@@ -107,7 +107,10 @@ def _packed(*args: Any, **kwargs: Any) -> bool:
 # - torch._C._to_dlpack[_versioned] do the work of Tensor.__dlpack__ (versioned from torch 2.9 on).
 # - Tensor._reduce_ex_internal does that of Tensor.__reduce_ex__: pickle, torch.save, copy.copy.
 # - torch._VF is where nn.LSTM and its like find their functions.
+# - _op is what an operator of torch.ops calls; those that are made of others are not dispatched.
 # A name that torch does not have is left out: its readers would have to use another one of these.
+_ops = torch.ops.aten
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _READERS: list[tuple[Any, str, str, str, _Refuses]] = [
     (torch.Tensor, "tolist", "Tensor.tolist", HOST_READ, _always),
     (torch.Tensor, "numpy", "Tensor.numpy", HOST_READ, _always),
@@ -126,8 +129,14 @@ _READERS: list[tuple[Any, str, str, str, _Refuses]] = [
     (torch._VF, "_pad_packed_sequence", "torch._pad_packed_sequence", HOST_READ, _always),
     *(
         (torch._VF, name, f"torch.{name} of a PackedSequence", HOST_READ, _packed)
-        for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+        for name in _RECURRENT
     ),
+    (_ops.tensor_split, "_op", "aten.tensor_split", HOST_READ, _by_tensor),
+    (_ops.tensor_split.tensor_indices_or_sections, "_op", "aten.tensor_split", HOST_READ, _always),
+    (_ops._pad_packed_sequence, "_op", "aten._pad_packed_sequence", HOST_READ, _always),
+    (_ops._pad_packed_sequence.default, "_op", "aten._pad_packed_sequence", HOST_READ, _always),
+    *((getattr(_ops, name), "_op", f"aten.{name}", HOST_READ, _packed) for name in _RECURRENT),
+    *((getattr(_ops, name).data, "_op", f"aten.{name}", HOST_READ, _always) for name in _RECURRENT),
 ]
 
 
