@@ -96,7 +96,7 @@ class Script:
 
     def wait_for_end(self, patience_s: float = PATIENCE_S) -> tuple[str, str]:
         """What it still said, when it and all that it started are gone."""
-        said = self.process.communicate(timeout=patience_s)  # until nobody holds the streams
+        said = self.process.communicate(timeout=patience_s)  # until no process holds its streams
         deadline = time.monotonic() + patience_s
         while self.living():
             assert time.monotonic() < deadline, f"{self.living()} are left"

@@ -82,7 +82,7 @@ def test_nothing_is_raised_where_no_memory_is_left(what: str, smallest: int) -> 
 
 
 class Fault:
-    """Makes a method raise, at every call, after or instead of what it does."""
+    """Makes a method raise, at every call, and counts the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
         self.num_calls = 0
