@@ -91,7 +91,7 @@ class RankProcesses:
                     if each.recv(1) == _READY:
                         del missing[each]
             failure = self.dead()
-            if failure is None and time.monotonic() > deadline:
+            if failure is None and missing and time.monotonic() > deadline:
                 first = min(missing.values())
                 failure = RankFailedError(
                     f"rank {first} was not ready {timeout_s:.0f} s after its start; see its own "
