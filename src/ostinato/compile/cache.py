@@ -44,7 +44,7 @@ class CompileCache:
         """Whether a compilation with this key was finished here before."""
         try:
             found = json.loads((self.path / _MANIFEST).read_text())
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return False
         return isinstance(found, dict) and found.get("layout") == _VERSION
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import TINY_GENERIC, TINY_NATIVE, save_tiny
 from transformers import AutoModelForCausalLM
 
-from ostinato.errors import ModelLoadError
+from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.runtime.models.hf import HFCausalLM
 from ostinato.runtime.models.load import LoadedModel, load_model
 
@@ -235,3 +235,64 @@ def test_tiny_models_are_of_both_kinds(llama: Path, gpt2: Path) -> None:
     assert load(llama).generic_reason is None
     assert load(gpt2).generic_reason is not None
     assert transformers.AutoConfig.from_pretrained(gpt2).model_type == "gpt2"
+
+
+@pytest.mark.parametrize("name", ["vocab_size", "n_embd", "n_inner"])
+def test_random_weights_of_a_config_without_measure(gpt2: Path, name: str) -> None:
+    config = json.loads((gpt2 / "config.json").read_text()) | {name: 2 * 10**9}
+    (gpt2 / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=r"larger model than fits into the 8\.00 GiB"):
+        load(gpt2, random_weights=True, free_memory=lambda device: 8 * 2**30)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (
+            "llama",
+            {"num_hidden_layers": 5000},
+            r"asks for 5,000 layers, and the checkpoint has \d+",
+        ),
+        ("llama", {"num_hidden_layers": 10**5}, r"'num_hidden_layers' in .* is 100,000; 10,000"),
+        ("llama", {"head_dim": 10**9}, r"head_dim must be an integer from 1 to .* not 1000000000"),
+        ("llama", {"rms_norm_eps": float("nan")}, r"'rms_norm_eps' in .* is nan"),
+        ("llama", {"rms_norm_eps": -1.0}, r"rms_norm_eps must be a number from 0.* not -1\.0"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": -1e4}},
+            r"'rope_theta': -10000\.0.* do not give a finite frequency",
+        ),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be an integer from 1, not 0"),
+        ("gpt2", {"n_layer": 10**9}, r"'n_layer' in .* is 1,000,000,000; 10,000 is the most"),
+        ("gpt2", {"n_layer": 3}, r"lacks transformer\.h\.2.* and \d+ more"),
+        ("gpt2", {"n_embd": 4096}, "a larger model than its checkpoint has weights for"),
+        ("gpt2", {"n_positions": 10**12}, "longest sequence of gpt2, by its config, is 10000000"),
+        ("gpt2", {"layer_norm_epsilon": -1.0}, "gives NaN or infinite logits"),
+    ],
+)
+def test_numbers_of_a_config(
+    tmp_path: Path, family: str, change: dict[str, Any], message: str
+) -> None:
+    path = save_tiny((TINY_NATIVE.get(family) or TINY_GENERIC[family])(), tmp_path)
+    config = json.loads((path / "config.json").read_text()) | change
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises((ModelLoadError, ConfigError), match=message):
+        load(path)
+
+
+@pytest.mark.parametrize("eos", ["2", 2.0, True, -1, [2, "3"], [[2]], {"id": 2}])
+def test_end_tokens_of_another_kind(llama: Path, eos: Any) -> None:
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ModelLoadError, match=r"eos_token_id in .*generation_config.json is .*null"):
+        load(llama)
+
+
+def test_end_tokens_that_the_model_does_not_have(llama: Path) -> None:
+    (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 10**6]}))
+    assert load(llama).eos_token_ids == {2}
+
+
+def test_an_adapter_is_no_model(llama: Path) -> None:
+    (llama / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelLoadError, match=r"adapter \(LoRA\) for another model"):
+        load(llama)

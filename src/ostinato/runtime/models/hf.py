@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
 
 from ostinato.errors import ConfigError, OstinatoError
 from ostinato.graphs.context import set_forward_context
@@ -40,7 +41,7 @@ from ostinato.runtime.models.hf_support import (
     freeze_rope,
     longest_sequence,
 )
-from ostinato.runtime.models.hf_weights import load_weights
+from ostinato.runtime.models.hf_weights import load_weights, no_larger_than
 from ostinato.runtime.quoting import said
 
 _AUTO: Any = AutoModelForCausalLM  # has no types
@@ -113,10 +114,12 @@ class HFCausalLM:
         dtype: torch.dtype,
         seed: int,
         max_model_len: int | None = None,
+        most_bytes: int | None = None,
     ) -> HFCausalLM:
-        """A model of ``config`` with random weights, made on ``device``."""
+        """A model of ``config`` with random weights, made on ``device``, of ``most_bytes``."""
         check_config(config)
         max_position = longest_sequence(config, max_model_len)
+        _check_size(config, most_bytes, dtype)
         generators = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=generators), torch.device(device):
             torch.manual_seed(seed)
@@ -226,6 +229,16 @@ def _configs_in(model: nn.Module) -> list[Any]:
     """Every config that a module of ``model`` holds; some models give layers copies."""
     found = (getattr(module, "config", None) for module in model.modules())
     return list({id(config): config for config in found if config is not None}.values())
+
+
+def _check_size(config: PretrainedConfig, most_bytes: int | None, dtype: torch.dtype) -> None:
+    """Refuse a model that does not fit, before any of it is made."""
+    if most_bytes is None:
+        return
+    limit = most_bytes // dtype.itemsize
+    reason = f"fits into the {most_bytes / 2**30:.2f} GiB that are free, in {dtype}"
+    with torch.device("meta"), no_init_weights(), no_larger_than(limit, reason):
+        _AUTO.from_config(_own_copy(config), trust_remote_code=False)
 
 
 def _own_copy(config: PretrainedConfig) -> PretrainedConfig:

@@ -29,6 +29,7 @@ from ostinato.runtime.quoting import listed, said
 _LARGEST_BUFFERS = 2**32  # bytes of tables, such as those of positions
 # Causal masks that old versions of transformers saved with each layer.
 _OLD_BUFFERS = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|causal_mask)$")
+_THAN_WEIGHTS = "its checkpoint has weights for, which is incomplete or belongs to another config"
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.")
 
 
@@ -46,8 +47,12 @@ def load_weights(
     limit = None if quantized else 2 * checkpoint.num_elements()  # tied weights are built twice
     try:
         # Buffers are filled from constants; should one of them be drawn, then always the same.
-        with checkpoint.opened() as tensors, _no_larger_than(limit), torch.random.fork_rng([]):
-            torch.manual_seed(0)
+        with (
+            checkpoint.opened() as tensors,
+            no_larger_than(limit, _THAN_WEIGHTS),
+            torch.random.fork_rng([]),
+        ):
+            torch.default_generator.manual_seed(0)  # that of the CPU, where it is built
             model, info = model_class.from_pretrained(
                 None,
                 config=config,
@@ -80,10 +85,10 @@ def _model_class(config: Any) -> tuple[Any, Any]:
 
 
 @contextmanager
-def _no_larger_than(num_elements: int | None) -> Iterator[None]:
-    """While a model is built in this thread: stop when it is larger than its checkpoint.
+def no_larger_than(num_elements: int | None, reason: str) -> Iterator[None]:
+    """While a model is built in this thread, on ``meta``: stop when it has more weights than that.
 
-    It is built without memory, but a config can ask for layers without end.
+    It takes no memory there, but a config can ask for layers without end.
     """
     thread = threading.get_ident()
     built = {"parameters": 0, "buffers": 0}
@@ -94,9 +99,8 @@ def _no_larger_than(num_elements: int | None) -> Iterator[None]:
         built["parameters"] += parameter.numel()
         if num_elements is not None and built["parameters"] > num_elements:
             raise ModelLoadError(
-                f"config.json asks for a larger model than the checkpoint has weights for (in "
-                f"{type(module).__name__}, {name} of the shape {list(parameter.shape)}); it is "
-                "incomplete or belongs to another config"
+                f"config.json asks for a larger model than {reason} (reached in "
+                f"{type(module).__name__}, {name} of the shape {list(parameter.shape)})"
             )
 
     def count_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:

@@ -122,7 +122,7 @@ def load_model(
     if swiftkv_layers is not None:
         described = described.as_swiftkv(swiftkv_layers)
     if random_weights or path is None:
-        model, *shift = build.random(described, seed)
+        model, *shift = build.random(path, described, seed)
     else:
         model, *shift = build.from_files(path, described)
     config = described.config
@@ -157,17 +157,21 @@ class _Build:
     free_memory: FreeMemory
     place: RankPlace | None
 
-    def random(self, described: ModelDescription, seed: int) -> Sequence[CausalLM]:
+    def random(
+        self, path: Path | None, described: ModelDescription, seed: int
+    ) -> Sequence[CausalLM]:
         if described.generic_reason is not None:
             from ostinato.runtime.models.hf import HFCausalLM
 
-            model = HFCausalLM.from_config(
-                as_hf(described.config),
-                device=self.device,
-                dtype=self.dtype,
-                seed=seed,
-                max_model_len=self.max_position,
-            )
+            with errors_named((path or Path()) / "config.json"):
+                model = HFCausalLM.from_config(
+                    as_hf(described.config),
+                    device=self.device,
+                    dtype=self.dtype,
+                    seed=seed,
+                    max_model_len=self.max_position,
+                    most_bytes=self.free_memory(self.device),
+                )
             return [model]
         config = described.native_config
         self._check_fit("the model", _bytes_of(self._decoders(config, "meta")))

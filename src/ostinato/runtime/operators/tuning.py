@@ -171,7 +171,7 @@ class Tuning:
             return read_table(self._file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             logger.warning("%s is ignored and will be made anew: %s", self._file, error)
             return {}
 
