@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ostinato.errors import RequestError
-from ostinato.runtime.prompts import check_length, check_text
-from ostinato.runtime.quoting import said, shown
+from ostinato.runtime.prompts import check_text, encode
+from ostinato.runtime.quoting import is_failure, said, shown
 from ostinato.runtime.time_limit import within_seconds
 
 Message: TypeAlias = Mapping[str, Any]
@@ -47,13 +47,15 @@ def render_chat(
             f"the model's chat template did not end within {TIME_LIMIT_S:g} s for {name}; render "
             "the messages yourself and use generate()"
         ) from None
-    except Exception as error:  # templates are programs: they raise what they like
+    except BaseException as error:  # templates are programs: they raise what they like
+        if not is_failure(error):
+            raise
         raise RequestError(
             f"the model's chat template cannot render {name}: {type(error).__name__}: "
             f"{said(error)}; change the messages, or render them yourself and use generate()"
         ) from error
-    check_length(name, text, tokenizer, max_model_len)
-    return list(tokenizer.encode(text, add_special_tokens=False))  # the template has said them
+    # The template has said the special ones.
+    return encode(name, text, tokenizer, max_model_len, add_special_tokens=False)
 
 
 def _is_list(value: object) -> bool:

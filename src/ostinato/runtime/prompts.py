@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ostinato.errors import RequestError
-from ostinato.runtime.quoting import shown
+from ostinato.runtime.quoting import is_failure, said, shown
 from ostinato.runtime.sampling_params import SamplingParams
 
 # Text, token ids (a list, or a 1-D NumPy array or tensor of integers), or {"prompt": text} /
@@ -77,11 +77,27 @@ def read_prompt(
             f"{name} is text, and this model has no tokenizer (random weights of a named shape "
             "have none); give the prompt as token ids"
         )
-    check_length(name, prompt, tokenizer, max_model_len)
-    return prompt, list(tokenizer.encode(prompt))
+    return prompt, encode(name, prompt, tokenizer, max_model_len)
 
 
-def check_length(name: str, text: str, tokenizer: Any, max_model_len: int) -> None:
+def encode(
+    name: str, text: str, tokenizer: Any, max_model_len: int, *, add_special_tokens: bool = True
+) -> list[int]:
+    """The tokens of a text, unless it is far longer than ``max_model_len`` of them."""
+    try:
+        _check_length(name, text, tokenizer, max_model_len)
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    except RequestError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise RequestError(
+            f"the model's tokenizer cannot read {name}: {said(error)}; give the prompt as token ids"
+        ) from error
+
+
+def _check_length(name: str, text: str, tokenizer: Any, max_model_len: int) -> None:
     """Refuse a text that is far too long, without making tokens of all of it."""
     length = _CHARACTERS_PER_TOKEN * max_model_len
     while length < len(text):

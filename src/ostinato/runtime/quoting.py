@@ -1,4 +1,4 @@
-"""Input in error messages: short, and on one line, whatever it is."""
+"""What others give and say, in error messages: short, and on one line, whatever it is."""
 
 from __future__ import annotations
 
@@ -25,6 +25,11 @@ def said(error: BaseException) -> str:
     except Exception:  # a class of its own, and a broken one
         text = ""
     return _one_line(text[: 2 * _LONGEST_SAID], _LONGEST_SAID) or type(error).__name__
+
+
+def is_failure(error: BaseException) -> bool:
+    """Whether ``error`` is a library's own: an Exception, or a panic of one written in Rust."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def listed(names: list[str]) -> str:

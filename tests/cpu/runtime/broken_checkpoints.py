@@ -149,7 +149,7 @@ def _config_cases(path: Path, share: float) -> Iterator[tuple[str, Change]]:
     extra += ["num_labels", "transformers_weights", "is_encoder_decoder", "torch_dtype"]
     extra += ["n_inner", "rope_theta", "auto_map", "text_config", "partial_rotary_factor"]
     draw = random.Random(0)
-    for field in [*fields, *rope, *extra]:
+    for field in dict.fromkeys([*fields, *rope, *extra]):
         if field.startswith(_UNUSED):
             continue
         for kind, text in _NONSENSE.items():

@@ -1,8 +1,9 @@
-"""Code that does not end, and chat templates that are such code."""
+"""Code that does not end, and what a model brings along: chat templates, tokenizers."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 import pytest
 from tiny_models import save_talking
 
-from ostinato.errors import RequestError
+from ostinato import LLM, GraphConfig
+from ostinato.errors import ModelLoadError, RequestError
 from ostinato.runtime import chat
 from ostinato.runtime.chat import render_chat
 from ostinato.runtime.time_limit import within_seconds
@@ -39,6 +41,22 @@ def test_a_call_that_does_not_end_is_stopped() -> None:
             return
         time.sleep(0.01)
     pytest.fail("its thread goes on")
+
+
+@pytest.mark.parametrize("special_tokens", [{}, None], ids=["panics", "is damaged"])
+def test_a_tokenizer_that_fails(tmp_path: Path, special_tokens: object) -> None:
+    save_talking(tmp_path, None)
+    file = tmp_path / "tokenizer.json"
+    ends = [{"SpecialToken": {"id": "end", "type_id": 0}}]
+    process = {"type": "TemplateProcessing", "single": ends, "pair": ends}
+    content = json.loads(file.read_text())
+    content["post_processor"] = process | {"special_tokens": special_tokens}
+    file.write_text(json.dumps(content))
+    with (
+        pytest.raises((RequestError, ModelLoadError), match="tokenizer"),
+        LLM(tmp_path, device="cpu", show_progress=False, graphs=GraphConfig(mode="NONE")) as llm,
+    ):
+        llm.generate("w1")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from ostinato.runtime.models.shapes import draw_weights
 from ostinato.runtime.models.stated_config import StatedConfig
 from ostinato.runtime.models.swiftkv import SwiftKVDecoder
 from ostinato.runtime.models.swiftkv_config import SwiftKVConfig
-from ostinato.runtime.quoting import said, shown
+from ostinato.runtime.quoting import is_failure, said, shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -303,8 +303,7 @@ def _read_tokenizer(path: Path) -> Any | None:
     except OstinatoError:
         raise
     except BaseException as error:
-        # As for configs. tokenizers is written in Rust, whose panics are no Exceptions here.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if not is_failure(error):
             raise
         raise ModelLoadError(
             f"transformers cannot read the tokenizer in {path}: {said(error)}"

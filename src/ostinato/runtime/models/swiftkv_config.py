@@ -72,7 +72,7 @@ class SwiftKVConfig:
         if type(num_early) is not int or not 1 <= num_early <= num_layers:
             raise ConfigError(
                 f"num_key_value_layers must be an int from 1 to the model's {num_layers} layers, "
-                f"got {num_early!r}"
+                f"got {shown(num_early)}"
             )
 
     @classmethod
