@@ -113,6 +113,7 @@ def cases(bases: dict[str, Path]) -> Iterator[tuple[str, str, Change]]:
             *_tensor_cases(path),
             *(_header_cases(path) if base in ("llama", "gpt2") else ()),
             *(_index_cases(path) if base in ("llama", "gpt2") else ()),
+            *_file_cases_of_weights(),
             *(_other_files() if base == "llama" else ()),
         ]
         for name, change in every:
@@ -189,6 +190,30 @@ def _other_files() -> Iterator[tuple[str, Change]]:
     yield "adapter of nothing", _write("adapter_config.json", "[")
 
 
+def _file_cases_of_weights() -> Iterator[tuple[str, Change]]:
+    odd = {
+        "a directory": Path.mkdir,
+        "a pipe": os.mkfifo,
+        "a link to itself": lambda target: target.symlink_to(target),
+        "a link to a device": lambda target: target.symlink_to("/dev/zero"),
+        "a link to nothing": lambda target: target.symlink_to("nothing"),
+    }
+    for kind, make in odd.items():
+        yield f"weights are {kind}", _instead("model.safetensors", make)
+    yield "weights are missing", _instead("model.safetensors", lambda target: None)
+    yield "weights are a pickle", _instead("pytorch_model.bin", Path.touch, "model.safetensors")
+
+
+def _instead(file: str, make: Callable[[Path], object], removed: str | None = None) -> Change:
+    """Make ``file`` anew, without the one that was there, or another."""
+
+    def change(path: Path) -> None:
+        (path / (removed or file)).unlink(missing_ok=True)
+        make(path / file)
+
+    return change
+
+
 def _file_cases(file: str) -> Iterator[tuple[str, Change]]:
     contents: dict[str, str | bytes] = {
         "empty": "",
@@ -208,17 +233,11 @@ def _file_cases(file: str) -> Iterator[tuple[str, Change]]:
     for name, content in contents.items():
         yield f"{file} is {name}", _write(file, content)
 
-    def remove(path: Path) -> None:
-        (path / file).unlink(missing_ok=True)
-
-    def replace(make: Callable[[Path], object]) -> Change:
-        return lambda path: (remove(path), make(path / file))
-
-    yield f"{file} is a directory", replace(lambda target: target.mkdir())
-    yield f"{file} is a pipe", replace(os.mkfifo)
-    yield f"{file} is a link to itself", replace(lambda target: target.symlink_to(target))
+    yield f"{file} is a directory", _instead(file, Path.mkdir)
+    yield f"{file} is a pipe", _instead(file, os.mkfifo)
+    yield f"{file} is a link to itself", _instead(file, lambda target: target.symlink_to(target))
     if file != "model.safetensors.index.json":
-        yield f"{file} is missing", remove
+        yield f"{file} is missing", _instead(file, lambda target: None)
 
 
 # --- tensors -------------------------------------------------------------------------------------

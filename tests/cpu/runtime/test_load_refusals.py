@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -86,10 +87,18 @@ def test_generic_weights_must_be_complete(
         load(gpt2)
 
 
-def test_weights_of_another_model(gpt2: Path, llama: Path) -> None:
+def test_weights_of_another_model(
+    gpt2: Path, llama: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (llama / "model.safetensors").replace(gpt2 / "model.safetensors")
-    with pytest.raises(ModelLoadError, match=r"lacks transformer.* and \d+ more"):
-        load(gpt2)
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addHandler(caplog.handler)
+    try:
+        with pytest.raises(ModelLoadError, match=r"lacks transformer.* and \d+ more"):
+            load(gpt2)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "REPORT" not in caplog.text  # a table of all names
 
 
 def test_what_old_versions_saved_is_no_fault(gpt2: Path) -> None:

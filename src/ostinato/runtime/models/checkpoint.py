@@ -230,7 +230,7 @@ def _is_file(file: Path) -> bool:
 def _single_file(path: Path) -> Path:
     if (path / _SINGLE).is_file():
         return path / _SINGLE
-    found = sorted(path.glob("*.safetensors"))
+    found = sorted(file for file in path.glob("*.safetensors") if file.is_file())
     if len(found) == 1:
         return found[0]
     if found:

@@ -8,6 +8,7 @@ buffers that old versions saved. Its renamings and conversions are applied as ev
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Iterable, Iterator
@@ -50,6 +51,7 @@ def load_weights(
         with (
             checkpoint.opened() as tensors,
             no_larger_than(limit, _THAN_WEIGHTS),
+            _no_report(),
             torch.random.fork_rng([]),
         ):
             torch.default_generator.manual_seed(0)  # that of the CPU, where it is built
@@ -123,6 +125,21 @@ def no_larger_than(num_elements: int | None, reason: str) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """Keep transformers' table of what does not fit out of the log: our error says it."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in str(record.msg)
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
 
 
 def _check_names(checkpoint: Checkpoint, model_class: Any) -> None:
