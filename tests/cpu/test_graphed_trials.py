@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ostinato import graphed
-from ostinato.errors import BatchError
+from ostinato.errors import BatchError, ReplayMismatchError
 
 
 def rows_of(count: int, device: torch.device) -> torch.Tensor:
@@ -260,3 +260,32 @@ def test_each_function_mode_has_graphs_of_its_own(device: torch.device) -> None:
                 result = fast(x)
             torch.testing.assert_close(result, expected * factor)
         assert fast.stats().graphs == 2
+
+
+# --- modules in modules ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_compiled_module_is_watched_like_the_one_in_it(device: torch.device) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.drop(self.linear(x))
+
+    model = Scaled().to(device).eval()
+    compiled: Any = torch.compile(model, backend="eager")
+    x = rows_of(3, device)
+    with graphed(compiled, sizes=[4], copy_outputs=True) as fast:
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), model(x))
+        model.train()
+        with pytest.raises(ReplayMismatchError, match="training"):
+            fast(x)
+        model.eval()
+        model.linear.weight = nn.Parameter(torch.ones(6, 6, device=device))
+        with pytest.raises(ReplayMismatchError, match="weight"):
+            fast(x)

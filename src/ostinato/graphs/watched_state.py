@@ -232,7 +232,8 @@ def _turn(number: int, size: int, length: int) -> slice:
 
 
 def _minds_training(module: nn.Module) -> bool:
-    return type(module) not in _NEVER_MIND_TRAINING
+    # A compiled module has no switch of its own: it shows that of the module in it.
+    return type(module) not in _NEVER_MIND_TRAINING and "training" in module.__dict__
 
 
 def _is_plain(value: Any) -> bool:
