@@ -265,6 +265,9 @@ class GraphSet:
                 split_at_breaks=self._options.mode is CUDAGraphMode.PIECEWISE,
             )
             rehearsal.check_nothing_replaced()
+        except BaseException:
+            rehearsal.put_back_names()
+            raise
         finally:
             rehearsal.effects.restore()
         written = rehearsal.effects.written
@@ -286,7 +289,8 @@ class GraphSet:
 
     def _watch(self) -> WatchedState:
         in_breaks = self._options.mode is not CUDAGraphMode.PIECEWISE
-        return WatchedState(self._function, in_breaks=in_breaks)
+        arguments = self._layout.callables
+        return WatchedState(self._function, arguments=arguments, in_breaks=in_breaks)
 
     # --- looking, and letting go ---------------------------------------------------------------
 

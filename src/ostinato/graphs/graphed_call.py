@@ -298,6 +298,12 @@ class CallLayout:
         return tuple(values[: self._num_args]), keywords
 
     @property
+    def callables(self) -> dict[str, Any]:
+        """Modules and functions among the arguments, by name: they refer to state of their own."""
+        pairs = zip(self._paths, self._targets, strict=True)
+        return {path: target for path, target in pairs if callable(target)}
+
+    @property
     def num_bytes(self) -> int:
         held = (StaticBuffer, _WholeBuffer)
         return sum(target.num_bytes for target in self._targets if isinstance(target, held))
@@ -321,11 +327,12 @@ def _target(
 ) -> StaticBuffer | _WholeBuffer | TensorSpec | Any:
     if not isinstance(leaf, torch.Tensor):
         return fixed(path, leaf)
-    if leaf.layout is not torch.strided or leaf.is_nested:
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
         kind = "nested" if leaf.is_nested else str(leaf.layout)
+        kind = "quantized" if leaf.is_quantized else kind
         raise ConfigError(
             f"argument {path!r} is a {kind} tensor, which has no rows at fixed addresses; pass a "
-            "dense one (to_dense(), to_padded_tensor())"
+            "dense one (to_dense(), to_padded_tensor(), dequantize())"
         )
     if batch_dim == "static":
         return TensorSpec.of(leaf)

@@ -8,7 +8,7 @@ captured. That is found out here, and refused by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,10 +41,13 @@ class Rehearsal:
         self._call = call
         self._watch = watch
         self.effects = EffectsProbe()
+        self._before: WatchedState | None = None
         self._watched: WatchedState | None = None
 
     def run(self, *, thoroughly: bool) -> None:
         """Run it once. Thoroughly: more often, to see whether the result stays the same."""
+        if self._watch is not None:
+            self._before = self._watch()
         first = self._run(self.effects)
         if self._watch is not None:
             # What it makes for itself on its first run may stay. From then on it refers to that.
@@ -56,11 +59,12 @@ class Rehearsal:
         second = self._run(again)
         self.check_nothing_replaced()
         self._check_makes_no_state(again)
+        self._check_writes_again(again)
         self.effects.absorb(again)
         if self.effects.draws_random_numbers:
             self._point_out_training()
         elif not _same(first, second):
-            self._check_repeats(second)
+            self._check_repeats(first, second)
 
     def _run(self, effects: EffectsProbe) -> Any:
         with effects:
@@ -77,18 +81,32 @@ class Rehearsal:
                     "capture needs several calls, which would count; make it before the first call"
                 )
 
-    def _check_repeats(self, second: Any) -> None:
-        """Refuse a result that is another one each time, apart from rounding."""
+    def _check_writes_again(self, again: EffectsProbe) -> None:
+        """Refuse what the first run alone writes: it is put back, and no later run writes it."""
+        for storage in self.effects.written - again.written:
+            name = WatchedState(self._function).name_of(storage) or "a tensor"
+            raise CaptureError(
+                f"{name} is written by the first call alone, but the writes of a capture are put "
+                "back; call it once before it is graphed, so that this is done"
+            )
+
+    def _check_repeats(self, first: Any, second: Any) -> None:
+        """Refuse a result that is another one each time, or the first time, apart from rounding."""
         self.effects.restore()
         third = self._run(EffectsProbe())
-        if _same(second, third):
-            return  # only the first run was special: it made something for the others
-        for path, agreement, text in differences(third, second, exact_integers=True):
-            if agreement is not Agreement.SAME:
+        if not _same(second, third):
+            for path, agreement, text in _differences(third, second):
+                if agreement is not Agreement.SAME:
+                    raise CaptureError(
+                        f"{path} changes from run to run on the same rows ({text}); a graph would "
+                        "hold what it was at capture, so let it depend on arguments, or on tensors "
+                        "that are changed in place"
+                    )
+        for path, agreement, text in _differences(second, first):
+            if agreement is Agreement.DIFFERENT:
                 raise CaptureError(
-                    f"{path} changes from run to run on the same rows ({text}); a graph would hold "
-                    "what it was at capture, so let it depend on arguments, or on tensors that are "
-                    "changed in place"
+                    f"{path} of the first call differs from that of later ones on the same rows "
+                    f"({text}); call it once before it is graphed"
                 )
 
     def check_nothing_replaced(self) -> None:
@@ -102,6 +120,14 @@ class Rehearsal:
                 "add_, ...), or keep it out of the callable"
             )
 
+    def put_back_names(self) -> None:
+        """Let names refer to what they did before the first run: a refused call takes no effect.
+
+        A note that something was done would be wrong once what was done is put back.
+        """
+        for slot, was, _ in self._before.replaced() if self._before is not None else ():
+            slot.write(was)
+
     def _point_out_training(self) -> None:
         function = self._function
         if isinstance(function, torch.nn.Module) and function.training:
@@ -110,6 +136,16 @@ class Rehearsal:
                 "eval() first if it is for inference",
                 type(function).__name__,
             )
+
+
+def _differences(result: Any, reference: Any) -> Iterator[tuple[str, Agreement, str]]:
+    shapes = [
+        [path for path, _ in leaves_with_path(each, "output")] for each in (result, reference)
+    ]
+    if shapes[0] != shapes[1]:
+        yield "the structure of the result", Agreement.DIFFERENT, f"{shapes[0]} and {shapes[1]}"
+        return
+    yield from differences(result, reference, exact_integers=True)
 
 
 def _same(a: Any, b: Any) -> bool:

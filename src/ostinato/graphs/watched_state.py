@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ostinato.errors import ReplayMismatchError
+from ostinato.graphs.signature import same_value
 from ostinato.graphs.state_walk import SCALARS, Length, Slot, StateWalk, is_tensor
 from ostinato.graphs.tree import tensors_in
 
@@ -53,15 +54,18 @@ class WatchedState:
         self,
         function: Callable[..., Any],
         *,
+        arguments: Mapping[str, Any] | None = None,
         ignored: frozenset[str] = frozenset(),
         in_breaks: bool = True,
     ) -> None:
-        """``ignored``: names of values that are not watched.
+        """``arguments``: those that refer to state of their own, by name. ``ignored``: names of
+        values that are not watched.
 
         Without ``in_breaks``, not what eager breaks refer to: they run on every replay.
         """
         self._function, self._ignored, self._in_breaks = function, ignored, in_breaks
-        walk = StateWalk(function, in_breaks=in_breaks)
+        self._arguments = arguments or {}
+        walk = StateWalk(function, self._arguments, in_breaks=in_breaks)
         self._slots = [slot for slot in walk.slots if slot.name not in ignored]
         self._values = [slot.read() for slot in self._slots]
         pairs = list(zip(self._slots, self._values, strict=True))
@@ -139,7 +143,10 @@ class WatchedState:
     def without(self, names: Iterable[str]) -> WatchedState:
         """The same callable, watched from now on, apart from these names."""
         return WatchedState(
-            self._function, ignored=self._ignored.union(names), in_breaks=self._in_breaks
+            self._function,
+            arguments=self._arguments,
+            ignored=self._ignored.union(names),
+            in_breaks=self._in_breaks,
         )
 
     # --- by name -------------------------------------------------------------------------------
@@ -248,7 +255,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _same_value(now: Any, was: Any) -> bool:
-    return type(now) is type(was) and _is_plain(was) and bool(now == was)
+    return _is_plain(was) and same_value(now, was)
 
 
 # Private, in CUDA builds of torch 2.1 to 2.13: compares addresses of many tensors in one call.

@@ -1,0 +1,343 @@
+"""State that a callable reads, wherever it is kept: a change is found, or the result is right."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from ostinato import CaptureError, graphed
+from ostinato.errors import OstinatoError
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+Changing = tuple[Function, Callable[[], object]]  # a function, and what changes its result
+
+log = logging.getLogger("tests.graphed_state")
+factor = 2.0
+
+
+class Settings:
+    factor = 2.0
+    table = {"factor": 2.0}
+
+    @staticmethod
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * factor
+
+    @classmethod
+    def scaled_by_class(cls, x: torch.Tensor) -> torch.Tensor:
+        return x * cls.factor
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    factor: float = 2.0
+
+
+class Named(NamedTuple):
+    factors: list[float]
+
+
+class WithProperty(nn.Module):
+    @property
+    def gain(self) -> float:
+        return factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+@pytest.fixture
+def settings_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module of the user's, by a name that begins like a library's."""
+    module = types.ModuleType("torch_settings")
+    source = "factor = 2.0\ndef scaled(x):\n    return x * factor\n"
+    exec(compile(source, "torch_settings.py", "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, "torch_settings", module)
+    monkeypatch.setitem(globals(), "torch_settings", module)
+    return module
+
+
+def class_attribute(patch: pytest.MonkeyPatch) -> Changing:
+    return lambda x: x * Settings.factor, lambda: patch.setattr(Settings, "factor", 3.0)
+
+
+def class_method(patch: pytest.MonkeyPatch) -> Changing:
+    return Settings.scaled_by_class, lambda: patch.setattr(Settings, "factor", 3.0)
+
+
+def container_of_a_class(patch: pytest.MonkeyPatch) -> Changing:
+    change = lambda: patch.setitem(Settings.table, "factor", 3.0)  # noqa: E731
+    return lambda x: x * Settings.table["factor"], change
+
+
+def global_of_a_static_method(patch: pytest.MonkeyPatch) -> Changing:
+    return lambda x: Settings.scaled(x), lambda: patch.setitem(globals(), "factor", 3.0)
+
+
+def global_of_a_property(patch: pytest.MonkeyPatch) -> Changing:
+    return WithProperty(), lambda: patch.setitem(globals(), "factor", 3.0)
+
+
+def slots(patch: pytest.MonkeyPatch) -> Changing:
+    kept = Slotted()
+    return lambda x: x * kept.factor, lambda: setattr(kept, "factor", 3.0)
+
+
+def named_tuple(patch: pytest.MonkeyPatch) -> Changing:
+    kept = Named([2.0])
+    return lambda x: x * kept.factors[0], lambda: kept.factors.__setitem__(0, 3.0)
+
+
+def a_deque(patch: pytest.MonkeyPatch) -> Changing:
+    kept = collections.deque([2.0], maxlen=1)
+    return lambda x: x * kept[0], lambda: kept.append(3.0)
+
+
+def a_set(patch: pytest.MonkeyPatch) -> Changing:
+    kept = {2}
+    return lambda x: x * sum(kept), lambda: kept.add(3)
+
+
+def function_attribute(patch: pytest.MonkeyPatch) -> Changing:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * function.factor  # type: ignore[attr-defined]
+
+    function.factor = 2.0  # type: ignore[attr-defined]
+    return function, lambda: setattr(function, "factor", 3.0)
+
+
+def keyword_default(patch: pytest.MonkeyPatch) -> Changing:
+    kept = {"factor": 2.0}
+
+    def function(x: torch.Tensor, *, options: dict[str, float] = kept) -> torch.Tensor:
+        return x * options["factor"]
+
+    return function, lambda: kept.update(factor=3.0)
+
+
+def zero_of_another_sign(patch: pytest.MonkeyPatch) -> Changing:
+    kept = [0.0]
+    function = lambda x: torch.copysign(x, torch.full_like(x, kept[0]))  # noqa: E731
+    return function, lambda: kept.__setitem__(0, -0.0)
+
+
+def variable_of_a_hook(patch: pytest.MonkeyPatch) -> Changing:
+    model, kept = nn.Sequential(nn.Linear(3, 3)), [2.0]
+    model[0].register_forward_hook(lambda module, args, result: result * kept[0])
+    return model, lambda: kept.__setitem__(0, 3.0)
+
+
+def another_hook(patch: pytest.MonkeyPatch) -> Changing:
+    model = nn.Sequential(nn.Linear(3, 3))
+    hook = model[0].register_forward_hook(lambda module, args, result: result * 2)
+
+    def change() -> None:
+        hook.remove()
+        model[0].register_forward_hook(lambda module, args, result: result * 3)
+
+    return model, change
+
+
+def variable_of_a_patched_forward(patch: pytest.MonkeyPatch) -> Changing:
+    model, kept = nn.Sequential(nn.Linear(3, 3)), [2.0]
+    plain = model[0].forward
+    model[0].forward = lambda x: plain(x) * kept[0]
+    return model, lambda: kept.__setitem__(0, 3.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(class_attribute, class_method, container_of_a_class, global_of_a_static_method),
+        *(global_of_a_property, slots, named_tuple, a_deque, a_set, function_attribute),
+        *(keyword_default, zero_of_another_sign, variable_of_a_hook, another_hook),
+        variable_of_a_patched_forward,
+    ],
+    ids=lambda make: make.__name__,
+)
+def test_a_change_is_found(
+    make: Callable[[pytest.MonkeyPatch], Changing],
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:
+    function, change = make(monkeypatch)
+    if isinstance(function, nn.Module):
+        function.to(device)
+    check_change_is_found(function, change, device)
+
+
+def check_change_is_found(
+    function: Function, change: Callable[[], object], device: torch.device
+) -> None:
+    x = torch.rand(2, 3, device=device) + 1
+    with graphed(function, sizes=[2, 4]) as fast, torch.no_grad():
+        torch.testing.assert_close(fast(x), function(x))
+        before = function(x)
+        change()
+        assert not torch.equal(function(x), before)
+        with pytest.raises(OstinatoError, match=r"clear_graphs\(\)"):
+            fast(x)
+        fast.clear_graphs()
+        torch.testing.assert_close(fast(x), function(x))
+
+
+def test_globals_of_other_modules_are_watched(
+    settings_module: types.ModuleType, device: torch.device
+) -> None:
+    def read(x: torch.Tensor) -> torch.Tensor:
+        return x * torch_settings.factor  # type: ignore[name-defined]  # noqa: F821
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        return torch_settings.scaled(x)  # type: ignore[name-defined,no-any-return]  # noqa: F821
+
+    for number, function in enumerate((read, called)):
+        change = lambda number=number: setattr(settings_module, "factor", 3.0 + number)  # noqa: E731
+        check_change_is_found(function, change, device)
+
+
+def test_hooks_of_all_modules_are_watched(device: torch.device) -> None:
+    register = nn.modules.module.register_module_forward_hook
+    hooks: list[Any] = []
+    try:
+        check_change_is_found(
+            nn.Sequential(nn.Linear(3, 3)).to(device),
+            lambda: hooks.append(register(lambda module, args, result: result * 2)),
+            device,
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def test_modules_and_functions_that_are_arguments_are_watched(device: torch.device) -> None:
+    model, kept = nn.Linear(3, 3).to(device), [2.0]
+    x = torch.rand(2, 3, device=device)
+
+    def apply(
+        module: nn.Module, then: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+    ) -> torch.Tensor:
+        return then(module(x))
+
+    def scale(x: torch.Tensor) -> torch.Tensor:
+        return x * kept[0]
+
+    with graphed(apply, sizes=[2]) as fast, torch.no_grad():
+        torch.testing.assert_close(fast(model, scale, x), apply(model, scale, x))
+        model.weight = nn.Parameter(torch.rand(3, 3, device=device))
+        with pytest.raises(OstinatoError, match=r"parameter 'module.weight' moved"):
+            fast(model, scale, x)
+        fast.clear_graphs()
+        torch.testing.assert_close(fast(model, scale, x), apply(model, scale, x))
+        kept[0] = 3.0
+        with pytest.raises(OstinatoError, match=r"kept\[0\] is 3.0"):
+            fast(model, scale, x)
+
+
+def test_what_a_hook_keeps_of_each_call_is_refused(device: torch.device) -> None:
+    model, kept = nn.Sequential(nn.Linear(3, 3)).to(device), {}
+    model[0].register_forward_hook(lambda module, args, result: kept.update(features=result))
+    with (
+        graphed(model, sizes=[2]) as fast,
+        pytest.raises(CaptureError, match=r"kept\['features'\] is replaced inside the call"),
+    ):
+        fast(torch.rand(2, 3, device=device))
+
+
+def test_a_logger_is_no_state(device: torch.device) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        log.debug("%s", x.shape)
+        return x * 2
+
+    x = torch.rand(3, 2, device=device)
+    with graphed(function, sizes=[4]) as fast:
+        fast(x)
+        level = log.level
+        log.setLevel(logging.INFO)
+        logging.getLogger("tests.graphed_state.other")
+        try:
+            assert torch.equal(fast(x), x * 2)
+        finally:
+            log.setLevel(level)
+
+
+def test_a_compiled_submodule(device: torch.device) -> None:
+    model = nn.Sequential(torch.compile(nn.Linear(3, 3), backend="eager"), nn.ReLU()).to(device)
+    with graphed(model, sizes=[1, 4]) as fast, torch.no_grad():
+        for rows in (3, 1, 4):
+            x = torch.rand(rows, 3, device=device)
+            torch.testing.assert_close(fast(x), model(x))
+
+
+class Doubled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_torchscript_module_is_refused_by_name(device: torch.device) -> None:
+    model = nn.Sequential(torch.jit.script(Doubled()))
+    x = torch.rand(2, 3, device=device)
+    with (
+        graphed(model, sizes=[2]) as fast,
+        pytest.raises(CaptureError, match="module '0' is a TorchScript module"),
+    ):
+        fast(x)
+    with graphed(model, sizes=[2], check_state_every=0) as fast:
+        assert torch.equal(fast(x), x * 2)
+
+
+# --- calls that do something for later ones -------------------------------------------------------
+
+
+class Initialised(nn.Module):
+    """Its first call sets its scale, as ActNorm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+        self.is_set = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_set:
+            self.scale.copy_(1 + x.abs().amax(0))
+            self.is_set = True
+        return x / self.scale
+
+
+class Warm(nn.Module):
+    """Its first call answers otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_warm = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        was_warm, self.is_warm = self.is_warm, True
+        return x if was_warm else x * 0
+
+
+@pytest.fixture(params=[Initialised, Warm])
+def special(request: pytest.FixtureRequest, device: torch.device) -> nn.Module:
+    return request.param().to(device)  # type: ignore[no-any-return]
+
+
+def test_a_special_first_call_is_refused_and_still_to_come(
+    special: nn.Module, device: torch.device
+) -> None:
+    reference = type(special)().to(device)
+    x = torch.rand(2, 3, device=device) + 1
+    with graphed(special, sizes=[2]) as fast:
+        with pytest.raises(CaptureError, match="call it once before it is graphed"):
+            fast(x)
+        assert torch.equal(special(x), reference(x))
+        for _ in range(2):
+            assert torch.equal(fast(x), reference(x))
