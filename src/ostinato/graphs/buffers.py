@@ -108,6 +108,8 @@ class StaticBuffer:
         if noise:
             spread = torch.randn(others.shape, device=self._device, generator=generator)
             typical = 1 + others.float().nan_to_num(0, 0, 0).abs().mean()
+            if others.itemsize == 1:  # no arithmetic with these
+                others = others.float()
             others = others + noise * typical * spread
         elif bool((others == padding).all()):
             others = torch.rand(others.shape, device=self._device, generator=generator)

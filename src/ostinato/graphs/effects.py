@@ -37,7 +37,8 @@ _INDEXING = frozenset(
     (
         *("index", "index_select", "index_add", "index_copy", "index_fill", "index_put", "take"),
         *("_index_put_impl", "index_reduce", "gather", "scatter", "scatter_add", "put"),
-        *("scatter_reduce", "embedding", "_embedding_bag"),
+        *("scatter_reduce", "embedding", "_embedding_bag", "_embedding_bag_forward_only"),
+        *("nll_loss_forward", "nll_loss2d_forward", "_unsafe_index", "_unsafe_index_put"),
     )
 )
 # What asserts, on CUDA, that its numbers are probabilities or the like.
@@ -67,8 +68,8 @@ class EffectsProbe(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.sees_floats = False
-        # Made into an index, a number that no caller passed would end a CUDA process.
-        self.takes_any_number = True
+        self._needs_probabilities = False
+        self._casts_to_integers = False
         self._computes_integers = False
         self._indexes = False
         self._created: set[int] = set()
@@ -94,12 +95,13 @@ class EffectsProbe(TorchDispatchMode):
                 target = args[0] if func is torch.ops.aten.copy_.default else kwargs.get("dtype")
                 source = args[-1] if func is torch.ops.aten.copy_.default else args[0]
                 if _is_integer(target) and not _is_integer(source):
-                    self.takes_any_number = False
+                    self._casts_to_integers = True
             integers = [tensor for tensor in tensors_in(args) if _is_integer(tensor)]
             name = func._schema.name.removeprefix("aten::").rstrip("_")
-            if name in _OF_PROBABILITIES:
-                self.takes_any_number = False
-            self._indexes |= name in _INDEXING and bool(integers)
+            self._needs_probabilities |= name in _OF_PROBABILITIES
+            # What a custom operator does with integers is not known.
+            indexes = name in _INDEXING or func.namespace != "aten"
+            self._indexes |= indexes and bool(integers)
             together = [tensor for tensor in integers if tensor.dim() > 0]
             self._computes_integers |= name in _SUMS and bool(together)
             self._computes_integers |= name in _ARITHMETIC and len(together) > 1
@@ -122,6 +124,12 @@ class EffectsProbe(TorchDispatchMode):
     @property
     def draws_random_numbers(self) -> bool:
         return bool(self._generators)
+
+    @property
+    def takes_any_number(self) -> bool:
+        """Whether numbers that no caller passed are harmless: made into an index, or taken for a
+        probability, one would end a CUDA process."""
+        return not (self._needs_probabilities or (self._casts_to_integers and self._indexes))
 
     @property
     def may_index_anywhere(self) -> bool:

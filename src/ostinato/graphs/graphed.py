@@ -143,12 +143,16 @@ class GraphedCallable(Generic[P, R]):
         return cast(R, self._exclusive_use.run(self._call, args, kwargs))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._layout is None:
-            self._prepare(args, kwargs)
-        layout, pool = self._parts()
-        values = layout.values(args, kwargs)
-        rows = layout.batch_size(values)
-        return pool.exclusive_use.run(self._call_in_pool, rows, values, (args, kwargs))
+        try:
+            if self._layout is None:
+                self._prepare(args, kwargs)
+            layout, pool = self._parts()
+            values = layout.values(args, kwargs)
+            rows = layout.batch_size(values)
+            return pool.exclusive_use.run(self._call_in_pool, rows, values, (args, kwargs))
+        except BaseException:
+            self._forget_if_nothing_captured()
+            raise
 
     @torch.no_grad()
     def _call_in_pool(self, rows: int, values: Sequence[Any], call: tuple[Any, Any]) -> Any:
@@ -204,12 +208,16 @@ class GraphedCallable(Generic[P, R]):
         return self._exclusive_use.run(self._capture, args, kwargs)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureReport:
-        if self._layout is None:
-            self._prepare(args, kwargs)
-        layout, pool = self._parts()
-        values = layout.values(*map_tensors(pool.kept, (args, kwargs)))
-        layout.batch_size(values)
-        return pool.exclusive_use.run(self._capture_in_pool, values)
+        try:
+            if self._layout is None:
+                self._prepare(args, kwargs)
+            layout, pool = self._parts()
+            values = layout.values(*map_tensors(pool.kept, (args, kwargs)))
+            layout.batch_size(values)
+            return pool.exclusive_use.run(self._capture_in_pool, values)
+        except BaseException:
+            self._forget_if_nothing_captured()
+            raise
 
     @torch.no_grad()
     def _capture_in_pool(self, values: Sequence[Any]) -> CaptureReport:
@@ -326,6 +334,11 @@ class GraphedCallable(Generic[P, R]):
             if pool is not None:
                 self._pool = None
                 pool.close()
+
+    def _forget_if_nothing_captured(self) -> None:
+        """After a failed call: arguments that no graph was captured with bind no later call."""
+        if self._layout is not None and not any(g.num_graphs for g in self._graph_sets.values()):
+            self.forget()
 
     def __get__(self, instance: Any, owner: type | None = None) -> GraphedCallable[..., Any]:
         """A decorated method, bound to its object: graphs of its own for each, since each has

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ostinato.errors import OstinatoError
 from ostinato.graphs.agreement import same_bits
 from ostinato.graphs.graphed_call import CallLayout
 
@@ -48,7 +49,12 @@ class PaddingTrial:
         for as_captured, others in self._arrangements():
             first = self._result_of(as_captured)
             for other in others:
-                index = _first_difference(first, self._result_of(other))
+                try:
+                    index = _first_difference(first, self._result_of(other))
+                except OstinatoError:
+                    raise
+                except (RuntimeError, IndexError):
+                    continue  # an operator does not take such numbers
                 if index is None:
                     continue
                 repeats = _first_difference(first, self._result_of(as_captured)) is None

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ostinato.errors import BatchError
+from ostinato.errors import BatchError, OstinatoError
 from ostinato.graphs.agreement import Agreement, compare, differences
 from ostinato.graphs.effects import EffectsProbe, FixedDraws
 from ostinato.graphs.graphed_call import CallLayout
@@ -77,7 +77,16 @@ class Trial:
     def replay(self, written: Iterable[int]) -> None:
         """Replay the call. ``written``: arguments that the callable writes, by position."""
         self._layout.fill(self.values, self._size)
-        self._pool.replay(self._graph.tape)
+        try:
+            self._pool.replay(self._graph.tape)
+        except (RuntimeError, IndexError) as error:
+            if self._rows == self._size or isinstance(error, OstinatoError):
+                raise
+            raise BatchError(
+                f"{self._rows} rows run, but not padded to {self._size}: "
+                f"{type(error).__name__}: {error}; choose padding that the callable can take "
+                f"(padding={{...}}), or add size {self._rows}"
+            ) from error
         self._layout.write_back(self.values, self._size, written)
 
     def infer_layout(self) -> OutputLayout:
@@ -88,6 +97,8 @@ class Trial:
 
         ``outputs`` may be None if nothing is padded.
         """
+        if self._rows == self._size:
+            outputs = None  # which need not fit: squeeze() leaves out a dimension for one row
         agreement = Agreement.SAME
         if self.draws_random_numbers:
             self._compare_draws(outputs)

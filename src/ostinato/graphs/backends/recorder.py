@@ -67,9 +67,10 @@ class Recorder(CaptureGuard):
         generators: Sequence[torch.Generator],
         verified: dict[Hashable, Verified],
     ) -> None:
-        super().__init__("cpu", (torch.default_generator, *generators))
+        all_generators = (torch.default_generator, *generators)
+        super().__init__("cpu", all_generators)
         self.steps: list[Step] = []
-        self._random_state = torch.get_rng_state()
+        self._random_states = [(each, each.get_state()) for each in all_generators]
         self._arena = arena
         self._verified = verified
         self._pinned: dict[Hashable, torch.Tensor] = {}
@@ -162,15 +163,15 @@ class Recorder(CaptureGuard):
             return func(*args, **kwargs)
         self.check_random_state()
         result = func(*args, **kwargs)
-        self._random_state = torch.get_rng_state()
+        self._random_states = [(each, each.get_state()) for each, _ in self._random_states]
         return result
 
     def check_random_state(self) -> None:
-        """Raise if the generator was touched by anything but recorded operators."""
-        if not torch.equal(torch.get_rng_state(), self._random_state):
+        """Raise if a generator was touched by anything but recorded operators."""
+        if not all(torch.equal(each.get_state(), state) for each, state in self._random_states):
             source = source_of_caller()
             raise CaptureError(
-                "the random generator was seeded or its state set during a capture, which a replay "
+                "a random generator was seeded or its state set during a capture, which a replay "
                 f"would not repeat, before {source or 'an unknown line'}; seed before the capture",
                 source=source,
             )
@@ -290,7 +291,9 @@ def _out_call(
 def _call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
     """What a call's kernel depends on, its data aside; None for calls that are not remembered."""
     try:
-        return (func, *map(_value_key, args), *[(k, _value_key(v)) for k, v in kwargs.items()])
+        named = [(name, _value_key(value)) for name, value in kwargs.items()]
+        # torch.ones(3) is of the default type.
+        return (func, torch.get_default_dtype(), *map(_value_key, args), *named)
     except TypeError:
         return None
 
