@@ -150,3 +150,29 @@ def test_seeding_a_generator_inside_is_refused(device: torch.device) -> None:
         pytest.raises(OstinatoError),
     ):
         fast(torch.randn(2, 3, device=device))
+
+
+class Observer(nn.Module):
+    """Keeps the smallest number it has seen, as calibration does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("smallest", torch.full((), torch.inf))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.smallest.copy_(torch.minimum(self.smallest, x.min()))
+        return x * 2
+
+
+def test_state_that_padding_would_change_is_refused(device: torch.device) -> None:
+    """Zeros change nothing beside a first batch of both signs, and do beside a later one."""
+    model = Observer().to(device)
+    x = torch.tensor([[-1.0], [2.0], [3.0]], device=device)
+    with graphed(model, sizes=[3, 4]) as fast:
+        fast(x)
+        assert model.smallest == -1
+    with (
+        graphed(model, sizes=[4]) as fast,
+        pytest.raises(BatchError, match="leaves buffer 'smallest' other than an eager call"),
+    ):
+        fast(x)

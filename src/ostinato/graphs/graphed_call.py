@@ -248,6 +248,10 @@ class CallLayout:
     def _free_buffers(self) -> list[tuple[int, StaticBuffer]]:
         return [each for each in self._buffers if each[0] not in self._chosen_padding]
 
+    @property
+    def has_chosen_padding(self) -> bool:
+        return bool(self._chosen_padding)
+
     def differs_from_padding(self, values: Sequence[Any]) -> bool:
         """Whether taking padding for a row of this batch would show in results."""
         return any(buffer.differs_from_padding(values[index]) for index, buffer in self._buffers)

@@ -108,7 +108,7 @@ class Trial:
             agreement = self._agreement(result, self._reference, self._rows, exact=exact)
             agreement = max(agreement, self._compare_memory(watched, exact=exact))
         if self._rows < self._size:
-            self._check_padding_does_not_matter(outputs)
+            self._check_padding_does_not_matter(outputs, watched)
         return agreement
 
     def _cut(self, output: Any, outputs: OutputLayout | None) -> Any:
@@ -163,13 +163,18 @@ class Trial:
         effects.restore()
         return result
 
-    def _check_padding_does_not_matter(self, outputs: OutputLayout | None) -> None:
-        """Raise if real rows change when padding rows do."""
+    def _check_padding_does_not_matter(
+        self, outputs: OutputLayout | None, watched: WatchedState | None
+    ) -> None:
+        """Raise if real rows, or what the callable writes besides, change when padding rows do."""
+        # Padding that was chosen may send what padding rows write to a place of their own.
+        written = () if self._layout.has_chosen_padding else tuple(self._after.memory)
 
         def replay() -> list[torch.Tensor]:
             self.undo()
             self._pool.replay(self._graph.tape)
-            return list(tensors_in(self._cut(self._graph.output, outputs)))
+            result = list(tensors_in(self._cut(self._graph.output, outputs)))
+            return [*result, *map(self._effects.in_place, written)]
 
         safe = self._effects.takes_any_number
         trial = PaddingTrial(
@@ -181,14 +186,18 @@ class Trial:
             with_other_rows=safe and not self._effects.may_index_anywhere,
         )
         index = trial.changed_output()
-        if index is not None:
-            leaves = leaves_with_path(self._graph.output, "output")
-            paths = [path for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-            text = (
-                "it changes when padding rows do (if what they hold tells the callable to leave "
-                "them out, pass it as padding={...})"
-            )
-            raise differs(paths[index], text, self._rows, self._size)
+        if index is None:
+            return
+        leaves = leaves_with_path(self._graph.output, "output")
+        paths = [path for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if index >= len(paths):
+            name = None if watched is None else watched.name_of(written[index - len(paths)])
+            raise _leaves(name or "a tensor that the callable refers to", self._rows, self._size)
+        text = (
+            "it changes when padding rows do (if what they hold tells the callable to leave "
+            "them out, pass it as padding={...})"
+        )
+        raise differs(paths[index], text, self._rows, self._size)
 
     def check_does_not_read(self, names: Sequence[str]) -> None:
         """Raise if the result depends on values that the call itself left behind under ``names``.
