@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Normal
 
 from ostinato import BatchError, CaptureError, ConfigError, graphed
 from ostinato.errors import OstinatoError
@@ -176,3 +178,26 @@ def test_state_that_padding_would_change_is_refused(device: torch.device) -> Non
         pytest.raises(BatchError, match="leaves buffer 'smallest' other than an eager call"),
     ):
         fast(x)
+
+
+@pytest.mark.parametrize("make", [lambda x: deque([x * 2]), lambda x: Normal(x, 1.0)])
+def test_results_in_other_objects_are_refused(
+    make: Callable[[torch.Tensor], object], device: torch.device
+) -> None:
+    with (
+        graphed(make, sizes=[2]) as fast,
+        pytest.raises(CaptureError, match=r"output is a (deque|Normal), made anew by every call"),
+    ):
+        fast(torch.randn(2, 3, device=device))
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_transforms_of_a_graphed_callable_are_refused(captured: bool, device: torch.device) -> None:
+    x = torch.randn(2, 3, 4, device=device)
+    with graphed(lambda rows: rows * 2, sizes=[4]) as fast:
+        if captured:
+            fast(x[0])
+        with pytest.raises(CaptureError, match=r"inside a transform of torch\.func"):
+            torch.vmap(fast)(x)
+    with graphed(torch.vmap(lambda rows: rows * 2), sizes=[4]) as fast:
+        assert torch.equal(fast(x), x * 2)

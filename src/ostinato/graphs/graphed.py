@@ -52,6 +52,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _DEFAULT_LARGEST = 64
+# Private to torch: the innermost transform of torch.func, or None.
+_inside_transform = torch._C._functorch.peek_interpreter_stack
 
 
 class GraphedCallable(Generic[P, R]):
@@ -382,6 +384,12 @@ class GraphedCallable(Generic[P, R]):
             raise CaptureError(
                 "torch.compile cannot look into a graphed callable; compile the model first and "
                 "graph the result: graphed(torch.compile(model))"
+            )
+        if _inside_transform():
+            raise CaptureError(
+                "a graphed callable was called inside a transform of torch.func (vmap, grad, ...), "
+                "which cannot look into graphs; transform the plain function (unwrap()) and graph "
+                "the result: graphed(torch.vmap(function))"
             )
         if self._closed:
             raise ClosedError("this graphed callable is closed; call graphed() again")

@@ -16,7 +16,7 @@ import torch
 from ostinato.errors import CaptureError
 from ostinato.graphs.agreement import Agreement, differences, same_bits
 from ostinato.graphs.effects import EffectsProbe
-from ostinato.graphs.signature import same_value
+from ostinato.graphs.signature import is_fixed, same_value
 from ostinato.graphs.tree import leaves_with_path, map_tensors
 from ostinato.graphs.watched_state import WatchedState, show
 
@@ -95,6 +95,7 @@ class Rehearsal:
         self.effects.restore()
         third = self._run(EffectsProbe())
         if not _same(second, third):
+            _check_can_be_filled(second, third)
             for path, agreement, text in _differences(third, second):
                 if agreement is not Agreement.SAME:
                     raise CaptureError(
@@ -135,6 +136,19 @@ class Rehearsal:
                 "%s is in training mode and draws random numbers (dropout?) in its graphs; call "
                 "eval() first if it is for inference",
                 type(function).__name__,
+            )
+
+
+def _check_can_be_filled(result: Any, other: Any) -> None:
+    """Refuse a result whose tensors are in an object that cannot be looked into."""
+    pairs = zip(leaves_with_path(result, "output"), leaves_with_path(other, "output"), strict=False)
+    for (path, leaf), (_, its_like) in pairs:
+        plain = isinstance(leaf, torch.Tensor) or is_fixed(leaf)
+        if not plain and not same_value(leaf, its_like):
+            raise CaptureError(
+                f"{path} is a {type(leaf).__qualname__}, made anew by every call, and a replay "
+                "would return that of the capture; return tensors, in dicts, lists, tuples or "
+                "dataclasses"
             )
 
 

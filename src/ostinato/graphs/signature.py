@@ -197,9 +197,13 @@ _FIXED_TYPES = (
 )
 
 
+def is_fixed(leaf: Any) -> bool:
+    return isinstance(leaf, _FIXED_TYPES)
+
+
 def fixed(path: str, leaf: Any) -> Any:
     """``leaf``, if a later call can be compared with it; an object with hidden contents cannot."""
-    if isinstance(leaf, _FIXED_TYPES):
+    if is_fixed(leaf):
         return leaf
     raise CaptureError(
         f"argument {path!r} is a {type(leaf).__qualname__}, whose contents cannot be checked on "
