@@ -8,6 +8,7 @@ import logging
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -97,6 +98,15 @@ def named_tuple(patch: pytest.MonkeyPatch) -> Changing:
     return lambda x: x * kept.factors[0], lambda: kept.factors.__setitem__(0, 3.0)
 
 
+class AttributeDict(dict[str, float]):
+    __getattr__ = dict.__getitem__
+
+
+def attribute_dict(patch: pytest.MonkeyPatch) -> Changing:
+    kept = AttributeDict(factor=2.0)
+    return lambda x: x * kept.factor, lambda: kept.update(factor=3.0)
+
+
 def a_deque(patch: pytest.MonkeyPatch) -> Changing:
     kept = collections.deque([2.0], maxlen=1)
     return lambda x: x * kept[0], lambda: kept.append(3.0)
@@ -160,7 +170,7 @@ def variable_of_a_patched_forward(patch: pytest.MonkeyPatch) -> Changing:
         *(class_attribute, class_method, container_of_a_class, global_of_a_static_method),
         *(global_of_a_property, slots, named_tuple, a_deque, a_set, function_attribute),
         *(keyword_default, zero_of_another_sign, variable_of_a_hook, another_hook),
-        variable_of_a_patched_forward,
+        *(variable_of_a_patched_forward, attribute_dict),
     ],
     ids=lambda make: make.__name__,
 )
@@ -267,6 +277,21 @@ def test_a_logger_is_no_state(device: torch.device) -> None:
             assert torch.equal(fast(x), x * 2)
         finally:
             log.setLevel(level)
+
+
+def test_what_an_object_caches_of_itself_is_no_state(device: torch.device) -> None:
+    where = Path("some") / "directory"
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * len(where.parts)
+
+    x = torch.rand(3, 2, device=device)
+    with graphed(function, sizes=[4]) as fast:
+        fast(x)
+        assert str(where)
+        assert where.parent.name
+        assert hash(where)
+        assert torch.equal(fast(x), x * 2)
 
 
 def test_a_compiled_submodule(device: torch.device) -> None:

@@ -164,15 +164,15 @@ class StateWalk:
             yield from self._module(value, f"{path}." if path else "", depth)
         elif isinstance(value, types.FunctionType):
             yield from self._code(value, depth)
-        elif hasattr(value, "__self__") and hasattr(value, "__func__"):  # a bound method
+        elif isinstance(value, (dict, list, tuple, deque)) and not isinstance(value, torch.Size):
+            yield from self._items(value, path, depth)
+        elif _is_bound_method(value):
             yield from self._enter(value.__self__, path or "self", depth)
             yield from self._enter(value.__func__, path, depth)
         elif isinstance(value, functools.partial):
             yield from self._enter(value.func, path, depth)
             yield from self._items(value.args, f"{path or 'partial'}.args", depth)
             yield from self._items(value.keywords, f"{path or 'partial'}.keywords", depth)
-        elif isinstance(value, (dict, list, tuple, deque)) and not isinstance(value, torch.Size):
-            yield from self._items(value, path, depth)
         elif isinstance(value, set):
             yield Slot(f"the number of items in {path}", Length(value), "length")
         elif isinstance(value, type):
@@ -181,7 +181,8 @@ class StateWalk:
             prefix = f"{path}." if path else ""
             if hasattr(value, "__dict__"):
                 yield from self._attributes(value.__dict__, prefix, depth)
-            if slots := _Slots(value):
+            # Those of the standard library are caches, as of a Path.
+            if _package(type(value)) not in sys.stdlib_module_names and (slots := _Slots(value)):
                 yield from self._attributes(slots, prefix, depth)
             yield from self._class(type(value), depth)
 
@@ -297,10 +298,17 @@ class StateWalk:
                     yield from self._globals(vars(value), f"{path}.", names, depth + 1)
 
 
+def _is_bound_method(value: Any) -> bool:
+    try:
+        return hasattr(value, "__self__") and hasattr(value, "__func__")
+    except Exception:  # of a __getattr__ that finds no such item
+        return False
+
+
 def _is_object(value: Any) -> bool:
     if isinstance(value, (types.ModuleType, torch.Tensor)):
         return False
-    if not hasattr(value, "__dict__") and not hasattr(value, "__slots__"):
+    if not hasattr(value, "__dict__") and not hasattr(type(value), "__slots__"):
         return False
     return _package(type(value)) not in _LIBRARIES
 
