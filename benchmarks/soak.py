@@ -32,8 +32,8 @@ from typing import Any
 import torch
 
 from ostinato import GraphConfig, SamplingParams
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.engine import Completion, Engine
+from ostinato.config import EngineConfig
+from ostinato.engine.engine import Completion, Engine
 
 MAX_MODEL_LEN = 192
 MAX_PROMPT = 96

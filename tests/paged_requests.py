@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec
-from ostinato.runtime.attention.selected import last_tokens
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.kv_cache import KVCache
+from ostinato.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.attention.selected import last_tokens
+from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.runner.kv_cache import KVCache
 
 BLOCK_SIZE = 4
 

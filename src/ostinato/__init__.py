@@ -24,30 +24,31 @@ _HOME = {
     "CaptureOutOfMemoryError": "errors",
     "CaptureError": "errors",
     "BatchError": "errors",
-    "AttentionCGSupport": "graphs.modes",
-    "BatchDescriptor": "graphs.descriptor",
-    "BatchShape": "graphs.descriptor",
-    "CUDAGraphMode": "graphs.modes",
+    "AttentionCGSupport": "graphs.policy.modes",
+    "BatchDescriptor": "graphs.policy.descriptor",
+    "BatchShape": "graphs.policy.descriptor",
+    "CUDAGraphMode": "graphs.policy.modes",
     "CUDAGraphOptions": "graphs.wrapper",
     "CUDAGraphWrapper": "graphs.wrapper",
-    "CapturePlan": "graphs.plan",
-    "Choice": "graphs.descriptor",
+    "CapturePlan": "graphs.policy.plan",
+    "Choice": "graphs.policy.descriptor",
     "CudaGraphManager": "graphs.manager",
-    "GraphPool": "graphs.pool",
-    "Reason": "graphs.descriptor",
-    "compilation_counter": "graphs.counters",
-    "eager_break": "graphs.segments",
-    "get_forward_context": "graphs.context",
-    "GraphConfig": "runtime.config",
-    "LLM": "runtime.llm",
-    "RequestOutput": "runtime.outputs",
-    "SamplingParams": "runtime.sampling_params",
+    "GraphPool": "graphs.capture.pool",
+    "Reason": "graphs.policy.descriptor",
+    "compilation_counter": "graphs.policy.counters",
+    "eager_break": "graphs.capture.segments",
+    "get_forward_context": "graphs.capture.context",
+    "GraphConfig": "config",
+    "LLM": "llm",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
     "graphed": "graphs.graphed",
-    "resolve_mode": "graphs.modes",
-    "set_forward_context": "graphs.context",
+    "resolve_mode": "graphs.policy.modes",
+    "set_forward_context": "graphs.capture.context",
 }
 
 if TYPE_CHECKING:
+    from ostinato.config import GraphConfig as GraphConfig
     from ostinato.errors import BatchError as BatchError
     from ostinato.errors import CaptureError as CaptureError
     from ostinato.errors import CaptureOutOfMemoryError as CaptureOutOfMemoryError
@@ -60,27 +61,26 @@ if TYPE_CHECKING:
     from ostinato.errors import OutOfBlocksError as OutOfBlocksError
     from ostinato.errors import ReplayMismatchError as ReplayMismatchError
     from ostinato.errors import RequestError as RequestError
-    from ostinato.graphs.context import get_forward_context as get_forward_context
-    from ostinato.graphs.context import set_forward_context as set_forward_context
-    from ostinato.graphs.counters import compilation_counter as compilation_counter
-    from ostinato.graphs.descriptor import BatchDescriptor as BatchDescriptor
-    from ostinato.graphs.descriptor import BatchShape as BatchShape
-    from ostinato.graphs.descriptor import Choice as Choice
-    from ostinato.graphs.descriptor import Reason as Reason
+    from ostinato.graphs.capture.context import get_forward_context as get_forward_context
+    from ostinato.graphs.capture.context import set_forward_context as set_forward_context
+    from ostinato.graphs.capture.pool import GraphPool as GraphPool
+    from ostinato.graphs.capture.segments import eager_break as eager_break
     from ostinato.graphs.graphed import graphed as graphed
     from ostinato.graphs.manager import CudaGraphManager as CudaGraphManager
-    from ostinato.graphs.modes import AttentionCGSupport as AttentionCGSupport
-    from ostinato.graphs.modes import CUDAGraphMode as CUDAGraphMode
-    from ostinato.graphs.modes import resolve_mode as resolve_mode
-    from ostinato.graphs.plan import CapturePlan as CapturePlan
-    from ostinato.graphs.pool import GraphPool as GraphPool
-    from ostinato.graphs.segments import eager_break as eager_break
+    from ostinato.graphs.policy.counters import compilation_counter as compilation_counter
+    from ostinato.graphs.policy.descriptor import BatchDescriptor as BatchDescriptor
+    from ostinato.graphs.policy.descriptor import BatchShape as BatchShape
+    from ostinato.graphs.policy.descriptor import Choice as Choice
+    from ostinato.graphs.policy.descriptor import Reason as Reason
+    from ostinato.graphs.policy.modes import AttentionCGSupport as AttentionCGSupport
+    from ostinato.graphs.policy.modes import CUDAGraphMode as CUDAGraphMode
+    from ostinato.graphs.policy.modes import resolve_mode as resolve_mode
+    from ostinato.graphs.policy.plan import CapturePlan as CapturePlan
     from ostinato.graphs.wrapper import CUDAGraphOptions as CUDAGraphOptions
     from ostinato.graphs.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
-    from ostinato.runtime.config import GraphConfig as GraphConfig
-    from ostinato.runtime.llm import LLM as LLM
-    from ostinato.runtime.outputs import RequestOutput as RequestOutput
-    from ostinato.runtime.sampling_params import SamplingParams as SamplingParams
+    from ostinato.llm import LLM as LLM
+    from ostinato.outputs import RequestOutput as RequestOutput
+    from ostinato.sampling_params import SamplingParams as SamplingParams
 
 __all__ = ["__version__", *_HOME]
 

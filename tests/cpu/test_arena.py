@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato import GraphPool
 from ostinato.errors import CaptureOutOfMemoryError
-from ostinato.graphs.backends.arena import Arena
+from ostinato.graphs.backends.cpu.arena import Arena
 
 ALIGNMENT = 64
 PAGE = 4096

@@ -9,7 +9,7 @@ import torch
 
 from ostinato import GraphPool
 from ostinato.errors import CaptureOutOfMemoryError
-from ostinato.graphs.backends.arena import Arena
+from ostinato.graphs.backends.cpu.arena import Arena
 
 SMALLEST = 1 << 26
 

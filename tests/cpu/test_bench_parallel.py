@@ -15,17 +15,17 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ostinato import cli, set_forward_context
+from ostinato.attention import create_attention
 from ostinato.bench import parallel, plan, plot_parallel
 from ostinato.bench.rank_step import BLOCK_SIZE, SilentComm, make_batch, make_cache
 from ostinato.cli.parallel_tables import plan_tables
 from ostinato.errors import ConfigError
-from ostinato.runtime.attention import create_attention
-from ostinato.runtime.models.checkpoint import Checkpoint
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.parallel.comm import Comm
-from ostinato.runtime.parallel.layout import ParallelLayout
-from ostinato.runtime.parallel.loopback import LoopbackWorld
-from ostinato.runtime.parallel.sharded_decoder import build_base
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.parallel.comm import Comm
+from ostinato.parallel.layout import ParallelLayout
+from ostinato.parallel.sharded_decoder import build_base
+from ostinato.testing.loopback import LoopbackWorld
 
 CPU = torch.device("cpu")
 BENCH = ["bench", "parallel", "--model", "tiny", "--device", "cpu", "--tokens", "1,3,8"]

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import BatchError, ConfigError
-from ostinato.graphs.buffers import StaticBuffer
+from ostinato.graphs.capture.buffers import StaticBuffer
 
 MAX_ROWS, WIDTH, PADDING = 8, 3, -1
 

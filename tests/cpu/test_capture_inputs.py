@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from ostinato.errors import ConfigError
-from ostinato.graphs.capture_inputs import CaptureInputs, TokenBuffers, prepare_capture_inputs
-from ostinato.graphs.descriptor import BatchDescriptor
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.plan import CapturePlan, PlanEntry
+from ostinato.graphs.capture.capture_inputs import (
+    CaptureInputs,
+    TokenBuffers,
+    prepare_capture_inputs,
+)
+from ostinato.graphs.policy.descriptor import BatchDescriptor
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 
 MAX_SEQS, MAX_TOKENS, MAX_MODEL_LEN = 6, 16, 777
 POISON = -7  # nothing that the layout writes

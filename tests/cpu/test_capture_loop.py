@@ -15,10 +15,10 @@ from ostinato import (
     get_forward_context,
 )
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError
-from ostinato.graphs.capture_loop import CaptureReport, capture_entries
-from ostinato.graphs.dispatch import Dispatcher
+from ostinato.graphs.capture.capture_loop import CaptureReport, capture_entries
 from ostinato.graphs.manager import PreparedBatch
-from ostinato.graphs.plan import PlanEntry
+from ostinato.graphs.policy.dispatch import Dispatcher
+from ostinato.graphs.policy.plan import PlanEntry
 
 
 def walk(

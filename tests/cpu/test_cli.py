@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from ostinato import LLM, SamplingParams, cli
-from ostinato.runtime.config import EngineConfig, GraphConfig
-from ostinato.runtime.cpu_kernels import has_numba
+from ostinato.config import EngineConfig, GraphConfig
+from ostinato.ops.numba import has_numba
 
 TINY = ["--model", "tiny", "--random-weights", "--device", "cpu", "--max-model-len", "64"]
 PROMPT = "1,2,3"
@@ -303,7 +303,7 @@ def test_errors_of_the_installed_command() -> None:
 def test_errors_that_are_not_ours_are_not_hidden(
     ostinato: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ostinato.runtime import explain
+    from ostinato.engine import explain
 
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ZeroDivisionError("a mistake of ours")

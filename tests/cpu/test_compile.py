@@ -24,14 +24,14 @@ from ostinato import (
     compilation_counter,
     set_forward_context,
 )
+from ostinato.attention.base import AttentionSpec, attend
 from ostinato.compile.backend import PiecewiseModel, compile_piecewise
 from ostinato.compile.cache import CompileCache
 from ostinato.errors import BatchError, CaptureError, ConfigError
 from ostinato.graphs.backends.ambient import compiled_functions_run_eagerly
-from ostinato.runtime.attention.base import AttentionSpec, attend
-from ostinato.runtime.models.decoder import Decoder
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.models.hf import HFCausalLM
+from ostinato.models.hf.model import HFCausalLM
+from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.decoder_config import DecoderConfig
 
 WIDTH, HEADS, VOCAB = 32, 4, 64
 MAX_TOKENS = 40

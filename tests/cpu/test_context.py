@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from ostinato.errors import ConfigError, ContextError
-from ostinato.graphs.context import (
+from ostinato.graphs.capture.context import (
     ForwardContext,
     current_forward_context,
     get_forward_context,
     set_forward_context,
 )
-from ostinato.graphs.descriptor import BatchDescriptor
-from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.policy.descriptor import BatchDescriptor
+from ostinato.graphs.policy.modes import CUDAGraphMode
 
 KEY = BatchDescriptor(8)
 

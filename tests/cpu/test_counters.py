@@ -8,7 +8,7 @@ import pytest
 
 import ostinato
 from ostinato.errors import ConfigError
-from ostinato.graphs.counters import CompilationCounter, compilation_counter
+from ostinato.graphs.policy.counters import CompilationCounter, compilation_counter
 
 CONTRACT_FIELDS = {
     "num_models_seen",

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from ostinato.errors import ConfigError
-from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
-from ostinato.graphs.modes import CUDAGraphMode
+from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice, Reason
+from ostinato.graphs.policy.modes import CUDAGraphMode
 
 VARIANTS = [
     BatchDescriptor(8),

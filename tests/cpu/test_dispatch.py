@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import BatchError, ConfigError
-from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
-from ostinato.graphs.dispatch import Dispatcher
-from ostinato.graphs.modes import AttentionCGSupport, CUDAGraphMode, resolve_mode
-from ostinato.graphs.plan import CapturePlan, PlanEntry
+from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice, Reason
+from ostinato.graphs.policy.dispatch import Dispatcher
+from ostinato.graphs.policy.modes import AttentionCGSupport, CUDAGraphMode, resolve_mode
+from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE

@@ -30,7 +30,7 @@ from ostinato.errors import (
     ConfigError,
     ReplayMismatchError,
 )
-from ostinato.graphs.segments import is_recording
+from ostinato.graphs.capture.segments import is_recording
 
 FULL = CUDAGraphMode.FULL
 KEY = BatchDescriptor(4)

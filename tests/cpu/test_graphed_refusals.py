@@ -7,7 +7,7 @@ import torch
 
 from ostinato import graphed
 from ostinato.errors import BatchError, CaptureError
-from ostinato.graphs.descriptor import Reason
+from ostinato.graphs.policy.descriptor import Reason
 
 
 def test_arguments_of_another_structure_are_refused(device: torch.device) -> None:

@@ -27,7 +27,7 @@ from ostinato import (
 )
 from ostinato.errors import BatchError, CaptureError, CaptureOutOfMemoryError, ConfigError
 from ostinato.graphs.manager import PreparedBatch
-from ostinato.graphs.plan import PlanEntry
+from ostinato.graphs.policy.plan import PlanEntry
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY

@@ -20,9 +20,9 @@ from ostinato import (
     set_forward_context,
 )
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ClosedError
-from ostinato.graphs.capture_loop import CaptureReport
+from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.manager import PreparedBatch
-from ostinato.graphs.plan import PlanEntry
+from ostinato.graphs.policy.plan import PlanEntry
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from ostinato.errors import ConfigError
-from ostinato.graphs.modes import AttentionCGSupport, CUDAGraphMode, resolve_mode
+from ostinato.graphs.policy.modes import AttentionCGSupport, CUDAGraphMode, resolve_mode
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ostinato import GraphPool
-from ostinato.graphs.backends import recorder
-from ostinato.graphs.backends.bindings import out_calls
-from ostinato.graphs.backends.out_variants import out_variant_of
+from ostinato.graphs.backends.cpu import recorder
+from ostinato.graphs.backends.cpu.bindings import out_calls
+from ostinato.graphs.backends.cpu.out_variants import out_variant_of
 
 aten = torch.ops.aten
 

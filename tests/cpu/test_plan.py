@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from ostinato.errors import ConfigError
-from ostinato.graphs.capture_loop import EntryReport
-from ostinato.graphs.descriptor import BatchDescriptor, Choice, Reason
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.plan import CapturePlan, PlanEntry, sequence_parallel_sizes
+from ostinato.graphs.capture.capture_loop import EntryReport
+from ostinato.graphs.policy.descriptor import BatchDescriptor, Choice, Reason
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan, PlanEntry, sequence_parallel_sizes
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE

@@ -24,9 +24,9 @@ from ostinato import (
     set_forward_context,
 )
 from ostinato.errors import CaptureError, ConcurrentUseError, ReplayMismatchError
+from ostinato.graphs.capture.segments import is_recording
+from ostinato.graphs.capture.tree import map_tensors
 from ostinato.graphs.manager import PreparedBatch
-from ostinato.graphs.segments import is_recording
-from ostinato.graphs.tree import map_tensors
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 KEY = BatchDescriptor(4)

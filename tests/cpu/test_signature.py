@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ostinato.errors import ReplayMismatchError
-from ostinato.graphs.signature import CallSignature, TensorGuards, positional_names
+from ostinato.graphs.capture.signature import CallSignature, TensorGuards, positional_names
 
 
 @dataclass(frozen=True)

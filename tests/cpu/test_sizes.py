@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.errors import ConfigError
-from ostinato.graphs.sizes import decode_sizes, default_sizes, padding_table, validate_sizes
+from ostinato.graphs.policy.sizes import decode_sizes, default_sizes, padding_table, validate_sizes
 
 MULTIPLES_OF_8 = [
     8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128,

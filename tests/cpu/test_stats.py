@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ostinato.graphs.descriptor import BatchDescriptor, Choice, Reason
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.stats import DispatchStats
+from ostinato.graphs.policy.descriptor import BatchDescriptor, Choice, Reason
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.stats import DispatchStats
 
 EIGHT, FOUR = BatchDescriptor(8), BatchDescriptor(4)
 

@@ -11,14 +11,14 @@ import torch
 from transformers import AutoConfig
 
 from ostinato import set_forward_context
-from ostinato.runtime.attention.base import AttentionMetadata
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.kv_cache import KVCache
-from ostinato.runtime.models.checkpoint import Checkpoint
-from ostinato.runtime.models.decoder import Decoder
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.parallel.layout import ParallelLayout
-from ostinato.runtime.parallel.sharded_decoder import build_base, build_shift
+from ostinato.attention.base import AttentionMetadata
+from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.parallel.layout import ParallelLayout
+from ostinato.parallel.sharded_decoder import build_base, build_shift
+from ostinato.runner.kv_cache import KVCache
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

@@ -12,12 +12,12 @@ from workers import GlooPool
 
 from ostinato import GraphConfig, GraphPool
 from ostinato.errors import ClosedError
-from ostinato.runtime import startup
-from ostinato.runtime.parallel.comm import Comm, NoComm, RecordingComm
-from ostinato.runtime.parallel.distributed import DistributedComm
-from ostinato.runtime.parallel.exchange import TensorExchange
-from ostinato.runtime.parallel.place import RankPlace
-from ostinato.runtime.parallel.sharded_decoder import ShardedDecoder
+from ostinato.parallel.comm import Comm, NoComm, RecordingComm
+from ostinato.parallel.distributed import DistributedComm
+from ostinato.parallel.exchange import TensorExchange
+from ostinato.parallel.place import RankPlace
+from ostinato.parallel.sharded_decoder import ShardedDecoder
+from ostinato.runner import startup
 
 ORDER = (2, 0, 3, 1)  # not torch's
 

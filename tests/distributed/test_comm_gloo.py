@@ -12,9 +12,9 @@ import torch.distributed as dist
 from workers import GlooPool, WorkerDiedError, WorkerTimeoutError, rendezvous_store
 
 from ostinato.errors import ClosedError, ConfigError, RankFailedError
-from ostinato.runtime.parallel.comm import Comm
-from ostinato.runtime.parallel.distributed import DistributedComm
-from ostinato.runtime.parallel.watchdog import Watchdog
+from ostinato.parallel.comm import Comm
+from ostinato.parallel.distributed import DistributedComm
+from ostinato.ranks.watchdog import Watchdog
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 UNSORTED = (0, 2, 1, 3)

@@ -13,22 +13,22 @@ import torch
 from parallel_llm import assert_block_0_untouched, poison
 
 from ostinato import GraphConfig, SamplingParams
+from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.config import EngineConfig
 from ostinato.errors import BatchError, ConfigError
-from ostinato.graphs.context import get_forward_context
-from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
-from ostinato.graphs.dispatch import Dispatcher
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.plan import CapturePlan
-from ostinato.runtime import startup
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.block_allocator import BlockAllocator
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.model_runner import ModelRunner, SmallBatchModel
-from ostinato.runtime.parallel.agreed_dispatch import AgreedDispatch
-from ostinato.runtime.parallel.comm import NoComm, RecordingComm
-from ostinato.runtime.parallel.loopback import LoopbackWorld
-from ostinato.runtime.request import Request
-from ostinato.runtime.scheduler import Scheduler
+from ostinato.graphs.capture.context import get_forward_context
+from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice, Reason
+from ostinato.graphs.policy.dispatch import Dispatcher
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan
+from ostinato.parallel.agreed_dispatch import AgreedDispatch
+from ostinato.parallel.comm import NoComm, RecordingComm
+from ostinato.runner import startup
+from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
+from ostinato.scheduling.block_allocator import BlockAllocator
+from ostinato.scheduling.request import Request
+from ostinato.scheduling.scheduler import Scheduler
+from ostinato.testing.loopback import LoopbackWorld
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 SIZES = (1, 2, 4, 8)

@@ -55,7 +55,7 @@ def test_a_rank_that_hangs_in_a_step_is_named(
 ) -> None:
     """And is not while it is only slow, nor is anybody while rank 0 asks for nothing."""
     sleeps = {5: 0.3 * TIMEOUT_S, 40: 1000}
-    in_step = {"module": "ostinato.runtime.request_state", "name": "RequestState"}
+    in_step = {"module": "ostinato.runner.request_state", "name": "RequestState"}
     in_rank(1, SLEEPY.format(**in_step, method="update", sleeps=sleeps), tmp_path, monkeypatch)
     with LLM(**WATCHED, tensor_parallel=2) as llm:
         pid = pid_of_rank_1(llm)
@@ -80,7 +80,7 @@ def test_of_many_ranks_the_one_that_does_not_come_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever finds out ends; that is the reason which is given, and not that it ended."""
-    channel = {"module": "ostinato.runtime.parallel.channel", "name": "Channel"}
+    channel = {"module": "ostinato.ranks.channel", "name": "Channel"}
     in_rank(2, SLEEPY.format(**channel, method="receive", sleeps={6: 1000}), tmp_path, monkeypatch)
     with LLM(**WATCHED, tensor_parallel=2, sequence_parallel=2) as llm:
         start = time.monotonic()

@@ -24,7 +24,7 @@ from test_parallel_start import TINY
 
 from ostinato import LLM
 from ostinato.errors import RankFailedError
-from ostinato.runtime.parallel.processes import RankProcesses
+from ostinato.ranks.processes import RankProcesses
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,7 +40,7 @@ def say(text):
     sys.stdout.flush()
 say("begun")
 from ostinato import LLM, GraphConfig, SamplingParams
-from ostinato.runtime.model_runner import ModelRunner
+from ostinato.runner.model_runner import ModelRunner
 capture = ModelRunner.capture_model
 ModelRunner.capture_model = lambda runner: (say("capturing"), capture(runner))[1]
 def start():
@@ -210,7 +210,7 @@ def test_forks_neither_use_the_ranks_nor_keep_them_alive(tmp_path: Path) -> None
 def test_an_interpreter_that_exits_while_ranks_start(tmp_path: Path) -> None:
     code = """
 threading.Thread(target=start, daemon=True).start()
-from ostinato.runtime.parallel import processes
+from ostinato.ranks import processes
 while not any(each._processes for each in processes._started):
     time.sleep(0.01)
 """
@@ -243,7 +243,7 @@ def test_a_rank_whose_parent_is_gone_ends_before_it_imports_torch() -> None:
     """Even if a fork keeps the other end of its pipe: its parent is another process then."""
     here, there = socket.socketpair()
     with here, there:
-        command = [sys.executable, "-m", "ostinato.runtime.parallel.worker"]
+        command = [sys.executable, "-m", "ostinato.ranks.worker"]
         arguments = [str(there.fileno()), str(os.getpid() + 1), "1"]
         process = subprocess.Popen(
             [*command, *arguments],

@@ -23,10 +23,10 @@ from workers import GlooPool
 
 from ostinato import LLM, SamplingParams
 from ostinato.errors import ConfigError, RankFailedError, SchedulingError
-from ostinato.graphs.pool import GraphPool
-from ostinato.runtime import startup
-from ostinato.runtime.parallel import launch, worker
-from ostinato.runtime.parallel.world import World
+from ostinato.graphs.capture.pool import GraphPool
+from ostinato.ranks import launch, worker
+from ostinato.ranks.world import World
+from ostinato.runner import startup
 
 pytestmark = pytest.mark.slow
 
@@ -136,7 +136,7 @@ def test_a_communicator_that_does_not_abort_holds_up_no_other() -> None:
 # --- the start -----------------------------------------------------------------------------------
 
 FAULTY_GROUPS = """
-    from ostinato.runtime.parallel.distributed import DistributedComm
+    from ostinato.parallel.distributed import DistributedComm
     def connect(self):
         {fault}
     DistributedComm._connect = connect
@@ -174,7 +174,7 @@ def test_a_world_that_cannot_be_made_can_be_made_again(
 
 
 FAULTY_LOAD = """
-    from ostinato.runtime import startup
+    from ostinato.runner import startup
     def load(*args, **options):
         raise ValueError("a fault of this rank")
     startup.load = load

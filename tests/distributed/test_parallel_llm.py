@@ -19,7 +19,7 @@ from workers import GlooPool
 
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.errors import ConfigError, RankFailedError, RequestError
-from ostinato.graphs.counters import compilation_counter
+from ostinato.graphs.policy.counters import compilation_counter
 
 pytestmark = pytest.mark.slow
 HEADS = {"head_dim": 8, "num_layers": 2}
@@ -220,7 +220,7 @@ def test_ranks_that_differ_are_all_told(
 
 def with_another_plan(path: str) -> str:
     """The settings are the same; what this rank makes of them is not."""
-    from ostinato.runtime import startup
+    from ostinato.runner import startup
 
     if dist.get_rank() == 1:
         whole = startup.CapturePlan.build
@@ -308,7 +308,7 @@ def test_an_error_on_one_rank_is_named_on_the_other(gloo_pool: GlooPool, referen
 
 
 def raises_at_start(path: str) -> tuple[type[BaseException], str]:
-    from ostinato.runtime.model_graphs import ModelGraphs
+    from ostinato.runner.model_graphs import ModelGraphs
 
     capture = ModelGraphs.capture
     if dist.get_rank() == 1:

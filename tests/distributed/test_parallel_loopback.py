@@ -14,16 +14,16 @@ import torch
 from parallel_llm import assert_block_0_untouched, poison, spy_on
 
 from ostinato import GraphConfig, SamplingParams
+from ostinato.config import EngineConfig
 from ostinato.errors import CaptureError
-from ostinato.runtime import startup
-from ostinato.runtime.block_allocator import BlockAllocator
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.model_runner import ModelRunner
-from ostinato.runtime.parallel.loopback import LoopbackWorld
-from ostinato.runtime.parallel.place import RankPlace
-from ostinato.runtime.parallel.sharded_decoder import ShardedDecoder
-from ostinato.runtime.request import Request
-from ostinato.runtime.scheduler import Scheduler
+from ostinato.parallel.place import RankPlace
+from ostinato.parallel.sharded_decoder import ShardedDecoder
+from ostinato.runner import startup
+from ostinato.runner.model_runner import ModelRunner
+from ostinato.scheduling.block_allocator import BlockAllocator
+from ostinato.scheduling.request import Request
+from ostinato.scheduling.scheduler import Scheduler
+from ostinato.testing.loopback import LoopbackWorld
 
 LENGTHS = (1, 5, 23, 30)
 

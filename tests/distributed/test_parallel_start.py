@@ -151,7 +151,7 @@ def test_a_rank_that_hangs_is_ended(llm: LLM) -> None:
 FAULT = """
 import sys
 if sys.argv[:1] == ["-m"]:
-    from ostinato.runtime.request_state import RequestState
+    from ostinato.runner.request_state import RequestState
     steps, update = [], RequestState.update
     def fails(self, plan):
         steps.append(plan)

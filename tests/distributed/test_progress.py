@@ -15,18 +15,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import RankFailedError
-from ostinato.runtime.parallel.beats import Beats
-from ostinato.runtime.parallel.channel import Channel
-from ostinato.runtime.parallel.layout import ParallelLayout
-from ostinato.runtime.parallel.plan_message import Kind
-from ostinato.runtime.parallel.progress import (
+from ostinato.parallel.layout import ParallelLayout
+from ostinato.ranks.beats import Beats
+from ostinato.ranks.channel import Channel
+from ostinato.ranks.plan_message import Kind
+from ostinato.ranks.progress import (
     HungRanks,
     Position,
     Progress,
     Stage,
     ranks_behind,
 )
-from ostinato.runtime.parallel.watchdog import Watchdog
+from ostinato.ranks.watchdog import Watchdog
 
 ANNOUNCED, AWAITED, RUNNING, DONE = Stage
 AFTER_S = 8.0

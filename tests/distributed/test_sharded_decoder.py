@@ -14,11 +14,11 @@ from sharded_steps import RankResult, Step, run_request
 from transformers import AutoModelForCausalLM
 
 from ostinato.errors import BatchError, ConfigError
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.parallel.layout import ParallelLayout
-from ostinato.runtime.parallel.loopback import LoopbackWorld
-from ostinato.runtime.parallel.sharded_decoder import ShardedDecoder, build_base
-from ostinato.runtime.parallel.sharding import Shard
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.parallel.layout import ParallelLayout
+from ostinato.parallel.sharded_decoder import ShardedDecoder, build_base
+from ostinato.parallel.sharding import Shard
+from ostinato.testing.loopback import LoopbackWorld
 
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 TOKENS = [(i * 29 + 3) % 97 for i in range(23)]

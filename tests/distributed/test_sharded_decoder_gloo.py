@@ -12,9 +12,9 @@ from test_sharded_decoder import STEPS, TOKENS, config_of
 from transformers import AutoModelForCausalLM
 from workers import GlooPool
 
-from ostinato.runtime.parallel.comm import Comm
-from ostinato.runtime.parallel.distributed import DistributedComm
-from ostinato.runtime.parallel.layout import ParallelLayout
+from ostinato.parallel.comm import Comm
+from ostinato.parallel.distributed import DistributedComm
+from ostinato.parallel.layout import ParallelLayout
 
 pytestmark = pytest.mark.slow
 

@@ -18,19 +18,19 @@ from safetensors.torch import save_file
 from workers import GlooPool
 
 from ostinato import set_forward_context
-from ostinato.runtime.models.checkpoint import Checkpoint
-from ostinato.runtime.models.decoder import Decoder
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.models.shapes import draw_weights
-from ostinato.runtime.models.swiftkv import SwiftKVDecoder, convert
-from ostinato.runtime.models.swiftkv_config import SwiftKVConfig
-from ostinato.runtime.parallel.comm import Comm, RecordingComm
-from ostinato.runtime.parallel.distributed import DistributedComm
-from ostinato.runtime.parallel.layout import ParallelLayout
-from ostinato.runtime.parallel.loopback import LoopbackWorld
-from ostinato.runtime.parallel.models import draw_sharded_weights
-from ostinato.runtime.parallel.place import RankPlace
-from ostinato.runtime.parallel.swiftkv_sharded import ShardedSwiftKV, build_swiftkv_models
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.shapes import draw_weights
+from ostinato.models.native.swiftkv import SwiftKVDecoder, convert
+from ostinato.models.native.swiftkv_config import SwiftKVConfig
+from ostinato.parallel.comm import Comm, RecordingComm
+from ostinato.parallel.distributed import DistributedComm
+from ostinato.parallel.layout import ParallelLayout
+from ostinato.parallel.place import RankPlace
+from ostinato.parallel.sharded_models import draw_sharded_weights
+from ostinato.parallel.swiftkv_sharded import ShardedSwiftKV, build_swiftkv_models
+from ostinato.testing.loopback import LoopbackWorld
 from paged_requests import PagedRequests, Piece
 
 CPU = torch.device("cpu")

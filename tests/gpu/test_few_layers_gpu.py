@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.runtime import startup
-from ostinato.runtime.config import EngineConfig
+from ostinato.config import EngineConfig
+from ostinato.runner import startup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -64,8 +64,8 @@ def test_what_warm_ups_took_is_given_back() -> None:
 # In a process of its own: nothing else has loaded a kernel there.
 LOADS = """
 import sys, torch, triton
-from ostinato.runtime import startup
-from ostinato.runtime.config import EngineConfig
+from ostinato.runner import startup
+from ostinato.config import EngineConfig
 
 loads = []
 def loading(*_args):

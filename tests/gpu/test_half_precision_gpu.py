@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from ostinato import LLM, GraphConfig, SamplingParams
-from ostinato.runtime.step_result import SampledLogits
+from ostinato.runner.step_result import SampledLogits
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -18,8 +18,8 @@ if torch.cuda.is_available():
     import triton
     import triton.language as tl
 
-    from ostinato.runtime.kernels import launch as module
-    from ostinato.runtime.kernels.launch import launch
+    from ostinato.ops.triton import launch as module
+    from ostinato.ops.triton.launch import launch
 
     @triton.jit
     def scaled_sum_kernel(  # type: ignore[no-untyped-def]

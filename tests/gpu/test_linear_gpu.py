@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato import GraphPool
-from ostinato.runtime.operators import linear as module
-from ostinato.runtime.operators.linear import Norm, linear, run_kernel, wide
-from ostinato.runtime.operators.measuring import measure_linear
-from ostinato.runtime.operators.tuning import Blocks, Choice, LinearShape, candidates
+from ostinato.ops import linear as module
+from ostinato.ops.linear import Norm, linear, run_kernel, wide
+from ostinato.ops.measuring import measure_linear
+from ostinato.ops.tuning import Blocks, Choice, LinearShape, candidates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato import GraphPool
-from ostinato.runtime.counter_random import spread_seed
-from ostinato.runtime.operators.activation import silu_and_mul
-from ostinato.runtime.operators.decode_state import load_decode_inputs, store_decode_outputs
-from ostinato.runtime.operators.norm import add_rms_norm, rms_norm
-from ostinato.runtime.operators.parts import num_parts, product_in_parts
-from ostinato.runtime.operators.sampling import sample_rows
-from ostinato.runtime.sampler import sample
-from ostinato.runtime.sampling_state import SamplingFeatures, SamplingState
+from ostinato.ops.activation import silu_and_mul
+from ostinato.ops.counter_random import spread_seed
+from ostinato.ops.decode_state import load_decode_inputs, store_decode_outputs
+from ostinato.ops.norm import add_rms_norm, rms_norm
+from ostinato.ops.parts import num_parts, product_in_parts
+from ostinato.ops.sampling import sample_rows
+from ostinato.sampling.sampler import sample
+from ostinato.sampling.sampling_state import SamplingFeatures, SamplingState
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
-from ostinato.runtime.attention.base import AttentionMetadata, AttentionSpec, attend_qkv
-from ostinato.runtime.attention.rotation import Rotation
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.attention.triton_paged import TritonPagedAttention
+from ostinato.attention.base import AttentionMetadata, AttentionSpec, attend_qkv
+from ostinato.attention.rotation import Rotation
+from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.triton_paged import TritonPagedAttention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -17,11 +17,11 @@ import torch
 import transformers
 
 from ostinato import LLM, GraphConfig, GraphPool, SamplingParams, graphed
+from ostinato.attention.triton.cuts import decode_cut
 from ostinato.errors import CaptureError
-from ostinato.runtime.attention.cuts import decode_cut
-from ostinato.runtime.kernels.counters import take_counters
-from ostinato.runtime.operators.linear import run_kernel
-from ostinato.runtime.operators.tuning import Blocks, LinearShape, default_choice
+from ostinato.ops.linear import run_kernel
+from ostinato.ops.triton.counters import take_counters
+from ostinato.ops.tuning import Blocks, LinearShape, default_choice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

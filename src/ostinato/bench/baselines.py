@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from ostinato.config import GraphConfig
 from ostinato.errors import ConfigError
-from ostinato.runtime.config import GraphConfig
-from ostinato.runtime.llm import LLM
-from ostinato.runtime.sampling_params import SamplingParams
+from ostinato.llm import LLM
+from ostinato.sampling_params import SamplingParams
 
 BASELINES = ("eager", "hf", "hf-compile")
 # Generates that many tokens for each prompt; returns them.

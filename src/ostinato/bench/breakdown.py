@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 GEMM, ATTENTION, SMALL, COPIES, GAPS = "GEMM", "attention", "small kernels", "copies", "gaps"
 PARTS = (GEMM, ATTENTION, SMALL, COPIES, GAPS)
 
-# Our own, in ``runtime/kernels``; a test finds those that are missing here.
+# Our own, in ``ops/triton`` and ``attention/triton``; a test finds those that are missing here.
 KERNELS = {
     "attend_kernel": ATTENTION,
     "best_of_all_kernel": SMALL,

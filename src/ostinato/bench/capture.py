@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ostinato.bench.measure import machine
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.llm import LLM
+from ostinato.config import EngineConfig
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.llm import LLM
 
 
 def run(config: EngineConfig, *, modes: Sequence[str]) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from ostinato.bench.measure import machine, median_seconds
 from ostinato.bench.models import Decoder
 from ostinato.bench.stream import measure_all
 from ostinato.errors import MeasurementError
-from ostinato.graphs.context import set_forward_context
-from ostinato.graphs.descriptor import BatchDescriptor, BatchShape
-from ostinato.graphs.dispatch import Dispatcher
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.plan import CapturePlan
-from ostinato.graphs.pool import GraphPool
+from ostinato.graphs.capture.context import set_forward_context
+from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape
+from ostinato.graphs.policy.dispatch import Dispatcher
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 
 

@@ -32,10 +32,10 @@ from ostinato.bench.floor import kv_bytes, measure_bandwidth, weight_bytes
 from ostinato.bench.measure import machine, timed
 from ostinato.bench.profile import check_path, longest_for, profile_decode
 from ostinato.bench.tpot import Record, evaluate
+from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
-from ostinato.graphs.sizes import check_positive_int
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.llm import LLM
+from ostinato.graphs.policy.sizes import check_positive_int
+from ostinato.llm import LLM
 
 SHORT = 17
 CUDA_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

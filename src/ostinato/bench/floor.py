@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ostinato.runtime.attention.base import AttentionSpec
-from ostinato.runtime.models.base import CausalLM
+from ostinato.attention.base import AttentionSpec
+from ostinato.models.base import CausalLM
 
 # Far more than any cache holds. Reading 4 GiB takes a millisecond on a GPU.
 _CUDA_BYTES, _CPU_BYTES = 4 * 2**30, 256 * 2**20

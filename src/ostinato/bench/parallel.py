@@ -19,24 +19,24 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ostinato.attention import create_attention
+from ostinato.attention.base import AttentionMetadata
 from ostinato.bench.measure import machine
 from ostinato.bench.rank_step import SilentComm, make_batch, make_cache
+from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
-from ostinato.graphs.context import set_forward_context
-from ostinato.graphs.descriptor import BatchDescriptor
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.pool import GraphPool
-from ostinato.graphs.sizes import check_positive_int
+from ostinato.graphs.capture.context import set_forward_context
+from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.policy.descriptor import BatchDescriptor
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.graphs.wrapper import CUDAGraphWrapper
-from ostinato.runtime.attention import create_attention
-from ostinato.runtime.attention.base import AttentionMetadata
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.models.shapes import draw_weights, shape_config
-from ostinato.runtime.parallel.cost import KINDS, Kind, check_layout, default_layouts
-from ostinato.runtime.parallel.cost_communication import Model
-from ostinato.runtime.parallel.layout import ParallelLayout
-from ostinato.runtime.parallel.sharded_decoder import ShardedDecoder, build_base, build_shift
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.shapes import draw_weights, shape_config
+from ostinato.parallel.layout import ParallelLayout
+from ostinato.parallel.sharded_decoder import ShardedDecoder, build_base, build_shift
+from ostinato.planner.cost import KINDS, Kind, check_layout, default_layouts
+from ostinato.planner.cost_communication import Model
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 EXCLUDED = (

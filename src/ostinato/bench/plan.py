@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.errors import ConfigError
-from ostinato.graphs.sizes import check_positive_int
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.models.shapes import shape_config
-from ostinato.runtime.parallel.cost import Compute, LayoutCost, default_layouts, layouts_of
-from ostinato.runtime.parallel.cost_communication import Interconnect
-from ostinato.runtime.parallel.cost_compute import Measured, Roofline
-from ostinato.runtime.parallel.cost_plan import loads, predict
-from ostinato.runtime.parallel.layout import ParallelLayout
+from ostinato.graphs.policy.sizes import check_positive_int
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.shapes import shape_config
+from ostinato.parallel.layout import ParallelLayout
+from ostinato.planner.cost import Compute, LayoutCost, default_layouts, layouts_of
+from ostinato.planner.cost_communication import Interconnect
+from ostinato.planner.cost_compute import Measured, Roofline
+from ostinato.planner.cost_plan import loads, predict
 
 MODEL, DTYPE, CONTEXT, MAX_TOKENS = "llama-3.1-8b", "bfloat16", 512, 2048
 # Of an H200, in GB/s and µs.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.errors import ConfigError
-from ostinato.runtime.parallel.layout import ParallelLayout
+from ostinato.parallel.layout import ParallelLayout
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _KINDS = {"decode": "decode: one token of each request", "prefill": "prefill: one prompt"}

@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from ostinato.bench.measure import machine, synchronize
+from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.llm import LLM
-from ostinato.runtime.sampling_params import SamplingParams
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.llm import LLM
+from ostinato.sampling_params import SamplingParams
 
 EAGER = "NONE"
 

@@ -20,10 +20,10 @@ from torch.profiler import ProfilerActivity
 
 from ostinato.bench.breakdown import GAPS, Interval, break_down
 from ostinato.bench.measure import synchronize
+from ostinato.engine.engine import Engine
 from ostinato.errors import ConfigError
-from ostinato.runtime.engine import Engine
-from ostinato.runtime.llm import LLM
-from ostinato.runtime.sampling_params import SamplingParams
+from ostinato.llm import LLM
+from ostinato.sampling_params import SamplingParams
 
 _STEPS = 16
 _SETTLE = 4  # steps until all of them are alike

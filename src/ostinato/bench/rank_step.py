@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
-from ostinato.runtime.kv_cache import KVCache, bytes_per_block
-from ostinato.runtime.parallel.cost import Kind
+from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from ostinato.planner.cost import Kind
+from ostinato.runner.kv_cache import KVCache, bytes_per_block
 
 BLOCK_SIZE = 16
 # Requests share blocks where a cache for all of them would be larger. This much is still read from

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from ostinato.bench.models import Encoder
 from ostinato.graphs.graphed import graphed
-from ostinato.graphs.sizes import padding_table
+from ostinato.graphs.policy.sizes import padding_table
 
 NUM_BATCHES = 1000
 LARGEST = 64

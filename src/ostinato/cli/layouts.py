@@ -10,7 +10,7 @@ import typer
 from ostinato.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ostinato.runtime.parallel.layout import ParallelLayout
+    from ostinato.parallel.layout import ParallelLayout
 
 Layouts = Annotated[
     str | None,
@@ -20,7 +20,7 @@ Layouts = Annotated[
 
 def parse_layouts(text: str | None, option: str) -> list[ParallelLayout] | None:
     """A comma-separated list of layouts."""
-    from ostinato.runtime.parallel.layout import ParallelLayout
+    from ostinato.parallel.layout import ParallelLayout
 
     if text is None:
         return None

@@ -16,7 +16,7 @@ from rich.table import Table
 from ostinato.cli import options
 
 if TYPE_CHECKING:
-    from ostinato.runtime.llm import LLM
+    from ostinato.llm import LLM
 
 
 @options.takes_model()
@@ -34,7 +34,7 @@ def generate(
     quiet: options.Quiet = False,
 ) -> None:
     """Complete a prompt; text appears as it is generated."""
-    from ostinato.runtime.sampling_params import SamplingParams
+    from ostinato.sampling_params import SamplingParams
 
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
@@ -99,7 +99,7 @@ def explain(
     as_json: options.Json = False,
 ) -> None:
     """Which graph would run a batch, and why. Loads no model."""
-    from ostinato.runtime.explain import explain_batch
+    from ostinato.engine.explain import explain_batch
 
     explanation = explain_batch(
         chosen.engine_config(quiet=True),
@@ -126,7 +126,7 @@ def tune(
     quiet: options.Quiet = False,
 ) -> None:
     """Measure which kernels suit a model's products of few rows on this GPU; kept for later."""
-    from ostinato.runtime.tune import tune as tune_model
+    from ostinato.engine.tune import tune as tune_model
 
     choices = tune_model(chosen.engine_config(quiet=quiet or as_json))
     if as_json:
@@ -140,7 +140,7 @@ def tune(
 
 @contextmanager
 def _open(chosen: options.ModelOptions, *, quiet: bool) -> Iterator[LLM]:
-    from ostinato.runtime.llm import LLM
+    from ostinato.llm import LLM
 
     with LLM.from_config(chosen.engine_config(quiet=quiet)) as llm:
         yield llm

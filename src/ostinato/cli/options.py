@@ -17,7 +17,7 @@ import typer
 from ostinato.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ostinato.runtime.config import EngineConfig
+    from ostinato.config import EngineConfig
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
@@ -65,7 +65,7 @@ class ModelOptions:
     ] = None
 
     def engine_config(self, *, quiet: bool) -> EngineConfig:
-        from ostinato.runtime.config import EngineConfig, GraphConfig
+        from ostinato.config import EngineConfig, GraphConfig
 
         return EngineConfig(
             model=self.model,

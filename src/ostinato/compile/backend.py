@@ -24,10 +24,10 @@ from ostinato.compile.pieces import CompiledPiece, Compiler, bind, compile_piece
 from ostinato.compile.split import Piece, SplitModel, split
 from ostinato.compile.trace import Trace, name_of, trace
 from ostinato.errors import BatchError, CaptureError, ConfigError
-from ostinato.graphs.counters import compilation_counter
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.pool import GraphPool
-from ostinato.graphs.segments import is_recording
+from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.segments import is_recording
+from ostinato.graphs.policy.counters import compilation_counter
+from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
 logger = logging.getLogger(__name__)

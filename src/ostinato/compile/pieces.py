@@ -13,8 +13,8 @@ from torch import fx
 from ostinato.compile.split import Piece
 from ostinato.compile.trace import Conditions, any_size
 from ostinato.errors import CaptureError
-from ostinato.graphs.counters import compilation_counter
-from ostinato.graphs.segments import is_recording
+from ostinato.graphs.capture.segments import is_recording
+from ostinato.graphs.policy.counters import compilation_counter
 
 logger = logging.getLogger(__name__)
 

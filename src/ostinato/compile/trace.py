@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from ostinato.errors import CaptureError
-from ostinato.graphs.tree import map_tensors
+from ostinato.graphs.capture.tree import map_tensors
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep

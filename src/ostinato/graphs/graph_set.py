@@ -16,21 +16,21 @@ from typing import Any
 import torch
 
 from ostinato.errors import BatchError
-from ostinato.graphs.agreement import Agreement
-from ostinato.graphs.capture_loop import CaptureReport, capture_entries
-from ostinato.graphs.closing import close_each
-from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
-from ostinato.graphs.dispatch import Dispatcher
-from ostinato.graphs.effects import storage_id
+from ostinato.graphs.capture.capture_loop import CaptureReport, capture_entries
+from ostinato.graphs.capture.closing import close_each
+from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.tree import map_tensors
 from ostinato.graphs.graphed_call import CallLayout
-from ostinato.graphs.modes import CUDAGraphMode
 from ostinato.graphs.output_layout import OutputLayout
-from ostinato.graphs.plan import CapturePlan, PlanEntry
-from ostinato.graphs.pool import GraphPool
-from ostinato.graphs.rehearsal import Rehearsal
-from ostinato.graphs.tree import map_tensors
-from ostinato.graphs.trial import CapturedSize, Trial, differs
-from ostinato.graphs.watched_state import WatchedState
+from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice, Reason
+from ostinato.graphs.policy.dispatch import Dispatcher
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.trust.agreement import Agreement
+from ostinato.graphs.trust.effects import storage_id
+from ostinato.graphs.trust.rehearsal import Rehearsal
+from ostinato.graphs.trust.trial import CapturedSize, Trial, differs
+from ostinato.graphs.trust.watched_state import WatchedState
 
 logger = logging.getLogger(__name__)
 

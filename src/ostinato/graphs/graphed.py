@@ -31,19 +31,19 @@ from typing import (
 import torch
 
 from ostinato.errors import BatchError, CaptureError, ClosedError, ConfigError
-from ostinato.graphs.ambient_state import AmbientState
-from ostinato.graphs.capture_loop import CaptureReport
-from ostinato.graphs.closing import close_each
-from ostinato.graphs.descriptor import Choice, Reason
+from ostinato.graphs.capture.capture_loop import CaptureReport
+from ostinato.graphs.capture.closing import close_each
+from ostinato.graphs.capture.pool import ExclusiveUse, GraphPool
+from ostinato.graphs.capture.segments import is_recording
+from ostinato.graphs.capture.tree import map_tensors, tensors_in
 from ostinato.graphs.graph_set import GraphSet, GraphSetOptions
 from ostinato.graphs.graphed_call import BatchDim, CallLayout
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.plan import CapturePlan
-from ostinato.graphs.pool import ExclusiveUse, GraphPool
-from ostinato.graphs.segments import is_recording
-from ostinato.graphs.sizes import default_sizes, validate_sizes
-from ostinato.graphs.stats import DispatchStats, GraphedStats
-from ostinato.graphs.tree import map_tensors, tensors_in
+from ostinato.graphs.policy.descriptor import Choice, Reason
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan
+from ostinato.graphs.policy.sizes import default_sizes, validate_sizes
+from ostinato.graphs.policy.stats import DispatchStats, GraphedStats
+from ostinato.graphs.trust.ambient_state import AmbientState
 
 if TYPE_CHECKING:
     from ostinato.graphs.graphed_module import GraphedModule

@@ -14,16 +14,16 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ostinato.errors import BatchError, CaptureError, CaptureOutOfMemoryError, ClosedError
-from ostinato.graphs.capture_loop import CaptureReport, capture_entries
-from ostinato.graphs.closing import close_each
-from ostinato.graphs.context import set_forward_context
-from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice
-from ostinato.graphs.dispatch import Dispatcher
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.output_buffers import Output, OutputBuffers
-from ostinato.graphs.plan import CapturePlan, PlanEntry
-from ostinato.graphs.pool import GraphPool
-from ostinato.graphs.segments import Tape
+from ostinato.graphs.capture.capture_loop import CaptureReport, capture_entries
+from ostinato.graphs.capture.closing import close_each
+from ostinato.graphs.capture.context import set_forward_context
+from ostinato.graphs.capture.output_buffers import Output, OutputBuffers
+from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.segments import Tape
+from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice
+from ostinato.graphs.policy.dispatch import Dispatcher
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 
 Inputs = TypeVar("Inputs")
 

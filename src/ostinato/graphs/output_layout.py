@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ostinato.errors import BatchError
-from ostinato.graphs.signature import same_value
-from ostinato.graphs.tree import leaves_with_path, map_tensors
+from ostinato.graphs.capture.signature import same_value
+from ostinato.graphs.capture.tree import leaves_with_path, map_tensors
 
 
 @dataclass(frozen=True)

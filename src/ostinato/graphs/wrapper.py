@@ -10,15 +10,15 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ostinato.errors import CaptureError, ClosedError, ConfigError, ReplayMismatchError
-from ostinato.graphs.ambient_state import NUMERICS, read_numerics
-from ostinato.graphs.closing import close_each
-from ostinato.graphs.context import current_forward_context
-from ostinato.graphs.descriptor import BatchDescriptor
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.pool import GraphPool
-from ostinato.graphs.segments import Tape
-from ostinato.graphs.signature import CallSignature
-from ostinato.graphs.tree import map_tensors
+from ostinato.graphs.capture.closing import close_each
+from ostinato.graphs.capture.context import current_forward_context
+from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.segments import Tape
+from ostinato.graphs.capture.signature import CallSignature
+from ostinato.graphs.capture.tree import map_tensors
+from ostinato.graphs.policy.descriptor import BatchDescriptor
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.trust.ambient_state import NUMERICS, read_numerics
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.errors import BatchError, ConfigError
-from ostinato.graphs.descriptor import BatchDescriptor, BatchShape, Choice, Reason
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.runtime.parallel.agreement import (
+from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice, Reason
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.parallel.agreement import (
     Agreement,
     StepAgreement,
     StepWish,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ostinato.errors import ConfigError, OstinatoError, OutOfBlocksError, SchedulingError
-from ostinato.runtime.block_allocator import BlockAllocator, block_hash, root_hash
+from ostinato.scheduling.block_allocator import BlockAllocator, block_hash, root_hash
 
 
 def name(text: str) -> bytes:

@@ -17,7 +17,7 @@ from broken_checkpoints import Change, cases, save_bases
 
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.errors import OstinatoError
-from ostinato.runtime.time_limit import within_seconds
+from ostinato.text.time_limit import within_seconds
 
 BASES = ["llama", "qwen2", "gpt2", "mixtral"]
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31]  # longer than the window

@@ -14,9 +14,9 @@ import torch
 
 from ostinato import LLM, GraphConfig, GraphPool, SamplingParams, graphed
 from ostinato.errors import ClosedError
-from ostinato.graphs.backends.cpu import CpuBackend
+from ostinato.graphs.backends.cpu.backend import CpuBackend
+from ostinato.graphs.capture.segments import Tape
 from ostinato.graphs.manager import CudaGraphManager
-from ostinato.graphs.segments import Tape
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 
 TINY: dict[str, Any] = {

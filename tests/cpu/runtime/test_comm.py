@@ -20,9 +20,9 @@ from ostinato import (
     set_forward_context,
 )
 from ostinato.errors import BatchError, CaptureError, CollectiveError, ConfigError, RankFailedError
-from ostinato.runtime.parallel.comm import Comm, NoComm, RecordingComm
-from ostinato.runtime.parallel.loopback import LoopbackWorld
-from ostinato.runtime.parallel.watchdog import Watchdog
+from ostinato.parallel.comm import Comm, NoComm, RecordingComm
+from ostinato.ranks.watchdog import Watchdog
+from ostinato.testing.loopback import LoopbackWorld
 
 
 def run_with_comms(world_size: int, function: Callable[[Comm], Any]) -> list[Any]:

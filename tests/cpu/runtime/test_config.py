@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato import ConfigError, CUDAGraphMode, GraphConfig
-from ostinato.runtime.config import EngineConfig, parse_bytes
+from ostinato.config import EngineConfig, parse_bytes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

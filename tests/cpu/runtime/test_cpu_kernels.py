@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from ostinato.runtime import cpu_kernels
+from ostinato.ops import numba as cpu_kernels
 
 numba = pytest.importorskip("numba")
-from ostinato.runtime.cpu_kernels.compiled import compilers  # noqa: E402
+from ostinato.ops.numba.compiled import compilers  # noqa: E402
 
 SCRIPT = """
 import torch
-from ostinato.runtime.operators.activation import silu_and_mul
+from ostinato.ops.activation import silu_and_mul
 x = torch.randn(2, 8)
 gate, up = x.chunk(2, dim=1)
 torch.testing.assert_close(silu_and_mul(x), torch.nn.functional.silu(gate) * up)
@@ -101,7 +101,7 @@ def test_what_is_kept_is_used_by_the_next_process_and_may_be_damaged(tmp_path: P
 
 @pytest.mark.slow
 def test_every_kernel_is_compiled_when_it_is_imported() -> None:
-    kernels = importlib.import_module("ostinato.runtime.cpu_kernels.kernels")
+    kernels = importlib.import_module("ostinato.ops.numba.kernels")
     public = [value for name, value in vars(kernels).items() if hasattr(value, "signatures")]
     by_name = {each.__name__: each for each in public if not each.__name__.startswith("_")}
     assert {"attention", "rotary_attention", "rms_norm", "add_rms_norm", "silu_and_mul"} == set(
@@ -114,7 +114,7 @@ def test_every_kernel_is_compiled_when_it_is_imported() -> None:
 
 
 def test_the_exponential_is_right_to_the_last_place() -> None:
-    kernels = importlib.import_module("ostinato.runtime.cpu_kernels.kernels")
+    kernels = importlib.import_module("ostinato.ops.numba.kernels")
 
     @numba.njit
     def each(x: Any, factors: Any, bits: Any) -> None:

@@ -22,14 +22,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ostinato import set_forward_context
 from ostinato.errors import ConfigError
-from ostinato.runtime.models import decoder
-from ostinato.runtime.models.base import with_few_layers
-from ostinato.runtime.models.decoder import Decoder
-from ostinato.runtime.models.decoder_config import DecoderConfig, obstacle, supports
-from ostinato.runtime.models.load import load_model
-from ostinato.runtime.models.rotary import Rotary
-from ostinato.runtime.models.shapes import shape_config
-from ostinato.runtime.operators.parts import in_parts
+from ostinato.loading.load import load_model
+from ostinato.models.base import with_few_layers
+from ostinato.models.native import decoder
+from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.decoder_config import DecoderConfig, obstacle, supports
+from ostinato.models.native.rotary import Rotary
+from ostinato.models.native.shapes import shape_config
+from ostinato.ops.parts import in_parts
 
 SIZES = {
     "vocab_size": 97,

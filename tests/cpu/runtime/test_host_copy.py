@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ostinato.runtime.host_copy import HostCopy, Mailbox
+from ostinato.runner.host_copy import HostCopy, Mailbox
 
 
 def tokens(first: int, count: int, device: torch.device) -> torch.Tensor:

@@ -81,7 +81,7 @@ def test_no_remedy_where_it_is_none(monkeypatch: pytest.MonkeyPatch, error: Exce
     def forward(*arguments: Any, **options: Any) -> None:
         raise error
 
-    monkeypatch.setattr("ostinato.runtime.models.decoder.Decoder.forward", forward)
+    monkeypatch.setattr("ostinato.models.native.decoder.Decoder.forward", forward)
     expected = CaptureOutOfMemoryError if isinstance(error, MemoryError) else CaptureError
     with pytest.raises(expected) as raised:
         LLM("tiny", random_weights=True, device="cpu", show_progress=False, kv_cache_memory="4M")

@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato import GraphPool, SamplingParams
-from ostinato.runtime.attention.base import AttentionSpec
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.input_buffers import InputBuffers
-from ostinato.runtime.kv_cache import CacheSize, KVCache
-from ostinato.runtime.request import Request
-from ostinato.runtime.request_state import RequestState
-from ostinato.runtime.schedule_plan import DecodePlan, ScheduledRequest, SchedulePlan
+from ostinato.attention.base import AttentionSpec
+from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.runner.input_buffers import InputBuffers
+from ostinato.runner.kv_cache import CacheSize, KVCache
+from ostinato.runner.request_state import RequestState
+from ostinato.scheduling.request import Request
+from ostinato.scheduling.schedule_plan import DecodePlan, ScheduledRequest, SchedulePlan
 
 MAX_NUM_SEQS = 6
 MAX_NUM_TOKENS = 40

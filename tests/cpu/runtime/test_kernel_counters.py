@@ -7,8 +7,8 @@ import torch
 
 from ostinato import GraphPool
 from ostinato.errors import CaptureError
-from ostinato.graphs.segments import Recording, eager_break, open_recording
-from ostinato.runtime.kernels.counters import SLAB_SIZE, CounterSlabs, take_counters
+from ostinato.graphs.capture.segments import Recording, eager_break, open_recording
+from ostinato.ops.triton.counters import SLAB_SIZE, CounterSlabs, take_counters
 
 CPU = torch.device("cpu")
 

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato import ConfigError, GraphConfig
-from ostinato.runtime import startup
-from ostinato.runtime.attention.base import AttentionSpec
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
-from ostinato.runtime.startup import kv_cache_budget, plan_graphs
+from ostinato.attention.base import AttentionSpec
+from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.config import EngineConfig
+from ostinato.runner import startup
+from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
+from ostinato.runner.startup import kv_cache_budget, plan_graphs
 
 # Two layers that differ, with values narrower than keys.
 SPECS = [

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato.errors import BatchError
-from ostinato.runtime.operators import tuning
-from ostinato.runtime.operators.linear import Norm, linear, run_kernel
-from ostinato.runtime.operators.tuning import Blocks, Choice, LinearShape, Tuning
+from ostinato.ops import tuning
+from ostinato.ops.linear import Norm, linear, run_kernel
+from ostinato.ops.tuning import Blocks, Choice, LinearShape, Tuning
 
 pytest.importorskip("triton")
 

@@ -23,9 +23,9 @@ from ostinato import (
     SamplingParams,
     compilation_counter,
 )
-from ostinato.runtime.engine import Engine
-from ostinato.runtime.model_graphs import ModelGraphs
-from ostinato.runtime.outputs import CompletionOutput
+from ostinato.engine.engine import Engine
+from ostinato.outputs import CompletionOutput
+from ostinato.runner.model_graphs import ModelGraphs
 
 PROMPTS = [[1, 2, 3], list(range(10, 45)), [7], [100, 90, 80, 70, 60, 50]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tiny_models import save_talking
 
-from ostinato import LLM, ConfigError, GraphConfig, RequestError, SamplingParams
-from ostinato.runtime import sampling_params
+from ostinato import LLM, ConfigError, GraphConfig, RequestError, SamplingParams, sampling_params
 
 ONE_TOKEN = SamplingParams(temperature=0, max_tokens=1)
 MAX_MODEL_LEN = 64

@@ -19,7 +19,7 @@ import pytest
 from tiny_models import TINY_GENERIC, save_talking, save_tiny
 
 from ostinato import LLM, ClosedError, ConcurrentUseError, GraphConfig, SamplingParams
-from ostinato.graphs.counters import compilation_counter
+from ostinato.graphs.policy.counters import compilation_counter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPTS = [[1, 2, 3], [7], list(range(10, 45))]

@@ -26,12 +26,12 @@ from transformers import (
 )
 
 from ostinato.errors import ConfigError, ModelLoadError
-from ostinato.runtime.models.decoder import Decoder
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.models.hf import HFCausalLM
-from ostinato.runtime.models.load import LoadedModel, free_memory, load_model
-from ostinato.runtime.models.shapes import SHAPES, shape_config
-from ostinato.runtime.models.stated_config import stated_config
+from ostinato.loading.load import LoadedModel, free_memory, load_model
+from ostinato.models.hf.model import HFCausalLM
+from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.shapes import SHAPES, shape_config
+from ostinato.models.native.stated_config import stated_config
 
 CPU = torch.device("cpu")
 SIZES = {

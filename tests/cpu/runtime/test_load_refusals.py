@@ -17,8 +17,8 @@ from tiny_models import TINY_GENERIC, TINY_NATIVE, save_tiny
 from transformers import AutoModelForCausalLM
 
 from ostinato.errors import ConfigError, ModelLoadError
-from ostinato.runtime.models.hf import HFCausalLM
-from ostinato.runtime.models.load import LoadedModel, load_model
+from ostinato.loading.load import LoadedModel, load_model
+from ostinato.models.hf.model import HFCausalLM
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]

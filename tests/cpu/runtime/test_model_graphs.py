@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ostinato import BatchDescriptor, CUDAGraphMode
-from ostinato.graphs.plan import PlanEntry
-from ostinato.runtime.model_graphs import _kernels_of
+from ostinato.graphs.policy.plan import PlanEntry
+from ostinato.runner.model_graphs import _kernels_of
 
 
 def kernels(mode: CUDAGraphMode, num_tokens: int, num_ranks: int = 1) -> tuple[int, ...]:

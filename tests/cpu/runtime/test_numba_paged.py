@@ -17,11 +17,11 @@ from test_torch_paged import DECODES, MIXES, Layout, assert_same_bits, build, co
 from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
+from ostinato.attention import create_attention, numba_paged
+from ostinato.attention.base import AttentionBackend, attend_qkv
+from ostinato.attention.numba_paged import NumbaPagedAttention
 from ostinato.errors import BatchError, ConfigError
-from ostinato.graphs.modes import AttentionCGSupport
-from ostinato.runtime.attention import create_attention, numba_paged
-from ostinato.runtime.attention.base import AttentionBackend, attend_qkv
-from ostinato.runtime.attention.numba_paged import NumbaPagedAttention
+from ostinato.graphs.policy.modes import AttentionCGSupport
 
 pytest.importorskip("numba")
 
@@ -221,7 +221,7 @@ def test_it_is_the_default_of_the_cpu_and_not_for_others() -> None:
 
 
 def test_without_numba_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ostinato.runtime.attention.has_numba", lambda: False)
+    monkeypatch.setattr("ostinato.attention.has_numba", lambda: False)
     assert create_attention("auto", CPU).name == "torch"
     with pytest.raises(ConfigError, match="needs the CPU and the package numba"):
         create_attention("numba", CPU)

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato import GraphPool
-from ostinato.runtime.counter_random import exponential_log, spread_seed
-from ostinato.runtime.input_buffers import InputBuffers
-from ostinato.runtime.kv_cache import CacheSize
-from ostinato.runtime.operators import activation, decode_state, norm, sampling
-from ostinato.runtime.operators.parts import in_parts, num_parts
-from ostinato.runtime.request_state import RequestState
-from ostinato.runtime.sampler import sample
-from ostinato.runtime.sampling_state import SamplingFeatures, SamplingState
+from ostinato.ops import activation, decode_state, norm, sampling
+from ostinato.ops.counter_random import exponential_log, spread_seed
+from ostinato.ops.parts import in_parts, num_parts
+from ostinato.runner.input_buffers import InputBuffers
+from ostinato.runner.kv_cache import CacheSize
+from ostinato.runner.request_state import RequestState
+from ostinato.sampling.sampler import sample
+from ostinato.sampling.sampling_state import SamplingFeatures, SamplingState
 
 pytest.importorskip("triton")
 

@@ -9,9 +9,9 @@ import pytest
 
 from ostinato import LLM, GraphConfig
 from ostinato.cli.options import ModelOptions
+from ostinato.config import EngineConfig
+from ostinato.engine.explain import explain_batch
 from ostinato.errors import ConfigError
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.explain import explain_batch
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tensor_parallel": 0}, "tensor_parallel must be a positive integer, got 0"),

@@ -14,13 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato import set_forward_context
+from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.bench.rank_step import SilentComm, make_batch, make_cache
 from ostinato.errors import ConfigError
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.models.shapes import draw_weights, shape_config
-from ostinato.runtime.parallel.comm import CommCall, RecordingComm
-from ostinato.runtime.parallel.cost import (
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.shapes import draw_weights, shape_config
+from ostinato.parallel.comm import CommCall, RecordingComm
+from ostinato.parallel.layout import ParallelLayout
+from ostinato.parallel.sharded_decoder import build_base, build_shift
+from ostinato.planner.cost import (
     KINDS,
     Kind,
     LayoutCost,
@@ -30,7 +32,7 @@ from ostinato.runtime.parallel.cost import (
     default_layouts,
     layouts_of,
 )
-from ostinato.runtime.parallel.cost_communication import (
+from ostinato.planner.cost_communication import (
     MODELS,
     Collective,
     Interconnect,
@@ -39,10 +41,8 @@ from ostinato.runtime.parallel.cost_communication import (
     layer_collectives,
     outer_collectives,
 )
-from ostinato.runtime.parallel.cost_compute import Measured, Roofline, _attended, rank_weights
-from ostinato.runtime.parallel.cost_plan import predict, ways
-from ostinato.runtime.parallel.layout import ParallelLayout
-from ostinato.runtime.parallel.sharded_decoder import build_base, build_shift
+from ostinato.planner.cost_compute import Measured, Roofline, _attended, rank_weights
+from ostinato.planner.cost_plan import predict, ways
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (8, 1)]
 NVLINK = Interconnect(bandwidth=450e9, latency=10e-6)

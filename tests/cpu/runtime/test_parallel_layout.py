@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.errors import ConfigError
-from ostinato.runtime.parallel.layout import HeadLayout, ParallelLayout, vocabulary
+from ostinato.parallel.layout import HeadLayout, ParallelLayout, vocabulary
 
 layouts = st.builds(ParallelLayout, st.integers(1, 6), st.integers(1, 6))
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import ConfigError
-from ostinato.graphs.descriptor import BatchShape, Reason
-from ostinato.graphs.dispatch import Dispatcher
-from ostinato.graphs.modes import CUDAGraphMode
-from ostinato.graphs.plan import CapturePlan, sequence_parallel_sizes, shift_sizes
+from ostinato.graphs.policy.descriptor import BatchShape, Reason
+from ostinato.graphs.policy.dispatch import Dispatcher
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan, sequence_parallel_sizes, shift_sizes
 
 MODES = [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE]
 

@@ -15,21 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import CollectiveError
-from ostinato.runtime.block_allocator import BlockAllocator
-from ostinato.runtime.kv_cache import CacheSize
-from ostinato.runtime.parallel.channel import Channel
-from ostinato.runtime.parallel.plan_message import (
+from ostinato.ranks.channel import Channel
+from ostinato.ranks.plan_message import (
     Kind,
     PlanDecoder,
     PlanEncoder,
     to_bytes,
     to_words,
 )
-from ostinato.runtime.request import Request
-from ostinato.runtime.request_state import RequestState
-from ostinato.runtime.sampling_params import SamplingParams
-from ostinato.runtime.schedule_plan import DecodePlan, Plan, ScheduledRequest, SchedulePlan
-from ostinato.runtime.scheduler import Scheduler
+from ostinato.runner.kv_cache import CacheSize
+from ostinato.runner.request_state import RequestState
+from ostinato.sampling_params import SamplingParams
+from ostinato.scheduling.block_allocator import BlockAllocator
+from ostinato.scheduling.request import Request
+from ostinato.scheduling.schedule_plan import DecodePlan, Plan, ScheduledRequest, SchedulePlan
+from ostinato.scheduling.scheduler import Scheduler
 
 CACHE = CacheSize(num_blocks=24, block_size=4, max_model_len=48)
 

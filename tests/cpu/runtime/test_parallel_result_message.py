@@ -15,8 +15,8 @@ from ostinato.errors import (
     RankFailedError,
     RequestError,
 )
-from ostinato.runtime.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
-from ostinato.runtime.parallel.result_message import decode_result, encode_error, encode_result
+from ostinato.outputs import CompletionOutput, Logprob, RequestOutput, TextDelta
+from ostinato.ranks.result_message import decode_result, encode_error, encode_result
 
 COMPLETION = CompletionOutput(
     index=1,

@@ -9,18 +9,18 @@ import pytest
 import torch
 from tiny_models import TINY_NATIVE, save_tiny
 
-from ostinato.runtime.models.decoder import Decoder
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.models.load import load_model
-from ostinato.runtime.models.shapes import draw_weights, shape_config
-from ostinato.runtime.parallel.comm import NoComm
-from ostinato.runtime.parallel.layout import ParallelLayout
-from ostinato.runtime.parallel.models import (
+from ostinato.loading.load import load_model
+from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.shapes import draw_weights, shape_config
+from ostinato.parallel.comm import NoComm
+from ostinato.parallel.layout import ParallelLayout
+from ostinato.parallel.place import RankPlace
+from ostinato.parallel.sharded_models import (
     build_models,
     draw_sharded_weights,
     weights_fingerprint,
 )
-from ostinato.runtime.parallel.place import RankPlace
 
 
 class Named(NoComm):

@@ -18,7 +18,7 @@ from tiny_models import TINY_GENERIC, TINY_NATIVE, VOCAB_SIZE, save_tiny
 from transformers import AutoModelForCausalLM
 
 from ostinato import LLM, GraphConfig, SamplingParams
-from ostinato.runtime.step_result import SampledLogits
+from ostinato.runner.step_result import SampledLogits
 
 NEW_TOKENS = 64
 LENGTHS = (1, 5, 23, 40)  # in the order that a batch has them: single tokens first
@@ -151,8 +151,8 @@ def test_greedy_tokens_without_numba(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a CPU runs where no kernels can be compiled: torch's operators alone."""
-    monkeypatch.setattr("ostinato.runtime.cpu_kernels.has_numba", lambda: False)
-    monkeypatch.setattr("ostinato.runtime.attention.has_numba", lambda: False)
+    monkeypatch.setattr("ostinato.ops.numba.has_numba", lambda: False)
+    monkeypatch.setattr("ostinato.attention.has_numba", lambda: False)
     device = torch.device("cpu")
     directory, reference = checkpoint(name, device)
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)

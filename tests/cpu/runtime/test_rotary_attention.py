@@ -19,13 +19,13 @@ from test_torch_paged import MIXES, Batch, Layout, assert_same_bits, build, padd
 from torch import Tensor
 
 from ostinato import BatchDescriptor, CUDAGraphMode, GraphPool, set_forward_context
+from ostinato.attention import triton_paged
+from ostinato.attention.base import AttentionBackend, AttentionMetadata, attend_qkv
+from ostinato.attention.rotation import Rotation
+from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.triton.cuts import MAX_JOINED_SPLITS, decode_cut
+from ostinato.attention.triton_paged import TritonPagedAttention, is_decode
 from ostinato.errors import ConfigError
-from ostinato.runtime.attention import triton_paged
-from ostinato.runtime.attention.base import AttentionBackend, AttentionMetadata, attend_qkv
-from ostinato.runtime.attention.cuts import MAX_JOINED_SPLITS, decode_cut
-from ostinato.runtime.attention.rotation import Rotation
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.attention.triton_paged import TritonPagedAttention, is_decode
 
 pytest.importorskip("triton")
 

@@ -27,17 +27,17 @@ from transformers import (
 
 from ostinato import GraphPool
 from ostinato.errors import ConfigError
-from ostinato.runtime import counter_random
-from ostinato.runtime.counter_random import exponential_log, mix32, random_words, spread_seed
-from ostinato.runtime.request import Request
-from ostinato.runtime.sampler import SamplerOutput, process_logits, sample
-from ostinato.runtime.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
-from ostinato.runtime.sampling_state import (
+from ostinato.ops import counter_random
+from ostinato.ops.counter_random import exponential_log, mix32, random_words, spread_seed
+from ostinato.sampling.sampler import SamplerOutput, process_logits, sample
+from ostinato.sampling.sampling_state import (
     STOP_IDS_WIDTH,
     SamplingFeatures,
     SamplingState,
     feature_bits,
 )
+from ostinato.sampling_params import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from ostinato.scheduling.request import Request
 
 VOCAB, MAX_LEN = 64, 24
 GREEDY = SamplingParams(temperature=0)

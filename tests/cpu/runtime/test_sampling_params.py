@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ostinato.errors import ConfigError
-from ostinato.runtime.sampling_params import (
+from ostinato.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_TOKEN_IDS,

@@ -24,19 +24,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ostinato.errors import ConfigError, SchedulingError
-from ostinato.graphs.descriptor import BatchShape
-from ostinato.runtime import block_allocator, scheduler, steady_decode
-from ostinato.runtime.block_allocator import BlockAllocator, block_hash, root_hash
-from ostinato.runtime.request import FinishReason, Request, RequestStatus
-from ostinato.runtime.sampling_params import SamplingParams
-from ostinato.runtime.schedule_plan import (
+from ostinato.graphs.policy.descriptor import BatchShape
+from ostinato.sampling_params import SamplingParams
+from ostinato.scheduling import block_allocator, scheduler, steady_decode
+from ostinato.scheduling.block_allocator import BlockAllocator, block_hash, root_hash
+from ostinato.scheduling.request import FinishReason, Request, RequestStatus
+from ostinato.scheduling.schedule_plan import (
     DecodePlan,
     Plan,
     ScheduledRequest,
     SchedulePlan,
     TokenEvent,
 )
-from ostinato.runtime.scheduler import Scheduler
+from ostinato.scheduling.scheduler import Scheduler
 
 VOCAB = 3  # few tokens, so that prompts often begin alike
 MAX_LEN = 12

@@ -34,18 +34,18 @@ from ostinato import (
     GraphPool,
     set_forward_context,
 )
+from ostinato.attention import store
+from ostinato.attention.selected import last_tokens, select_tokens
+from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.compile.backend import compile_piecewise
 from ostinato.errors import ConfigError, ModelLoadError
-from ostinato.graphs.counters import compilation_counter
-from ostinato.runtime.attention import store
-from ostinato.runtime.attention.selected import last_tokens, select_tokens
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.attention.triton_paged import TritonPagedAttention
-from ostinato.runtime.models.checkpoint import Checkpoint
-from ostinato.runtime.models.decoder import Decoder
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.models.swiftkv import SwiftKVDecoder, convert
-from ostinato.runtime.models.swiftkv_config import SwiftKVConfig
+from ostinato.graphs.policy.counters import compilation_counter
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.swiftkv import SwiftKVDecoder, convert
+from ostinato.models.native.swiftkv_config import SwiftKVConfig
 from paged_requests import Batch, PagedRequests, Piece
 from swiftkv_statement import Statement, untrained
 

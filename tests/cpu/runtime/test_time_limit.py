@@ -13,9 +13,9 @@ from tiny_models import save_talking
 
 from ostinato import LLM, GraphConfig
 from ostinato.errors import ModelLoadError, RequestError
-from ostinato.runtime import chat
-from ostinato.runtime.chat import render_chat
-from ostinato.runtime.time_limit import within_seconds
+from ostinato.text import chat
+from ostinato.text.chat import render_chat
+from ostinato.text.time_limit import within_seconds
 
 MESSAGES = [{"role": "user", "content": "w1 w2"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
-from ostinato.graphs.modes import AttentionCGSupport
-from ostinato.runtime.attention import numba_paged, paged_cpu, paged_cuda
-from ostinato.runtime.attention.base import (
+from ostinato.attention import numba_paged, paged_cpu, paged_cuda
+from ostinato.attention.base import (
     AttentionBackend,
     AttentionMetadata,
     AttentionSpec,
     attend,
 )
-from ostinato.runtime.attention.numba_paged import NumbaPagedAttention
-from ostinato.runtime.attention.torch_paged import TorchPagedAttention
-from ostinato.runtime.cpu_kernels import has_numba
+from ostinato.attention.numba_paged import NumbaPagedAttention
+from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.graphs.policy.modes import AttentionCGSupport
+from ostinato.ops.numba import has_numba
 
 NOWHERE = 1 << 30
 CPU = torch.device("cpu")

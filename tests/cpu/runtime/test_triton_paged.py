@@ -28,11 +28,11 @@ from test_torch_paged import (
 from torch import Tensor
 
 from ostinato import GraphPool
-from ostinato.graphs.modes import AttentionCGSupport
-from ostinato.runtime.attention import triton_paged
-from ostinato.runtime.attention.base import AttentionBackend
-from ostinato.runtime.attention.cuts import cut
-from ostinato.runtime.attention.triton_paged import TritonPagedAttention
+from ostinato.attention import triton_paged
+from ostinato.attention.base import AttentionBackend
+from ostinato.attention.triton.cuts import cut
+from ostinato.attention.triton_paged import TritonPagedAttention
+from ostinato.graphs.policy.modes import AttentionCGSupport
 
 pytest.importorskip("triton")
 
@@ -174,7 +174,7 @@ def test_large_scores_do_not_overflow(processors: int, device: torch.device, sin
 def test_more_requests_than_are_searched_at_once(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ostinato.runtime.kernels import paged_attention
+    from ostinato.attention.triton import paged_attention
 
     num_reqs = 300
     if device.type == "cpu":

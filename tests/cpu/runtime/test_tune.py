@@ -9,13 +9,13 @@ import torch
 from transformers import Qwen3Config
 
 from ostinato import ConfigError
-from ostinato.runtime import startup
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.models.decoder import Decoder
-from ostinato.runtime.models.decoder_config import DecoderConfig
-from ostinato.runtime.models.shapes import shape_config
-from ostinato.runtime.operators.tuning import ROW_CLASSES
-from ostinato.runtime.tune import linear_weights, tune
+from ostinato.config import EngineConfig
+from ostinato.engine.tune import linear_weights, tune
+from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.shapes import shape_config
+from ostinato.ops.tuning import ROW_CLASSES
+from ostinato.runner import startup
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -48,7 +48,7 @@ def test_every_product_of_the_model_is_there(tied: bool) -> None:
 
 
 def test_a_known_shape_has_entries_for_an_h200() -> None:
-    from ostinato.runtime.operators.tuning import tuning
+    from ostinato.ops.tuning import tuning
 
     model = Decoder(
         DecoderConfig.from_hf(shape_config("llama-3.2-1b")),

@@ -17,8 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato import GraphConfig, SamplingParams
-from ostinato.runtime.config import EngineConfig
-from ostinato.runtime.engine import Engine
+from ostinato.config import EngineConfig
+from ostinato.engine.engine import Engine
 
 MAX_MODEL_LEN = 128
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -17,11 +17,11 @@ def create_backend(
 ) -> GraphBackend:
     """The backend for ``device``. Each call gives a backend with a memory pool of its own."""
     if device.type == "cpu":
-        from ostinato.graphs.backends.cpu import CpuBackend
+        from ostinato.graphs.backends.cpu.backend import CpuBackend
 
         return CpuBackend(generators=generators)
     if device.type == "cuda":
-        from ostinato.graphs.backends.cuda import CudaBackend
+        from ostinato.graphs.backends.cuda.backend import CudaBackend
 
         return CudaBackend(device, generators=generators)
     raise ConfigError(f"graphs run on CUDA devices and on the CPU, not on {device}")

@@ -23,7 +23,7 @@ from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato.errors import CaptureError
-from ostinato.graphs.tree import tensors_in
+from ostinato.graphs.capture.tree import tensors_in
 
 aten = torch.ops.aten
 

@@ -1,0 +1,245 @@
+"""What attention is to the rest of the runtime: a spec per layer, metadata per batch, a backend.
+
+A model's layers call ``attend``; it finds the batch in the forward context, so that it can be
+called from inside modules that other people wrote. The backend writes the new keys and values into
+the paged cache and attends over it. Layers that have nothing but a rotation between their QKV
+product and attention call ``attend_qkv``, which leaves the rotation to the backend too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ostinato.attention.rotation import Rotation
+from ostinato.compile.operators import splitting_operator
+from ostinato.errors import ConfigError
+from ostinato.graphs.capture.context import get_forward_context
+from ostinato.graphs.capture.segments import eager_break
+from ostinato.graphs.capture.tree import holds_no_tensors
+from ostinato.graphs.policy.modes import AttentionCGSupport
+
+
+@holds_no_tensors
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """One attention layer: its place in the KV cache and what is fixed about its computation.
+
+    A query at position p sees the keys at positions p - window + 1 to p (``window`` None: all up to
+    p). ``soft_cap`` c turns scores s into c * tanh(s / c).
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionMetadata:
+    """One batch as attention sees it; R requests, T tokens, both padded.
+
+    ``query_start_loc`` [R + 1] int32: request r owns the tokens from entry r to entry r + 1.
+    ``seq_lens`` [R] int32: keys of each request, this batch's tokens included; 0 for padding.
+    ``block_table`` [R, blocks] int32. ``slot_mapping`` [T] int64: where each token's key and value
+    go (block * block_size + offset), -1 for padding tokens, which are never written.
+    ``max_seq_len`` is an upper limit known to the host. ``max_query_len`` describes the batch, but
+    is no limit inside a graph: a graph of mixed batches is captured with an even split, and
+    replayed with any.
+
+    ``logits_indices`` [S] int64: the tokens whose hidden states will be read, each at most once;
+    -1 for padding. None: those of all tokens. Models may spare the others their last layers.
+
+    The tensors may be read by graphs: a replay finds new contents at the same addresses.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    max_query_len: int
+    max_seq_len: int
+    # Per layer: keys [num_blocks, block_size, num_kv_heads, head_dim], values likewise. Block 0 is
+    # nobody's: no request ever holds it.
+    kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    backend: AttentionBackend
+    logits_indices: torch.Tensor | None = None
+
+
+class AttentionBackend(Protocol):
+    """Attention over the paged cache.
+
+    A backend may have a method ``forward_qkv(spec, qkv, rotation, positions, metadata, out,
+    sinks)`` as well: ``forward`` after ``rotation.apply``, in fewer kernels.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def support(self) -> AttentionCGSupport:
+        """Which batches it can be captured for."""
+
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Store ``key`` and ``value``, then attend and write all of ``out``.
+
+        ``query`` [T, num_heads, head_dim], ``key`` [T, num_kv_heads, head_dim], ``value`` [T,
+        num_kv_heads, value_dim], ``out`` [T, num_heads, value_dim]. The inputs may be strided.
+        Rows of tokens that belong to no request become zero. ``sinks`` [num_heads]: one more logit
+        per head in the softmax, with no value.
+        """
+
+
+def attend(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of one layer for the batch in the forward context -> [T, num_heads, value_dim].
+
+    In a piecewise graph it is where the graph breaks: the result is allocated by the segment
+    before, filled by the eager call, and read by the segment after, at one address, with no copy.
+    """
+    out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
+    if torch.compiler.is_compiling():
+        _attend_operator(
+            query,
+            key,
+            value,
+            out,
+            sinks,
+            spec.layer,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.value_dim,
+            spec.scale,
+            spec.window,
+            spec.soft_cap,
+        )
+        return out
+    _attend_into(spec, query, key, value, out, sinks)
+    return out
+
+
+@eager_break
+def _attend_into(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> None:
+    metadata: AttentionMetadata = get_forward_context().attn_metadata
+    metadata.backend.forward(spec, query, key, value, metadata, out, sinks)
+
+
+def attend_qkv(
+    spec: AttentionSpec,
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    positions: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``attend`` for the raw QKV product -> [T, num_heads, value_dim].
+
+    ``qkv`` [T, (num_heads + 2 * num_kv_heads) * head_dim]: all query heads, all key heads, all
+    value heads. ``positions`` [T] int64: rows of the rotation's table. A graph breaks here as it
+    does at ``attend``. Not for code under torch.compile.
+    """
+    width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
+    if qkv.shape[1] != width or spec.value_dim != spec.head_dim:
+        raise ConfigError(
+            f"attend_qkv was given rows of {qkv.shape[1]} numbers; {spec.num_heads} query heads, "
+            f"{spec.num_kv_heads} key heads and as many value heads, of {spec.head_dim} each "
+            f"(values: {spec.value_dim}), make {width}; use attend() for heads that differ in size"
+        )
+    out = qkv.new_empty((qkv.shape[0], spec.num_heads, spec.value_dim))
+    _attend_qkv_into(spec, qkv, rotation, positions, out, sinks)
+    return out
+
+
+@eager_break
+def _attend_qkv_into(
+    spec: AttentionSpec,
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    positions: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+) -> None:
+    metadata: AttentionMetadata = get_forward_context().attn_metadata
+    forward_qkv = getattr(metadata.backend, "forward_qkv", None)
+    if forward_qkv is not None:
+        forward_qkv(spec, qkv, rotation, positions, metadata, out, sinks)
+        return
+    query, key, value = rotation.apply(
+        qkv, positions, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
+    )
+    metadata.backend.forward(spec, query, key, value, metadata, out, sinks)
+
+
+@functools.cache
+def _spec_of(
+    layer: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> AttentionSpec:
+    return AttentionSpec(
+        layer=layer,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+    )
+
+
+def _attend_with_fields(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None,
+    *spec: Any,
+) -> None:
+    _attend_into(_spec_of(*spec), query, key, value, out, sinks)
+
+
+# Attention as torch.compile sees it, and where a compiled model is split: an operator takes plain
+# values, so a spec is passed field by field.
+_attend_operator = splitting_operator(
+    """attend(
+    Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor? sinks,
+    int layer, int num_heads, int num_kv_heads, int head_dim, int value_dim,
+    float scale, int? window, float? soft_cap
+) -> ()""",
+    _attend_with_fields,
+)

@@ -1,0 +1,225 @@
+"""Attention on the CPU by kernels that Numba compiles: rotation, store and attention in one call.
+
+Requests with one query and not too many keys are its own; for the others it does what the torch
+backend does, request by request. Which of the two a request gets follows from its own lengths, so
+its result is the same to the bit whoever else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ostinato.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.attention.paged_cpu import Rules, attend_requests, read_layout
+from ostinato.attention.rotation import Rotation
+from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.errors import BatchError, ConfigError
+from ostinato.graphs.policy.modes import AttentionCGSupport
+from ostinato.ops.define import define_for_cpu
+from ostinato.ops.numba import load_kernels, runs_compiled
+
+# A kernel is one thread. From about here on two threads of torch's are faster.
+MOST_KEYS = 512
+
+# The last arguments of both operators, which become a ``_Batch``.
+_BATCH = """Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
+    Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping,
+    Tensor? sinks, float scale, int? window, float? soft_cap"""
+
+
+class _Batch(NamedTuple):
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    out: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    sinks: torch.Tensor | None
+    scale: float
+    window: int | None
+    soft_cap: float | None
+
+
+class NumbaPagedAttention:
+    """The ``AttentionBackend`` for float32 on a CPU; what is neither goes to the torch backend."""
+
+    name = "numba"
+    support = AttentionCGSupport.ALWAYS
+
+    def __init__(self) -> None:
+        self._torch = TorchPagedAttention()
+        load_kernels()  # compiled now, if they have to be, and not in the first step
+
+    @torch.no_grad()
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if not runs_compiled(out, *metadata.kv_caches[spec.layer]):
+            self._torch.forward(spec, query, key, value, metadata, out, sinks)
+            return
+        heads = query.contiguous(), key.contiguous(), value.contiguous()
+        _attention(*heads, *_batch(spec, metadata, out, sinks))
+
+    @torch.no_grad()
+    def forward_qkv(
+        self,
+        spec: AttentionSpec,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        if not runs_compiled(out, *metadata.kv_caches[spec.layer]):
+            heads = rotation.apply(
+                qkv, positions, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
+            )
+            self._torch.forward(spec, *heads, metadata, out, sinks)
+            return
+        _rotary_attention(
+            qkv.contiguous(),
+            positions.to(torch.int64).contiguous(),
+            rotation.table,
+            rotation.qk_norm,
+            rotation.eps,
+            *_batch(spec, metadata, out, sinks),
+        )
+
+
+def _batch(
+    spec: AttentionSpec, metadata: AttentionMetadata, out: torch.Tensor, sinks: torch.Tensor | None
+) -> _Batch:
+    """Everything in one piece and of the type that the kernels take."""
+    return _Batch(
+        *metadata.kv_caches[spec.layer],
+        out,
+        metadata.query_start_loc.contiguous(),
+        metadata.seq_lens.contiguous(),
+        metadata.block_table.contiguous(),
+        metadata.slot_mapping.contiguous(),
+        None if sinks is None else sinks.float().contiguous(),
+        spec.scale,
+        spec.window,
+        spec.soft_cap,
+    )
+
+
+def _prepare_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> Callable[[], None]:
+    batch = _Batch(*rest)
+    _check_shapes(query.shape[0], (key.shape[0], value.shape[0]), batch)
+    attention = load_kernels().attention
+    arrays = *_arrays(query, key, value), *_batch_arrays(batch)
+
+    def run() -> None:
+        if attention(*arrays):
+            _attend_others(query, batch)
+
+    return run
+
+
+def _prepare_rotary_attention(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    eps: float,
+    *rest: Any,
+) -> Callable[[], None]:
+    batch = _Batch(*rest)
+    _check_shapes(qkv.shape[0], (qkv.shape[0], positions.shape[0]), batch)
+    rotary_attention = load_kernels().rotary_attention
+    head_dim = table.shape[1]
+    num_normed = qkv.shape[1] // head_dim - batch.key_cache.shape[2]
+    if qk_norm is None:
+        qk_norm = qkv.new_empty((num_normed, 0))
+    elif qk_norm.shape != (num_normed, head_dim):
+        raise ConfigError(
+            f"a norm of queries and keys has a weight for each head; {tuple(qk_norm.shape)} is not "
+            f"that of {num_normed} heads of {head_dim}"
+        )
+    arrays = *_arrays(qkv, positions, table, qk_norm), eps, *_batch_arrays(batch)
+
+    def run() -> None:
+        if rotary_attention(*arrays):
+            _attend_others(batch.out.clone(), batch)
+
+    return run
+
+
+def _check_shapes(num_queries: int, stored: tuple[int, int], batch: _Batch) -> None:
+    """The kernels trust what they are given; nothing else would notice a tensor that is short."""
+    num_rows, num_heads = batch.out.shape[:2]
+    num_slots, num_reqs = batch.slot_mapping.shape[0], batch.seq_lens.shape[0]
+    num_starts, num_tables = batch.query_start_loc.shape[0], batch.block_table.shape[0]
+    if num_rows != num_queries or any(count != num_slots for count in stored):
+        raise BatchError(
+            f"{num_queries} queries were given {num_rows} rows for their results, and {num_slots} "
+            f"slots tensors of {stored[0]} and {stored[1]} rows"
+        )
+    if num_starts != num_reqs + 1 or num_tables != num_reqs:
+        raise BatchError(
+            f"a batch of {num_reqs} requests was given {num_starts} boundaries, which should be "
+            f"one more, and {num_tables} rows of the block table"
+        )
+    if batch.sinks is not None and batch.sinks.shape[0] != num_heads:
+        raise BatchError(f"{num_heads} heads were given {batch.sinks.shape[0]} sinks")
+
+
+def _arrays(*tensors: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.numpy() for tensor in tensors)
+
+
+def _batch_arrays(batch: _Batch) -> tuple[Any, ...]:
+    """The batch as the kernels take it."""
+    return (
+        *_arrays(*batch[:7]),
+        np.empty(0, np.float32) if batch.sinks is None else batch.sinks.numpy(),
+        (batch.scale, float(batch.window or 0), batch.soft_cap or 0.0),
+        MOST_KEYS,
+    )
+
+
+def _attend_others(query: torch.Tensor, batch: _Batch) -> None:
+    """The requests that the kernels leave out."""
+    layout = read_layout(
+        batch.query_start_loc,
+        batch.seq_lens,
+        batch.block_table,
+        batch.slot_mapping,
+        batch.key_cache.shape[1],
+        batch.window,
+    )
+    rules = Rules(batch.scale, batch.window, batch.soft_cap, batch.sinks)
+    others = [
+        queries
+        for queries in layout.queries
+        if queries.query_len > 1 or queries.num_visible(batch.window) > MOST_KEYS
+    ]
+    attend_requests(others, query, batch.key_cache, batch.value_cache, batch.out, rules)
+
+
+_attention = define_for_cpu(
+    f"compiled_attention(Tensor query, Tensor key, Tensor value, {_BATCH}) -> ()",
+    prepare=_prepare_attention,
+)
+_rotary_attention = define_for_cpu(
+    f"""compiled_rotary_attention(
+    Tensor qkv, Tensor positions, Tensor table, Tensor? qk_norm, float eps, {_BATCH}
+) -> ()""",
+    prepare=_prepare_rotary_attention,
+)

@@ -1,0 +1,50 @@
+"""What a model's heads go through between the QKV product and attention, and its plain-torch twin.
+
+Models hand a ``Rotation`` to ``attend_qkv`` with the raw product. Backends that can do it on the
+way into the cache read its tensors; for all others ``apply`` does it with torch operators.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ostinato.models.native.rotary import angles_at, rotate
+
+
+class Rotation:
+    """Rotary positions of one layer's queries and keys, and the norm before them if it has one.
+
+    ``table`` [max_position, head_dim] float32: cosines of the head_dim / 2 pairs (i, i +
+    head_dim / 2), then their sines. ``qk_norm`` [num_heads + num_kv_heads, head_dim]: the weight of
+    an RMSNorm over each query and key head, with ``eps``. Both belong to the model and never
+    change.
+
+    The norm rounds to the dtype of the heads before and after the weight, as ``RMSNorm`` does on
+    CUDA. The rotation is computed in float32 and rounded once.
+    """
+
+    # No dataclass: its tensors are the model's, and eager breaks look for those of the pool in the
+    # fields of dataclasses, once per layer and capture.
+    __slots__ = ("eps", "qk_norm", "table")
+
+    def __init__(
+        self, *, table: torch.Tensor, qk_norm: torch.Tensor | None = None, eps: float = 1e-6
+    ) -> None:
+        self.table = table
+        self.qk_norm = qk_norm
+        self.eps = eps
+
+    def apply(
+        self, qkv: torch.Tensor, positions: torch.Tensor, *, num_heads: int, num_kv_heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [T, heads, head_dim] of ``qkv`` [T, all heads * head_dim]."""
+        head_dim = self.table.shape[1]
+        heads = qkv.unflatten(-1, (-1, head_dim))
+        queries_keys, value = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        if self.qk_norm is not None:
+            queries_keys = F.rms_norm(queries_keys, (head_dim,), eps=self.eps) * self.qk_norm
+        cos, signed_sin = angles_at(self.table, positions, torch.float32)
+        turned = rotate(queries_keys.float(), cos, signed_sin).to(qkv.dtype)
+        query, key = turned.split((num_heads, num_kv_heads), dim=1)
+        return query, key, value

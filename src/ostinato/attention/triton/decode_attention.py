@@ -1,0 +1,435 @@
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""Everything between the QKV product and the output product of a decode batch, in one kernel.
+
+A batch in which request r has one token, number r, or none (length 0). A program takes one request,
+one KV head and one share of the keys, and makes the queries it needs itself. The new key and value
+go from registers into both the cache and the softmax: their slot is never read. Where keys are
+split, programs leave their part of the softmax in memory and count themselves; the last to come
+joins the parts. How many shares there are is decided by the real length, so short requests have
+nothing to join; the launch depends on shapes alone.
+
+OVERLAP: programmatic dependent launch. Before the wait only what was written before the forward
+began is read: lengths, tables, the model's tensors, older keys and values. So between whoever
+writes lengths and tables and the first layer there must be a kernel that is launched without
+overlap, as the lookup of embeddings is. Parts, counters, the cache and ``out`` are written after
+the wait, when whoever used that memory before is done.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ostinato.attention.triton.paged_attention import LOG2_E, logits
+from ostinato.attention.triton.rotary_store import load_angles, load_halves, store_halves, turned
+from ostinato.ops.triton.counters import take_counters
+from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
+
+if TYPE_CHECKING:
+    from ostinato.attention.triton.cuts import DecodeCut
+
+
+@triton.jit
+def _rows_of(
+    cache,
+    request_table,
+    key_position,
+    there,
+    kv_head,
+    block_stride,
+    slot_stride,
+    head_stride,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Where the rows of these keys (or values) begin. Others than ``there`` are block 0's."""
+    block = tl.load(request_table + key_position // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+    offset = key_position % BLOCK_SIZE
+    return cache + (block * block_stride + offset * slot_stride + kv_head * head_stride)[:, None]
+
+
+@triton.jit
+def _prefetch(rows, HEAD_DIM: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
+    """Ask for rows [N, 1] to be brought into the L2 cache, by lines of LINE elements."""
+    place = rows + tl.minimum(tl.arange(0, LINES) * LINE, HEAD_DIM - 1)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [place.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _join(
+    partial_values,
+    partial_highest,
+    partial_total,
+    start,
+    count,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """The softmax over ``count`` parts from number ``start`` on: [ROWS, VALUE_PAD].
+
+    Other programs wrote them: they are read from L2, where those writes are.
+    """
+    row = tl.arange(0, ROWS)
+    e = tl.arange(0, VALUE_PAD)
+    highest = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([ROWS], dtype=tl.float32)
+    values = tl.zeros([ROWS, VALUE_PAD], dtype=tl.float32)
+    for first in range(0, count, CHUNK):
+        part = first + tl.arange(0, CHUNK)
+        there = (part < count)[:, None] & (row < GROUP)[None, :]
+        place = (start + part)[:, None] * GROUP + row[None, :]
+        peaks = tl.load(
+            partial_highest + place, mask=there, other=float("-inf"), cache_modifier=".cg"
+        )
+        totals = tl.load(partial_total + place, mask=there, other=0.0, cache_modifier=".cg")
+        sums = tl.load(
+            partial_values + (place * HEAD_DIM)[:, :, None] + e[None, None, :],
+            mask=there[:, :, None] & (e < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_highest = tl.maximum(highest, tl.max(peaks, axis=0))
+        zero = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # rows of no head
+        weights = tl.exp2(peaks - zero[None, :])
+        faded = tl.exp2(highest - zero)
+        total = total * faded + tl.sum(totals * weights, axis=0)
+        values = values * faded[:, None] + tl.sum(sums * weights[:, :, None], axis=0)
+        highest = new_highest
+    return values / tl.where(total > 0.0, total, 1.0)[:, None]
+
+
+@triton.jit(do_not_specialize=["max_keys", "num_splits"])
+def decode_kernel(
+    qkv,
+    table,
+    qk_norm,
+    positions,
+    key_cache,
+    value_cache,
+    out,
+    partial_values,
+    partial_highest,
+    partial_total,
+    counters,
+    seq_lens,
+    block_table,
+    slot_mapping,
+    sinks,
+    eps,
+    scale,
+    window,
+    soft_cap,
+    max_keys,
+    num_splits,
+    qkv_stride,
+    table_stride,
+    key_block_stride,
+    key_slot_stride,
+    key_head_stride,
+    value_block_stride,
+    value_slot_stride,
+    value_head_stride,
+    out_token_stride,
+    out_head_stride,
+    block_table_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    VALUE_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    LINE: tl.constexpr,
+    LINES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per request and KV head (axis 0) and share of the keys (axis 1).
+
+    The rows of its matrices are the GROUP query heads that share the KV head.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+    NUM_HEADS: tl.constexpr = NUM_KV_HEADS * GROUP
+    HALF: tl.constexpr = HEAD_DIM // 2
+    pair = tl.program_id(0)
+    split = tl.program_id(1)
+    request = pair // NUM_KV_HEADS
+    kv_head = pair % NUM_KV_HEADS
+    # Keys beyond the table are promised only by batches that are made up for a capture.
+    seq_len = tl.minimum(tl.load(seq_lens + request), max_keys)
+    slot = tl.load(slot_mapping + request)
+    position = tl.load(positions + request, mask=seq_len > 0, other=0)
+    cos, sin = load_angles(table, position, table_stride, HEAD_DIM, HALF_PAD)
+
+    # Whole blocks of keys for each share; the last one has the new key, number seq_len - 1.
+    first = 0
+    if window is not None:
+        first = tl.maximum(seq_len - window, 0)
+    begin = first // BLOCK_N * BLOCK_N
+    num_blocks = tl.cdiv(seq_len - begin, BLOCK_N)
+    share = tl.maximum(tl.cdiv(num_blocks, num_splits), 1)
+    num_shares = tl.cdiv(num_blocks, share)
+    has_new = split == num_shares - 1
+    begin += split * share * BLOCK_N
+    end = tl.minimum(begin + share * BLOCK_N, seq_len - 1)
+
+    request_table = block_table + request.to(tl.int64) * block_table_stride
+    if OVERLAP:
+        if PREFETCH > 0:
+            ahead = begin + tl.arange(0, PREFETCH)
+            due = (ahead >= first) & (ahead < end)
+            k_ahead = _rows_of(
+                key_cache,
+                request_table,
+                ahead,
+                due,
+                kv_head,
+                key_block_stride,
+                key_slot_stride,
+                key_head_stride,
+                BLOCK_SIZE,
+            )
+            v_ahead = _rows_of(
+                value_cache,
+                request_table,
+                ahead,
+                due,
+                kv_head,
+                value_block_stride,
+                value_slot_stride,
+                value_head_stride,
+                BLOCK_SIZE,
+            )
+            _prefetch(k_ahead, HEAD_DIM, LINE, LINES)
+            _prefetch(v_ahead, HEAD_DIM, LINE, LINES)
+        gdc_wait()  # every program: what comes after waits for this kernel alone
+
+    token = request.to(tl.int64)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, HALF_PAD)
+    e = tl.arange(0, VALUE_PAD)
+    owned = m < GROUP
+    head = kv_head * GROUP + m
+    there = owned[:, None] & (e < HEAD_DIM)[None, :]
+    place = out + token * out_token_stride + (head * out_head_stride)[:, None] + e[None, :]
+    if num_shares == 0:
+        zeros = tl.zeros([BLOCK_M, VALUE_PAD], dtype=out.dtype.element_ty)
+        tl.store(place, zeros, mask=there & (split == 0))
+    if split >= num_shares:
+        return
+
+    # The queries, rounded as they would be in memory; the new key and value likewise.
+    row = qkv + token * qkv_stride
+    one, two = load_halves(row, head[:, None], owned[:, None], HEAD_DIM, HALF_PAD)
+    one, two = turned(
+        one, two, qk_norm, head[:, None], owned[:, None], cos, sin, eps, HEAD_DIM, HALF_PAD
+    )
+    q_one, q_two = one.to(key_cache.dtype.element_ty), two.to(key_cache.dtype.element_ty)
+    key_head = tl.full([1, 1], NUM_HEADS, dtype=tl.int32) + kv_head
+    one, two = load_halves(row, key_head, key_head >= 0, HEAD_DIM, HALF_PAD)
+    one, two = turned(one, two, qk_norm, key_head, key_head >= 0, cos, sin, eps, HEAD_DIM, HALF_PAD)
+    new_one, new_two = one.to(key_cache.dtype.element_ty), two.to(key_cache.dtype.element_ty)
+    new_value = tl.load(
+        row + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + e[None, :],
+        mask=(e < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+    new_value = new_value.to(value_cache.dtype.element_ty)
+    stored = has_new & (slot >= 0)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    k_row = key_cache + block * key_block_stride + offset * key_slot_stride
+    k_row = k_row + (key_head - NUM_HEADS) * key_head_stride
+    store_halves(k_row, new_one, new_two, stored & (key_head >= 0), HEAD_DIM, HALF_PAD)
+    v_row = value_cache + block * value_block_stride + offset * value_slot_stride
+    v_row = v_row + kv_head * value_head_stride + e[None, :]
+    tl.store(v_row, new_value, mask=stored & (e < HEAD_DIM)[None, :])
+
+    # The softmax begins with the new key, in the share that has it.
+    score = q_one.to(tl.float32) * new_one.to(tl.float32)
+    score += q_two.to(tl.float32) * new_two.to(tl.float32)
+    starts = (m >= 0) & has_new
+    highest = tl.where(starts, logits(tl.sum(score, axis=1), scale, soft_cap), float("-inf"))
+    total = tl.where(starts, 1.0, 0.0)
+    values = tl.where(
+        starts[:, None], tl.broadcast_to(new_value.to(tl.float32), [BLOCK_M, VALUE_PAD]), 0.0
+    )
+    if sinks is not None:  # as if they were a key without value, of the first share
+        sink = tl.load(sinks + head, mask=owned, other=0.0).to(tl.float32) * LOG2_E
+        sink = tl.where((m >= 0) & (split == 0), sink, float("-inf"))
+        new_highest = tl.maximum(highest, sink)
+        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        faded = tl.exp2(highest - base)
+        total = total * faded + tl.exp2(sink - base)
+        values = values * faded[:, None]
+        highest = new_highest
+
+    for first_key in range(begin, end, BLOCK_N):
+        key_position = first_key + tl.arange(0, BLOCK_N)
+        # Other entries of the table, and other slots, may hold anything.
+        seen = (key_position >= first) & (key_position < end)
+        k_seen = seen[:, None]
+        v_seen = seen[:, None]
+        if HALF_PAD != HALF:
+            k_seen = k_seen & (d < HALF)[None, :]
+        if VALUE_PAD != HEAD_DIM:
+            v_seen = v_seen & (e < HEAD_DIM)[None, :]
+        k_rows = _rows_of(
+            key_cache,
+            request_table,
+            key_position,
+            seen,
+            kv_head,
+            key_block_stride,
+            key_slot_stride,
+            key_head_stride,
+            BLOCK_SIZE,
+        )
+        k_one = tl.load(k_rows + d[None, :], mask=k_seen, other=0.0)
+        k_two = tl.load(k_rows + HALF + d[None, :], mask=k_seen, other=0.0)
+        v_rows = _rows_of(
+            value_cache,
+            request_table,
+            key_position,
+            seen,
+            kv_head,
+            value_block_stride,
+            value_slot_stride,
+            value_head_stride,
+            BLOCK_SIZE,
+        )
+        v = tl.load(v_rows + e[None, :], mask=v_seen, other=0.0)
+
+        scores = tl.dot(q_one, tl.trans(k_one), input_precision="ieee")
+        scores = tl.dot(q_two, tl.trans(k_two), scores, input_precision="ieee")
+        scores = tl.where(seen[None, :], logits(scores, scale, soft_cap), float("-inf"))
+        # A block without a key to see comes after the new key: no infinity is taken from itself.
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        faded = tl.exp2(highest - new_highest)
+        total = total * faded + tl.sum(weights, axis=1)
+        values = values * faded[:, None]
+        values = tl.dot(weights.to(v.dtype), v, values, input_precision="ieee")
+        highest = new_highest
+
+    if not SPLIT:
+        tl.store(place, (values / total[:, None]).to(out.dtype.element_ty), mask=there)
+    else:
+        if num_shares == 1:
+            tl.store(place, (values / total[:, None]).to(out.dtype.element_ty), mask=there)
+        else:
+            part = pair.to(tl.int64) * num_splits
+            part_row = (part + split) * GROUP + m
+            tl.store(partial_highest + part_row, highest, mask=owned)
+            tl.store(partial_total + part_row, total, mask=owned)
+            sums = partial_values + (part_row * HEAD_DIM)[:, None] + e[None, :]
+            tl.store(sums, values, mask=there)
+            tl.debug_barrier()  # all threads have written, then one says so
+            arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
+            if arrived == num_shares - 1:
+                joined = _join(
+                    partial_values,
+                    partial_highest,
+                    partial_total,
+                    part,
+                    num_shares,
+                    GROUP,
+                    ROWS,
+                    HEAD_DIM,
+                    VALUE_PAD,
+                    CHUNK,
+                )
+                r = tl.arange(0, ROWS)
+                r_there = (r < GROUP)[:, None] & (e < HEAD_DIM)[None, :]
+                r_place = out + token * out_token_stride + e[None, :]
+                r_place += ((kv_head * GROUP + r) * out_head_stride)[:, None]
+                tl.store(r_place, joined.to(out.dtype.element_ty), mask=r_there)
+
+
+def decode_attention(
+    qkv: torch.Tensor,
+    rotation: tuple[torch.Tensor, torch.Tensor | None, float],
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rules: tuple[torch.Tensor | None, float, int | None, float | None],
+    pieces: DecodeCut,
+) -> None:
+    """Launch it. ``rotation`` as in ``rotary_store``; ``batch``: seq_lens, block_table,
+    slot_mapping; ``rules``: sinks, scale, window, soft cap.
+    """
+    num_tokens, num_heads, head_dim = out.shape
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    num_splits = pieces.num_splits
+    split = num_splits > 1
+    partial: tuple[Any, ...] = (None, None, None, None)
+    if split:  # weighted sums of values, highest scores, totals of the weights
+        rows = num_tokens * num_heads * num_splits
+        sums = torch.empty((rows, head_dim), device=out.device, dtype=torch.float32)
+        highest, total = torch.empty((2, rows), device=out.device, dtype=torch.float32).unbind()
+        partial = (sums, highest, total, take_counters(out.device, num_tokens * num_kv_heads))
+    table, qk_norm, eps = rotation
+    sinks, scale, window, soft_cap = rules
+    block_table = batch[1]
+    value_pad = max(16, next_power_of_2(head_dim))
+    rows_pad = next_power_of_2(group)
+    # As many parts at a time as fit into some 64 registers of each thread.
+    chunk = max(1, min(16, 2048 * pieces.num_warps // (rows_pad * value_pad)))
+    line = 128 // key_cache.itemsize  # of the L2 cache: 128 bytes
+    launch(
+        decode_kernel,
+        (num_tokens * num_kv_heads, num_splits),
+        (qkv, table, qk_norm, positions, key_cache, value_cache, out, *partial, *batch, sinks),
+        (
+            eps,
+            scale,
+            window,
+            soft_cap,
+            block_table.shape[1] * block_size,
+            num_splits,
+            qkv.stride(0),
+            table.stride(0),
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *out.stride()[:2],
+            block_table.stride(0),
+        ),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        HALF_PAD=max(16, next_power_of_2(head_dim // 2)),
+        VALUE_PAD=value_pad,
+        BLOCK_M=max(16, rows_pad),
+        BLOCK_N=pieces.block_n,
+        SPLIT=split,
+        ROWS=rows_pad,
+        CHUNK=chunk,
+        PREFETCH=pieces.prefetch,
+        LINE=line,
+        LINES=next_power_of_2(-(-head_dim // line)),
+        **overlap(out.device),
+        num_warps=pieces.num_warps,
+        num_stages=pieces.num_stages,
+    )

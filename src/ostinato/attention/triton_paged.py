@@ -1,0 +1,356 @@
+"""Attention over the paged cache in Triton kernels: for CUDA, in or out of graphs, for any batch.
+
+To torch it is two operators: ``ostinato::triton_paged_attention``, and for models that hand over
+their raw QKV product ``ostinato::triton_qkv_attention``. How the work is cut up is in ``cuts``, the
+work itself in ``kernels``; Triton is imported when it is first called. CPU tensors are for the
+tests, under Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ostinato.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.attention.rotation import Rotation
+from ostinato.attention.triton.cuts import cut, decode_cut
+from ostinato.graphs.capture.context import current_forward_context
+from ostinato.graphs.policy.modes import AttentionCGSupport
+from ostinato.ops.define import define
+from ostinato.ops.triton.launch import (
+    can_overlap,
+    launch,
+    next_power_of_2,
+    num_processors,
+    overlap,
+)
+
+_SCHEMA = """triton_paged_attention(
+    Tensor query, Tensor key, Tensor value,
+    Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
+    Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping,
+    Tensor? sinks, float scale, int? window, float? soft_cap
+) -> ()"""
+
+_QKV_SCHEMA = """triton_qkv_attention(
+    Tensor qkv, Tensor table, Tensor? qk_norm, Tensor positions,
+    Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
+    Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping,
+    Tensor? sinks, float eps, float scale, int? window, float? soft_cap, bool decode
+) -> ()"""
+
+
+def triton_paged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """Store ``key`` and ``value``, attend over the cache, and write all of ``out``."""
+    num_tokens, num_reqs = query.shape[0], seq_lens.shape[0]
+    if num_tokens == 0:
+        return
+    # The kernels step through a row by one.
+    query, key, value = (_rows_in_one_piece(tensor) for tensor in (query, key, value))
+    _store(key, value, key_cache, value_cache, out, slot_mapping, query_start_loc)
+    if num_reqs == 0:
+        return
+    batch = (query_start_loc, seq_lens, block_table)
+    rules = (sinks, scale, window, soft_cap)
+    _attend(query, key_cache, value_cache, out, batch, rules)
+
+
+def triton_qkv_attention(
+    qkv: torch.Tensor,
+    table: torch.Tensor,
+    qk_norm: torch.Tensor | None,
+    positions: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    sinks: torch.Tensor | None,
+    eps: float,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    decode: bool,
+) -> None:
+    """Norm and rotate, store, attend over the cache, and write all of ``out``.
+
+    ``decode``: request r has token r and no other, or none and no keys. One kernel then does it.
+    """
+    num_tokens, num_reqs = qkv.shape[0], seq_lens.shape[0]
+    if num_tokens == 0:
+        return
+    qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
+    rotation = (table, qk_norm, eps)
+    rules = (sinks, scale, window, soft_cap)
+    if not decode:
+        from ostinato.attention.triton.rotary_store import rotary_store
+
+        query = rotary_store(
+            qkv, rotation, positions, key_cache, value_cache, out, slot_mapping, query_start_loc
+        )
+        if num_reqs > 0:
+            batch = (query_start_loc, seq_lens, block_table)
+            _attend(query, key_cache, value_cache, out, batch, rules)
+        return
+    from ostinato.attention.triton.decode_attention import decode_attention
+
+    pieces = decode_cut(
+        num_reqs,
+        num_heads=out.shape[1],
+        num_kv_heads=key_cache.shape[2],
+        row_bytes=_padded_row(key_cache) * key_cache.itemsize,
+        itemsize=key_cache.itemsize,
+        max_keys=block_table.shape[1] * key_cache.shape[1],
+        num_processors=num_processors(qkv.device),
+    )
+    decode_attention(
+        qkv,
+        rotation,
+        positions,
+        key_cache,
+        value_cache,
+        out,
+        (seq_lens, block_table, slot_mapping),
+        rules,
+        pieces,
+    )
+
+
+def _store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+) -> None:
+    """The new rows into the cache, and zeros into the rows of ``out`` that are padding."""
+    from ostinato.attention.triton.paged_attention import store_kernel
+
+    num_heads, num_kv_heads = out.shape[1], key.shape[1]
+    launch(
+        store_kernel,
+        (key.shape[0],),
+        (key, value, key_cache, value_cache, out, slot_mapping, query_start_loc),
+        (
+            query_start_loc.shape[0] - 1,
+            *key.stride()[:2],
+            *value.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *out.stride()[:2],
+        ),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=key.shape[2],
+        VALUE_DIM=value.shape[2],
+        BLOCK_SIZE=key_cache.shape[1],
+        HEADS_PAD=next_power_of_2(num_heads),
+        KV_HEADS_PAD=next_power_of_2(num_kv_heads),
+        HEAD_PAD=_padded_row(key),
+        VALUE_PAD=_padded_row(value),
+        OVERLAP=can_overlap(key.device),
+        num_warps=4,
+    )
+
+
+def _attend(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    out: torch.Tensor,
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rules: tuple[torch.Tensor | None, float, int | None, float | None],
+) -> None:
+    """Attention over what is in the cache. ``batch``: query_start_loc, seq_lens, block_table."""
+    from ostinato.attention.triton.paged_attention import attend_kernel, join_kernel
+
+    num_tokens, num_heads, value_dim = out.shape
+    num_kv_heads = key_cache.shape[2]
+    query_start_loc, _, block_table = batch
+    sinks, *numbers = rules
+    num_reqs = query_start_loc.shape[0] - 1
+    max_keys = block_table.shape[1] * key_cache.shape[1]
+    pieces = cut(
+        num_tokens,
+        num_reqs,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        row_bytes=max(_padded_row(key_cache), _padded_row(value_cache)) * key_cache.itemsize,
+        itemsize=key_cache.itemsize,
+        max_keys=max_keys,
+        num_processors=num_processors(query.device),
+    )
+    num_splits = pieces.num_splits
+    split = num_splits > 1
+    partial: tuple[Any, ...] = (None, None, None)
+    if split:  # weighted sums of values, highest scores, totals of the weights
+        shape = (num_tokens, num_heads, num_splits)
+        highest, total = torch.empty((2, *shape), device=out.device, dtype=torch.float32).unbind()
+        values = torch.empty((*shape, value_dim), device=out.device, dtype=torch.float32)
+        partial = (values, highest, total)
+    launch(
+        attend_kernel,
+        (pieces.num_tiles * num_kv_heads, num_splits),
+        (query, key_cache, value_cache, out, *partial, *batch, sinks),
+        (
+            *numbers,
+            num_reqs,
+            max_keys,
+            num_splits,
+            *query.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *out.stride()[:2],
+            block_table.stride(0),
+        ),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=query.shape[2],
+        VALUE_DIM=value_dim,
+        BLOCK_SIZE=key_cache.shape[1],
+        HEAD_PAD=_padded_row(query),
+        VALUE_PAD=_padded_row(out),
+        BLOCK_M=pieces.block_m,
+        BLOCK_Q=pieces.block_q,
+        BLOCK_N=pieces.block_n,
+        SPLIT=split,
+        **overlap(out.device),
+        num_warps=pieces.num_warps,
+        num_stages=pieces.num_stages,
+    )
+    if split:
+        launch(
+            join_kernel,
+            (num_tokens, num_heads),
+            (*partial, out, query_start_loc),
+            (num_reqs, *out.stride()[:2]),
+            NUM_HEADS=num_heads,
+            VALUE_DIM=value_dim,
+            VALUE_PAD=_padded_row(out),
+            NUM_SPLITS=num_splits,
+            **overlap(out.device),
+            num_warps=4,
+        )
+
+
+def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def _padded_row(tensor: torch.Tensor) -> int:
+    """Elements of a row as the kernels hold it: a power of 2 that tensor cores take."""
+    return max(16, next_power_of_2(tensor.shape[-1]))
+
+
+_operator = define(_SCHEMA, cpu=triton_paged_attention, cuda=triton_paged_attention)
+_qkv_operator = define(_QKV_SCHEMA, cpu=triton_qkv_attention, cuda=triton_qkv_attention)
+
+
+def is_decode(metadata: AttentionMetadata, num_tokens: int) -> bool:
+    """Whether request r has token r and no other, or none, in this batch and in every other that a
+    graph of it may be replayed with.
+
+    A graph of mixed batches may be captured with one token for each request, but is replayed with
+    any split; the key of a FULL graph, which names its requests, says whether it is one.
+    """
+    if metadata.max_query_len != 1 or metadata.seq_lens.shape[0] != num_tokens:
+        return False
+    context = current_forward_context()
+    key = None if context is None else context.descriptor
+    return key is None or key.num_reqs is None or key.uniform
+
+
+class TritonPagedAttention:
+    """The ``AttentionBackend`` for CUDA. Never relies on ``max_seq_len``.
+
+    A replay gives the bits of an eager call with the same padded shapes. Other shapes may be cut up
+    differently, and rounded differently; and so may a decode batch that ``forward_qkv`` is given in
+    a graph of mixed batches.
+    """
+
+    name = "triton"
+    support = AttentionCGSupport.ALWAYS
+
+    @torch.no_grad()  # the cache would otherwise remember every step that wrote to it
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        key_cache, value_cache = metadata.kv_caches[spec.layer]
+        _operator(
+            query,
+            key,
+            value,
+            key_cache,
+            value_cache,
+            out,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.slot_mapping,
+            sinks,
+            spec.scale,
+            spec.window,
+            spec.soft_cap,
+        )
+
+    @torch.no_grad()
+    def forward_qkv(
+        self,
+        spec: AttentionSpec,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """``forward`` after ``rotation.apply``: decode batches in one kernel, others in three."""
+        key_cache, value_cache = metadata.kv_caches[spec.layer]
+        # torch.compile does not come here, and CUDA's captures need no operator to see.
+        run = triton_qkv_attention if qkv.is_cuda else _qkv_operator
+        run(
+            qkv,
+            rotation.table,
+            rotation.qk_norm,
+            positions,
+            key_cache,
+            value_cache,
+            out,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.slot_mapping,
+            sinks,
+            rotation.eps,
+            spec.scale,
+            spec.window,
+            spec.soft_cap,
+            is_decode(metadata, qkv.shape[0]),
+        )

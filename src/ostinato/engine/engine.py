@@ -1,0 +1,373 @@
+"""The engine: requests in, tokens out, one step at a time. ``step`` is the page to read first."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ostinato.config import EngineConfig
+from ostinato.engine.thread_use import ThreadUse, one_thread
+from ostinato.errors import ClosedError, RequestError
+from ostinato.loading.load import as_hf
+from ostinato.outputs import CompletionOutput, Logprob
+from ostinato.runner import startup
+from ostinato.runner.step_result import StepResult
+from ostinato.sampling_params import SamplingParams
+from ostinato.scheduling.block_allocator import BlockAllocator
+from ostinato.scheduling.request import FinishReason, Request
+from ostinato.scheduling.schedule_plan import Plan, TokenEvent
+from ostinato.scheduling.scheduler import Scheduler
+from ostinato.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_SEEDS = 2**63
+
+
+@dataclass(eq=False)
+class Completion:
+    """One sequence on its way through the engine, and what has come out of it so far.
+
+    ``output.token_ids`` grows with every step. ``output.text`` is complete when it has ended; until
+    then ``read_text`` brings it up to date. Sequences with stop strings are read at every step.
+
+    ``news``, if set, is told by the engine when it has ended, and with a watched request of every
+    token.
+    """
+
+    request: Request
+    output: CompletionOutput
+    detokenizer: Detokenizer | None
+    news: deque[Completion] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finished
+
+    def read_text(self, *, final: bool = False) -> str | None:
+        """Turn the tokens that came since it was last read into text; the stop string found."""
+        detokenizer = self.detokenizer
+        if detokenizer is None:
+            return None
+        found = detokenizer.read(self.output.token_ids, self.request.params.min_tokens)
+        if final and found is None:
+            detokenizer.finish()
+        self.output.text = detokenizer.text
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedRequest:
+    """A request that the engine will take, of which ``params.n`` sequences can be made."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    max_total_tokens: int
+    seed: int
+    stop_token_ids: frozenset[int]
+    tokenizer: Any
+
+    def completion(self, index: int) -> Completion:
+        """Make one of its sequences."""
+        params = self.params
+        request = Request(
+            request_id=f"{self.request_id}.{index}",
+            prompt_token_ids=self.prompt_token_ids,
+            params=params,
+            max_total_tokens=self.max_total_tokens,
+            seed=_nth_seed(self.seed, index),
+            stop_token_ids=self.stop_token_ids,
+            watched=bool(params.stop) or params.logprobs is not None,
+        )
+        return Completion(
+            request=request,
+            output=CompletionOutput(
+                index=index,
+                token_ids=request.output_token_ids,  # one list: a token is written once
+                logprobs=None if params.logprobs is None else [],
+                cumulative_logprob=None if params.logprobs is None else 0.0,
+            ),
+            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, params),
+        )
+
+
+def _nth_seed(seed: int, index: int) -> int:
+    """The seed of one of several sequences of a request: no other request's, as good as surely."""
+    if index == 0:
+        return seed
+    digest = blake2b(b"%d %d" % (seed, index), digest_size=8, person=b"sequence").digest()
+    return int.from_bytes(digest, "little") % _SEEDS
+
+
+class Engine:
+    """Owns the model, the runner and the scheduler. For one thread at a time (``use``).
+
+    Where all ranks run one script, requests are for the engine of rank 0; the others have their
+    part of the model and do what it does (``sharing``).
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.use = ThreadUse()
+        started = startup.start(config)
+        loaded = started.loaded
+        self.model = loaded.model
+        self.model_path = loaded.path
+        self._model_config = loaded.config
+        self.tokenizer = loaded.tokenizer
+        self.eos_token_ids = loaded.eos_token_ids
+        self.runner, self.resolved_mode = started.runner, started.resolved_mode
+        self.sharing = started.sharing
+        cache, plan = self.runner.cache, self.runner.plan
+        self.max_model_len = cache.max_model_len
+        self.scheduler = Scheduler(
+            BlockAllocator(cache.num_blocks, cache.block_size, prefix_reuse=config.prefix_reuse),
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_model_len=cache.max_model_len,
+            prefill_chunk=config.prefill_chunk,
+        )
+        self._completions: dict[str, Completion] = {}
+        self._in_flight: deque[tuple[Plan, StepResult]] = deque()
+        # Batches that run while the host has not seen their tokens yet.
+        self._num_ahead = 1 if config.overlaps_on(self.model.device) else 0
+        self._seeds = random.Random(config.seed)
+        self._numbers = itertools.count()
+        self._closed = False
+
+    @property
+    def model_config(self) -> PretrainedConfig:
+        """The model's config as transformers has it."""
+        return as_hf(self._model_config)
+
+    # --- requests ------------------------------------------------------------------------------
+
+    @one_thread(is_part=True)
+    def prepare_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, name: str = "the prompt"
+    ) -> list[Completion]:
+        """Check a request and make its ``params.n`` sequences. Starts nothing.
+
+        ``name`` is what errors call the prompt.
+        """
+        request = self._check_request(list(prompt_token_ids), params, name)
+        return [request.completion(index) for index in range(params.n)]
+
+    @one_thread(is_part=True)
+    def check_request(
+        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, name: str = "the prompt"
+    ) -> CheckedRequest:
+        """The same without making its sequences yet."""
+        return self._check_request(list(prompt_token_ids), params, name)
+
+    def _check_request(
+        self, prompt: list[int], params: SamplingParams, name: str
+    ) -> CheckedRequest:
+        self._check_open()
+        self._check_prompt(prompt, name)
+        self._check_params(params)
+        limit = self.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(prompt) + params.max_tokens)
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        return CheckedRequest(
+            request_id=f"request-{next(self._numbers)}",
+            prompt_token_ids=prompt,
+            params=params,
+            max_total_tokens=limit,
+            seed=self._seeds.randrange(_SEEDS) if params.seed is None else params.seed,
+            stop_token_ids=frozenset(params.stop_token_ids) | eos,
+            tokenizer=self.tokenizer,
+        )
+
+    @one_thread(is_part=True)
+    def add(self, completion: Completion) -> None:
+        """Put a prepared sequence in the queue."""
+        self._check_open()
+        self._completions[completion.request.request_id] = completion
+        self.scheduler.add(completion.request)
+
+    @one_thread(is_part=True)
+    def abort(self, completion: Completion) -> None:
+        """End a sequence now, whatever it is doing; its blocks are free again."""
+        request = completion.request
+        if self._completions.pop(request.request_id, None) is not None:
+            self.scheduler.abort(request.request_id)
+            completion.read_text(final=True)
+            completion.output.finish_reason = FinishReason.ABORT.value
+            _tell(completion)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def _check_prompt(self, prompt: list[int], name: str) -> None:
+        if not prompt:
+            raise RequestError(f"{name} is empty; give at least one token")
+        vocab_size = self.model.vocab_size
+        for token in prompt:
+            if type(token) is not int or not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"{name} contains {token!r}; token ids are integers from 0 to {vocab_size - 1}"
+                )
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"{name} has {len(prompt)} tokens, but a sequence has at most "
+                f"{self.max_model_len} (max_model_len), one of them generated; shorten the prompt "
+                "or raise the limit"
+            )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        vocab_size = self.model.vocab_size
+        named = {"logit_bias": params.logit_bias or {}, "stop_token_ids": params.stop_token_ids}
+        for name, tokens in named.items():
+            for token in tokens:
+                if token >= vocab_size:
+                    raise RequestError(
+                        f"{name} names token {token}; token ids go from 0 to {vocab_size - 1}"
+                    )
+        if params.stop and self.tokenizer is None:
+            raise RequestError(
+                f"stop strings {list(params.stop)} need a tokenizer, and this model has none; use "
+                "stop_token_ids"
+            )
+
+    # --- one step ------------------------------------------------------------------------------
+
+    @one_thread(is_part=True)
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Start one batch, take in the results of the one before; the sequences that ended.
+
+        With ``overlap`` the device always has a batch to work on while the host looks at the last
+        one's tokens; without, the two are the same batch. If it raises or is interrupted, no token
+        is lost: whatever was on its way is computed again.
+        """
+        self._check_open()
+        try:
+            plan = self.scheduler.schedule()
+            if plan.num_tokens:
+                self._in_flight.append((plan, self.runner.run(plan)))
+            catches_up = not plan.num_tokens or len(self._in_flight) > self._num_ahead
+            if not (self._in_flight and catches_up):
+                return []
+            plan, result = self._in_flight.popleft()
+            events = self.scheduler.commit(plan, result.token_ids())
+        except BaseException:
+            self._in_flight.clear()
+            self.scheduler.rollback()
+            self._end_unheard_of()
+            raise
+        return self._emit(events, result)
+
+    def _end_unheard_of(self) -> None:
+        """End what the scheduler ended in a step that was interrupted before it could say so."""
+        for name, completion in list(self._completions.items()):
+            if completion.request.finish_reason is not None:
+                completion.read_text(final=True)
+                self._close(completion)
+                del self._completions[name]
+                _tell(completion)
+
+    def _emit(self, events: Sequence[TokenEvent], result: StepResult) -> list[Completion]:
+        ended = []
+        for event in events:
+            request = event.request
+            if not (request.watched or event.finished):
+                continue
+            completion = self._completions[request.request_id]
+            self._take_in(completion, event, result)
+            if completion.finished:
+                del self._completions[request.request_id]
+                ended.append(completion)
+            _tell(completion)
+        return ended
+
+    def _take_in(self, completion: Completion, event: TokenEvent, result: StepResult) -> None:
+        """What a token means to a completion beside standing in its list."""
+        request, output = completion.request, completion.output
+        if output.logprobs is not None:
+            row = result.logprobs(event.index, request.params.logprobs or 0)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + row[0][1]
+            output.logprobs.append(
+                {
+                    token: Logprob(logprob=value, decoded_token=self._decode_token(token))
+                    for token, value in row
+                }
+            )
+        found = completion.read_text(final=event.finished)
+        if found is not None:
+            if not event.finished:
+                self.scheduler.finish(request, FinishReason.STOP, stop_reason=found)
+            else:
+                request.finish_reason, request.stop_reason = FinishReason.STOP, found
+        self._close(completion)
+
+    @staticmethod
+    def _close(completion: Completion) -> None:
+        """Tell the output that its request has ended, if it has."""
+        request, output = completion.request, completion.output
+        if request.finish_reason is not None:
+            output.finish_reason = request.finish_reason.value
+            output.stop_reason = request.stop_reason
+
+    def _decode_token(self, token: int) -> str | None:
+        return None if self.tokenizer is None else str(self.tokenizer.decode([token]))
+
+    # --- ownership -----------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Give back the graphs, the KV cache and the weights. Closing twice is harmless.
+
+        All of it is given back whatever a part of it raises, and where no memory is left.
+        """
+        self.runner.pool.free_spare()
+        self._give_back()
+
+    @one_thread("Engine.close", is_part=True)
+    def _give_back(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._completions.clear()
+            self._in_flight.clear()
+            self.runner.close()
+        finally:
+            del self.model
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "an engine cannot be copied or pickled: it owns graphs and the memory they point to; "
+            "build another one with Engine(engine.config)"
+        )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the engine is closed; build a new one")
+
+
+def _tell(completion: Completion) -> None:
+    if completion.news is not None:
+        completion.news.append(completion)

@@ -1,0 +1,61 @@
+"""How a batch would run, and why, without loading a model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ostinato.attention import create_attention
+from ostinato.config import EngineConfig
+from ostinato.errors import BatchError
+from ostinato.graphs.policy.descriptor import BatchShape
+from ostinato.graphs.policy.dispatch import Dispatcher
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.runner.startup import plan_graphs
+
+
+def explain_batch(
+    config: EngineConfig, *, num_tokens: int, num_reqs: int, max_query_len: int | None = None
+) -> dict[str, Any]:
+    """The choice for one batch, once everything in the plan is captured."""
+    if num_tokens < 1 or not 1 <= num_reqs <= num_tokens:
+        raise BatchError(
+            f"a batch of {num_tokens} tokens and {num_reqs} requests does not exist: every request "
+            "has at least one token"
+        )
+    least = -(-num_tokens // num_reqs)
+    longest = least if max_query_len is None else max_query_len
+    if not least <= longest <= num_tokens - num_reqs + 1:
+        raise BatchError(
+            f"{num_reqs} requests with {num_tokens} tokens have a longest query of {least} to "
+            f"{num_tokens - num_reqs + 1} tokens, not {longest}"
+        )
+    device = config.torch_device()
+    backend = create_attention(config.attention, device)
+    swiftkv = config.swiftkv_layers is not None
+    plans = plan_graphs(config, device, backend, late_layers_apart=swiftkv)
+    plan, resolved = plans.for_batch(num_tokens), plans.resolved
+    dispatcher = Dispatcher(plan)
+    for entry in plan.entries:
+        dispatcher.mark_captured(entry)
+    choice = dispatcher.dispatch(BatchShape(num_tokens, num_reqs, longest))
+    fits = num_tokens <= plan.max_num_batched_tokens and num_reqs <= plan.max_num_seqs
+    limits = (
+        f"a step takes at most {plan.max_num_batched_tokens} tokens (max_num_batched_tokens) and "
+        f"{plan.max_num_seqs} requests (max_num_seqs)"
+    )
+    eager = choice.mode is CUDAGraphMode.NONE
+    return {
+        "batch": f"{num_tokens} tokens, {num_reqs} requests, longest query {longest}",
+        "fits_one_step": "yes" if fits else f"no: {limits}",
+        "requested_mode": resolved.requested.name,
+        "mode_in_force": resolved.mode.name,
+        "mode_changed_because": resolved.reason or "-",
+        "attention": f"{backend.name}, capturable: {backend.support.name}",
+        "runs": "eagerly" if eager else f"{choice.mode.name} graph",
+        "padded_to": choice.padded_num_tokens,
+        "padding": choice.padded_num_tokens - num_tokens,
+        "key": "-" if eager else str(choice.descriptor),
+        "reason": choice.reason.value,
+        "captured_sizes": list(plan.sizes),
+        "sizes_without_decode_graph": list(plan.sizes_without_decode),
+    } | ({"model": "shift" if plan is plans.shift else "base"} if plans.shift else {})

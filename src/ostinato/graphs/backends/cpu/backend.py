@@ -1,0 +1,130 @@
+"""The CPU backend: CUDA-graph semantics without a GPU, by recording operators."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+
+import torch
+
+from ostinato.errors import CaptureOutOfMemoryError
+from ostinato.graphs.backends.ambient import (
+    answering_as_a_capture,
+    capture_ambient,
+    compiled_functions_run_eagerly,
+)
+from ostinato.graphs.backends.cpu.arena import Arena
+from ostinato.graphs.backends.cpu.host_reads import host_reads_refused
+from ostinato.graphs.backends.cpu.recorder import Recorder, Step, Verified
+from ostinato.graphs.backends.guard import compiler_error, keep_dynamo_out, source_of_error
+
+
+class CpuGraph:
+    """A list of calls on tensors at fixed addresses. No Python of the model runs on replay."""
+
+    def __init__(self, steps: list[Step], arena_bytes: int) -> None:
+        self._steps = steps
+        self.arena_bytes = arena_bytes  # how far into the arena it reaches
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._steps)
+
+    def replay(self) -> None:
+        # Inference mode leaves out the autograd layer of every call. Autocast did its work when the
+        # operators were recorded; the caller's must not do it again.
+        with torch.inference_mode():
+            if torch.is_autocast_enabled("cpu"):
+                with torch.autocast("cpu", enabled=False):
+                    self._run()
+            else:
+                self._run()
+
+    def _run(self) -> None:
+        for step in self._steps:
+            step()
+
+    def close(self) -> None:
+        self._steps = []
+        self.arena_bytes = 0
+
+
+class CpuBackend:
+    """Records into one arena. See ``GraphBackend`` for the contract."""
+
+    def __init__(self, *, generators: Sequence[torch.Generator] = ()) -> None:
+        self.device = torch.device("cpu")
+        self._arena = Arena()
+        self._generators = generators
+        self._verified: dict[Hashable, Verified] = {}
+        self._recorder: Recorder | None = None
+        self._modes = ExitStack()
+        self._graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
+
+    @contextmanager
+    def capture_scope(self) -> Iterator[None]:
+        with capture_ambient(), compiled_functions_run_eagerly():
+            yield
+
+    def trusting(self) -> AbstractContextManager[None]:
+        return nullcontext()  # recording is seeing every operator
+
+    def begin(self) -> None:
+        keep_dynamo_out()
+        self._arena.recent_peak_bytes = 0
+        self._recorder = Recorder(self._arena, self._generators, self._verified)
+        self._modes.enter_context(self._recorder)
+        self._modes.enter_context(host_reads_refused())
+        self._modes.enter_context(answering_as_a_capture())
+
+    def end(self) -> CpuGraph:
+        recorder = self._stop_recording()
+        recorder.check_random_state()
+        graph = CpuGraph(recorder.steps, self._arena.recent_peak_bytes)
+        self._graphs.add(graph)
+        return graph
+
+    def abort(self, error: BaseException) -> BaseException:
+        if self._recorder is not None:
+            self._stop_recording()
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
+            source = source_of_error(error.__traceback__)
+            return CaptureOutOfMemoryError(
+                f"out of memory during a capture, at {source}: {error}; capture smaller sizes",
+                source=source,
+            )
+        return compiler_error(error) or error
+
+    def follow_stream(self) -> bool:
+        return False  # work is done when a call returns
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        return self._arena.owns(tensor)
+
+    def weak(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._arena.weak(tensor) if self._arena.owns(tensor) else tensor
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() == 0 or tensor.device.type != "cpu":
+            return tensor
+        return self._arena.strong_like(tensor).copy_(tensor)
+
+    def reserve(self, num_bytes: int) -> None:
+        pass  # the arena is one piece, and grows
+
+    def pool_bytes(self) -> int:
+        return self._arena.peak_bytes
+
+    def release_unused(self) -> None:
+        self._arena.trim(max((graph.arena_bytes for graph in self._graphs), default=0))
+
+    def close(self) -> None:
+        self._verified.clear()
+        self._arena.close()
+
+    def _stop_recording(self) -> Recorder:
+        assert self._recorder is not None
+        recorder, self._recorder = self._recorder, None
+        self._modes.close()
+        return recorder

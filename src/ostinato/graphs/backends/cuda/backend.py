@@ -1,0 +1,381 @@
+"""The CUDA backend: ``torch.cuda.CUDAGraph``, driven directly on a stream of our own."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from ostinato.errors import (
+    CaptureError,
+    CaptureOutOfMemoryError,
+    ConfigError,
+)
+from ostinato.graphs.backends.alias import alias_of
+from ostinato.graphs.backends.ambient import capture_ambient
+from ostinato.graphs.backends.base import replay_closed
+from ostinato.graphs.backends.cuda.bindings import HAS_BINDINGS, count_nodes
+from ostinato.graphs.backends.cuda.device import (
+    CaptureDevice,
+    DrawOrder,
+    StreamLease,
+    capture_device,
+)
+from ostinato.graphs.backends.guard import (
+    CaptureGuard,
+    compiler_error,
+    keep_dynamo_out,
+    source_of_error,
+)
+
+# torch's allocator of pinned memory still counts a broken capture as under way, and may ask its
+# graph about it. These few graphs therefore live as long as the process.
+_broken_captures: list[torch.cuda.CUDAGraph] = []
+
+
+class _MemoryPool:
+    """A torch memory pool that stays usable.
+
+    torch drops its bookkeeping of a pool when the last graph in it dies, and then fails to capture
+    into that pool again. One tiny graph that lives as long as the pool prevents that. Capturing it
+    also takes the random generator out of the state that an invalidated capture leaves it in.
+    """
+
+    def __init__(self, device: torch.device, shared: CaptureDevice, lease: StreamLease) -> None:
+        self.shared = shared
+        self.lease = lease  # graphs keep their pool, and so the stream whose workspace they use
+        self.memory = torch.cuda.MemPool()
+        # Typed by torch more narrowly than it is used.
+        self.handle = cast(Any, self.memory.id)
+        self.num_graphs = 0
+        cell = torch.zeros(1, device=device)
+        keeper = torch.cuda.CUDAGraph()
+        lease.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(lease.stream), shared.capture_under_way(lease.stream):
+            keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            cell.add_(1)
+            keeper.capture_end()
+        lease.stream.synchronize()
+        # At exit, finalizers run in the reverse order of their making: graphs before their pool.
+        weakref.finalize(self, _retire_pool, shared, [self.memory, keeper])
+
+    def segments(self) -> list[tuple[int, int]]:
+        """Address and size of every piece of device memory the pool holds."""
+        # Not MemPool.snapshot(): with torch 2.11 and Python 3.12, processes that called it a few
+        # thousand times crashed in unrelated Python code. Listing all pools did not do that.
+        snapshot: list[dict[str, Any]] = torch.cuda.memory._snapshot()["segments"]
+        return [
+            (segment["address"], segment["total_size"])
+            for segment in snapshot
+            if tuple(segment["segment_pool_id"]) == tuple(self.memory.id)
+        ]
+
+
+def _retire_pool(shared: CaptureDevice, parts: list[object]) -> None:
+    """Take a memory pool apart in the order that torch needs: first the graph, then the memory."""
+
+    def take_apart() -> None:
+        while parts:
+            parts.pop()
+
+    shared.dispose(take_apart)
+
+
+class CudaGraph:
+    """One instantiated graph. Keeps its memory pool alive, since the pool must die after it."""
+
+    def __init__(
+        self, graph: torch.cuda.CUDAGraph, pool: _MemoryPool, num_nodes: int | None
+    ) -> None:
+        self.num_nodes = num_nodes
+        # Bound once: this is called for every step.
+        self.replay: Callable[[], None] = graph.replay
+        pool.num_graphs += 1
+        self._retire = weakref.finalize(self, _retire_graph, pool, graph)
+
+    def order_draws(self, draws: DrawOrder, graph: torch.cuda.CUDAGraph) -> None:
+        """From now on replay it in order with all other graphs that draw random numbers."""
+        self.replay = partial(draws.replay, graph)
+
+    def close(self) -> None:
+        self.replay = replay_closed
+        self._retire()
+
+
+def _retire_graph(pool: _MemoryPool, graph: torch.cuda.CUDAGraph) -> None:
+    pool.num_graphs -= 1
+    # Reset, not dropped: at exit others may still refer to it when its pool goes.
+    pool.shared.dispose(graph.reset)
+
+
+class CudaBackend:
+    """Records on one CUDA device. See ``GraphBackend`` for the contract.
+
+    Graphs are captured on a stream of the backend's own and replayed on the caller's current one.
+    The capture mode is thread-local: what other threads do meanwhile is their business.
+    """
+
+    def __init__(self, device: torch.device, *, generators: Sequence[torch.Generator] = ()) -> None:
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {device} was asked for, but torch sees no CUDA device")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device cuda:{index} does not exist; torch sees {torch.cuda.device_count()}"
+            )
+        self.device = torch.device("cuda", index)
+        self._generators = generators
+        self._index = index
+        self._shared = capture_device(self.device)
+        # The stream that the pool was used on last. Its buffers are being made on this one.
+        self._last_stream = torch.cuda.current_stream(self.device)
+        self._last_raw_stream: int = self._last_stream.cuda_stream
+        self._lease: StreamLease | None = self._shared.lease_stream()
+        self._stream = self._lease.stream
+        self._pool: _MemoryPool | None = self._new_pool()
+        self._open: torch.cuda.CUDAGraph | None = None
+        default = torch.cuda.default_generators[index]
+        self._all_generators = (default, *generators)
+        self._guard = CaptureGuard("cuda", self._all_generators)
+        self._guarded = True
+        self._modes = ExitStack()
+        self._under_way = ExitStack()  # closed when torch has ended the capture
+        self._segments: list[tuple[int, int]] = []
+        self._segments_seen_at = -1  # bytes that torch had reserved when they were listed
+        # Addresses outside of the pool that the capture at hand has come across.
+        self._foreign: set[int] | None = None
+
+    @contextmanager
+    def capture_scope(self) -> Iterator[None]:
+        with (
+            self._shared.lock,
+            torch.cuda.device(self.device),
+            capture_ambient(),
+        ):
+            if torch.cuda.is_current_stream_capturing() and self._open is None:
+                raise CaptureError(
+                    "a capture was started while the current stream is being captured by other "
+                    "code (torch.cuda.graph, make_graphed_callables, ...); capture before it"
+                )
+            self.follow_stream()
+            caller = torch.cuda.current_stream()
+            self._stream.wait_stream(caller)
+            outer, self._foreign = self._foreign, set()
+            try:
+                with torch.cuda.stream(self._stream):
+                    self._lease_in_use.prepare_blas()
+                    yield
+            finally:
+                self._foreign = outer
+                caller.wait_stream(self._stream)
+
+    @contextmanager
+    def trusting(self) -> Iterator[None]:
+        self._guarded = False
+        try:
+            yield
+        finally:
+            self._guarded = True
+
+    def begin(self) -> None:
+        keep_dynamo_out()
+        # Only a kept graph can be looked into.
+        graph = torch.cuda.CUDAGraph(keep_graph=HAS_BINDINGS)
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        with ExitStack() as stack:
+            stack.enter_context(self._shared.capture_under_way(self._stream))
+            graph.capture_begin(pool=self._pool_in_use.handle, capture_error_mode="thread_local")
+            self._under_way = stack.pop_all()
+        self._open = graph
+        self._guard.last_operator = None
+        if self._guarded:
+            self._modes.enter_context(self._guard)
+
+    def end(self) -> CudaGraph:
+        graph, invalidated = self._stop_recording()
+        if invalidated is not None:
+            raise self._translate(invalidated, invalidated)
+        num_nodes = None
+        if HAS_BINDINGS:
+            num_nodes = count_nodes(graph)
+            graph.instantiate()
+        recorded = CudaGraph(graph, self._pool_in_use, num_nodes)
+        before = self._num_drawn()
+        self._shared.draws.replay(graph)
+        if self._num_drawn() != before:
+            recorded.order_draws(self._shared.draws, graph)
+        return recorded
+
+    def _num_drawn(self) -> list[int]:
+        """How far the sequence of each generator has come. A replay that draws moves it on."""
+        return [int(generator.get_offset()) for generator in self._all_generators]
+
+    def abort(self, error: BaseException) -> BaseException:
+        invalidated = None
+        if self._open is not None:
+            graph, invalidated = self._stop_recording()
+            graph.reset()
+        return self._translate(error, invalidated)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        if not tensor.is_cuda or tensor.numel() == 0:
+            return False
+        address = tensor.data_ptr()
+        if self._in_known_segment(address):
+            return True
+        if self._foreign is not None and address in self._foreign:
+            return False
+        self._list_segments()
+        if self._in_known_segment(address):
+            return True
+        if self._foreign is not None:
+            self._foreign.add(address)
+        return False
+
+    def weak(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.owns(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        unowned = torch._C._construct_storage_from_data_pointer(
+            storage.data_ptr(), tensor.device, storage.nbytes()
+        )
+        return alias_of(tensor, unowned, int(tensor.storage_offset()))
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_cuda or tensor.numel() == 0:
+            return tensor
+        with torch.cuda.use_mem_pool(self._pool_in_use.memory):
+            copy = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+        return copy.copy_(tensor)
+
+    def reserve(self, num_bytes: int) -> None:
+        # torch cuts later requests out of a free piece that is large enough, if it came to the pool
+        # on the same stream, but it never joins pieces.
+        with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool_in_use.memory):
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def pool_bytes(self) -> int:
+        self._list_segments()
+        return sum(size for _, size in self._segments)
+
+    def release_unused(self) -> None:
+        # torch frees the memory of a pool only with the pool, so an unused one is replaced.
+        if self._pool is not None and self._pool.num_graphs == 0:
+            self._replace_pool()
+            gc.collect()
+        # What warm-ups took on the capture stream, torch would keep for that stream alone.
+        try:
+            torch.cuda.empty_cache()
+        except RuntimeError as error:
+            # Refused while another thread captures or allocates to a pool. It is not urgent.
+            if "captures_underway" not in str(error):
+                raise
+
+    def follow_stream(self) -> bool:
+        # Its number is found in a moment; making an object of it takes longer than all else here.
+        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        if raw == self._last_raw_stream:
+            return False
+        stream = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(stream):
+            if torch.cuda.is_current_stream_capturing():
+                raise CaptureError(
+                    "graphs or buffers of a pool were used while the current stream is being "
+                    "captured by other code (torch.cuda.graph, make_graphed_callables, ...), "
+                    "which cannot be put in order with their last use; use them outside of it"
+                )
+        stream.wait_stream(self._last_stream)
+        self._last_stream, self._last_raw_stream = stream, raw
+        return True
+
+    def close(self) -> None:
+        try:
+            self._shared.synchronize()
+        finally:
+            # Graphs that are still referred to keep the pool and the lease, until they go.
+            self._pool = self._lease = None
+            self._segments, self._segments_seen_at = [], -1
+
+    def _in_known_segment(self, address: int) -> bool:
+        """Memory that came to the pool stays in it, so what was seen once need not be listed."""
+        return any(start <= address < start + size for start, size in self._segments)
+
+    def _list_segments(self) -> None:
+        """The pool's memory. Listing it is slow, so it is done when torch reserved some more."""
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        reserved = int(stats["reserved_bytes"]["all"]["current"])
+        if self._pool is not None and reserved != self._segments_seen_at:
+            self._segments = self._pool.segments()
+            self._segments_seen_at = reserved
+
+    def _stop_recording(self) -> tuple[torch.cuda.CUDAGraph, RuntimeError | None]:
+        """End the capture. The error is set when the capture had been invalidated."""
+        assert self._open is not None
+        graph, self._open = self._open, None
+        self._modes.close()
+        try:
+            with self._under_way:
+                graph.capture_end()
+        except RuntimeError as error:
+            # torch stops half-way here: the allocator still routes memory to the pool and the
+            # generator still believes in the capture. Both are put right, and the pool, which
+            # torch would refuse to capture into again, is left to the graphs it already has.
+            index, pool_id = self.device.index, self._pool_in_use.memory.id
+            torch._C._cuda_endAllocateToPool(index, pool_id)
+            torch._C._cuda_releasePool(index, pool_id)
+            _broken_captures.append(graph)
+            self._replace_pool()
+            return graph, error
+        return graph, None
+
+    def _replace_pool(self) -> None:
+        self._segments, self._segments_seen_at = [], -1
+        self._pool = self._new_pool()
+
+    def _new_pool(self) -> _MemoryPool:
+        with self._shared.lock, torch.cuda.device(self.device):
+            return _MemoryPool(self.device, self._shared, self._lease_in_use)
+
+    @property
+    def _pool_in_use(self) -> _MemoryPool:
+        assert self._pool is not None, "the graph pool checks that it is open"
+        return self._pool
+
+    @property
+    def _lease_in_use(self) -> StreamLease:
+        assert self._lease is not None, "the graph pool checks that it is open"
+        return self._lease
+
+    def _translate(self, error: BaseException, invalidated: RuntimeError | None) -> BaseException:
+        if isinstance(error, CaptureError) or not isinstance(error, Exception):
+            return error
+        source = source_of_error(error.__traceback__)
+        first_line = str(error).split("\n", 1)[0]
+        if isinstance(error, torch.OutOfMemoryError):
+            free, total = torch.cuda.mem_get_info(self.device)
+            return CaptureOutOfMemoryError(
+                f"out of memory during a capture, at {source}: {first_line} The graph pool holds "
+                f"{self.pool_bytes():,} bytes; {free:,} of {total:,} are free. Capture fewer or "
+                "smaller sizes, or leave the graphs more memory",
+                operator=self._guard.last_operator,
+                source=source,
+            )
+        from_torch = isinstance(error, RuntimeError) and "captur" in first_line
+        if invalidated is None and not from_torch:
+            return compiler_error(error) or error
+        return CaptureError(
+            f"the capture was broken at {source or 'an unknown line'}, after operator "
+            f"{self._guard.last_operator}: {first_line}. A graph cannot contain synchronisation "
+            "with the host or with uncaptured streams; move that out of the graph, or mark the "
+            "function with @eager_break and capture piecewise",
+            operator=self._guard.last_operator,
+            source=source,
+        )

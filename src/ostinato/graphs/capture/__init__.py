@@ -1,0 +1,1 @@
+"""Recording and replaying: pools, segments, buffers, the context of a forward."""

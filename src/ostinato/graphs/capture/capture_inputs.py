@@ -1,0 +1,112 @@
+"""The inputs that a token batch is captured with: the layout of requests, on static buffers.
+
+A graph reads lengths and offsets from its buffers each time, so what they hold at capture only has
+to be valid, and to launch the kernels that replays will need. Padding never touches the KV cache:
+requests after the last have length 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBuffers:
+    """The static inputs of all batches of an engine, each as long as the largest batch needs.
+
+    ``query_start_loc`` [max_num_seqs + 1], ``seq_lens`` and ``dcp_local_seq_lens`` [max_num_seqs];
+    ``block_tables`` one [max_num_seqs, blocks] each and ``slot_mappings`` [groups, max_tokens] per
+    KV cache group; ``positions`` [max_tokens] or [3, max_tokens] (M-RoPE); tokens either as
+    ``input_ids`` [max_tokens] or as ``inputs_embeds`` [max_tokens, hidden].
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_tables: Sequence[torch.Tensor]
+    slot_mappings: torch.Tensor
+    positions: torch.Tensor
+    input_ids: torch.Tensor | None = None
+    inputs_embeds: torch.Tensor | None = None
+    dcp_local_seq_lens: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if (self.input_ids is None) == (self.inputs_embeds is None):
+            raise ConfigError("give the tokens as input_ids or as inputs_embeds, one of the two")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureInputs:
+    """One captured shape: the static buffers cut to size."""
+
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    dcp_local_seq_lens: torch.Tensor | None
+    block_tables: list[torch.Tensor]
+    slot_mappings: torch.Tensor
+    positions: torch.Tensor
+    input_ids: torch.Tensor | None
+    inputs_embeds: torch.Tensor | None
+    attn_metadata: Any = None
+
+
+def prepare_capture_inputs(
+    entry: PlanEntry,
+    plan: CapturePlan,
+    buffers: TokenBuffers,
+    *,
+    max_model_len: int,
+    build_attn_metadata: Callable[[CaptureInputs], Any] | None = None,
+) -> CaptureInputs:
+    """Lay ``entry``'s padded batch out in the buffers and cut them to its size."""
+    num_tokens = entry.descriptor.num_tokens
+    if entry.descriptor.uniform:
+        query_len = plan.query_len_of(entry.descriptor)
+        num_reqs = -(-num_tokens // query_len)
+    else:
+        num_reqs = min(num_tokens, plan.max_num_seqs)
+        query_len = num_tokens // num_reqs
+    _lay_out(buffers, num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len)
+
+    ids, embeds, dcp = buffers.input_ids, buffers.inputs_embeds, buffers.dcp_local_seq_lens
+    cut: dict[str, Any] = {
+        "num_reqs": num_reqs,
+        "num_tokens": num_tokens,
+        "max_query_len": query_len,
+        "max_seq_len": max_model_len,
+        "query_start_loc": buffers.query_start_loc[: num_reqs + 1],
+        "seq_lens": buffers.seq_lens[:num_reqs],
+        "dcp_local_seq_lens": None if dcp is None else dcp[:num_reqs],
+        "block_tables": [table[:num_reqs] for table in buffers.block_tables],
+        "slot_mappings": buffers.slot_mappings[:, :num_tokens],
+        "positions": buffers.positions[..., :num_tokens],
+        "input_ids": None if ids is None else ids[:num_tokens],
+        "inputs_embeds": None if embeds is None else embeds[:num_tokens],
+    }
+    inputs = CaptureInputs(**cut)
+    if build_attn_metadata is None:
+        return inputs
+    return CaptureInputs(**cut, attn_metadata=build_attn_metadata(inputs))
+
+
+def _lay_out(buffers: TokenBuffers, *, num_reqs: int, num_tokens: int, query_len: int) -> None:
+    starts = buffers.query_start_loc
+    # Requests in steps of query_len; the last one takes what is left, and all after it are empty.
+    torch.arange(0, num_reqs * query_len, query_len, out=starts[:num_reqs], dtype=starts.dtype)
+    starts[num_reqs:].fill_(num_tokens)
+    lengths = [buffers.seq_lens]
+    if buffers.dcp_local_seq_lens is not None:
+        lengths.append(buffers.dcp_local_seq_lens)
+    for length in lengths:
+        length[:num_reqs].fill_(num_tokens)
+        length[num_reqs:].fill_(0)

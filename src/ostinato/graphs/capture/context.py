@@ -1,0 +1,92 @@
+"""The forward context: what the running batch is, readable from inside anybody's modules.
+
+This is the one piece of scoped state in Ostinato, because attention is called from deep inside
+modules that other people wrote. It lives in a context variable, so every thread has its own.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ostinato.errors import ConfigError, ContextError
+from ostinato.graphs.policy.descriptor import BatchDescriptor
+from ostinato.graphs.policy.modes import CUDAGraphMode
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardContext:
+    """The running batch. Frozen: a new batch is a new context."""
+
+    runtime_mode: CUDAGraphMode
+    descriptor: BatchDescriptor | None = None
+    attn_metadata: Any = None
+    slot_mapping: Any = None
+    num_tokens_across_dp: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if not self.runtime_mode.is_runtime_mode():
+            raise ConfigError(
+                f"a batch runs under NONE, PIECEWISE or FULL, not {self.runtime_mode.name}; use "
+                "its decode_mode() or mixed_mode()"
+            )
+        if self.runtime_mode is not CUDAGraphMode.NONE and self.descriptor is None:
+            raise ConfigError(f"{self.runtime_mode.name} needs a descriptor to find its graph by")
+
+
+_current: ContextVar[ForwardContext | None] = ContextVar("ostinato_forward_context", default=None)
+
+# Bound once: the wrapper reads the context on every call. None where no context is set.
+current_forward_context = _current.get
+
+
+def get_forward_context() -> ForwardContext:
+    """The context of the running batch. Raises where none is set."""
+    context = _current.get()
+    if context is None:
+        raise ContextError(
+            "no forward context is set in this thread; run the model inside "
+            "`with set_forward_context(...)`"
+        )
+    return context
+
+
+class set_forward_context:  # noqa: N801  (used like a function: `with set_forward_context(...)`)
+    """Set the context for a ``with`` block; the previous one is restored, exception or not."""
+
+    __slots__ = ("_token", "context")
+
+    def __init__(
+        self,
+        runtime_mode: CUDAGraphMode | str = CUDAGraphMode.NONE,
+        descriptor: BatchDescriptor | None = None,
+        *,
+        attn_metadata: Any = None,
+        slot_mapping: Any = None,
+        num_tokens_across_dp: torch.Tensor | None = None,
+    ) -> None:
+        self._token: Token[ForwardContext | None] | None = None
+        self.context = ForwardContext(
+            runtime_mode=CUDAGraphMode.parse(runtime_mode),
+            descriptor=descriptor,
+            attn_metadata=attn_metadata,
+            slot_mapping=slot_mapping,
+            num_tokens_across_dp=num_tokens_across_dp,
+        )
+
+    def __enter__(self) -> ForwardContext:
+        self._token = _current.set(self.context)
+        return self.context
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        assert self._token is not None
+        _current.reset(self._token)

@@ -1,0 +1,246 @@
+"""One forward as graph segments around eager breaks.
+
+Some operators must not be captured: attention whose launch depends on the batch, a collective, a
+host callback. ``@eager_break`` marks them. A capture that splits at breaks closes its graph there,
+runs the operator eagerly, and opens the next graph, all in one ordinary run of the forward: no
+tracing and no torch.compile. What comes out is a tape of graphs and eager calls. Replaying the tape
+runs no other Python of the model.
+
+In a capture that does not split (a FULL graph), and outside of captures, a marked function is an
+ordinary function.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar, cast
+
+import torch
+
+from ostinato.errors import ReplayMismatchError
+from ostinato.graphs.backends import Graph, GraphBackend
+from ostinato.graphs.backends.base import replay_closed
+from ostinato.graphs.capture.closing import close_each
+from ostinato.graphs.capture.signature import TensorSpec, same_value
+from ostinato.graphs.capture.tree import leaves_with_path, map_tensors, tensors_in
+from ostinato.graphs.policy.counters import compilation_counter
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_breaks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+_open_recording: ContextVar[Recording | None] = ContextVar("ostinato_recording", default=None)
+
+
+def eager_break(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function or operator that runs eagerly between two graph segments.
+
+    Between segments it is called with the same tensors, at the same addresses, on every replay, and
+    with the other arguments it had at capture; what changes from batch to batch it reads from the
+    forward context. Results that it writes into its arguments cost nothing. A tensor it returns is
+    copied to where the next segment reads it.
+    """
+
+    @functools.wraps(function)
+    def marked(*args: P.args, **kwargs: P.kwargs) -> R:
+        recording = _open_recording.get()
+        if recording is None or not recording.split_at_breaks:
+            return function(*args, **kwargs)
+        return recording.run_break(function, args, kwargs)
+
+    _breaks.add(marked)
+    return marked
+
+
+def is_eager_break(function: object) -> bool:
+    """Whether ``eager_break`` made it."""
+    return isinstance(function, types.FunctionType) and function in _breaks
+
+
+# Bound once: replays ask on every call. None outside recordings, and in their eager breaks.
+open_recording = _open_recording.get
+
+
+def is_recording() -> bool:
+    """Whether this thread is inside a recording (and not in an eager break of one)."""
+    return open_recording() is not None
+
+
+class EagerCall:
+    """A break on the tape: one call, and where its results have to be."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        expected: list[Any],
+    ) -> None:
+        self._function = function
+        self._args = args
+        self._kwargs = kwargs
+        # Per leaf returned: the tensor that the next segment reads, to be copied into; the
+        # TensorSpec of a result that is an argument's memory, which must be it again; or a value.
+        self._expected = expected
+
+    @property
+    def num_copies(self) -> int:
+        """Results that have to be copied to where the next segment reads them."""
+        return sum(isinstance(leaf, torch.Tensor) for leaf in self._expected)
+
+    def replay(self) -> None:
+        result = self._function(*self._args, **self._kwargs)
+        returned = [leaf for _, leaf in leaves_with_path(result, "")]
+        if len(returned) != len(self._expected):
+            raise self._changed(f"{len(self._expected)} values", f"{len(returned)} values")
+        for expected, value in zip(self._expected, returned, strict=True):
+            if isinstance(expected, torch.Tensor) and isinstance(value, torch.Tensor):
+                if expected.shape != value.shape or expected.dtype != value.dtype:
+                    was, now = (f"{tuple(t.shape)} {t.dtype}" for t in (expected, value))
+                    raise self._changed(was, now)
+                expected.copy_(value)
+            elif isinstance(expected, TensorSpec) and isinstance(value, torch.Tensor):
+                if expected != TensorSpec.of(value):
+                    raise self._changed("one part of its arguments", "another tensor")
+            elif isinstance(value, torch.Tensor) or not same_value(expected, value):
+                raise self._changed(repr(expected), repr(value))
+
+    def _changed(self, was: str, now: str) -> ReplayMismatchError:
+        name = getattr(self._function, "__qualname__", repr(self._function))
+        return ReplayMismatchError(
+            f"eager break {name} returned {was} at capture and {now} on replay; the graph after it "
+            "was captured with the former, so what a break returns may change in the contents of "
+            "tensors only"
+        )
+
+
+class Tape:
+    """Captured work: graphs, and the eager calls between them, in order."""
+
+    def __init__(self, steps: list[Graph | EagerCall]) -> None:
+        self._steps = steps
+        self.has_breaks = any(isinstance(step, EagerCall) for step in steps)
+        # Its number among the captures of its pool, and the numbers of those made inside it.
+        self.serial = 0
+        self.inner = range(0)
+        # A single graph, the common case, is replayed without a loop around it.
+        self.replay: Callable[[], None] = steps[0].replay if len(steps) == 1 else self._replay_all
+
+    def _replay_all(self) -> None:
+        for step in self._steps:
+            step.replay()
+
+    @property
+    def graphs(self) -> list[Graph]:
+        return [step for step in self._steps if not isinstance(step, EagerCall)]
+
+    @property
+    def num_nodes(self) -> int | None:
+        counts = [graph.num_nodes for graph in self.graphs]
+        return None if None in counts else sum(cast(list[int], counts))
+
+    @property
+    def num_copies(self) -> int:
+        """Results of eager calls that each replay has to copy to where the next graph reads."""
+        return sum(step.num_copies for step in self._steps if isinstance(step, EagerCall))
+
+    def close(self) -> None:
+        self.replay = replay_closed
+        try:
+            close_each(graph.close for graph in self.graphs)
+        finally:
+            self._steps = []
+
+
+class Recording:
+    """The capture in progress. Used as ``with Recording(...).open() as recording``."""
+
+    def __init__(self, backend: GraphBackend, *, split_at_breaks: bool) -> None:
+        self.split_at_breaks = split_at_breaks
+        self._backend = backend
+        self._steps: list[Graph | EagerCall] = []
+        self._kept_things: dict[Hashable, Any] = {}
+
+    def kept(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What ``make`` returned when ``key`` was first asked for, held until the recording ends.
+
+        For scratch memory that several captured calls share: as long as it is held, no later
+        tensor of the recording, in whichever segment, is placed on it. Other graphs of the pool may
+        be, so each replay must write it before it reads it.
+        """
+        if key not in self._kept_things:
+            self._kept_things[key] = make()
+        kept: T = self._kept_things[key]
+        return kept
+
+    @contextmanager
+    def open(self) -> Iterator[Recording]:
+        """Record the block. If it raises, nothing of it is left."""
+        token = _open_recording.set(self)
+        try:
+            self._backend.begin()
+            yield self
+            self._close_segment(last=True)
+        except BaseException as error:
+            raised = self._backend.abort(error)
+            for graph in Tape(self._steps).graphs:
+                graph.close()
+            if raised is error:
+                raise
+            raise raised from error
+        finally:
+            _open_recording.reset(token)
+            self._kept_things.clear()
+
+    def run_break(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Any) -> R:
+        """Close the current segment, run ``function`` eagerly, open the next segment."""
+        self._close_segment(last=False)
+        token = _open_recording.set(None)  # captures of its own are legal inside a break
+        try:
+            result = function(*args, **kwargs)
+        finally:
+            _open_recording.reset(token)
+        weak = self._backend.weak
+        result, expected = self._kept(result, args, kwargs)
+        fixed_args, fixed_kwargs = map_tensors(weak, args), map_tensors(weak, dict(kwargs))
+        self._steps.append(EagerCall(function, fixed_args, fixed_kwargs, expected))
+        self._backend.begin()
+        return result
+
+    def _kept(self, result: R, args: tuple[Any, ...], kwargs: Any) -> tuple[R, list[Any]]:
+        """What a break returned, at addresses that stay, and what it must return on replay."""
+        if result is None:  # as of those that write into their arguments
+            return result, [None]
+        borrowed = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        weak, adopt = self._backend.weak, self._backend.adopt
+
+        def in_place(tensor: torch.Tensor) -> bool:
+            return tensor.untyped_storage()._cdata in borrowed
+
+        def expect(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return TensorSpec.of(leaf) if in_place(leaf) else weak(leaf)
+
+        result = map_tensors(lambda tensor: tensor if in_place(tensor) else adopt(tensor), result)
+        return result, [expect(leaf) for _, leaf in leaves_with_path(result, "")]
+
+    def finish(self) -> Tape:
+        tape = Tape(self._steps)
+        compilation_counter.num_cudagraph_captured += len(tape.graphs)
+        return tape
+
+    def _close_segment(self, *, last: bool) -> None:
+        graph = self._backend.end()
+        # Two breaks in a row, or one at either end, leave nothing between them to replay.
+        if graph.num_nodes == 0 and (self._steps or not last):
+            graph.close()
+            return
+        self._steps.append(graph)

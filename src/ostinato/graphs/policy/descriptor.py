@@ -1,0 +1,124 @@
+"""The question, the key and the answer of dispatch.
+
+A ``BatchShape`` is what is about to run. A ``BatchDescriptor`` is the key of a captured graph. A
+``Choice`` says which graph runs the shape, or that none does, and always why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.policy.modes import CUDAGraphMode
+
+
+class BatchShape(NamedTuple):
+    """One batch before padding. A tuple, because one is built for every step.
+
+    ``attention_blocks_full`` is set when attention cannot be captured for this batch (cascade
+    attention, say): a FULL graph is then out of the question whatever the sizes.
+
+    ``has_prompts`` is set when a request is still in its prompt. Such a batch is mixed, even if its
+    chunks happen to be as long as the queries of a decode batch. A request that computes the last
+    token of its prompt alone is past it: it computes one token and gets the next.
+    """
+
+    num_tokens: int
+    num_reqs: int
+    max_query_len: int
+    num_active_loras: int = 0
+    attention_blocks_full: bool = False
+    has_prompts: bool = False
+
+
+@dataclass(frozen=True)
+class BatchDescriptor:
+    """The least that identifies a padded batch; the key under which its graph is stored.
+
+    PIECEWISE keys leave ``num_reqs`` None, since attention runs outside their graphs and any number
+    of requests can use them. FULL keys set it. ``query_len`` is set only when decode graphs of
+    several query lengths exist side by side.
+    """
+
+    num_tokens: int
+    num_reqs: int | None = None
+    uniform: bool = False
+    has_lora: bool = False
+    num_active_loras: int = 0
+    query_len: int | None = None
+    # Hashed on every replay; six fields each time would cost more than the lookup itself.
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("num_tokens", "num_reqs", "query_len"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"BatchDescriptor.{name} must be a positive int, got {value!r}")
+        if self.num_active_loras < 0 or self.has_lora != (self.num_active_loras > 0):
+            raise ConfigError(
+                f"BatchDescriptor has has_lora={self.has_lora} with num_active_loras="
+                f"{self.num_active_loras}; has_lora is true exactly when adapters are active"
+            )
+        # Integers only: before Python 3.12 the hash of None differs between processes, and a key
+        # that was sent to another rank brings its hash along.
+        key = (
+            self.num_tokens,
+            self.num_reqs or 0,
+            self.uniform,
+            self.num_active_loras,
+            self.query_len or 0,
+        )
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+class Reason(Enum):
+    """Why a batch runs the way it does. Everything but the first four means: eagerly."""
+
+    UNIFORM_DECODE = "uniform decode batch with a captured graph"
+    MIXED = "batch with a captured graph"
+    FULL_BLOCKED = "attention cannot be captured for this batch, so its pieces are replayed"
+    PIECES_ON_ANOTHER_RANK = "the ranks that step together have no full graph in common"
+    MODE_NONE = "graph mode is NONE"
+    MIXED_NOT_PLANNED = "the graph mode has graphs for uniform decode batches only"
+    TOO_LARGE = "more tokens than the largest captured size"
+    TOO_MANY_LORAS = "more active adapters than the plan has a case for"
+    ATTENTION = "attention cannot be captured for this batch and there are no piecewise graphs"
+    NOT_CAPTURED = "the graph for this size is not captured yet"
+    CAPTURE_FAILED = "the capture of this size failed and eager fallback was allowed"
+    DISABLED = "the graph was disabled"
+    UNVERIFIED = "the graph was compared with this eager call, and the result is not clear yet"
+    DIFFERS_FROM_EAGER = "the graph gives another result than eager, and eager fallback was allowed"
+    EAGER_ON_ANOTHER_RANK = "a rank that this one steps with runs its batch eagerly"
+    NO_COMMON_SIZE = "no size that all ranks have a graph for holds the largest of their batches"
+
+    @property
+    def is_eager(self) -> bool:
+        return self not in (
+            Reason.UNIFORM_DECODE,
+            Reason.MIXED,
+            Reason.FULL_BLOCKED,
+            Reason.PIECES_ON_ANOTHER_RANK,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How one batch runs: under which mode, padded to which key, and why.
+
+    It is made once, before the input buffers are filled, and travels with the batch; nothing
+    downstream decides again. For an eager batch the descriptor holds its token count, padded no
+    further than to the plan's ``token_multiple``.
+    """
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+    reason: Reason
+
+    @property
+    def padded_num_tokens(self) -> int:
+        return self.descriptor.num_tokens

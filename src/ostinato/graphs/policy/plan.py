@@ -1,0 +1,280 @@
+"""Which graphs exist: the one list that capture walks and dispatch is built from.
+
+A plan is decided once, from the resolved mode and the limits of the engine. It is a value:
+hashable, comparable between ranks by ``digest``, and complete: what is not in it is never captured
+and never chosen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.policy.descriptor import BatchDescriptor
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.sizes import check_positive_int, decode_sizes, validate_sizes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanEntry:
+    """One graph to capture: the runtime mode it belongs to and its key."""
+
+    mode: CUDAGraphMode
+    descriptor: BatchDescriptor
+
+    @property
+    def phase(self) -> str:
+        """The group it is captured in, as the progress bar names it."""
+        return f"{'decode' if self.descriptor.uniform else 'mixed'}, {self.mode.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapturePlan:
+    """The ordered list of graphs, and the numbers it follows from.
+
+    Order of capture: PIECEWISE before FULL, mixed before decode, and the largest first in each, so
+    that the memory pool is sized once and every later graph fits into it.
+
+    ``token_multiple``: batches always have a multiple of so many tokens, eager ones too, because
+    their tokens are split evenly over ranks; so do all sizes.
+    """
+
+    mode: CUDAGraphMode
+    sizes: tuple[int, ...]
+    decode_query_lens: tuple[int, ...]
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_loras: int
+    entries: tuple[PlanEntry, ...]
+    token_multiple: int = 1
+
+    @classmethod
+    def build(
+        cls,
+        mode: CUDAGraphMode,
+        sizes: Iterable[int],
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        decode_query_lens: Iterable[int] = (1,),
+        max_loras: int = 0,
+    ) -> CapturePlan:
+        """Plan the graphs of a *resolved* mode (see ``resolve_mode``).
+
+        Sizes that get no decode graph are logged, with why.
+        """
+        plan = cls.without_sizes(
+            mode,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            decode_query_lens=decode_query_lens,
+            max_loras=max_loras,
+        )
+        # With no graphs, sizes mean nothing; an empty list is then not a mistake.
+        if plan.mode is CUDAGraphMode.NONE:
+            return plan
+        checked = validate_sizes(sizes, max_num_batched_tokens=max_num_batched_tokens)
+        plan = plan.with_sizes(checked)
+        if not plan.entries:
+            raise _nothing_to_capture(plan, checked)
+        if plan.sizes_without_decode:
+            _log_sizes_without_decode(plan)
+        return plan
+
+    @classmethod
+    def without_sizes(
+        cls,
+        mode: CUDAGraphMode,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        decode_query_lens: Iterable[int] = (1,),
+        max_loras: int = 0,
+    ) -> CapturePlan:
+        """A plan that captures nothing, for ``with_sizes``."""
+        check_positive_int("max_num_seqs", max_num_seqs)
+        check_positive_int("max_num_batched_tokens", max_num_batched_tokens)
+        listed = list(decode_query_lens)
+        if not listed:
+            raise ConfigError("decode_query_lens is empty; use (1,) for decode without speculation")
+        for query_len in listed:
+            check_positive_int("decode query length", query_len)
+        if type(max_loras) is not int or max_loras < 0:
+            raise ConfigError(f"max_loras must be 0 or a positive integer, got {max_loras!r}")
+        return cls(
+            mode=CUDAGraphMode.parse(mode),
+            sizes=(),
+            decode_query_lens=tuple(sorted(set(listed))),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_loras=max_loras,
+            entries=(),
+        )
+
+    def with_sizes(self, sizes: tuple[int, ...], *, token_multiple: int = 1) -> CapturePlan:
+        """The plan with these sizes, which may be none: then every batch is too large for it."""
+        check_positive_int("token_multiple", token_multiple)
+        uneven = [size for size in sizes if size % token_multiple]
+        if uneven:
+            raise ConfigError(f"sizes {uneven} are not multiples of {token_multiple}")
+        draft = replace(self, sizes=sizes, token_multiple=token_multiple, entries=())
+        return replace(draft, entries=(*draft._mixed_entries(), *draft._decode_entries()))
+
+    def padded_tokens(self, num_tokens: int) -> int:
+        """``num_tokens`` rounded up to what a batch may have, graph or not."""
+        return -(-num_tokens // self.token_multiple) * self.token_multiple
+
+    @cached_property
+    def lora_cases(self) -> tuple[int, ...]:
+        """Numbers of active adapters that have graphs: 0, powers of two, and the maximum."""
+        powers = [1 << k for k in range(self.max_loras.bit_length()) if 1 << k < self.max_loras]
+        return (0, *powers, self.max_loras) if self.max_loras else (0,)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash that is equal on two ranks exactly when their plans are."""
+        fields = (
+            self.mode.value,
+            self.sizes,
+            self.decode_query_lens,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            self.max_loras,
+            self.token_multiple,
+            [(entry.mode.value, repr(entry.descriptor)) for entry in self.entries],
+        )
+        return hashlib.sha256(repr(fields).encode()).hexdigest()
+
+    @cached_property
+    def sizes_without_decode(self) -> tuple[int, ...]:
+        """Sizes that have no decode graph although the mode has some: no decode batch is as large.
+
+        Mixed batches use them, where the mode has graphs for these.
+        """
+        if not self.mode.separate_routine():
+            return ()
+        fits = {length: set(self.decode_sizes_for(length)) for length in self.decode_query_lens}
+        return tuple(
+            size
+            for size in self.sizes
+            if not any(self._decode_size(size, length) in sizes for length, sizes in fits.items())
+        )
+
+    def largest_decode_batch(self, query_len: int) -> int:
+        """Tokens of the largest batch of whole requests with ``query_len`` tokens each."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens // query_len) * query_len
+
+    def _decode_size(self, size: int, query_len: int) -> int:
+        # Whole requests that split evenly too.
+        step = math.lcm(query_len, self.token_multiple)
+        return -(-size // step) * step
+
+    def decode_sizes_for(self, query_len: int) -> tuple[int, ...]:
+        return decode_sizes(
+            [self._decode_size(size, query_len) for size in self.sizes],
+            query_len=query_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+    def mixed_descriptor(self, num_tokens: int, num_loras: int) -> BatchDescriptor:
+        full = self.mode.mixed_mode() is CUDAGraphMode.FULL
+        return BatchDescriptor(
+            num_tokens,
+            num_reqs=min(num_tokens, self.max_num_seqs) if full else None,
+            has_lora=num_loras > 0,
+            num_active_loras=num_loras,
+        )
+
+    def decode_descriptor(self, num_tokens: int, query_len: int, num_loras: int) -> BatchDescriptor:
+        return BatchDescriptor(
+            num_tokens,
+            num_reqs=num_tokens // query_len,
+            uniform=True,
+            has_lora=num_loras > 0,
+            num_active_loras=num_loras,
+            query_len=query_len if len(self.decode_query_lens) > 1 else None,
+        )
+
+    def query_len_of(self, descriptor: BatchDescriptor) -> int:
+        """The query length of a decode key."""
+        return descriptor.query_len or self.decode_query_lens[0]
+
+    def _mixed_entries(self) -> Iterator[PlanEntry]:
+        mode = self.mode.mixed_mode()
+        if mode is CUDAGraphMode.NONE:
+            return
+        for size in reversed(self.sizes):
+            for num_loras in reversed(self.lora_cases):
+                descriptor = self.mixed_descriptor(size, num_loras)
+                yield PlanEntry(mode=mode, descriptor=descriptor)
+
+    def _decode_entries(self) -> Iterator[PlanEntry]:
+        if not self.mode.separate_routine():
+            return
+        keys = [
+            (size, query_len, num_loras)
+            for query_len in self.decode_query_lens
+            for size in self.decode_sizes_for(query_len)
+            for num_loras in self.lora_cases
+        ]
+        for key in sorted(keys, reverse=True):
+            yield PlanEntry(mode=CUDAGraphMode.FULL, descriptor=self.decode_descriptor(*key))
+
+
+def sequence_parallel_sizes(
+    sizes: Iterable[int], *, sp: int, threshold: int, max_num_batched_tokens: int
+) -> tuple[int, ...]:
+    """Token counts captured for a model whose batches are split over ``sp`` ranks.
+
+    Each size is what one rank computes. Batches of up to ``threshold`` tokens run another model.
+    """
+    totals = {size * sp for size in sizes}
+    return tuple(sorted(n for n in totals if threshold < n <= max_num_batched_tokens))
+
+
+def shift_sizes(sizes: Iterable[int], *, threshold: int) -> tuple[int, ...]:
+    """Token counts captured for the model that runs batches of up to ``threshold`` tokens: every
+    size up to the one that the threshold is padded to."""
+    ladder = tuple(sorted(set(sizes)))
+    return ladder[: bisect_left(ladder, threshold) + 1]
+
+
+def _nothing_to_capture(plan: CapturePlan, sizes: tuple[int, ...]) -> ConfigError:
+    return ConfigError(
+        f"graph mode {plan.mode.name} has nothing to capture: no size of {list(sizes)} fits "
+        f"decode batches of {list(plan.decode_query_lens)} tokens a request, {plan.max_num_seqs} "
+        f"requests and {plan.max_num_batched_tokens} tokens at most; add a smaller size"
+    )
+
+
+def _log_sizes_without_decode(plan: CapturePlan) -> None:
+    """A warning if decode batches run without a graph of their own for it; else a note."""
+    limits, uncovered = [], []
+    other = "in pieces" if plan.mode.mixed_mode() is CUDAGraphMode.PIECEWISE else "eagerly"
+    for query_len in plan.decode_query_lens:
+        most = plan.largest_decode_batch(query_len)
+        held = max(plan.decode_sizes_for(query_len), default=0)
+        limits.append(f"{most} tokens ({query_len} a request)")
+        if held < most:
+            uncovered.append(
+                f". Decode batches of {held + query_len} to {most} tokens run {other}; add size "
+                f"{most}"
+            )
+    text = (
+        f"capture sizes {list(plan.sizes_without_decode)} get no decode graph: a decode batch has "
+        f"at most {' or '.join(limits)}, by max_num_seqs={plan.max_num_seqs} and "
+        f"max_num_batched_tokens={plan.max_num_batched_tokens}"
+    )
+    if uncovered:
+        logger.warning("%s%s", text, "".join(uncovered))
+    else:
+        logger.info("%s; mixed batches use these sizes", text)

@@ -1,0 +1,1 @@
+"""Whether a graph does what eager code does: tried, compared, watched."""

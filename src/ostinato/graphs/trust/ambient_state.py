@@ -1,0 +1,83 @@
+"""Torch's switches that decide which kernels a call runs: part of what a graph is captured with.
+
+A graph holds the kernels that were chosen under the switches of its capture. The same call under
+others would run other kernels eagerly, so it needs a graph of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ostinato.graphs.trust.state_walk import SCALARS
+
+_C: Any = torch._C
+
+
+def _switches(device_type: str) -> list[Callable[[], Any]]:
+    """What is read on every call; the cheapest way to each, since there are a dozen of them."""
+    switches: list[Callable[[], Any]] = [
+        lambda: _autocast_dtype(device_type),
+        torch.get_default_dtype,
+        torch.is_inference_mode_enabled,
+        _C._get_deterministic_algorithms,
+        _C._get_float32_matmul_precision,
+        _function_modes,
+    ]
+    if device_type == "cuda":
+        switches += [
+            _C._get_cublas_allow_tf32,
+            _C._get_cudnn_allow_tf32,
+            _C._get_cublas_allow_fp16_reduced_precision_reduction,
+            _C._get_cublas_allow_bf16_reduced_precision_reduction,
+            _C._get_cudnn_enabled,
+            _C._get_cudnn_benchmark,
+            _C._get_cudnn_deterministic,
+            _C._get_flash_sdp_enabled,
+            _C._get_mem_efficient_sdp_enabled,
+            _C._get_math_sdp_enabled,
+            _C._get_cudnn_sdp_enabled,
+        ]
+    return switches
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    return _C.get_autocast_dtype(device_type) if _C.is_autocast_enabled(device_type) else None
+
+
+def _function_modes() -> tuple[Any, ...]:
+    """Those in force, ``with torch.device(...)`` and the like: of what class, set to what."""
+    depth = _C._len_torch_function_stack()
+    if depth == 0:
+        return ()
+    modes = [_C._get_function_stack_at(index) for index in range(depth)]
+    return tuple((type(mode), _plain_attributes(mode)) for mode in modes)
+
+
+def _plain_attributes(thing: Any) -> tuple[tuple[str, Any], ...]:
+    values = vars(thing).items()
+    return tuple((name, value) for name, value in values if isinstance(value, SCALARS))
+
+
+def read_numerics(device_type: str) -> tuple[Any, ...]:
+    """The few switches that change results, for callers that cannot spend more than a moment."""
+    return (
+        _autocast_dtype(device_type),
+        _C._get_deterministic_algorithms(),
+        _C._get_float32_matmul_precision(),
+    )
+
+
+NUMERICS = ("autocast", "deterministic algorithms", "float32 matmul precision")
+
+
+class AmbientState:
+    """Reads the switches for one type of device. What it reads is hashable."""
+
+    def __init__(self, device_type: str) -> None:
+        self._reads = _switches(device_type)
+
+    def read(self) -> tuple[Any, ...]:
+        return tuple([read() for read in self._reads])

@@ -1,0 +1,292 @@
+"""The state that a callable reads beside its arguments, and whether it is still where it was.
+
+A graph reads weights at the addresses they had at capture, and holds the numbers that Python code
+had then. ``WatchedState`` finds what a callable refers to (``state_walk``) and tells on every call
+whether any of it was replaced since. What is changed in place is seen by a graph as by eager code,
+and is no concern.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ostinato.errors import ReplayMismatchError
+from ostinato.graphs.capture.signature import same_value
+from ostinato.graphs.capture.tree import tensors_in
+from ostinato.graphs.trust.state_walk import SCALARS, Length, Slot, StateWalk, is_tensor
+
+# Looked at in turns, a few per call: shapes of tensors, which may change at one address; and
+# closely, anything: strides, types, attributes and hooks of torch's own modules.
+_SHAPES_PER_CALL = 12
+_CLOSELY_PER_CALL = 2
+# Modules whose forward is the same in training and in evaluation.
+_NEVER_MIND_TRAINING = (
+    *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Identity),
+    *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Conv1d, nn.Conv2d),
+    *(nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
+)
+
+_address_of = torch.Tensor.data_ptr
+_training = operator.itemgetter("training")
+_chain = itertools.chain.from_iterable
+
+
+class Replaced(NamedTuple):
+    slot: Slot
+    was: Any
+    now: Any
+
+
+class WatchedState:
+    """Everything a callable was found to refer to, as it was when this was made.
+
+    Keeps the memory of all tensors alive, so that another one cannot come to stand at the address
+    of one that was replaced.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        arguments: Mapping[str, Any] | None = None,
+        ignored: frozenset[str] = frozenset(),
+        in_breaks: bool = True,
+    ) -> None:
+        """``arguments``: those that refer to state of their own, by name. ``ignored``: names of
+        values that are not watched.
+
+        Without ``in_breaks``, not what eager breaks refer to: they run on every replay.
+        """
+        self._function, self._ignored, self._in_breaks = function, ignored, in_breaks
+        self._arguments = arguments or {}
+        walk = StateWalk(function, self._arguments, in_breaks=in_breaks)
+        self._slots = [slot for slot in walk.slots if slot.name not in ignored]
+        self._values = [slot.read() for slot in self._slots]
+        pairs = list(zip(self._slots, self._values, strict=True))
+        self._pinned = {id(slot): _Pinned(value) for slot, value in pairs if is_tensor(value)}
+        # Read on every call: the tables of modules, names elsewhere, and how long containers are.
+        self._tables = [table for table in walk.tables if table]
+        # Tables are compared as a whole, which is fast. Two tensors of one element each would be
+        # compared by their values there, so those are names like others.
+        in_tables = set(map(id, self._tables))
+        often = [
+            slot
+            for slot, value in pairs
+            if slot.often
+            and (id(slot.container) not in in_tables or (is_tensor(value) and value.numel() == 1))
+        ]
+        self._names = _Group([slot for slot in often if not isinstance(slot.container, Length)])
+        self._containers = [s.container.container for s in often if isinstance(s.container, Length)]
+        self._modules = [(name, m.__dict__) for name, m in walk.modules if _minds_training(m)]
+        self._module_dicts = [values for _, values in self._modules]
+        self._training = [*map(_training, self._module_dicts)]
+        tensors = [value for _, value in pairs if is_tensor(value)]
+        self._tensors = list({id(tensor): tensor for tensor in tensors}.values())
+        self._addresses = [*map(_address_of, self._tensors)]
+        self._positions = list(range(len(self._tensors)))
+        self._shapes = [tensor.shape for tensor in self._tensors]
+        self._turn = -1
+        self._remember()
+
+    def _remember(self) -> None:
+        """What is read on every call, as it is now."""
+        self._table_copies = [dict(table) for table in self._tables]
+        self._name_ids = [*map(id, self._names.read())]
+        self._lengths = [*map(len, self._containers)]
+
+    # --- on every call -------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise ``ReplayMismatchError`` if anything was replaced since."""
+        try:
+            stays = (
+                self._tables == self._table_copies
+                and [*map(id, self._names.read())] == self._name_ids
+                and [*map(len, self._containers)] == self._lengths
+                and [*map(_training, self._module_dicts)] == self._training
+                and _are_at(self._tensors, self._addresses, self._positions)
+                and self._a_few_stay()
+            )
+        except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
+            stays = False  # something is gone
+        if not stays:
+            self.raise_if_replaced()
+            self._remember()  # others of the same values
+
+    def _a_few_stay(self) -> bool:
+        self._turn += 1
+        some = _turn(self._turn, _SHAPES_PER_CALL, len(self._tensors))
+        if [tensor.shape for tensor in self._tensors[some]] != self._shapes[some]:
+            return False
+        few = _turn(self._turn, _CLOSELY_PER_CALL, len(self._slots))
+        return all(map(self._stays, self._slots[few], self._values[few]))
+
+    def _stays(self, slot: Slot, was: Any) -> bool:
+        now = _read(slot)
+        if is_tensor(was):
+            return isinstance(now, torch.Tensor) and self._pinned[id(slot)].is_memory_of(now)
+        return now is was or _same_value(now, was)
+
+    def plain_changes(self) -> list[str]:
+        """After a run of the callable: names of the plain values that it changed.
+
+        It sets those itself, to the number of rows, say, so they say nothing about its graphs.
+        """
+        return [item.slot.name for item in self.replaced() if _is_plain(item.was)]
+
+    def without(self, names: Iterable[str]) -> WatchedState:
+        """The same callable, watched from now on, apart from these names."""
+        return WatchedState(
+            self._function,
+            arguments=self._arguments,
+            ignored=self._ignored.union(names),
+            in_breaks=self._in_breaks,
+        )
+
+    # --- by name -------------------------------------------------------------------------------
+
+    def replaced(self) -> list[Replaced]:
+        """What refers to something else now."""
+        found = [
+            Replaced(slot, was, _read(slot))
+            for slot, was in zip(self._slots, self._values, strict=True)
+            if not self._stays(slot, was)
+        ]
+        for (name, module), was in zip(self._modules, self._training, strict=True):
+            if module["training"] != was:
+                slot = Slot(f"attribute '{name}training'", module, "training")
+                found.append(Replaced(slot, was, not was))
+        return found
+
+    def raise_if_replaced(self) -> None:
+        for slot, was, now in self.replaced():
+            if is_tensor(was):
+                place = self._pinned[id(slot)].describe()
+                raise ReplayMismatchError(
+                    f"{slot.name} moved: the graphs read it at {place}, it is now {show(now)}; "
+                    "write new values in place (copy_, load_state_dict without assign), or call "
+                    "clear_graphs() to capture again"
+                )
+            if _is_plain(was):
+                raise ReplayMismatchError(
+                    f"{slot.name} is {show(now)}, but the graphs were captured when it was "
+                    f"{show(was)}, which they hold for good; set it back, or call clear_graphs() "
+                    "to capture again"
+                )
+            raise ReplayMismatchError(
+                f"{slot.name} is another {type(was).__name__} than at capture, and the graphs "
+                "still use the first; set it back, or call clear_graphs() to capture again"
+            )
+
+    def name_of(self, storage: int) -> str | None:
+        """A name of the memory with this number (``effects.storage_id``)."""
+        for slot in self._slots:
+            pinned = self._pinned.get(id(slot))
+            if pinned is not None and pinned.storage_id == storage:
+                return slot.name
+        return None
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """The memory of all tensors (numbers of ``effects.storage_id``)."""
+        return frozenset(pinned.storage_id for pinned in self._pinned.values())
+
+
+class _Group:
+    """Slots that are read together, with one call for all those of one container."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
+        for _, together in itertools.groupby(slots, key=lambda slot: id(slot.container)):
+            members = list(together)
+            keys = [slot.key for slot in members]
+            # An itemgetter of one key gives no tuple.
+            get = operator.itemgetter(*keys) if len(keys) > 1 else operator.itemgetter(*keys * 2)
+            self._getters.append((get, members[0].container))
+
+    def read(self) -> list[Any]:
+        return [*_chain([get(container) for get, container in self._getters])]
+
+
+class _Pinned:
+    """The memory of a tensor as it was, kept alive, and how the tensor looked."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = tensor.untyped_storage()
+        self.storage_id = int(self._storage._cdata)
+        self._address = tensor.data_ptr()
+        self._looks = (tensor.shape, tensor.stride(), tensor.dtype)
+
+    def is_memory_of(self, tensor: torch.Tensor) -> bool:
+        looks = (tensor.shape, tensor.stride(), tensor.dtype)
+        return looks == self._looks and tensor.data_ptr() == self._address
+
+    def describe(self) -> str:
+        shape, _, dtype = self._looks
+        return f"{self._address:#x} ({tuple(shape)}, {dtype})"
+
+
+def _turn(number: int, size: int, length: int) -> slice:
+    """The part of a list whose turn it is, if it is gone through in parts of ``size``."""
+    first = number % max(1, -(-length // size)) * size
+    return slice(first, first + size)
+
+
+def _minds_training(module: nn.Module) -> bool:
+    # A compiled module has no switch of its own: it shows that of the module in it.
+    return type(module) not in _NEVER_MIND_TRAINING and "training" in module.__dict__
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether equal values are as good as the same: numbers, text, tuples of them, enums, ..."""
+    if isinstance(value, SCALARS):
+        return True
+    if isinstance(value, (list, dict, nn.Module)) or callable(value):
+        return False
+    hashed: Any = type(value).__hash__
+    by_value = hashed is not None and hashed is not object.__hash__
+    return by_value and next(tensors_in(value), None) is None
+
+
+def _same_value(now: Any, was: Any) -> bool:
+    return _is_plain(was) and same_value(now, was)
+
+
+# Private, in CUDA builds of torch 2.1 to 2.13: compares addresses of many tensors in one call.
+# Where it is missing, each is asked for its own.
+_compare_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def _are_at(tensors: list[torch.Tensor], addresses: list[int], positions: list[int]) -> bool:
+    if _compare_addresses is None:
+        return [*map(_address_of, tensors)] == addresses
+    return bool(_compare_addresses(tensors, addresses, positions))
+
+
+def _read(slot: Slot) -> Any:
+    try:
+        return slot.read()
+    except (KeyError, IndexError, ValueError):
+        return _GONE
+
+
+class _Gone:
+    def __repr__(self) -> str:
+        return "gone"
+
+
+_GONE = _Gone()
+
+
+def show(value: Any) -> str:
+    """A value, or where a tensor is, for messages."""
+    if isinstance(value, torch.Tensor):
+        return f"at {value.data_ptr():#x} ({tuple(value.shape)}, {value.dtype})"
+    text = repr(value)
+    return text if len(text) < 80 else f"a {type(value).__name__}"

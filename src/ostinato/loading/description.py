@@ -1,0 +1,137 @@
+"""What a model is, before any of it is loaded: its config, and which of our classes can run it.
+
+Read from a checkpoint's config.json or from a named shape. A config.json that names a SwiftKV model
+type describes one; ``as_swiftkv`` makes one of any other model of the native decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from ostinato.errors import ConfigError, ModelLoadError, OstinatoError
+from ostinato.models.json_file import check_numbers, read_object
+from ostinato.models.native.decoder_config import DecoderConfig, obstacle
+from ostinato.models.native.shapes import SHAPES, shape_config
+from ostinato.models.native.stated_config import StatedConfig, stated_config
+from ostinato.models.native.swiftkv_config import SwiftKVConfig, is_swiftkv, plain_config
+from ostinato.quoting import said
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    ModelConfig = PretrainedConfig | StatedConfig
+
+NativeConfig: TypeAlias = DecoderConfig | SwiftKVConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """``config`` is a plain model's; of a SwiftKV model, that of the decoder it was made from.
+
+    ``generic_reason`` says why the native decoder cannot run it; None if it can.
+    """
+
+    config: ModelConfig
+    generic_reason: str | None
+    swiftkv: SwiftKVConfig | None = None
+
+    @property
+    def native_config(self) -> NativeConfig:
+        """What to build. Raises where there is a ``generic_reason``."""
+        return self.swiftkv or DecoderConfig.from_hf(self.config)
+
+    def as_swiftkv(self, num_layers: int) -> ModelDescription:
+        """The model with the keys and values of all layers made after the first ``num_layers``."""
+        asked = f"swiftkv_layers={num_layers}"
+        if self.generic_reason is not None:
+            raise ConfigError(
+                f"{asked} is for models of the native decoder; this one does not run on it: "
+                f"{self.generic_reason}"
+            )
+        if self.swiftkv is not None:
+            own = self.swiftkv.num_key_value_layers
+            if own != num_layers:
+                raise ConfigError(
+                    f"{asked}, but this checkpoint is a SwiftKV model, trained with {own}; leave "
+                    "swiftkv_layers out"
+                )
+            return self
+        decoder = DecoderConfig.from_hf(self.config)
+        if num_layers > decoder.num_layers:
+            raise ConfigError(
+                f"{asked} is more than the model's {decoder.num_layers} layers; choose 1 to "
+                f"{decoder.num_layers}"
+            )
+        swiftkv = SwiftKVConfig(decoder=decoder, num_key_value_layers=num_layers)
+        return replace(self, swiftkv=swiftkv)
+
+    def untrained(self) -> ModelDescription:
+        """The same for made-up weights: those of a plain decoder, whatever a checkpoint has."""
+        if self.swiftkv is None:
+            return self
+        return replace(self, swiftkv=replace(self.swiftkv, trained=False))
+
+
+def describe(path: Path) -> ModelDescription:
+    """The model in the directory ``path``, by its config.json."""
+    file = path / "config.json"
+    if not file.is_file():
+        raise ModelLoadError(f"{path} has no config.json; a model's directory needs one")
+    if (path / "adapter_config.json").is_file():
+        raise ModelLoadError(
+            f"{path} has an adapter_config.json: it is an adapter (LoRA) for another model, which "
+            "is not applied here; merge it into its model with peft and name the result"
+        )
+    fields = read_object(file)
+    check_numbers(file, fields)
+    with errors_named(file):
+        description = _describe(path, fields)
+        if description.generic_reason is None:
+            _ = description.native_config  # refuses impossible values
+    return description
+
+
+def _describe(path: Path, fields: dict[str, Any]) -> ModelDescription:
+    if is_swiftkv(fields):
+        swiftkv = SwiftKVConfig.from_fields(fields)
+        return ModelDescription(config=plain_config(fields), generic_reason=None, swiftkv=swiftkv)
+    stated = stated_config(fields)
+    if stated is not None and obstacle(stated) is None:
+        return ModelDescription(config=stated, generic_reason=None)
+    from transformers import AutoConfig
+
+    config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    return ModelDescription(config=config, generic_reason=obstacle(config))
+
+
+@contextmanager
+def errors_named(file: Path) -> Iterator[None]:
+    """Whatever is made of a bad config, by transformers or here, the file is named."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error
+    except (OstinatoError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ModelLoadError(
+            f"transformers cannot read {file}: {said(error)} (models that need their own code, "
+            "with trust_remote_code, are not run)"
+        ) from error
+
+
+def describe_shape(name: str) -> tuple[Path | None, ModelDescription]:
+    """The named shape, or that of a checkpoint whose directory ``name`` is."""
+    path = Path(name).expanduser()
+    if name not in SHAPES and (path / "config.json").is_file():
+        return path, describe(path).untrained()
+    if name not in SHAPES and path.is_dir():
+        raise ModelLoadError(f"{path} has no config.json to read the model's shape from")
+    config = shape_config(name)
+    return None, ModelDescription(config=config, generic_reason=obstacle(config))

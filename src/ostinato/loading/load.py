@@ -1,0 +1,338 @@
+"""From a model's name to a model that can run: ``load_model``.
+
+A name is a local directory, a name on the Hugging Face hub, a named shape (with random weights), or
+nothing at all: the embedded default. Models that the native decoder can run are read straight
+into its fused parameters; every other causal LM goes through transformers' own modules, and
+``LoadedModel.generic_reason`` says why. Code from checkpoints is never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ostinato.errors import ConfigError, ModelLoadError, OstinatoError
+from ostinato.loading.description import (
+    ModelDescription,
+    NativeConfig,
+    describe,
+    describe_shape,
+    errors_named,
+)
+from ostinato.loading.locate import find_model
+from ostinato.models.base import CausalLM
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.json_file import check_numbers, read_object
+from ostinato.models.native.decoder import Decoder, WeightSlot
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.shapes import draw_weights
+from ostinato.models.native.stated_config import StatedConfig
+from ostinato.models.native.swiftkv import SwiftKVDecoder
+from ostinato.models.native.swiftkv_config import SwiftKVConfig
+from ostinato.quoting import is_failure, said, shown
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from ostinato.loading.description import ModelConfig
+    from ostinato.parallel.place import RankPlace
+    from ostinato.parallel.sharded_decoder import ShardedDecoder
+
+FreeMemory = Callable[[torch.device], int | None]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DEFAULT_SHAPE = "smollm2-135m"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+# Wholly described by their files.
+_PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
+_LARGEST_TOKENIZER_CONFIG = 64 * 2**20
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model, ready to run, and what belongs to it.
+
+    ``model`` may be one rank's part; ``shift`` is then another part of it, for small batches.
+    ``path`` is the directory it came from: None for named shapes. ``tokenizer`` is None where there
+    is none, and for random weights. ``generic_reason`` says why the model does not run on the
+    native decoder; None if it does.
+    """
+
+    model: CausalLM
+    path: Path | None
+    config: ModelConfig
+    tokenizer: Any | None
+    eos_token_ids: frozenset[int]
+    generic_reason: str | None
+    shift: CausalLM | None = None
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that can still be taken on ``device``; None where that cannot be known."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return free + cached
+    meminfo = Path("/proc/meminfo")
+    if device.type != "cpu" or not meminfo.is_file():
+        return None
+    for line in meminfo.read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def load_model(
+    name: str | None,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    random_weights: bool = False,
+    seed: int = 0,
+    max_position: int | None = None,
+    show_progress: bool = True,
+    free_memory: FreeMemory = free_memory,
+    place: RankPlace | None = None,
+    tokenizer: bool = True,
+    swiftkv_layers: int | None = None,
+) -> LoadedModel:
+    """Load the model called ``name``; None is the embedded default.
+
+    ``max_position``: the longest sequence that will be run, which limits tables that grow with it.
+    With ``random_weights`` the weights are drawn from ``seed`` and only the config is read. With a
+    ``place`` among several ranks, this rank's part of the model is loaded and no more; a rank that
+    sees no text can do without the ``tokenizer``. ``swiftkv_layers`` makes a SwiftKV model of a
+    plain one: the keys and values of all layers after so many are made of their output.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigError(f"weights can be {', '.join(map(str, _DTYPES))}, not {dtype}")
+    build = _Build(device, dtype, max_position, show_progress, free_memory, place)
+    path: Path | None
+    if random_weights:
+        path, described = describe_shape(name or _DEFAULT_SHAPE)
+    else:
+        path = find_model(name, show_progress=show_progress)
+        described = describe(path)
+    _check_can_split(place, described.generic_reason)
+    if swiftkv_layers is not None:
+        described = described.as_swiftkv(swiftkv_layers)
+    if random_weights or path is None:
+        model, *shift = build.random(path, described, seed)
+    else:
+        model, *shift = build.from_files(path, described)
+    config = described.config
+    return LoadedModel(
+        model=model,
+        path=path,
+        config=config,
+        tokenizer=_read_tokenizer(path) if tokenizer and path and not random_weights else None,
+        eos_token_ids=_eos_token_ids(path, config, model.vocab_size),
+        generic_reason=described.generic_reason,
+        shift=shift[0] if shift else None,
+    )
+
+
+def _check_can_split(place: RankPlace | None, generic_reason: str | None) -> None:
+    if place is not None and generic_reason is not None:
+        layout = place.layout
+        raise ConfigError(
+            f"only models of the native decoder run on several ranks (tensor_parallel "
+            f"{layout.tp}, sequence_parallel {layout.sp}); this one does not: {generic_reason}"
+        )
+
+
+@dataclass(frozen=True)
+class _Build:
+    """How to build a model, once its config is known: a list of one, or a rank's parts of it."""
+
+    device: torch.device
+    dtype: torch.dtype
+    max_position: int | None
+    show_progress: bool
+    free_memory: FreeMemory
+    place: RankPlace | None
+
+    def random(
+        self, path: Path | None, described: ModelDescription, seed: int
+    ) -> Sequence[CausalLM]:
+        if described.generic_reason is not None:
+            from ostinato.models.hf.model import HFCausalLM
+
+            with errors_named((path or Path()) / "config.json"):
+                model = HFCausalLM.from_config(
+                    as_hf(described.config),
+                    device=self.device,
+                    dtype=self.dtype,
+                    seed=seed,
+                    max_model_len=self.max_position,
+                    most_bytes=self.free_memory(self.device),
+                )
+            return [model]
+        config = described.native_config
+        self._check_fit("the model", _bytes_of(self._decoders(config, "meta")))
+        if self.place is not None:
+            from ostinato.parallel.sharded_models import draw_sharded_weights
+
+            parts = self._parts(config, self.device, self.place)
+            draw_sharded_weights(parts, seed)
+            return parts
+        models = self._decoders(config, self.device)
+        draw_weights(models[0], seed)
+        return models
+
+    def from_files(self, path: Path, described: ModelDescription) -> Sequence[CausalLM]:
+        checkpoint = Checkpoint(path)
+        if described.generic_reason is not None:
+            from ostinato.models.hf.model import HFCausalLM
+
+            self._check_fit(str(path), checkpoint.num_elements() * self.dtype.itemsize)
+            with errors_named(path / "config.json"):
+                model = HFCausalLM.from_pretrained(
+                    path,
+                    config=as_hf(described.config),
+                    device=self.device,
+                    dtype=self.dtype,
+                    max_model_len=self.max_position,
+                    checkpoint=checkpoint,
+                )
+            return [model]
+        config = described.native_config
+        checkpoint.check_num_layers(_decoder_config(config).num_layers)
+        if _decoder_config(config).tied_head and _has_own_head(checkpoint):
+            config = _untied(config)
+        plans = self._decoders(config, "meta")
+        for plan in plans:
+            ignored = [_HEAD] if plan.lm_head is None else []
+            checkpoint.check(plan.weight_slots(), ignored=[*ignored, *plan.ignored_names()])
+        self._check_fit(str(path), _bytes_of(plans))
+        models = self._decoders(config, self.device)
+        read: set[tuple[str, int]] = set()  # models may share layers
+        for decoder in models:
+            slots = [slot for slot in decoder.weight_slots() if _place_of(slot) not in read]
+            read.update(map(_place_of, slots))
+            checkpoint.copy_into(slots, self.device, show_progress=self.show_progress)
+        return models
+
+    def _decoders(self, config: NativeConfig, device: torch.device | str) -> Sequence[Decoder]:
+        device = torch.device(device)
+        if self.place is not None:
+            return self._parts(config, device, self.place)
+        dtype, max_position = self.dtype, self.max_position
+        if isinstance(config, SwiftKVConfig):
+            return [SwiftKVDecoder(config, device=device, dtype=dtype, max_position=max_position)]
+        return [Decoder(config, device=device, dtype=dtype, max_position=max_position)]
+
+    def _parts(
+        self, config: NativeConfig, device: torch.device, place: RankPlace
+    ) -> Sequence[ShardedDecoder]:
+        from ostinato.parallel.sharded_models import build_models
+        from ostinato.parallel.swiftkv_sharded import build_swiftkv_models
+
+        dtype, max_position = self.dtype, self.max_position
+        if isinstance(config, SwiftKVConfig):
+            return build_swiftkv_models(
+                config, place, device=device, dtype=dtype, max_position=max_position
+            )
+        return build_models(config, place, device=device, dtype=dtype, max_position=max_position)
+
+    def _check_fit(self, what: str, needed: int) -> None:
+        free = self.free_memory(self.device)
+        if free is not None and needed > free:
+            raise ModelLoadError(
+                f"{what} needs {needed / 2**30:.2f} GiB in {self.dtype}, and {self.device} has "
+                f"{free / 2**30:.2f} GiB free; free some, use a smaller dtype or a smaller model"
+            )
+
+
+def as_hf(config: ModelConfig) -> PretrainedConfig:
+    """The config as an object of transformers."""
+    return config.to_hf() if isinstance(config, StatedConfig) else config
+
+
+def _bytes_of(models: Sequence[Decoder]) -> int:
+    tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    once = {id(tensor): tensor for tensor in tensors}  # models may share layers
+    return sum(tensor.numel() * tensor.element_size() for tensor in once.values())
+
+
+def _place_of(slot: WeightSlot) -> tuple[str, int]:
+    return slot.name, slot.target.data_ptr()
+
+
+def _decoder_config(config: NativeConfig) -> DecoderConfig:
+    return config.decoder if isinstance(config, SwiftKVConfig) else config
+
+
+def _untied(config: NativeConfig) -> NativeConfig:
+    if isinstance(config, SwiftKVConfig):
+        return replace(config, decoder=replace(config.decoder, tied_head=False))
+    return replace(config, tied_head=False)
+
+
+def _has_own_head(checkpoint: Checkpoint) -> bool:
+    """Whether the config ties the head to the embeddings, but the checkpoint disagrees.
+
+    transformers believes the checkpoint, so we do.
+    """
+    if not {_HEAD, _EMBEDDING} <= checkpoint.tensors.keys():
+        return False
+    head, embedding = checkpoint.tensors[_HEAD], checkpoint.tensors[_EMBEDDING]
+    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
+        return True
+    tensors = dict(checkpoint.read([_HEAD, _EMBEDDING], torch.device("cpu")))
+    return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
+
+
+def _read_tokenizer(path: Path) -> Any | None:
+    if not any((path / file).is_file() for file in _TOKENIZER_FILES):
+        return None
+    try:
+        if _tokenizer_class(path) in _PLAIN_TOKENIZERS:
+            # Spares the import of every model's configuration, by which a class is looked up.
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except OstinatoError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise ModelLoadError(
+            f"transformers cannot read the tokenizer in {path}: {said(error)}"
+        ) from error
+
+
+def _tokenizer_class(path: Path) -> str | None:
+    file = path / "tokenizer_config.json"
+    if not file.is_file() or not (path / "tokenizer.json").is_file():
+        return None
+    stated = read_object(file, largest=_LARGEST_TOKENIZER_CONFIG)
+    return stated.get("tokenizer_class") if "auto_map" not in stated else None
+
+
+def _eos_token_ids(path: Path | None, config: ModelConfig, vocab_size: int) -> frozenset[int]:
+    """The tokens that end a sequence. A config may name some that the model does not have."""
+    where, stated = "config.json", getattr(config, "eos_token_id", None)
+    file = None if path is None else path / "generation_config.json"
+    if file is not None and file.is_file():
+        fields = read_object(file)
+        check_numbers(file, fields)
+        if fields.get("eos_token_id") is not None:
+            where, stated = str(file), fields["eos_token_id"]
+    if stated is None:
+        return frozenset()
+    ids = stated if isinstance(stated, list) else [stated]
+    if not all(type(token) is int and token >= 0 for token in ids):
+        raise ModelLoadError(
+            f"eos_token_id in {where} is {shown(stated)}; it must be a token id, a list of them, "
+            "or null"
+        )
+    return frozenset(token for token in ids if token < vocab_size)

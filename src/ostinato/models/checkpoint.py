@@ -1,0 +1,272 @@
+"""Safetensors checkpoints: which tensors a directory holds, and copying them into a model.
+
+All headers are read and compared with what the model needs before anything is allocated, so a
+checkpoint that is incomplete, damaged or another model's fails at once and names the file. Pickle
+weights are refused: reading them can run code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from ostinato.errors import ModelLoadError
+from ostinato.models.finite_check import FiniteCheck
+from ostinato.models.json_file import read_object
+from ostinato.models.native.decoder import WeightSlot
+from ostinato.quoting import listed, said, shown
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_LARGEST_INDEX = 64 * 2**20
+FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# Old conversions saved the rotary frequencies; we compute them from the config.
+_HARMLESS = ("rotary_emb.inv_freq",)
+
+
+# Stretches of a dimension, and which dimension.
+Parts: TypeAlias = tuple[tuple[range, ...], int]
+_NO_PARTS: Mapping[str, Parts] = {}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint, by its file's header; ``dtype`` as safetensors names it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Checkpoint:
+    """The tensors of a directory of safetensors files. Holds no file open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.tensors: dict[str, TensorInfo] = {}
+        index = path / _INDEX
+        if index.is_file():
+            placed = _read_index(index)
+            files = sorted({path / file for file in placed.values()})
+        else:
+            placed, files = {}, [_single_file(path)]
+        for file in files:
+            self._add(_read_header(file), placed)
+        for name, file_name in placed.items():
+            if name not in self.tensors:
+                raise ModelLoadError(
+                    f"{index} places the tensor {listed([name])} in {file_name}, which does not "
+                    "have it; the index and the files are not of one checkpoint: fetch it again"
+                )
+
+    def _add(self, found: dict[str, TensorInfo], placed: Mapping[str, str]) -> None:
+        """Add a file's tensors. Of one that several files have, the index says which counts."""
+        for name, info in found.items():
+            if name in placed and self.path / placed[name] != info.file:
+                continue
+            if name in self.tensors:
+                raise ModelLoadError(
+                    f"both {self.tensors[name].file} and {info.file} have the tensor "
+                    f"{listed([name])}, and {_INDEX} does not say which counts; remove one of them"
+                )
+            self.tensors[name] = info
+
+    def num_elements(self) -> int:
+        """How many numbers all tensors hold together."""
+        return sum(math.prod(info.shape) for info in self.tensors.values())
+
+    def read(
+        self, names: Iterable[str], device: torch.device, parts: Mapping[str, Parts] = _NO_PARTS
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors called ``names``, on ``device``, file by file.
+
+        Of those in ``parts``, only these stretches of one dimension are read and joined.
+        """
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        for file, its_names in by_file.items():
+            try:
+                with safe_open(file, framework="pt", device=str(device)) as reader:
+                    for name in its_names:
+                        wanted = parts.get(name)
+                        yield name, _read(reader, name, wanted)
+            except (SafetensorError, OSError) as error:
+                raise _damaged(file, error) from error
+
+    @contextmanager
+    def opened(self) -> Iterator[dict[str, Any]]:
+        """Every tensor as safetensors' slice of it, read when it is asked for."""
+        with ExitStack() as stack:
+            readers: dict[Path, Any] = {}
+            slices = {}
+            for name, info in self.tensors.items():
+                if info.file not in readers:
+                    readers[info.file] = stack.enter_context(safe_open(info.file, framework="pt"))
+                slices[name] = readers[info.file].get_slice(name)
+            yield slices
+
+    def check_num_layers(self, num_layers: int) -> None:
+        """Refuse more layers than there are tensors, before as many are built."""
+        if num_layers > len(self.tensors):
+            raise ModelLoadError(
+                f"{self.path / 'config.json'} asks for {num_layers:,} layers, and the checkpoint "
+                f"has {len(self.tensors):,} tensors; it is incomplete or belongs to another config"
+            )
+
+    def check(self, slots: Iterable[WeightSlot], *, ignored: Iterable[str] = ()) -> None:
+        """Raise unless the tensors are those that ``slots`` names, in shape and kind."""
+        wanted = {slot.name: slot for slot in slots}
+        missing = [name for name in wanted if name not in self.tensors]
+        if missing:
+            raise ModelLoadError(
+                f"{self.path} lacks {listed(missing)}, which its config.json asks for; the "
+                "checkpoint is incomplete or belongs to another config"
+            )
+        known = wanted.keys() | set(ignored)
+        extra = [n for n in self.tensors if n not in known and not n.endswith(_HARMLESS)]
+        if extra:
+            raise ModelLoadError(
+                f"{self.tensors[extra[0]].file} has {listed(extra)}, for which this architecture "
+                "has no place; running without would give wrong results. Is its config.json right?"
+            )
+        for name, slot in wanted.items():
+            info = self.tensors[name]
+            if info.shape != tuple(slot.shape):
+                raise ModelLoadError(
+                    f"the tensor {name} in {info.file} has the shape {list(info.shape)}; "
+                    f"config.json asks for {list(slot.shape)}"
+                )
+            self.check_type(name)
+
+    def check_type(self, name: str) -> None:
+        """Refuse a weight that is not of a plain type of floats."""
+        info = self.tensors[name]
+        if info.dtype not in FLOAT_TYPES:
+            raise ModelLoadError(
+                f"the tensor {listed([name])} in {info.file} is of type {info.dtype}; weights must "
+                f"be one of {', '.join(FLOAT_TYPES)}: use an unquantized checkpoint"
+            )
+
+    def copy_into(
+        self, slots: Iterable[WeightSlot], device: torch.device, *, show_progress: bool
+    ) -> None:
+        """Copy every tensor to its slot, converted to its dtype; zeros where nothing is read.
+
+        Numbers that are none, or do not fit the dtype, are looked for on the device and refused
+        when all is copied; only then does this wait for the device.
+        """
+        everything = list(slots)
+        for slot in everything:
+            if slot.parts == ():
+                slot.target.zero_()
+        slots = [slot for slot in everything if slot.parts != ()]
+        targets = {slot.name: slot.target for slot in slots}
+        parts = {slot.name: (slot.parts, slot.dim) for slot in slots if slot.parts is not None}
+        tensors = self.read(targets, device, parts)
+        finite = FiniteCheck()
+        for name, tensor in tqdm(
+            tensors,
+            desc="loading weights",
+            unit="tensor",
+            total=len(targets),
+            disable=not show_progress,
+        ):
+            finite.add(name, tensor, dtype=targets[name].dtype)
+            targets[name].copy_(tensor)
+        finite.verify(self.path)
+
+
+def _read(reader: Any, name: str, wanted: Parts | None) -> torch.Tensor:
+    if wanted is None:
+        whole: torch.Tensor = reader.get_tensor(name)
+        return whole
+    stretches, dim = wanted
+    part = reader.get_slice(name)
+    if dim == 0:
+        return torch.cat([part[r.start : r.stop] for r in stretches])
+    return torch.cat([part[:, r.start : r.stop] for r in stretches], dim=1)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    placed = read_object(index, largest=_LARGEST_INDEX).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
+        raise ModelLoadError(
+            f"{index} cannot be read as the index of a checkpoint: its weight_map is "
+            f"{shown(placed)}, not the names of tensors with those of their files; fetch it again"
+        )
+    files = sorted(set(placed.values()))
+    outside = [file for file in files if Path(file).is_absolute() or ".." in Path(file).parts]
+    if outside:
+        raise ModelLoadError(
+            f"{index} names files outside of its directory: {listed(outside)}; a checkpoint's "
+            "files are beside its index. Do not use it, unless you know where it came from"
+        )
+    missing = [file for file in files if not _is_file(index.parent / file)]
+    if missing:
+        raise ModelLoadError(
+            f"{listed(missing)} of the {len(files)} files that {index} lists cannot be found; "
+            "fetch the rest of the checkpoint"
+        )
+    return placed
+
+
+def _is_file(file: Path) -> bool:
+    try:
+        return file.is_file()
+    except OSError:  # a name that no file can have
+        return False
+
+
+def _single_file(path: Path) -> Path:
+    if (path / _SINGLE).is_file():
+        return path / _SINGLE
+    found = sorted(file for file in path.glob("*.safetensors") if file.is_file())
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise ModelLoadError(
+            f"{path} has {len(found)} .safetensors files and no {_INDEX} to say which belong "
+            "together; fetch the index too"
+        )
+    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if pickles:
+        raise ModelLoadError(
+            f"{path} has its weights as pickle files only ({listed(pickles)}), which can run code "
+            "when they are read; convert them once, where you trust them, with transformers: "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(new_directory)"
+        )
+    raise ModelLoadError(
+        f"{path} has no .safetensors file; a model is a directory with config.json and its weights "
+        "as safetensors (pickle weights are not read). For made-up weights: random_weights=True, "
+        "or --random-weights"
+    )
+
+
+def _read_header(file: Path) -> dict[str, TensorInfo]:
+    try:
+        with safe_open(file, framework="pt") as reader:
+            found = {}
+            for name in reader.keys():  # noqa: SIM118  (not a mapping)
+                part = reader.get_slice(name)
+                found[name] = TensorInfo(file, tuple(part.get_shape()), part.get_dtype())
+            return found
+    except (SafetensorError, OSError) as error:
+        raise _damaged(file, error) from error
+
+
+def _damaged(file: Path, error: Exception) -> ModelLoadError:
+    size = f"{file.stat().st_size} bytes" if file.is_file() else "not there"
+    return ModelLoadError(
+        f"{file} ({size}) cannot be read as safetensors: {said(error)}; it is damaged or was "
+        "not copied completely: fetch it again"
+    )

@@ -1,0 +1,38 @@
+"""Whether weights are numbers, found out on their device and read once for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ostinato.errors import ModelLoadError
+from ostinato.quoting import listed
+
+
+class FiniteCheck:
+    """Looks at tensors one after the other: one pass over each, and no wait for the device."""
+
+    def __init__(self) -> None:
+        self._fits: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, tensor: torch.Tensor, *, dtype: torch.dtype) -> None:
+        """Look whether all of ``tensor`` is finite, and stays so as ``dtype``."""
+        if tensor.numel() == 0:
+            return
+        largest = torch.finfo(dtype).max
+        low, high = torch.aminmax(tensor)  # of which a NaN makes both NaN
+        self._fits[name] = (low.double() >= -largest) & (high.double() <= largest)
+
+    def verify(self, path: Path) -> None:
+        """Raise if a tensor was not finite, naming it. Waits for the device."""
+        if not self._fits:
+            return
+        fits = torch.stack(list(self._fits.values())).tolist()
+        bad = [name for name, fit in zip(self._fits, fits, strict=True) if not fit]
+        if bad:
+            raise ModelLoadError(
+                f"{listed(bad)} in {path} contain NaN, infinite numbers, or some that are too "
+                "large for the dtype that the model runs in; the checkpoint is damaged, or needs "
+                "dtype='bfloat16' or 'float32'"
+            )

@@ -1,0 +1,1 @@
+"""Every other causal LM, through transformers' own modules."""

@@ -1,0 +1,259 @@
+"""Any causal language model of transformers, run by transformers' own modules on a flat row.
+
+The modules are used as they are, with our attention (and expert layers) in place of theirs. When a
+model is loaded, a few tokens are run through it to learn what its layers ask of attention, and to
+check what this way of running relies on: that tokens meet in attention alone, that positions are
+the given ones, and that the head is what the model applies after its last hidden state. It is the
+general path; the native decoder is the fast one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.initialization import no_init_weights
+
+from ostinato.attention.base import AttentionSpec
+from ostinato.errors import ConfigError, OstinatoError
+from ostinato.graphs.capture.context import set_forward_context
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.finite_check import FiniteCheck
+from ostinato.models.hf.attention import (
+    ATTENTION,
+    DISCOVERY,
+    AttentionCall,
+    TokenByToken,
+    record_calls,
+)
+from ostinato.models.hf.experts import EXPERTS
+from ostinato.models.hf.head import decoder_of, head_of
+from ostinato.models.hf.specs import bind_specs
+from ostinato.models.hf.support import (
+    check_config,
+    freeze_rope,
+    longest_sequence,
+)
+from ostinato.models.hf.weights import load_weights, no_larger_than
+from ostinato.quoting import said
+
+_AUTO: Any = AutoModelForCausalLM  # has no types
+_NUM_PROBE_TOKENS = 16
+
+
+class HFCausalLM:
+    """A ``CausalLM`` around a model of transformers, which it owns and has changed.
+
+    ``forward`` and ``compute_logits`` read nothing on the host, so they can be captured; the
+    exceptions are models whose own code does, which a capture names.
+    """
+
+    def __init__(self, model: Any, *, max_position: int) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.max_position = max_position
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self._name = type(model).__name__
+        for config in _configs_in(model):
+            _make_quiet(config)
+        freeze_rope(model)
+        self._decoder = decoder_of(model)
+        self._head = head_of(model, self._decoder)
+        self.attention_specs: Sequence[AttentionSpec] = ()
+        with torch.no_grad():
+            self._discover()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: Path,
+        *,
+        config: PretrainedConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> HFCausalLM:
+        """Load the safetensors checkpoint in the directory ``path``.
+
+        ``checkpoint``: the same, if its headers were read already.
+
+        ``max_model_len``: the longest sequence that will be asked for; None for as long as it goes.
+        """
+        check_config(config)
+        max_position = longest_sequence(config, max_model_len)
+        model = load_weights(
+            checkpoint or Checkpoint(path),
+            _own_copy(config),
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            experts_implementation=EXPERTS,
+            trust_remote_code=False,
+            local_files_only=True,
+        ).to(device)
+        finite = FiniteCheck()
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                finite.add(name, tensor, dtype=tensor.dtype)
+        finite.verify(path)
+        return cls(model, max_position=max_position)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PretrainedConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        max_model_len: int | None = None,
+        most_bytes: int | None = None,
+    ) -> HFCausalLM:
+        """A model of ``config`` with random weights, made on ``device``, of ``most_bytes``."""
+        check_config(config)
+        max_position = longest_sequence(config, max_model_len)
+        _check_size(config, most_bytes, dtype)
+        generators = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=generators), torch.device(device):
+            torch.manual_seed(seed)
+            model = _AUTO.from_config(
+                _own_copy(config),
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                experts_implementation=EXPERTS,
+                trust_remote_code=False,
+            )
+        return cls(model, max_position=max_position)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, hidden_size], after the final norm."""
+        outputs = self._decoder(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+        )
+        hidden: torch.Tensor = outputs[0].squeeze(0)
+        return hidden
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [B, vocab_size] in float32, with all that the model does to them."""
+        logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
+        return logits.squeeze(0).float()
+
+    # --- what is learnt and checked when a model is loaded --------------------------------------
+
+    def _discover(self) -> None:
+        count = min(_NUM_PROBE_TOKENS, self.max_position)
+        positions = torch.arange(count, device=self.device)
+        ids = (7 * positions + 3) % self.model.get_input_embeddings().num_embeddings
+        with self._model_errors_explained():
+            own_numbering = self._learn_specs(ids)
+            with set_forward_context(attn_metadata=SimpleNamespace(backend=TokenByToken())):
+                hidden = self.forward(ids, positions)
+                backwards = self.forward(ids.flip(0), positions.flip(0)).flip(0)
+                logits = self.compute_logits(hidden)
+                row = {"input_ids": ids[None], "position_ids": positions[None]}
+                expected = self.model(**row, use_cache=False).logits.squeeze(0)
+        self.hidden_size = hidden.shape[-1]
+        self.vocab_size = logits.shape[-1]
+        if not logits.isfinite().all():
+            raise ConfigError(
+                f"{self._name} gives NaN or infinite logits for the first few tokens in "
+                f"{self.dtype}; the numbers in its config are wrong, or it needs another dtype"
+            )
+        if not self._close(hidden, backwards):
+            raise ConfigError(
+                f"a token's hidden state in {self._name} depends on more than its id, its position "
+                "and attention: it mixes neighbouring tokens elsewhere (a convolution, a recurrent "
+                "state) or ignores the positions it is given; it cannot be run"
+            )
+        if not self._close(hidden, own_numbering):
+            raise ConfigError(
+                f"{self._name} does not number the tokens of a sequence 0, 1, 2, ...; it cannot "
+                "be run"
+            )
+        if not self._close(logits, expected):
+            raise ConfigError(
+                f"the logits of {self._name} are not a function of its last hidden state alone; it "
+                "cannot be run"
+            )
+
+    def _learn_specs(self, ids: torch.Tensor) -> torch.Tensor:
+        """Set ``attention_specs``; the hidden states of ``ids`` where the model numbers them."""
+        calls: list[AttentionCall] = []
+        with _attention_implementation(self.model, DISCOVERY), record_calls(calls):
+            hidden: torch.Tensor = self._decoder(input_ids=ids[None], use_cache=False)[0].squeeze(0)
+        num_layers = self.model.config.get_text_config().num_hidden_layers
+        self.attention_specs = bind_specs(self._name, calls, num_layers, self.max_position)
+        return hidden
+
+    def _close(self, values: torch.Tensor, others: torch.Tensor) -> bool:
+        """Equal, but for the order in which a kernel may have summed."""
+        tolerance = max(1e-4, 3 * torch.finfo(self.dtype).eps)
+        difference = (values.float() - others.float()).abs().max()
+        return bool(difference <= tolerance * others.float().abs().max())
+
+    @contextmanager
+    def _model_errors_explained(self) -> Iterator[None]:
+        try:
+            yield
+        except (OstinatoError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of the model's own code
+            raise ConfigError(
+                f"{self._name} cannot be run on a row of tokens with their positions: {said(error)}"
+            ) from error
+
+
+@contextmanager
+def _attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
+    configs = _configs_in(model)
+    before = [config._attn_implementation for config in configs]
+    for config in configs:
+        config._attn_implementation = name
+    try:
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):
+            config._attn_implementation = implementation
+
+
+def _configs_in(model: nn.Module) -> list[Any]:
+    """Every config that a module of ``model`` holds; some models give layers copies."""
+    found = (getattr(module, "config", None) for module in model.modules())
+    return list({id(config): config for config in found if config is not None}.values())
+
+
+def _check_size(config: PretrainedConfig, most_bytes: int | None, dtype: torch.dtype) -> None:
+    """Refuse a model that does not fit, before any of it is made."""
+    if most_bytes is None:
+        return
+    limit = most_bytes // dtype.itemsize
+    reason = f"fits into the {most_bytes / 2**30:.2f} GiB that are free, in {dtype}"
+    with torch.device("meta"), no_init_weights(), no_larger_than(limit, reason):
+        _AUTO.from_config(_own_copy(config), trust_remote_code=False)
+
+
+def _own_copy(config: PretrainedConfig) -> PretrainedConfig:
+    config = copy.deepcopy(config)
+    config.output_attentions = False  # with any attention but its own, transformers refuses it
+    return config
+
+
+def _make_quiet(config: Any) -> None:
+    """Have the model return its hidden states and nothing else, and look at no token ids."""
+    settings: dict[str, Any] = {
+        "return_dict": True,
+        "output_hidden_states": False,
+        "output_router_logits": False,
+    }
+    # With a padding token, transformers looks for it in every batch, on the host, to warn of it.
+    settings["pad_token_id"] = None
+    vars(config).update(settings)  # some configs would not take None by assignment

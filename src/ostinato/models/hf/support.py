@@ -1,0 +1,116 @@
+"""Which of transformers' causal language models can be run, as far as their config tells.
+
+These are the refusals that need no weights. What a config does not tell is found by running a few
+tokens, when the model is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from ostinato.errors import ConfigError
+from ostinato.models.native.rotary import LONGEST_SEQUENCE
+from ostinato.quoting import shown
+
+_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+_STATEFUL_LAYERS = {"linear_attention", "mamba", "conv", "recurrent"}
+_FIXED_ROPE = "default"
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Refuse a model that cannot be run, by name."""
+    if config.is_encoder_decoder:
+        raise ConfigError(
+            f"{config.model_type} is an encoder-decoder model; only decoder-only language models "
+            "can be run"
+        )
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"transformers has no causal language model of type {config.model_type!r} (code that "
+            "comes with a checkpoint is not run)"
+        )
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    name = model_class.__name__
+    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    if getattr(model_class, "_is_stateful", False) or layer_types & _STATEFUL_LAYERS:
+        raise ConfigError(
+            f"{name} has state-space, convolutional or recurrent layers, whose state the KV cache "
+            "does not hold; it cannot be run"
+        )
+    if not model_class._can_set_attn_implementation():
+        raise ConfigError(
+            f"{name} does not use transformers' AttentionInterface, through which the paged KV "
+            "cache is reached; it cannot be run"
+        )
+
+
+def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int:
+    """The longest sequence that a model of ``config`` takes.
+
+    Rotary frequencies that change with the length of a sequence would have to be computed on the
+    host for each batch, and would not fit the keys already in the cache. They are frozen to those
+    of short sequences, so the limit is where they would begin to change. ``max_model_len`` is what
+    the user asked for, if anything.
+    """
+    text_config = config.get_text_config()
+    lengths = (getattr(text_config, name, None) for name in _LENGTH_NAMES)
+    length = next((length for length in lengths if length), None)
+    if length is None:
+        raise ConfigError(
+            f"the config of {config.model_type} has none of {', '.join(_LENGTH_NAMES)}; set one to "
+            "the longest sequence that the model takes"
+        )
+    for rope in _rope_parameters(text_config):
+        limit = _frozen_limit(rope, length)
+        if limit is None:
+            continue
+        if max_model_len is not None and max_model_len > limit:
+            raise ConfigError(
+                f"{config.model_type} has {rope['rope_type']!r} rotary embeddings, whose "
+                f"frequencies change beyond {limit} tokens and are not changed here; set "
+                f"max_model_len to at most {limit}, got {max_model_len}"
+            )
+        length = min(length, limit)
+    if type(length) is not int or not 1 <= length <= LONGEST_SEQUENCE:
+        raise ConfigError(
+            f"the longest sequence of {config.model_type}, by its config, is {shown(length)}; it "
+            f"must be an integer from 1 to {LONGEST_SEQUENCE:,}"
+        )
+    return length
+
+
+def freeze_rope(model: nn.Module) -> None:
+    """Keep rotary frequencies as they were built, for short sequences."""
+    for module in model.modules():
+        kind: Any = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):  # by kind of layer
+            module.rope_type = {  # type: ignore[assignment]
+                layer: _FIXED_ROPE if _changes(rope_type) else rope_type
+                for layer, rope_type in kind.items()
+            }
+        elif _changes(kind):
+            module.rope_type = _FIXED_ROPE  # type: ignore[assignment]
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    """One dictionary, or one per kind of layer."""
+    given = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in given:
+        return [given]
+    return [rope for rope in given.values() if isinstance(rope, dict) and "rope_type" in rope]
+
+
+def _frozen_limit(rope: dict[str, Any], length: int) -> int | None:
+    """Up to which length the frequencies are those of short sequences; None: always."""
+    if not _changes(rope["rope_type"]):
+        return None
+    return int(
+        rope["original_max_position_embeddings"] if rope["rope_type"] == "longrope" else length
+    )
+
+
+def _changes(rope_type: object) -> bool:
+    return isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type)

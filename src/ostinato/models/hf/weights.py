@@ -1,0 +1,203 @@
+"""A checkpoint's tensors into a model of transformers: all of them, each in its place, or none.
+
+transformers draws what a checkpoint lacks from torch's random numbers, drops what it has no place
+for and converts any type. Here all of that is refused by name, as the native decoder does. What
+transformers says may be absent or left over stays allowed: tied weights, buffers that it computes,
+buffers that old versions saved. Its renamings and conversions are applied as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
+
+from ostinato.errors import ModelLoadError, OstinatoError
+from ostinato.models.checkpoint import FLOAT_TYPES, Checkpoint
+from ostinato.quoting import listed, said
+
+_LARGEST_BUFFERS = 2**32  # bytes of tables, such as those of positions
+# Causal masks that old versions of transformers saved with each layer.
+_OLD_BUFFERS = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|causal_mask)$")
+_THAN_WEIGHTS = "its checkpoint has weights for, which is incomplete or belongs to another config"
+_EXPERT = re.compile(r"(.*experts)\.(\d+)\.")
+
+
+def load_weights(
+    checkpoint: Checkpoint, config: PretrainedConfig, *, dtype: torch.dtype, **options: Any
+) -> Any:
+    """A model of ``config`` on the CPU, with the weights of ``checkpoint`` and no others.
+
+    ``options`` are those of transformers' ``from_pretrained``.
+    """
+    model_class, config = _model_class(config)
+    quantized = getattr(config, "quantization_config", None) is not None
+    _check_names(checkpoint, model_class)
+    checkpoint.check_num_layers(config.get_text_config().num_hidden_layers)
+    limit = None if quantized else 2 * checkpoint.num_elements()  # tied weights are built twice
+    try:
+        # Buffers are filled from constants; should one of them be drawn, then always the same.
+        with (
+            checkpoint.opened() as tensors,
+            no_larger_than(limit, _THAN_WEIGHTS),
+            _no_report(),
+            torch.random.fork_rng([]),
+        ):
+            torch.default_generator.manual_seed(0)  # that of the CPU, where it is built
+            model, info = model_class.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                ignore_mismatched_sizes=True,  # they are refused below, by name
+                output_loading_info=True,
+                generation_config=GenerationConfig(),  # type: ignore[no-untyped-call]
+                **options,
+            )
+    except (OstinatoError, MemoryError):
+        raise
+    except Exception as error:  # whatever transformers makes of a checkpoint, it is named
+        raise ModelLoadError(
+            f"transformers cannot load {checkpoint.path} as {model_class.__name__}: {said(error)}; "
+            "the checkpoint is damaged or belongs to another config"
+        ) from error
+    _check_loaded(checkpoint, info)
+    if not quantized:
+        _check_types(checkpoint, model)
+    return model
+
+
+def _model_class(config: Any) -> tuple[Any, Any]:
+    """As ``AutoModelForCausalLM`` chooses."""
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if model_class.config_class == config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    return model_class, config
+
+
+@contextmanager
+def no_larger_than(num_elements: int | None, reason: str) -> Iterator[None]:
+    """While a model is built in this thread, on ``meta``: stop when it has more weights than that.
+
+    It takes no memory there, but a config can ask for layers without end.
+    """
+    thread = threading.get_ident()
+    built = {"parameters": 0, "buffers": 0}
+
+    def count_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is None or threading.get_ident() != thread or not parameter.is_meta:
+            return
+        built["parameters"] += parameter.numel()
+        if num_elements is not None and built["parameters"] > num_elements:
+            raise ModelLoadError(
+                f"config.json asks for a larger model than {reason} (reached in "
+                f"{type(module).__name__}, {name} of the shape {list(parameter.shape)})"
+            )
+
+    def count_buffer(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        if buffer is None or threading.get_ident() != thread or not buffer.is_meta:
+            return
+        built["buffers"] += buffer.numel() * buffer.element_size()
+        if built["buffers"] > _LARGEST_BUFFERS:
+            raise ModelLoadError(
+                f"config.json asks for tables of more than {_LARGEST_BUFFERS:,} bytes (in "
+                f"{type(module).__name__}, {name} of the shape {list(buffer.shape)}); is its "
+                "longest sequence right?"
+            )
+
+    hooks = [
+        register_module_parameter_registration_hook(count_parameter),
+        register_module_buffer_registration_hook(count_buffer),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def _no_report() -> Iterator[None]:
+    """Keep transformers' table of what does not fit out of the log: our error says it."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in str(record.msg)
+
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(is_other)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_other)
+
+
+def _check_names(checkpoint: Checkpoint, model_class: Any) -> None:
+    """Refuse names of which transformers would take one and drop the other, or close the gap."""
+    prefix = f"{model_class.base_model_prefix}."
+    twice = [name for name in checkpoint.tensors if f"{prefix}{name}" in checkpoint.tensors]
+    if twice:
+        raise ModelLoadError(
+            f"{checkpoint.path} has {listed(twice)} with and without {prefix!r} before it; remove "
+            "one of them"
+        )
+    experts: dict[str, set[int]] = {}
+    for name in checkpoint.tensors:
+        if match := _EXPERT.match(name):
+            experts.setdefault(match[1], set()).add(int(match[2][:9]))
+    for layer, numbers in experts.items():
+        if max(numbers) != len(numbers) - 1:
+            raise ModelLoadError(
+                f"{checkpoint.path} has {len(numbers)} experts {listed([layer])}.0 to "
+                f"{max(numbers)}; the checkpoint is incomplete"
+            )
+
+
+def _check_loaded(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
+    path = checkpoint.path
+    if info["missing_keys"]:
+        raise ModelLoadError(
+            f"{path} lacks {listed(sorted(info['missing_keys']))}, which its config.json asks for; "
+            "the checkpoint is incomplete or belongs to another config"
+        )
+    extra = sorted(name for name in info["unexpected_keys"] if not _OLD_BUFFERS.search(name))
+    if extra:
+        raise ModelLoadError(
+            f"{path} has {listed(extra)}, for which this architecture has no place; running "
+            "without would give wrong results. Is its config.json right?"
+        )
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        raise ModelLoadError(
+            f"the tensor {listed([name])} in {path} has the shape {list(found)}; config.json asks "
+            f"for {list(wanted)}"
+        )
+
+
+def _check_types(checkpoint: Checkpoint, model: Any) -> None:
+    """Refuse quantized weights; buffers may be of any type."""
+    odd = [name for name, info in checkpoint.tensors.items() if info.dtype not in FLOAT_TYPES]
+    if not odd:
+        return
+    own: dict[str, torch.Tensor] = model.state_dict()
+    patterns: Iterable[str] = model._keys_to_ignore_on_load_unexpected or ()
+    prefix = f"{model.base_model_prefix}."
+    for name in odd:
+        names = (name, prefix + name, name.removeprefix(prefix))
+        place = next((own[each] for each in names if each in own), None)
+        if place is not None and not place.is_floating_point():
+            continue
+        if place is None and (
+            _OLD_BUFFERS.search(name) or any(re.search(pattern, name) for pattern in patterns)
+        ):
+            continue
+        checkpoint.check_type(name)

@@ -1,0 +1,1 @@
+"""The decoder that we wrote: fused parameters, one class for many families."""

@@ -1,0 +1,163 @@
+"""Named model shapes, to be run with random weights: speed needs no download.
+
+The dimensions are those of the published models. Random weights are drawn on the device, so a model
+of billions of parameters is there in seconds; their text means nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ostinato.errors import ConfigError
+from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.norm import RMSNorm
+from ostinato.models.native.stated_config import StatedConfig, stated_config
+
+_STANDARD_DEVIATION = 0.02
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+_LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-5,
+}
+
+_LLAMA_3: dict[str, Any] = _LLAMA | {
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "sliding_window": None,
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "tie_word_embeddings": True,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.2-1b": _LLAMA_3
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "head_dim": 64,
+        "rope_parameters": _llama3(32.0),
+        "tie_word_embeddings": True,
+    },
+    "llama-3.1-8b": _LLAMA_3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "head_dim": 128,
+        "rope_parameters": _llama3(8.0),
+        "tie_word_embeddings": False,
+    },
+    "qwen3-0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "qwen3-4b": _QWEN3
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "smollm2-135m": _LLAMA
+    | {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    # For tests and trials. Nothing ends its sequences, so their lengths are what was asked for.
+    "tiny": _LLAMA
+    | {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    },
+}
+
+
+def shape_config(name: str) -> StatedConfig:
+    """The config of the shape called ``name``."""
+    if name not in SHAPES:
+        raise ConfigError(f"no model shape is called {name!r}; the shapes are {', '.join(SHAPES)}")
+    config = stated_config(SHAPES[name])
+    assert config is not None, f"the shape {name} leaves something open"
+    return config
+
+
+def draw_weights(model: Decoder, seed: int) -> None:
+    """Fill a decoder with random weights, in place; the same ones for the same seed and device."""
+    generator = torch.Generator(model.device).manual_seed(seed)
+    # The head last, also where a kind of decoder has layers that it made later: the weights are
+    # then those of the plain decoder.
+    for part in model.children():
+        if part is not model.lm_head:
+            draw_parameters(part, generator)
+    if model.lm_head is not None:
+        draw_parameters(model.lm_head, generator)
+
+
+def draw_parameters(module: nn.Module, generator: torch.Generator) -> None:
+    """The same for a part of one, from where ``generator`` stands."""
+    for inner in module.modules():
+        for name, parameter in inner.named_parameters(recurse=False):
+            if isinstance(inner, RMSNorm):
+                parameter.fill_(1.0)
+            elif name == "bias":
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, _STANDARD_DEVIATION, generator=generator)

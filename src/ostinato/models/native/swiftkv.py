@@ -1,0 +1,84 @@
+"""SwiftKV: a decoder whose late layers run only for the tokens whose logits are wanted.
+
+The early layers run for all tokens. From the hidden state after them come the keys and values of
+all late layers, so these need no other token's way through the late layers: in a prompt, its last
+token alone goes there. Which tokens do is said by ``AttentionMetadata.logits_indices``; without it
+all of them go. ``convert`` makes such a model of any native decoder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from ostinato.models.native.decoder import Decoder, WeightSlot
+from ostinato.models.native.swiftkv_config import SwiftKVConfig
+from ostinato.models.native.swiftkv_layers import LateLayers
+
+
+class SwiftKVDecoder(Decoder):
+    """A ``CausalLM`` on one device. ``decoder_layers`` are the early layers.
+
+    ``forward`` returns states of all tokens; those of tokens that ``logits_indices`` left out are
+    not for logits. ``compute_logits`` is the plain decoder's.
+    """
+
+    def __init__(
+        self,
+        config: SwiftKVConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_position: int | None = None,
+    ) -> None:
+        super().__init__(config.early, device=device, dtype=dtype, max_position=max_position)
+        self.config = config.decoder
+        self.late = (
+            LateLayers(config, config.decoder, device=device, dtype=dtype)
+            if config.late_layers
+            else None
+        )
+        if self.late is not None:
+            self.attention_specs = [*self.attention_specs, *self.late.attention_specs]
+
+    @property
+    def runs_late_layers_apart(self) -> bool:
+        """Whether a batch should say, by ``logits_indices``, which tokens need all layers.
+
+        Late layers are sharded over all ranks whatever the early ones are, so with shift
+        parallelism graphs of the shift model are planned for all sizes.
+        """
+        return self.late is not None
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = super().forward(input_ids, positions)
+        if self.late is None:
+            return hidden
+        result: torch.Tensor = self.late(hidden, positions, self.rotary_table)
+        return result
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        yield from super().weight_slots()
+        if self.late is not None:
+            yield from self.late.named_slots(self.late.plain_slots())
+
+    def ignored_names(self) -> list[str]:
+        return [] if self.late is None else self.late.ignored_names()
+
+
+@torch.no_grad()
+def convert(decoder: Decoder, num_key_value_layers: int) -> SwiftKVDecoder:
+    """The SwiftKV model that training would start from, with copies of ``decoder``'s weights.
+
+    For a checkpoint on disk there is no need of it: a model whose config is not ``trained`` reads
+    a plain decoder's.
+    """
+    config = SwiftKVConfig(decoder=decoder.config, num_key_value_layers=num_key_value_layers)
+    model = SwiftKVDecoder(
+        config, device=decoder.device, dtype=decoder.dtype, max_position=decoder.max_position
+    )
+    weights = {slot.name: slot.target for slot in decoder.weight_slots()}
+    for slot in model.weight_slots():
+        slot.target.copy_(weights[slot.name])
+    return model

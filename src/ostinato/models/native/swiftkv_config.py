@@ -1,0 +1,103 @@
+"""What a SwiftKV model is: a decoder, and the layer after which its keys and values are made.
+
+A frozen record of plain values, read from a checkpoint's config.json or made up for a plain
+decoder, whose weights then take the places of the trained ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ostinato.errors import ConfigError
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.stated_config import StatedConfig, stated_config
+from ostinato.quoting import said, shown
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_SUFFIX = "_swiftkv"
+_OWN_FIELDS = ("num_key_value_layers", "key_value_group_size", "auto_map", "architectures")
+
+
+def is_swiftkv(fields: Any) -> bool:
+    """Whether the fields of a config.json name a SwiftKV model."""
+    kind = fields.get("model_type") if isinstance(fields, Mapping) else None
+    return isinstance(kind, str) and kind.endswith(_SUFFIX)
+
+
+def plain_config(fields: Mapping[str, Any]) -> PretrainedConfig | StatedConfig:
+    """The config of the plain decoder that a SwiftKV model, by its config.json, was made from."""
+    kind: str = fields["model_type"]
+    plain = {name: value for name, value in fields.items() if name not in _OWN_FIELDS}
+    plain["model_type"] = kind.removesuffix(_SUFFIX)
+    stated = stated_config(plain)
+    if stated is not None:
+        return stated
+    from transformers import AutoConfig
+
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(**plain)
+    except ValueError as error:  # a family that transformers does not know
+        raise ConfigError(
+            f"model_type {shown(kind)}: SwiftKV of an unknown family ({said(error)})"
+        ) from error
+    return config
+
+
+def first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:
+    """The decoder that ends after ``num_layers`` layers."""
+    return replace(config, num_layers=num_layers, windows=config.windows[:num_layers])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwiftKVConfig:
+    """A decoder whose layers from ``num_key_value_layers`` on take their keys and values from the
+    hidden state before them all.
+
+    ``trained``: the checkpoint is SwiftKV's own, with projections of their own for these layers.
+    Otherwise it is a plain decoder's, and its projections are used, with the norm of the first late
+    layer: what training starts from. That is the plain decoder, exactly, with no late layers or
+    one, and an untrained approximation with more.
+    """
+
+    decoder: DecoderConfig
+    num_key_value_layers: int
+    trained: bool = False
+
+    def __post_init__(self) -> None:
+        num_early, num_layers = self.num_key_value_layers, self.decoder.num_layers
+        if type(num_early) is not int or not 1 <= num_early <= num_layers:
+            raise ConfigError(
+                f"num_key_value_layers must be an int from 1 to the model's {num_layers} layers, "
+                f"got {shown(num_early)}"
+            )
+
+    @classmethod
+    def from_fields(cls, fields: Mapping[str, Any]) -> SwiftKVConfig:
+        """Of the config.json of a SwiftKV checkpoint: model_type ``llama_swiftkv`` and its kin."""
+        if not is_swiftkv(fields):
+            raise ConfigError(
+                f"model_type of a SwiftKV model ends in {_SUFFIX!r}; this is "
+                f"{shown(fields.get('model_type'))}"
+            )
+        group = fields.get("key_value_group_size") or 1
+        if group != 1:
+            raise ConfigError(
+                f"key_value_group_size is {shown(group)}: keys and values shared among layers "
+                "(AcrossKV) are not supported; use a model in which it is 1"
+            )
+        decoder = DecoderConfig.from_hf(plain_config(fields))
+        num_early = fields.get("num_key_value_layers") or decoder.num_layers
+        return cls(decoder=decoder, num_key_value_layers=num_early, trained=True)
+
+    @property
+    def early(self) -> DecoderConfig:
+        """The decoder of the early layers alone."""
+        return first_layers(self.decoder, self.num_key_value_layers)
+
+    @property
+    def late_layers(self) -> range:
+        return range(self.num_key_value_layers, self.decoder.num_layers)

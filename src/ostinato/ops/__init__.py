@@ -1,0 +1,1 @@
+"""Operators with a plain implementation and faster ones beside it."""

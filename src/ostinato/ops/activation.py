@@ -1,0 +1,62 @@
+"""The gated activation of a feed-forward layer: SiLU of the first half times the second half.
+
+In float32 from end to end, and rounded once. On CUDA one Triton kernel; on the CPU one that Numba
+compiles, or plain torch operators, which graphs there know how to replay in place.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ostinato.ops.define import define_for_cpu
+from ostinato.ops.numba import MOST_ROWS, prepare_kernel, runs_compiled
+from ostinato.ops.triton.launch import launch, overlap
+
+_BLOCK = 1024
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``gate_up`` [..., 2 I], what a fused projection makes -> a new, dense tensor [..., I]."""
+    if gate_up.is_cuda:
+        return triton_silu_and_mul(gate_up)
+    few_pairs = gate_up.dim() == 2 and gate_up.shape[0] <= MOST_ROWS and gate_up.shape[1] % 2 == 0
+    if few_pairs and runs_compiled(gate_up):
+        out = _half_as_wide(gate_up)
+        _compiled_silu_and_mul(gate_up, out)
+        return out
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def triton_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """``silu_and_mul`` in Triton. CPU tensors are for the tests, under Triton's interpreter."""
+    from ostinato.ops.triton.activation import silu_and_mul_kernel
+
+    out = _half_as_wide(gate_up)
+    if out.numel() == 0:
+        return out
+    width = out.shape[-1]
+    rows = gate_up.reshape(-1, 2 * width)  # a view, unless rows are spread over several dimensions
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    launch(
+        silu_and_mul_kernel,
+        (rows.shape[0], -(-width // _BLOCK)),
+        (rows, out),
+        (rows.stride(0), width),
+        BLOCK=_BLOCK,
+        **overlap(out.device),
+        num_warps=4,
+    )
+    return out
+
+
+def _half_as_wide(gate_up: torch.Tensor) -> torch.Tensor:
+    shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+    return torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
+
+
+_compiled_silu_and_mul = define_for_cpu(
+    "compiled_silu_and_mul(Tensor gate_up, Tensor(a!) out) -> ()",
+    prepare=prepare_kernel("silu_and_mul"),
+)

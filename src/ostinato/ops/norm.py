@@ -1,0 +1,136 @@
+"""RMSNorm, alone or after the addition of a residual: x / sqrt(mean(x^2) + eps) * weight.
+
+The mean is taken in float32. What is normed is rounded to the type of ``x`` before it is multiplied
+by the weight, as transformers does it. On CUDA one Triton kernel; on the CPU one that Numba
+compiles, or plain torch operators, which graphs there know how to replay in place.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.ops.define import define_for_cpu
+from ostinato.ops.numba import MOST_ROWS, prepare_kernel, runs_compiled
+from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """The norm of ``x`` [..., D] over its last dimension; ``weight`` [D], of the same type.
+
+    A new, dense tensor. Rows may lie anywhere: slices of a fused projection are not copied.
+    """
+    if x.is_cuda:
+        return triton_rms_norm(x, weight, eps)
+    if _compiled_rows(x, weight) and runs_compiled(x, weight):
+        out = torch.empty_like(x)
+        _compiled_rms_norm(x, weight, out, eps)
+        return out
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+    scale: torch.Tensor = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).to(x.dtype) * weight
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(rms_norm(x + residual), x + residual)``, both new tensors.
+
+    All three inputs are of one type. What is normed is the sum as it is rounded to that type. ``x``
+    may come in parts (``product_in_parts``): with one dimension more than ``residual``, the first.
+    """
+    if x.is_cuda:
+        return triton_add_rms_norm(x, residual, weight, eps)
+    if (
+        x.shape == residual.shape
+        and _compiled_rows(x, weight)
+        and runs_compiled(x, residual, weight)
+    ):
+        out, total = torch.empty_like(x), torch.empty_like(x)
+        _compiled_add_rms_norm(x, residual, weight, out, total, eps)
+        return out, total
+    if x.dim() > residual.dim():
+        total = (x.float().sum(0) + residual.float()).to(x.dtype)
+    else:
+        total = x + residual
+    return rms_norm(total, weight, eps), total
+
+
+def _compiled_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether these are few rows and their weight."""
+    return x.dim() == 2 and x.shape[0] <= MOST_ROWS and weight.shape == x.shape[1:]
+
+
+def triton_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``rms_norm`` in Triton. CPU tensors are for the tests, under Triton's interpreter."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, out, None, eps)
+    return out
+
+
+def triton_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``add_rms_norm`` in Triton."""
+    out = torch.empty(residual.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(residual.shape, dtype=x.dtype, device=x.device)
+    _launch(x, residual, weight, out, total, eps)
+    return out, total
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+    eps: float,
+) -> None:
+    from ostinato.ops.triton.norm import rms_norm_kernel
+
+    if out.numel() == 0:
+        return
+    dim = x.shape[-1]
+    parts, part_stride = 1, 0
+    if residual is not None and x.dim() > residual.dim():
+        x = x.contiguous()  # it usually is; a copy of the first part alone would be wrong
+        parts, part_stride, x = x.shape[0], x.stride(0), x[0]
+    inner = x.shape[1] if x.dim() == 3 else 1
+    x, strides = _rows_in_one_piece(x, inner)
+    residual_strides = (0, 0)
+    if residual is not None:
+        residual, residual_strides = _rows_in_one_piece(residual, inner)
+    padded = next_power_of_2(dim)
+    launch(
+        rms_norm_kernel,
+        (out.numel() // dim,),
+        (x, residual, weight.contiguous(), out, total),
+        (eps, *strides, *residual_strides, part_stride),
+        PARTS=parts,
+        INNER=inner,
+        DIM=dim,
+        DIM_PAD=padded,
+        **overlap(x.device),
+        num_warps=min(16, max(1, padded // 512)),
+    )
+
+
+def _rows_in_one_piece(x: torch.Tensor, inner: int) -> tuple[torch.Tensor, tuple[int, int]]:
+    """``x``, copied if need be, and the strides by which row r is at [r // inner, r % inner]."""
+    if x.stride(-1) != 1 or x.dim() > 3:
+        return x.contiguous(), (inner * x.shape[-1], x.shape[-1])
+    if x.dim() == 3:
+        return x, (x.stride(0), x.stride(1))
+    # Rows of a matrix count as outer ones: their number is no constant of the kernel.
+    return x, (x.stride(0) if x.dim() == 2 else 0, 0)
+
+
+_compiled_rms_norm = define_for_cpu(
+    "compiled_rms_norm(Tensor x, Tensor weight, Tensor(a!) out, float eps) -> ()",
+    prepare=prepare_kernel("rms_norm"),
+)
+_compiled_add_rms_norm = define_for_cpu(
+    """compiled_add_rms_norm(
+    Tensor x, Tensor residual, Tensor weight, Tensor(a!) out, Tensor(b!) total, float eps
+) -> ()""",
+    prepare=prepare_kernel("add_rms_norm"),
+)

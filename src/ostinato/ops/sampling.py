@@ -1,0 +1,130 @@
+"""``sample_rows``: the next token of each row, greedy or random, where nothing else is asked for.
+
+It chooses as ``runtime.sampler.sample`` does for rows without filters, penalties, bias or
+log-probabilities, with the same noise. Each row's temperature is read when it runs, so one launch
+in a graph serves any mix of rows, and greedy ones cost no noise. To torch it is one operator: on
+CUDA two Triton kernels, on the CPU torch operators.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.errors import BatchError
+from ostinato.ops.counter_random import exponential_log
+from ostinato.ops.define import define
+from ostinato.ops.triton.launch import launch, num_processors, overlap
+
+_SCHEMA = """sample_rows(
+    Tensor logits, Tensor slots, Tensor temperature, Tensor seed_key, Tensor lengths,
+    Tensor(a!) out_tokens
+) -> ()"""
+
+# Columns a program looks at in one go. Rows are cut into chunks of such blocks until there are so
+# many programs for each processor of the GPU; how they are cut does not change the tokens.
+_BLOCK = 1024
+_NUM_WARPS = 2
+_PROGRAMS_PER_PROCESSOR = 24
+_MAX_CHUNKS = 256
+
+
+def sample_rows(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    seed_key: torch.Tensor,
+    lengths: torch.Tensor,
+    out_tokens: torch.Tensor,
+) -> None:
+    """Write each row's next token to ``out_tokens`` [B] int64, and nothing else.
+
+    ``logits`` [B, V] of any float type. ``slots`` [B] int64: each row's request in ``temperature``
+    [S] float32 and ``seed_key`` [S] int64, which may be columns of tables. ``lengths`` [B] int32:
+    tokens so far, which is the position of the new one. Padding rows need a valid slot; their
+    result means nothing.
+
+    The highest logit wins where the temperature is 0, the highest of the logits less temperature
+    times ``exponential_log`` elsewhere; of equal ones the first, and the first NaN over all, as in
+    torch.argmax. A row's token depends on that row alone. Does not synchronise on CUDA.
+    """
+    _operator(logits, slots, temperature, seed_key, lengths, out_tokens)
+
+
+def sample_rows_cpu(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    seed_key: torch.Tensor,
+    lengths: torch.Tensor,
+    out_tokens: torch.Tensor,
+) -> None:
+    """The body on the CPU: reads the temperatures, and makes noise for the rows that want some."""
+    heat = temperature[slots]
+    rows = (heat > 0).nonzero().squeeze(1)
+    if rows.numel() < slots.numel():
+        out_tokens.copy_(logits.argmax(dim=-1))
+    if rows.numel():
+        noise = exponential_log(seed_key[slots[rows]], lengths[rows], logits.shape[1])
+        scores = logits[rows].float().sub_(noise.mul_(heat[rows].unsqueeze(1)))
+        out_tokens[rows] = scores.argmax(dim=-1)
+
+
+def triton_sample_rows(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    temperature: torch.Tensor,
+    seed_key: torch.Tensor,
+    lengths: torch.Tensor,
+    out_tokens: torch.Tensor,
+) -> None:
+    """The body on CUDA. CPU tensors are for the tests, under Triton's interpreter."""
+    from ostinato.ops.triton.sampling import best_of_all_kernel, best_of_chunk_kernel
+
+    num_rows, vocab_size = logits.shape
+    if num_rows == 0:
+        return
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    # The kernels step through these by one.
+    slots, lengths = slots.contiguous(), lengths.contiguous()
+    if not out_tokens.is_contiguous():
+        raise BatchError(f"out_tokens must be in one piece, its strides are {out_tokens.stride()}")
+    blocks_per_chunk, num_chunks = chunks(num_rows, vocab_size, num_processors(logits.device))
+    candidates = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
+    launch(
+        best_of_chunk_kernel,
+        (num_rows, num_chunks),
+        (logits, slots, temperature, seed_key, lengths, candidates),
+        (
+            logits.stride(0),
+            temperature.stride(0),
+            seed_key.stride(0),
+            vocab_size,
+            blocks_per_chunk,
+            num_chunks,
+        ),
+        BLOCK=_BLOCK,
+        **overlap(logits.device),
+        num_warps=_NUM_WARPS,
+        enable_fp_fusion=False,  # torch rounds the product before it subtracts it
+    )
+    launch(
+        best_of_all_kernel,
+        (num_rows,),
+        (candidates, out_tokens),
+        (num_chunks,),
+        CHUNKS_PAD=_MAX_CHUNKS,
+        **overlap(logits.device),
+        num_warps=2,
+    )
+
+
+def chunks(num_rows: int, vocab_size: int, num_processors: int) -> tuple[int, int]:
+    """How a row is cut: blocks per chunk, and chunks."""
+    num_blocks = -(-vocab_size // _BLOCK)
+    wanted = -(-num_processors * _PROGRAMS_PER_PROCESSOR // num_rows)
+    blocks_per_chunk = -(-num_blocks // min(wanted, num_blocks, _MAX_CHUNKS))
+    return blocks_per_chunk, -(-num_blocks // blocks_per_chunk)
+
+
+_operator = define(_SCHEMA, cpu=sample_rows_cpu, cuda=triton_sample_rows)

@@ -1,0 +1,301 @@
+"""Which blocks a matrix product of few rows is cut into on a GPU, or that torch does it better.
+
+A choice is looked up by shape: in what was measured on this machine (a file in the user's cache),
+then in the table that is shipped for known GPUs, whose choices were the fastest in the order that a
+decode step has its products in. ``tune_linears`` measures what neither has, once, before anything
+is captured. What was never measured gets a sensible default. Nothing here launches a kernel:
+measuring is in ``operators.measuring``, decisions are plain Python.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+
+from ostinato.ops.triton.launch import next_power_of_2
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1  # of the kernels as far as blocks matter; a new number makes everybody measure again
+_SHIPPED = "tuned_h200.json"
+ROW_CLASSES = (1, 16, 32, 64)
+MAX_ROWS = ROW_CLASSES[-1]
+_ENOUGH_PROGRAMS = 90  # of those that take a processor each
+
+
+class Blocks(NamedTuple):
+    """How a product becomes programs: constants of a kernel and of its launch."""
+
+    block_n: int  # results of a program (pairs of them, if gated)
+    block_k: int  # of the inputs at a time
+    num_warps: int
+    num_stages: int = 1  # blocks on their way; one row has a scheme of its own
+    split_k: int = 1  # programs that share the inputs of one tile; not for one row
+    prefetch: int = 0  # blocks asked for into L2 before the last kernel is done
+
+    def as_json(self) -> dict[str, int]:
+        return self._asdict()
+
+
+Choice = Blocks | Literal["torch"]
+
+
+class LinearShape(NamedTuple):
+    """What a choice depends on, beside the GPU. ``num_rows`` stands for the class it is in."""
+
+    num_rows: int
+    n: int  # rows of the weight
+    k: int
+    dtype: torch.dtype
+    norm: bool = False
+    gated: bool = False
+    residual: bool = False
+
+    @property
+    def outputs(self) -> int:
+        return self.n // 2 if self.gated else self.n
+
+    def key(self, gpu: str) -> str:
+        """The name of this shape's entry in a table."""
+        flags = [name for name in ("norm", "gated", "residual") if getattr(self, name)]
+        rows = row_class(self.num_rows)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{gpu}/{dtype}/{rows}/{self.n}x{self.k}/{'+'.join(flags)}"
+
+
+Measure = Callable[[LinearShape, Choice, Sequence[torch.Tensor]], float]
+WeightsOf = Callable[[LinearShape], Sequence[torch.Tensor]]
+
+
+def row_class(num_rows: int) -> int:
+    """The most rows of the class: 1, 2 to 16, 17 to 32, 33 to 64."""
+    return next(most for most in ROW_CLASSES if num_rows <= most)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def choice_from_json(value: object) -> Choice | None:
+    """An entry of a table, or None if it is none that this version can use."""
+    if value == "torch":
+        return "torch"
+    if not isinstance(value, dict) or not {"block_n", "block_k", "num_warps"} <= value.keys():
+        return None
+    if not value.keys() <= set(Blocks._fields):
+        return None
+    if not all(type(number) is int and 0 <= number <= 16384 for number in value.values()):
+        return None
+    blocks = Blocks(**value)
+    powers = (blocks.block_n, blocks.block_k, blocks.num_warps)
+    if any(number < 1 or number & (number - 1) for number in powers):
+        return None
+    return blocks if blocks.num_stages >= 1 and blocks.split_k >= 1 else None
+
+
+def read_table(text: str) -> dict[str, Choice]:
+    """The entries of a table that this version can use. Raises ValueError if it is no table."""
+    content = json.loads(text)
+    entries = content.get("entries") if isinstance(content, dict) else None
+    if not isinstance(entries, dict):
+        raise ValueError("it is not a table of choices")
+    if content.get("version") != _VERSION:
+        return {}
+    choices = {key: choice_from_json(value) for key, value in entries.items()}
+    return {key: choice for key, choice in choices.items() if choice is not None}
+
+
+def write_table(choices: dict[str, Choice]) -> str:
+    entries = {
+        key: choice if isinstance(choice, str) else choice.as_json()
+        for key, choice in sorted(choices.items())
+    }
+    lines = (f"\n  {json.dumps(key)}: {json.dumps(value)}" for key, value in entries.items())
+    return f'{{"version": {_VERSION}, "entries": {{' + ",".join(lines) + "\n}}\n"
+
+
+def cache_file() -> Path:
+    from ostinato.paths import cache_directory
+
+    return cache_directory() / "tuning" / "linear.json"
+
+
+class Tuning:
+    """What is known: the user's file over the shipped table, both read once."""
+
+    def __init__(self, file: Path, shipped: dict[str, Choice]) -> None:
+        self._file = file
+        self._shipped = shipped
+        self._own = self._read()
+        self._choices: dict[tuple[LinearShape, str], Choice] = {}  # made so far
+
+    def get(self, key: str) -> Choice | None:
+        return self._own.get(key) or self._shipped.get(key)
+
+    def choice(self, shape: LinearShape, gpu: str) -> Choice:
+        """What is known for this shape, or else a guess."""
+        choice = self._choices.get((shape, gpu))
+        if choice is None:
+            choice = self.get(shape.key(gpu)) or default_choice(shape)
+            self._choices[shape, gpu] = choice
+        return choice
+
+    def remember(self, choices: dict[str, Choice]) -> None:
+        """Use ``choices`` from now on, in later processes too if the file can be written.
+
+        Two processes may write at once: each file is whole, and what one of them loses will be
+        measured again.
+        """
+        self._own = self._read() | self._own | choices
+        self._choices.clear()
+        try:
+            _replace(self._file, write_table(self._own))
+        except OSError as error:
+            logger.warning(
+                "what was measured for matrix products cannot be kept in %s: %s; it will be "
+                "measured again by the next process. Set OSTINATO_CACHE to use another directory",
+                self._file,
+                error,
+            )
+
+    def _read(self) -> dict[str, Choice]:
+        try:
+            return read_table(self._file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("%s is ignored and will be made anew: %s", self._file, error)
+            return {}
+
+
+def _replace(file: Path, text: str) -> None:
+    """The file holds ``text`` or what it held before, never part of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=file.name, suffix=".tmp", dir=file.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(name, file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@cache
+def tuning() -> Tuning:
+    """The one of this process."""
+    shipped = files("ostinato.ops").joinpath(_SHIPPED).read_text(encoding="utf-8")
+    return Tuning(cache_file(), read_table(shipped))
+
+
+# --- choosing -------------------------------------------------------------------------------------
+
+
+def default_choice(shape: LinearShape) -> Choice:
+    """Without a measurement: our kernels where reading the weight is nearly all there is to do."""
+    if row_class(shape.num_rows) > 16:
+        return "torch"
+    return candidates(shape)[0]
+
+
+def candidates(shape: LinearShape) -> list[Blocks]:
+    """At most five cuts worth measuring, the safest first. torch itself is one more.
+
+    Of some hundred that were measured on an H200 for the shapes of two models, the best of these is
+    within 6% of the best of all, and 2% on average.
+    """
+    rows = row_class(shape.num_rows)
+    cuts = _cuts_of_one_row(shape) if rows == 1 else _cuts_of_rows(shape, rows)
+    return list(dict.fromkeys(cuts))
+
+
+def _cuts_of_one_row(shape: LinearShape) -> list[Blocks]:
+    whole = max(64, next_power_of_2(shape.k))
+    sizes = [(8, 512, 8), (4, 1024, 4), (2, 1024, 4), (2, 2048, 4), (2, 4096, 4)]
+    if shape.outputs < 4096:  # programs are few: rather smaller ones
+        sizes[:2] = sizes[1::-1]
+    return [
+        Blocks(block_n, min(block_k, whole), num_warps, prefetch=int(block_k < min(shape.k, 2048)))
+        for block_n, block_k, num_warps in sizes
+    ]
+
+
+def _cuts_of_rows(shape: LinearShape, rows: int) -> list[Blocks]:
+    def cut(block_n: int, block_k: int, num_warps: int, room: int) -> Blocks:
+        """As deep as ``room`` in shared memory allows, split into about one program a processor."""
+        tiles, split = -(-shape.outputs // block_n), 1
+        while tiles * split < _ENOUGH_PROGRAMS and split < 8 and 2 * split * block_k <= shape.k:
+            split *= 2
+        stage = (block_n * (2 if shape.gated else 1) + rows) * block_k * shape.dtype.itemsize
+        depth = min(room // stage, shape.k // (split * block_k) + 1, 9)
+        return Blocks(block_n, block_k, num_warps, max(2, depth), split)
+
+    cuts = [
+        cut(64, 64, 4, 96_000),  # fits any GPU that has bfloat16
+        cut(64, 64, 4, 150_000),
+        cut(64, 128, 4, 114_000),
+        cut(64, 128, 4, 150_000),
+    ]
+    return [*cuts, cut(16, 128, 4, 75_000) if shape.outputs <= 1024 else cut(128, 64, 8, 75_000)]
+
+
+def choose(
+    shape: LinearShape, options: Sequence[Choice], weights: Sequence[torch.Tensor], measure: Measure
+) -> Choice:
+    """The fastest of ``options``. One that does not run on this GPU is out of the race."""
+    best: Choice = "torch"
+    shortest = float("inf")
+    for option in options:
+        try:
+            time = measure(shape, option, weights)
+        except Exception as error:  # too little shared memory, or a compiler that gives up
+            if option == "torch":
+                raise
+            logger.debug("%s cannot be cut into %s here: %s", shape, option, error)
+            continue
+        if time < shortest:
+            best, shortest = option, time
+    return best
+
+
+def tune_linears(
+    shapes: Iterable[LinearShape],
+    weights_of: WeightsOf,
+    *,
+    gpu: str | None = None,
+    known: Tuning | None = None,
+    measure: Measure | None = None,
+) -> None:
+    """Measure what is not known yet of ``shapes``, and remember it on disk. Not in a capture.
+
+    ``weights_of``: the weights of that shape, all layers of the model's, so that none is in the
+    GPU's cache when its turn comes. It synchronises, and takes about a second for every shape that
+    is new to this machine.
+    """
+    measure = _measure() if measure is None else measure
+    known = tuning() if known is None else known
+    gpu = torch.cuda.get_device_name() if gpu is None else gpu
+    found: dict[str, Choice] = {}
+    for shape in shapes:
+        if not 1 <= shape.num_rows <= MAX_ROWS:
+            continue  # torch's, always
+        key = shape.key(gpu)
+        if key not in found and known.get(key) is None:
+            options: list[Choice] = ["torch", *candidates(shape)]
+            found[key] = choose(shape, options, weights_of(shape), measure)
+    if found:
+        known.remember(found)
+
+
+def _measure() -> Measure:
+    from ostinato.ops.measuring import measure_linear  # which needs what is here
+
+    return measure_linear

@@ -1,0 +1,1 @@
+"""A model on several ranks: layouts, collectives, sharded models, agreement."""

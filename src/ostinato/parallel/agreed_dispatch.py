@@ -1,0 +1,127 @@
+"""From what each data-parallel rank would run to what all of them run, as graphs of this rank.
+
+``agreement.py`` says which mode and how many tokens; here is the size that the plan has for them,
+and the key of this rank's graph. All ranks have the same plan, and have captured all of it, so they
+come to the same mode and size without another word.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from ostinato.errors import BatchError
+from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice, Reason
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan
+from ostinato.parallel.agreement import Agreement, Reducer, StepAgreement, StepWish
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgreedStep:
+    """What this rank runs, and [ranks] int32, on the CPU, how many tokens each rank runs."""
+
+    choice: Choice
+    num_tokens_across_dp: torch.Tensor
+
+
+class AgreedDispatch:
+    """Agrees on each step with the ranks of ``comm``, which reduces CPU tensors.
+
+    ``dispatch`` is that of ``plan``. Every rank must call ``step`` as often as every other.
+    """
+
+    def __init__(
+        self, comm: Reducer, plan: CapturePlan, dispatch: Callable[[BatchShape], Choice]
+    ) -> None:
+        self._comm = comm
+        self._plan = plan
+        self._dispatch = dispatch
+        self._decode_sizes: dict[frozenset[int], tuple[int, ...]] = {}  # by the lengths of a step
+
+    def step(self, shape: BatchShape | None) -> AgreedStep | None:
+        """What to run where ``shape`` is this rank's batch (None: no work); None: no step.
+
+        One all-reduce. A rank without work gets a choice too, if another has any.
+        """
+        own = None if shape is None else self._dispatch(shape)
+        wish = StepWish.idle() if shape is None or own is None else StepWish.of(own, shape)
+        agreed = Agreement().step(self._comm, wish)
+        if not agreed.has_work:
+            return None
+        mode, size = self._mode_and_size(agreed)
+        if mode is CUDAGraphMode.NONE:
+            # One token is the least with which a rank without work joins every collective.
+            across = [self._plan.padded_tokens(max(n, 1)) for n in agreed.tokens_by_rank]
+            choice = self._eager(own, agreed, across[self._comm.index])
+        else:
+            across = [size] * self._comm.size
+            choice = self._graph(shape, own, agreed, mode, size)
+        return AgreedStep(
+            choice=choice, num_tokens_across_dp=torch.tensor(across, dtype=torch.int32)
+        )
+
+    def _mode_and_size(self, agreed: StepAgreement) -> tuple[CUDAGraphMode, int]:
+        """The most that the plan has for all ranks, no more than their mode; NONE if nothing."""
+        mode, mixed = agreed.mode, self._plan.mode.mixed_mode()
+        candidates: list[tuple[CUDAGraphMode, tuple[int, ...]]] = []
+        if mode is CUDAGraphMode.FULL and self._plan.mode.separate_routine():
+            candidates.append((mode, self._common_decode_sizes(agreed.query_lens)))
+        if CUDAGraphMode.NONE.rank < mixed.rank <= mode.rank:
+            candidates.append((mixed, self._plan.sizes))
+        for candidate, sizes in candidates:
+            index = bisect_left(sizes, agreed.num_tokens)
+            if index < len(sizes):
+                return candidate, sizes[index]
+        return CUDAGraphMode.NONE, 0
+
+    def _common_decode_sizes(self, query_lens: frozenset[int]) -> tuple[int, ...]:
+        """Sizes of decode graphs that every one of these query lengths has."""
+        if query_lens not in self._decode_sizes:
+            by_length = [set(self._plan.decode_sizes_for(length)) for length in query_lens]
+            common = set.intersection(*by_length) if by_length else set()
+            self._decode_sizes[query_lens] = tuple(sorted(common))
+        return self._decode_sizes[query_lens]
+
+    def _eager(self, own: Choice | None, agreed: StepAgreement, num_tokens: int) -> Choice:
+        if own is not None and own.mode is CUDAGraphMode.NONE:
+            return own
+        wished = agreed.mode is CUDAGraphMode.NONE
+        return Choice(
+            mode=CUDAGraphMode.NONE,
+            descriptor=BatchDescriptor(num_tokens),
+            reason=Reason.EAGER_ON_ANOTHER_RANK if wished else Reason.NO_COMMON_SIZE,
+        )
+
+    def _graph(
+        self,
+        shape: BatchShape | None,
+        own: Choice | None,
+        agreed: StepAgreement,
+        mode: CUDAGraphMode,
+        size: int,
+    ) -> Choice:
+        """This rank's graph of ``mode`` and ``size``, for as many adapters as its batch has."""
+        if own is not None and own.mode is mode and own.padded_num_tokens == size:
+            return own
+        num_loras = 0 if shape is None else shape.num_active_loras
+        if mode is CUDAGraphMode.FULL and self._plan.mode.separate_routine():
+            # Of the lengths of a step, a rank without work takes the least.
+            query_len = min(agreed.query_lens) if shape is None else shape.max_query_len
+            padded = BatchShape(size, size // query_len, query_len, num_loras)
+        else:
+            padded = BatchShape(size, 1, size, num_loras, has_prompts=True)
+        choice = self._dispatch(padded)
+        if choice.mode is not mode or choice.padded_num_tokens != size:
+            raise BatchError(
+                f"the ranks agreed on a {mode.name} graph of {size} tokens, for which rank "
+                f"{self._comm.index} of {self._comm.size} has {choice}; all ranks need the same "
+                "plan, and all of it captured"
+            )
+        if own is None:
+            return choice
+        same_mode = own.mode is mode
+        return replace(choice, reason=own.reason if same_mode else Reason.PIECES_ON_ANOTHER_RANK)

@@ -1,0 +1,241 @@
+"""How ranks come to the same decision: before each step, and once at start-up.
+
+Data-parallel ranks have different requests and yet must run the same size under the same mode,
+because collectives inside the graphs wait for all of them. Each says what it would run
+(``StepWish``), one all-reduce of three integers per rank carries all wishes to all ranks, and the
+pure ``agree`` makes the same ``StepAgreement`` of them everywhere. ``check_same`` refuses a start
+in which ranks hold different plans, configs or weights.
+
+Which graph a rank runs by the agreement is not decided here: that needs the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ostinato.errors import BatchError, ConfigError
+from ostinato.graphs.policy.descriptor import BatchShape, Choice
+from ostinato.graphs.policy.modes import CUDAGraphMode
+
+_MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
+_WISH_WORDS = 3  # mode.rank + 1 (0: not written), num_tokens (0: no work), query_len (0: None)
+_DIGEST_WORDS = 4  # SHA-256
+_SHOWN_WORDS = 8  # as much of the text as an error shows: all of a SHA-256 in hex
+_WORD_BYTES = 8
+
+
+class Reducer(Protocol):
+    """The part of a ``Comm`` that agreement needs. Ranks below are places in this group."""
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def index(self) -> int: ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class StepWish:
+    """What one rank would run: the mode that its own dispatch chose, and its tokens, unpadded.
+
+    ``query_len`` is set where the choice is a decode graph: other graphs do not depend on it. A
+    rank without work has no tokens; its mode is the most it *could* run. It counts like any other,
+    so ``idle()`` is FULL: NONE would make all ranks eager.
+    """
+
+    mode: CUDAGraphMode
+    num_tokens: int
+    has_work: bool = True
+    query_len: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.mode.is_runtime_mode():
+            raise BatchError(f"a rank runs under NONE, PIECEWISE or FULL, not {self.mode.name}")
+        if type(self.num_tokens) is not int or self.num_tokens < 0:
+            raise BatchError(f"num_tokens must be an int, not negative, got {self.num_tokens!r}")
+        if self.has_work != (self.num_tokens > 0):
+            raise BatchError(
+                f"StepWish has num_tokens={self.num_tokens} with has_work={self.has_work}; a rank "
+                "has work exactly when it has tokens"
+            )
+        if self.query_len is not None and not self._decodes():
+            raise BatchError(
+                f"StepWish has query_len={self.query_len} with mode {self.mode.name} and "
+                f"num_tokens={self.num_tokens}; only FULL decode batches have a query length, a "
+                "positive one that divides their tokens"
+            )
+
+    def _decodes(self) -> bool:
+        return (
+            self.mode is CUDAGraphMode.FULL
+            and type(self.query_len) is int
+            and 1 <= self.query_len <= self.num_tokens
+            and self.num_tokens % self.query_len == 0
+        )
+
+    @classmethod
+    def of(cls, choice: Choice, shape: BatchShape) -> StepWish:
+        """The wish of a rank whose dispatch made ``choice`` of ``shape``."""
+        query_len = shape.max_query_len if choice.descriptor.uniform else None
+        return cls(choice.mode, shape.num_tokens, query_len=query_len)
+
+    @classmethod
+    def idle(cls, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> StepWish:
+        """The wish of a rank without work; ``mode`` is the most it could run."""
+        return cls(mode, 0, has_work=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepAgreement:
+    """What the wishes of all ranks come to. Equal on all of them.
+
+    ``mode`` is the least of all modes, and ``num_tokens`` the largest unpadded batch: all ranks run
+    the size that this mode has a graph of, if it has one. ``tokens_by_rank`` are the unpadded
+    batches; ``query_lens`` the lengths of those that wished for decode graphs. ``lowered_by`` names
+    the ranks because of which others run less of a graph than they wished. Without work on any rank
+    there is no step, and all counts are 0.
+    """
+
+    mode: CUDAGraphMode
+    num_tokens: int
+    tokens_by_rank: tuple[int, ...]
+    query_lens: frozenset[int] = frozenset()
+    lowered_by: tuple[int, ...] = ()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a step at all; without it every rank skips."""
+        return self.num_tokens > 0
+
+
+def agree(wishes: Sequence[StepWish]) -> StepAgreement:
+    """What ranks with these wishes run: the least of the modes, the largest of the batches."""
+    if not wishes:
+        raise BatchError("no rank has a wish; a group has at least one rank")
+    by_rank = tuple(wish.num_tokens for wish in wishes)
+    if not any(by_rank):
+        return StepAgreement(mode=CUDAGraphMode.NONE, num_tokens=0, tokens_by_rank=by_rank)
+    mode = min((wish.mode for wish in wishes), key=lambda mode: mode.rank)
+    lowered = any(wish.has_work and wish.mode is not mode for wish in wishes)
+    return StepAgreement(
+        mode=mode,
+        num_tokens=max(by_rank),
+        tokens_by_rank=by_rank,
+        query_lens=frozenset(wish.query_len for wish in wishes if wish.query_len is not None),
+        lowered_by=tuple(r for r, wish in enumerate(wishes) if lowered and wish.mode is mode),
+    )
+
+
+def encode(wish: StepWish, rank: int, size: int) -> list[int]:
+    """``wish`` at the places of ``rank``, zeros elsewhere: summed over ranks, all wishes."""
+    return _placed([wish.mode.rank + 1, wish.num_tokens, wish.query_len or 0], rank, size)
+
+
+def decode(summed: Sequence[int]) -> tuple[StepWish, ...]:
+    """The wishes of all ranks from the sum of their ``encode``. Raises where it cannot be one."""
+    wishes = []
+    for rank, row in enumerate(_rows(summed, _WISH_WORDS)):
+        mode, num_tokens, query_len = row
+        if not 1 <= mode <= len(_MODES):
+            raise _misplaced(rank, row)
+        try:
+            wish = StepWish(_MODES[mode - 1], num_tokens, num_tokens > 0, query_len or None)
+        except BatchError as error:
+            raise _misplaced(rank, row) from error
+        wishes.append(wish)
+    return tuple(wishes)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Makes the agreement of each step. ``device`` is where the group reduces.
+
+    On a GPU a step waits for the device; a group that reduces on the CPU (gloo) spares that.
+    """
+
+    device: torch.device | str = "cpu"
+
+    def step(self, comm: Reducer, wish: StepWish) -> StepAgreement:
+        """What all ranks of ``comm`` run next: one all-reduce, which every rank must join."""
+        own = encode(wish, comm.index, comm.size)
+        return agree(decode(_summed(comm, own, self.device)))
+
+
+def check_same(comm: Reducer, name: str, value: str, *, device: torch.device | str = "cpu") -> None:
+    """Raise on every rank unless ``value`` is the same text on all of them.
+
+    One all-reduce, which every rank must join: the text may be of any length, its digest and its
+    beginning travel. ``name`` says in the error what it is that differs ("plan", "weights").
+    """
+    text = value.encode("utf-8", "surrogatepass")
+    shown = text[: _SHOWN_WORDS * _WORD_BYTES].ljust(_SHOWN_WORDS * _WORD_BYTES, b"\0")
+    own = [1, *_to_words(hashlib.sha256(text).digest() + shown)]
+    row_words = 1 + _DIGEST_WORDS + _SHOWN_WORDS
+    summed = _summed(comm, _placed(own, comm.index, comm.size), device)
+    ranks_by_value: dict[tuple[int, ...], list[int]] = {}
+    for rank, row in enumerate(_rows(summed, row_words)):
+        if row[0] != 1:
+            raise _misplaced(rank, row[:1])
+        ranks_by_value.setdefault(row[1:], []).append(rank)
+    if len(ranks_by_value) > 1:
+        held = "; ".join(_described(ranks, row) for row, ranks in ranks_by_value.items())
+        raise ConfigError(
+            f"ranks differ in {name}: {held}; this is rank {comm.index} of {comm.size}. Start all "
+            "ranks with the same model, settings and version"
+        )
+
+
+def _described(ranks: list[int], row: tuple[int, ...]) -> str:
+    """Which ranks hold a value, and its beginning; the digest tells equal beginnings apart."""
+    digest = _to_bytes(row[:_DIGEST_WORDS]).hex()[:8]
+    shown = _to_bytes(row[_DIGEST_WORDS:]).rstrip(b"\0").decode("utf-8", "replace")
+    subject = "rank" if len(ranks) == 1 else "ranks"
+    verb = "has" if len(ranks) == 1 else "have"
+    return f"{subject} {', '.join(map(str, ranks))} {verb} {shown!r} (sha256 {digest})"
+
+
+def _summed(comm: Reducer, own: list[int], device: torch.device | str) -> list[int]:
+    summed: list[int] = comm.all_reduce(
+        torch.tensor(own, dtype=torch.int64, device=device)
+    ).tolist()
+    return summed
+
+
+def _placed(words: list[int], rank: int, size: int) -> list[int]:
+    if not 0 <= rank < size:
+        raise ConfigError(f"rank {rank} is not in a group of {size}; ranks are 0 to {size - 1}")
+    return [0] * (rank * len(words)) + words + [0] * ((size - rank - 1) * len(words))
+
+
+def _rows(summed: Sequence[int], row_words: int) -> list[tuple[int, ...]]:
+    if not summed or len(summed) % row_words:
+        raise ConfigError(
+            f"got {len(summed)} integers from the ranks, which is not {row_words} for each; all "
+            "ranks must run the same version and make the same exchange"
+        )
+    return [tuple(summed[at : at + row_words]) for at in range(0, len(summed), row_words)]
+
+
+def _misplaced(rank: int, got: Sequence[int]) -> ConfigError:
+    return ConfigError(
+        f"the place of rank {rank} holds {list(got)} after the exchange: no rank or several wrote "
+        "there. Each rank of the group needs its own index, and all must make the same exchange"
+    )
+
+
+def _to_words(data: bytes) -> list[int]:
+    return [
+        int.from_bytes(data[at : at + _WORD_BYTES], "little", signed=True)
+        for at in range(0, len(data), _WORD_BYTES)
+    ]
+
+
+def _to_bytes(words: Sequence[int]) -> bytes:
+    return b"".join(word.to_bytes(_WORD_BYTES, "little", signed=True) for word in words)

@@ -1,0 +1,39 @@
+"""What one rank knows of the others: where it stands, and whom it can talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from ostinato.parallel.agreement import check_same
+from ostinato.parallel.comm import Comm
+from ostinato.parallel.layout import ParallelLayout
+
+# The group of these ranks, in this order, as seen by the calling rank.
+CommOf: TypeAlias = Callable[[Sequence[int]], Comm]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """One rank of a layout. ``everyone`` is the group of all ranks, in order, for CPU tensors.
+
+    ``threshold`` is the largest batch that the shift model runs; 0 if there is none.
+    """
+
+    layout: ParallelLayout
+    rank: int
+    device: torch.device
+    comm_of: CommOf
+    everyone: Comm
+    threshold: int = 0
+
+    def check_same(self, name: str, value: str) -> None:
+        """Raise on every rank unless ``value`` is the same on all. ``name`` says what it is."""
+        check_same(self.everyone, name, value)
+
+    def least(self, value: int) -> int:
+        """The smallest ``value`` of all ranks, on every rank."""
+        return int(self.everyone.all_gather(torch.tensor([value])).min())

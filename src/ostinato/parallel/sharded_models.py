@@ -1,0 +1,124 @@
+"""The models of one rank: the base model and, where small batches shift, the shift model.
+
+Both leave the rank the same KV heads, so they run on one KV cache. Logits come from the base
+model's head, so the shift model has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import torch
+
+from ostinato.loading.load import LoadedModel
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.norm import RMSNorm
+from ostinato.models.native.shapes import draw_parameters
+from ostinato.parallel.place import RankPlace
+from ostinato.parallel.sharded_decoder import ShardedDecoder, build_base, build_shift
+
+
+def build_models(
+    config: DecoderConfig,
+    place: RankPlace,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_position: int | None = None,
+) -> list[ShardedDecoder]:
+    """The base model, and the shift model if the place has a threshold. No values yet."""
+    base = build_base(
+        config,
+        place.layout,
+        place.rank,
+        place.comm_of,
+        device=device,
+        dtype=dtype,
+        max_position=max_position,
+    )
+    if not place.threshold:
+        return [base]
+    shift = build_shift(
+        replace(config, tied_head=True),  # the head is the base model's
+        place.layout,
+        place.rank,
+        place.comm_of,
+        device=device,
+        dtype=dtype,
+        max_position=max_position,
+    )
+    return [base, shift]
+
+
+@torch.no_grad()
+def draw_sharded_weights(models: Sequence[ShardedDecoder], seed: int) -> None:
+    """Fill the parts of a decoder with the weights that ``draw_weights`` gives the whole of it.
+
+    Each layer is drawn whole, into memory that all layers use in turn, and the rank's part kept.
+    """
+    first = models[0]
+    config, device = first.shard.config, first.device
+    generator = torch.Generator(device).manual_seed(seed)
+    slots = [{slot.name: slot for slot in model.weight_slots()} for model in models]
+    for model in models:
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if isinstance(module, RMSNorm):
+                    parameter.fill_(1.0)
+                elif name == "bias":
+                    parameter.zero_()
+    whole = Decoder(
+        replace(config, num_layers=1, windows=(None,)),
+        device=device,
+        dtype=first.dtype,
+        max_position=1,
+    )
+    (layer,) = whole.decoder_layers()
+    outside = {slot.name: slot.target for slot in whole.weight_slots()}
+
+    def keep(name: str, drawn: torch.Tensor) -> None:
+        for own in slots:
+            slot = own.get(name)
+            if slot is not None and slot.parts:
+                parts = [drawn.narrow(slot.dim, part.start, len(part)) for part in slot.parts]
+                slot.target.copy_(torch.cat(parts, dim=slot.dim))
+
+    # In the order of a whole decoder's modules.
+    draw_parameters(whole.embed_tokens, generator)
+    keep("model.embed_tokens.weight", outside["model.embed_tokens.weight"])
+    for index in range(config.num_layers):
+        draw_parameters(layer, generator)
+        for slot in layer.weight_slots(f"model.layers.{index}"):
+            keep(slot.name, slot.target)
+    if whole.lm_head is not None:
+        draw_parameters(whole.lm_head, generator)
+        keep("lm_head.weight", outside["lm_head.weight"])
+
+
+def weights_fingerprint(loaded: LoadedModel, *, random_weights: bool) -> str:
+    """A hash that tells models apart, the same on ranks that have parts of the same one.
+
+    It covers the model's dimensions, and of every tensor of a checkpoint the name, the shape and
+    the first row. Random weights follow from dimensions and seed.
+    """
+    model = loaded.model
+    assert isinstance(model, ShardedDecoder), "no other model has parts"
+    stated = {
+        field.name: getattr(model.shard.config, field.name) for field in fields(DecoderConfig)
+    }
+    stated["early_layers"] = getattr(model.shard, "num_layers", None)  # of a SwiftKV model
+    del stated["rotary"]  # computed, and the last bit is the machine's
+    digest = hashlib.sha256(repr(stated).encode())
+    if loaded.path is not None and not random_weights:
+        checkpoint = Checkpoint(loaded.path)
+        rows = {
+            name: ((range(1),), 0) for name, t in checkpoint.tensors.items() if len(t.shape) > 1
+        }
+        for name, row in checkpoint.read(sorted(checkpoint.tensors), torch.device("cpu"), rows):
+            digest.update(f"{name} {checkpoint.tensors[name].shape} {row.dtype}".encode())
+            digest.update(row.float().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,151 @@
+"""SwiftKV over several ranks: early layers as the model has them, late layers over all ranks.
+
+The early layers of the *base* model are sharded over TP and split a batch's tokens over SP; those
+of the *shift* model are sharded over all ranks. The late layers run for few tokens, which are not
+worth splitting: they are sharded over all ranks in both models, so both use the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ostinato.models.native.decoder import WeightSlot
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.swiftkv_config import SwiftKVConfig, first_layers
+from ostinato.models.native.swiftkv_layers import LateLayers
+from ostinato.parallel.comm import Comm
+from ostinato.parallel.exchange import TensorExchange
+from ostinato.parallel.place import RankPlace
+from ostinato.parallel.sharded_decoder import ShardedDecoder
+from ostinato.parallel.sharding import Shard, base_shard, sharded_slots, shift_shard
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlyShard(Shard):
+    """A part of a decoder's first ``num_layers`` layers. ``config`` is that of all layers."""
+
+    num_layers: int
+
+    @property
+    def local_config(self) -> DecoderConfig:
+        return first_layers(super().local_config, self.num_layers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatePart:
+    """A rank's part of the late layers, and which part that is. Several models may have it."""
+
+    layers: LateLayers
+    shard: Shard
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        # Sharded under their plain names, by which their places are known.
+        return self.layers.named_slots(sharded_slots(self.layers.plain_slots(), self.shard))
+
+
+class ShardedSwiftKV(ShardedDecoder):
+    """One rank's part of a SwiftKV model. A ``CausalLM``, as ``SwiftKVDecoder`` is one.
+
+    ``late`` is None if there are no late layers. ``shard`` is the part of the early ones.
+    """
+
+    def __init__(
+        self,
+        shard: EarlyShard,
+        late: LatePart | None,
+        *,
+        tensor: Comm,
+        sequence: Comm,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_position: int | None = None,
+    ) -> None:
+        super().__init__(
+            shard,
+            tensor=tensor,
+            sequence=sequence,
+            device=device,
+            dtype=dtype,
+            max_position=max_position,
+        )
+        self._late_part = late
+        self.late = None if late is None else late.layers
+        if self.late is not None:
+            self.attention_specs = [*self.attention_specs, *self.late.attention_specs]
+
+    @property
+    def runs_late_layers_apart(self) -> bool:
+        """As of ``SwiftKVDecoder``."""
+        return self.late is not None
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of all T tokens, on every rank; see ``LateLayers``."""
+        hidden = super().forward(input_ids, positions)  # gathered: all tokens are here
+        if self.late is None:
+            return hidden
+        result: torch.Tensor = self.late(hidden, positions, self.rotary_table)
+        return result
+
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        yield from super().weight_slots()
+        if self._late_part is not None:
+            yield from self._late_part.weight_slots()
+
+    def ignored_names(self) -> list[str]:
+        return [] if self.late is None else self.late.ignored_names()
+
+
+def build_swiftkv_models(
+    config: SwiftKVConfig,
+    place: RankPlace,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_position: int | None = None,
+) -> list[ShardedSwiftKV]:
+    """The base model, and the shift model if the place has a threshold. No values yet.
+
+    ``place.comm_of`` is asked for the shift group also where there is no shift model. The models
+    share their late layers: parameters are to be counted once.
+    """
+    layout, rank, comm_of = place.layout, place.rank, place.comm_of
+    base = base_shard(config.decoder, layout, rank)
+    shift = shift_shard(config.decoder, layout, rank)
+    late = None
+    if config.late_layers:
+        exchange = TensorExchange(comm_of(layout.shift_group))
+        layers = LateLayers(
+            config, shift.local_config, device=device, dtype=dtype, exchange=exchange
+        )
+        late = LatePart(layers=layers, shard=shift)
+
+    def model(shard: Shard, tensor: tuple[int, ...], sequence: tuple[int, ...]) -> ShardedSwiftKV:
+        return ShardedSwiftKV(
+            _early(shard, config.num_key_value_layers),
+            late,
+            tensor=comm_of(tensor),
+            sequence=comm_of(sequence),
+            device=device,
+            dtype=dtype,
+            max_position=max_position,
+        )
+
+    models = [model(base, layout.tensor_group(rank), layout.sequence_group(rank))]
+    if place.threshold:
+        headless = replace(shift, config=replace(shift.config, tied_head=True))  # the base has one
+        models.append(model(headless, layout.shift_group, (rank,)))
+    return models
+
+
+def _early(shard: Shard, num_layers: int) -> EarlyShard:
+    return EarlyShard(
+        config=shard.config,
+        query_heads=shard.query_heads,
+        kv_heads=shard.kv_heads,
+        index=shard.index,
+        size=shard.size,
+        num_layers=num_layers,
+    )

@@ -1,0 +1,1 @@
+"""What a layout would cost, before it is run."""

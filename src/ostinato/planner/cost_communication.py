@@ -1,0 +1,129 @@
+"""What the ranks of a sharded decoder tell each other in a step, and how long that takes.
+
+The list of collectives is worked out from the dimensions; a test compares it with the calls that
+the decoder makes. An all-reduce of n ranks moves 2 (n - 1) / n of its bytes, an all-to-all
+(n - 1) / n, an all-gather all parts but the rank's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from ostinato.errors import ConfigError
+from ostinato.parallel.layout import ParallelLayout, vocabulary
+
+if TYPE_CHECKING:
+    from ostinato.models.native.decoder_config import DecoderConfig
+
+Model: TypeAlias = Literal["base", "shift"]  # the two models of a layout
+MODELS: tuple[Model, ...] = ("base", "shift")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of ``num_ranks`` ranks; ``num_bytes`` is the size of one rank's argument."""
+
+    name: Literal["all_reduce", "all_gather", "all_to_all"]
+    num_ranks: int
+    num_bytes: int
+
+    @property
+    def moved_bytes(self) -> float:
+        """What each rank sends, and receives: the least that any algorithm on point-to-point links
+        needs.
+        """
+        others = self.num_ranks - 1
+        if self.name == "all_gather":
+            return float(others * self.num_bytes)
+        passes = 2 if self.name == "all_reduce" else 1
+        return passes * others / self.num_ranks * self.num_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interconnect:
+    """``bandwidth``: bytes per second of one GPU in one direction. ``latency``: seconds of a
+    collective that moves next to nothing.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        check_number("the bandwidth between GPUs", self.bandwidth, above_zero=True)
+        check_number("the latency of a collective", self.latency)
+
+    def seconds(self, collectives: Iterable[Collective]) -> float:
+        """One after another. A group of one rank has nothing to tell anybody."""
+        return sum(
+            self.latency + each.moved_bytes / self.bandwidth
+            for each in collectives
+            if each.num_ranks > 1
+        )
+
+
+def head_counts(config: DecoderConfig, layout: ParallelLayout, model: Model) -> tuple[int, int]:
+    """Query and KV heads of one rank's part, for a layout that the model can run on.
+
+    ``layout.heads`` says which these are. Attention is computed for those of the shift model.
+    """
+    ranks = layout.world_size
+    own = config.num_heads // ranks, max(1, config.num_kv_heads // ranks)
+    return own if model == "shift" else (layout.sp * own[0], layout.sp * own[1])
+
+
+def layer_collectives(
+    config: DecoderConfig, layout: ParallelLayout, model: Model, num_tokens: int, itemsize: int
+) -> list[Collective]:
+    """Of one layer, in order. ``num_tokens`` of the whole batch, before padding."""
+    hidden = config.hidden_size * itemsize
+    if model == "shift":
+        total = Collective("all_reduce", layout.world_size, num_tokens * hidden)
+        return _real([total, total])
+    share = layout.padded_tokens(num_tokens) // layout.sp
+    num_heads, num_kv_heads = head_counts(config, layout, model)
+    per_head = share * config.head_dim * itemsize
+    total = Collective("all_reduce", layout.tp, share * hidden)
+    return _real(
+        [
+            Collective("all_to_all", layout.sp, (num_heads + 2 * num_kv_heads) * per_head),
+            Collective("all_to_all", layout.sp, num_heads * per_head),
+            total,
+            total,
+        ]
+    )
+
+
+def outer_collectives(
+    config: DecoderConfig,
+    layout: ParallelLayout,
+    model: Model,
+    num_tokens: int,
+    num_reqs: int,
+    itemsize: int,
+) -> tuple[list[Collective], list[Collective]]:
+    """Before the layers (the embedding) and after them (hidden states, logits of ``num_reqs``).
+
+    The head is the base model's in both.
+    """
+    hidden = config.hidden_size * itemsize
+    vocab = len(vocabulary(config.vocab_size, layout.tp, 0))
+    logits = Collective("all_gather", layout.tp, num_reqs * vocab * itemsize)
+    if model == "shift":
+        embedding = Collective("all_reduce", layout.world_size, num_tokens * hidden)
+        return _real([embedding]), _real([logits])
+    share = layout.padded_tokens(num_tokens) // layout.sp
+    embedding = Collective("all_reduce", layout.tp, share * hidden)
+    return _real([embedding]), _real([Collective("all_gather", layout.sp, share * hidden), logits])
+
+
+def _real(listed: Iterable[Collective]) -> list[Collective]:
+    return [each for each in listed if each.num_ranks > 1]
+
+
+def check_number(name: str, value: float, *, above_zero: bool = False) -> None:
+    if not math.isfinite(value) or value < 0 or (above_zero and value == 0):
+        least = "above 0" if above_zero else "of at least 0"
+        raise ConfigError(f"{name} must be a number {least}, got {value}")

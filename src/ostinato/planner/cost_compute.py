@@ -1,0 +1,187 @@
+"""How long one rank computes in a step, communication excluded: by a roofline, or as measured.
+
+Both are a ``Compute`` of ``cost.py``. The roofline is a lower limit that needs no GPU; a
+measurement is a result file of ``ostinato bench parallel``.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ostinato.errors import ConfigError
+from ostinato.parallel.layout import ParallelLayout, vocabulary
+from ostinato.planner.cost import KINDS, Kind
+from ostinato.planner.cost_communication import MODELS, Model, check_number, head_counts
+
+if TYPE_CHECKING:
+    from ostinato.models.native.decoder_config import DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWeights:
+    """Parameters of one rank's part of a model. ``head`` is 0 where it is the embedding."""
+
+    layers: int
+    embedding: int
+    head: int
+    norm: int
+
+    @property
+    def total(self) -> int:
+        return self.layers + self.embedding + self.head + self.norm
+
+
+def rank_weights(config: DecoderConfig, layout: ParallelLayout, model: Model) -> RankWeights:
+    """Of any rank: all have parts of one size. The shift model has no head: it uses the base's."""
+    parts = layout.tp if model == "base" else layout.world_size
+    num_heads, num_kv_heads = head_counts(config, layout, model)
+    hidden, width, size = config.hidden_size, config.intermediate_size // parts, config.head_dim
+    queries, keys = num_heads * size, num_kv_heads * size
+    layer = hidden * (2 * queries + 2 * keys + 3 * width + 2)  # 2: the norms
+    layer += (queries + 2 * keys) * config.qkv_bias + hidden * config.output_bias
+    layer += (2 * width + hidden) * config.mlp_bias + (queries + keys) * config.qk_norm
+    table = len(vocabulary(config.vocab_size, parts, 0)) * hidden
+    no_head = config.tied_head or model == "shift"
+    return RankWeights(
+        layers=layer * config.num_layers,
+        embedding=table,
+        head=0 if no_head else table,
+        norm=hidden,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Each part of a step takes the longer of its reads and its arithmetic.
+
+    The parts: the products of all layers, attention, and the head. ``bandwidth``: bytes per second
+    of the GPU's memory. ``flops``: operations per second. ``context``: keys that a decoded token
+    sees. Activations, small kernels and launches cost nothing, so real steps take longer.
+    """
+
+    config: DecoderConfig
+    itemsize: int
+    bandwidth: float
+    flops: float
+    context: int
+
+    def __post_init__(self) -> None:
+        check_number("the memory's bandwidth", self.bandwidth, above_zero=True)
+        check_number("the peak of arithmetic", self.flops, above_zero=True)
+        if self.context < 1:
+            raise ConfigError(
+                f"a token sees itself: context must be at least 1, not {self.context}"
+            )
+
+    def seconds(self, model: Model, layout: ParallelLayout, kind: Kind, num_tokens: int) -> float:
+        config = self.config
+        num_reqs = num_tokens if kind == "decode" else 1
+        share = layout.padded_tokens(num_tokens) // layout.sp if model == "base" else num_tokens
+        layers = rank_weights(config, layout, model).layers
+        head = len(vocabulary(config.vocab_size, layout.tp, 0)) * config.hidden_size
+        num_heads, num_kv_heads = head_counts(config, layout, "shift")
+        read = scored = 0
+        for window, num_layers in self._windows.items():
+            keys, pairs = _attended(kind, num_tokens, self.context, window)
+            read += num_layers * keys * 2 * num_kv_heads * config.head_dim
+            scored += num_layers * pairs * 4 * num_heads * config.head_dim
+        return (
+            self._longer(layers, 2 * layers * share)
+            + self._longer(read, scored)
+            + self._longer(head, 2 * head * num_reqs)
+        )
+
+    @cached_property
+    def _windows(self) -> Counter[int | None]:
+        """How many layers have each window."""
+        return Counter(self.config.windows)
+
+    def _longer(self, elements: int, operations: int) -> float:
+        return max(elements * self.itemsize / self.bandwidth, operations / self.flops)
+
+
+def _attended(kind: Kind, num_tokens: int, context: int, window: int | None) -> tuple[int, int]:
+    """Keys that one layer reads, and pairs of a query and a key, over all requests."""
+    if kind == "decode":
+        keys = num_tokens * min(context, window or context)
+        return keys, keys
+    limit = min(num_tokens, window or num_tokens)  # the first tokens see fewer
+    return num_tokens, limit * (limit + 1) // 2 + (num_tokens - limit) * limit
+
+
+class Measured:
+    """Times of a result of ``ostinato bench parallel``, linear between the measured sizes.
+
+    Below the smallest a step takes as long as the smallest; above the largest nothing is known.
+    """
+
+    def __init__(self, result: Any, name: str) -> None:
+        """``name`` says in errors where the result is from."""
+        try:
+            self.model = str(result["model"])
+            self.dtype = str(result["dtype"])
+            self.context = int(result["context"])
+            self._points = _points(result["rows"])
+        except (KeyError, TypeError, ValueError):
+            raise ConfigError(f"{name} is no result of `ostinato bench parallel`") from None
+        if not self._points:
+            raise ConfigError(f"{name} has no measurements")
+        self._name = name
+
+    @cached_property
+    def layouts(self) -> list[ParallelLayout]:
+        return list(dict.fromkeys(layout for layout, _, _ in self._points))
+
+    @property
+    def max_tokens(self) -> int:
+        """The largest batch that was measured of all layouts, models and kinds."""
+        return min(max(points) for points in self._points.values())
+
+    @property
+    def num_tokens(self) -> list[int]:
+        """The sizes that were measured of all."""
+        return sorted(set.intersection(*(set(points) for points in self._points.values())))
+
+    def seconds(self, model: Model, layout: ParallelLayout, kind: Kind, num_tokens: int) -> float:
+        points = self._points.get((layout, kind, model))
+        if points is None:
+            measured = ", ".join(f"{each.sp}x{each.tp}" for each in self.layouts)
+            raise ConfigError(
+                f"{self._name} has no {kind} times of the {model} model for the layout "
+                f"{layout.sp}x{layout.tp}; it has the layouts {measured}"
+            )
+        sizes = sorted(points)
+        if num_tokens > sizes[-1]:
+            raise ConfigError(
+                f"{self._name} ends at {sizes[-1]} tokens for the layout {layout.sp}x{layout.tp}; "
+                f"{num_tokens} tokens were asked for: measure them, or lower --max-tokens"
+            )
+        after = bisect_left(sizes, num_tokens)
+        right = sizes[after]
+        if after == 0 or right == num_tokens:
+            return points[right]
+        left = sizes[after - 1]
+        part = (num_tokens - left) / (right - left)
+        return points[left] + part * (points[right] - points[left])
+
+
+_Key = tuple[ParallelLayout, Kind, Model]
+
+
+def _points(rows: Sequence[Mapping[str, Any]]) -> dict[_Key, dict[int, float]]:
+    points: dict[_Key, dict[int, float]] = {}
+    for row in rows:
+        layout = ParallelLayout(row["sp"], row["tp"])
+        kind = KINDS[KINDS.index(row["kind"])]
+        for model in MODELS:
+            seconds = float(row[f"{model}_ms"]) / 1e3
+            if not 0 < seconds < math.inf:
+                raise ValueError(seconds)
+            points.setdefault((layout, kind, model), {})[int(row["num_tokens"])] = seconds
+    return points

@@ -1,0 +1,141 @@
+"""Predictions for several layouts side by side, as plain data: steps, thresholds, loads.
+
+With as many GPUs there are several ways to run: all tensor parallel, all sequence parallel, a mix
+of both, each of the latter two with the shift model for small batches or without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ostinato.planner.cost import KINDS, Kind, LayoutCost, Load, StepTime
+from ostinato.planner.cost_communication import MODELS, layer_collectives
+from ostinato.planner.cost_compute import rank_weights
+
+DECODE_HEAVY = Load(name="decode-heavy", num_reqs=32, prompt_tokens=128, output_tokens=512)
+PREFILL_HEAVY = Load(name="prefill-heavy", num_reqs=32, prompt_tokens=2048, output_tokens=32)
+
+
+def loads(max_tokens: int) -> list[Load]:
+    """Both, with no more requests than can decode together."""
+    return [
+        replace(load, num_reqs=min(load.num_reqs, max_tokens))
+        for load in (DECODE_HEAVY, PREFILL_HEAVY)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A layout, with the shift model or without."""
+
+    cost: LayoutCost
+    shift: bool
+
+    @property
+    def name(self) -> str:
+        if self.shift:
+            return "shift"
+        layout = self.cost.layout
+        return "TP" if layout.sp == 1 else "SP" if layout.tp == 1 else "SP+TP"
+
+    @property
+    def threshold(self) -> int:
+        return self.cost.threshold if self.shift else 0
+
+    def step(self, kind: Kind, num_tokens: int) -> StepTime:
+        return self.cost.shifted(kind, num_tokens, self.threshold)
+
+    def seconds(self, kind: Kind, num_tokens: int) -> float:
+        return self.step(kind, num_tokens).total
+
+
+def ways(costs: Sequence[LayoutCost]) -> list[Way]:
+    """All ways to use these layouts. The shift model of a layout without SP is the base model."""
+    return [
+        Way(cost=cost, shift=shift)
+        for cost in costs
+        for shift in (False, True)
+        if not shift or cost.layout.sp > 1
+    ]
+
+
+def predict(costs: Sequence[LayoutCost], num_tokens: Sequence[int]) -> dict[str, Any]:
+    """Layouts with their thresholds, steps of ``num_tokens`` tokens, loads with the best way."""
+    by_gpus: dict[int, list[LayoutCost]] = {}
+    for cost in costs:
+        by_gpus.setdefault(cost.layout.world_size, []).append(cost)
+    return {
+        "layouts": [_layout(cost) for cost in costs],
+        "steps": [
+            {**_about(way), "kind": kind, "num_tokens": size, **_milliseconds(way.step(kind, size))}
+            for way in ways(costs)
+            for kind in KINDS
+            for size in num_tokens
+        ],
+        "loads": [
+            _load(load, group) for group in by_gpus.values() for load in loads(group[0].max_tokens)
+        ],
+    }
+
+
+def _about(way: Way) -> dict[str, Any]:
+    layout = way.cost.layout
+    return {"gpus": layout.world_size, "way": way.name, "sp": layout.sp, "tp": layout.tp}
+
+
+def _milliseconds(step: StepTime) -> dict[str, float]:
+    return {"ms": step.total * 1e3, "communication_ms": step.communication * 1e3}
+
+
+def _layout(cost: LayoutCost) -> dict[str, Any]:
+    """What follows from the layout alone. Bytes of a layer are those each rank sends, per token."""
+    layout, config = cost.layout, cost.config
+    size = 64 * layout.sp  # padding is no token's
+    moved = {
+        model: sum(
+            each.moved_bytes
+            for each in layer_collectives(config, layout, model, size, cost.itemsize)
+        )
+        for model in MODELS
+    }
+    weights = {model: rank_weights(config, layout, model).total * cost.itemsize for model in MODELS}
+    return {
+        "gpus": layout.world_size,
+        "sp": layout.sp,
+        "tp": layout.tp,
+        "weight_bytes": weights if layout.sp > 1 else {"base": weights["base"], "shift": 0},
+        "layer_bytes_per_token": {model: moved[model] / size for model in MODELS},
+        "threshold": cost.threshold,
+        "threshold_of": dict(cost.thresholds),
+        "ms_at_threshold": {
+            kind: cost.step("shift", kind, cost.threshold).total * 1e3
+            for kind in KINDS
+            if cost.threshold
+        },
+    }
+
+
+def _load(load: Load, costs: Sequence[LayoutCost]) -> dict[str, Any]:
+    rows = []
+    for way in ways(costs):
+        seconds = load.seconds(way.seconds, way.cost.max_tokens)
+        rows.append(
+            {
+                **_about(way),
+                "threshold": way.threshold,
+                "seconds": seconds,
+                "tokens_per_s": load.num_tokens / seconds,
+            }
+        )
+    # The first of equal ones: those without the shift model, which takes memory, come before.
+    return {
+        "load": load.name,
+        "gpus": costs[0].layout.world_size,
+        "num_reqs": load.num_reqs,
+        "prompt_tokens": load.prompt_tokens,
+        "output_tokens": load.output_tokens,
+        "best": min(rows, key=lambda row: row["seconds"]),
+        "ways": rows,
+    }

@@ -1,0 +1,1 @@
+"""The processes of several ranks: started, connected, watched, and told what to run."""

@@ -1,0 +1,276 @@
+"""How a world comes together: ranks that exist already, or ranks that are started here.
+
+Under ``torchrun``, or where ``torch.distributed`` is initialised, the ranks exist and all run the
+same script. In a plain process this one becomes rank 0 and starts the others (``processes.py``).
+They run ``ostinato.ranks.worker`` and not the user's script, which so needs no
+``if __name__ == "__main__"``. Several nodes are torchrun's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from ostinato.config import EngineConfig
+from ostinato.errors import ConfigError, RankFailedError
+from ostinato.parallel.distributed import gather_numbers
+from ostinato.ranks.processes import RankConnection, RankProcesses
+from ostinato.ranks.world import World
+
+_HOST = "127.0.0.1"
+_START_S = 300.0  # for all ranks to import torch, whatever else the machine does
+_CONNECT_S = 10.0  # for ranks that have, to connect to what listens already
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+# How many ranks the world has that this process started, while it is open.
+_num_started: int | None = None
+
+
+def join_world(config: EngineConfig) -> World:
+    """This process's place in the world that ``config`` asks for, which has several ranks."""
+    if _num_started is not None:
+        raise ConfigError(
+            f"another LLM of this process runs on {_num_started} ranks; close it first: a process "
+            "starts ranks for one at a time"
+        )
+    if dist.is_available() and dist.is_initialized():
+        return _join_ranks(config, owns_group=False)
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+        _check_world_size(config, int(os.environ["WORLD_SIZE"]), "WORLD_SIZE, set by torchrun")
+        with _group_gone_if_it_fails():
+            dist.init_process_group("gloo", timeout=timedelta(seconds=_START_S))
+            return _join_ranks(config, owns_group=True)
+    return _start_ranks(config)
+
+
+@contextlib.contextmanager
+def _group_gone_if_it_fails() -> Iterator[None]:
+    """Around what makes torch's process group: if it fails, it can be tried again."""
+    try:
+        yield
+    except BaseException:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # Torch names groups by their number, the failed one counted; new ranks begin at 0.
+        dist.distributed_c10d._world.group_count = 0
+        raise
+
+
+# --- ranks that exist ----------------------------------------------------------------------------
+
+
+def _join_ranks(config: EngineConfig, *, owns_group: bool) -> World:
+    _check_world_size(config, dist.get_world_size(), "torch.distributed is initialised with it")
+    device = _device(config, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+    # Worlds may follow one another on the same store. Gathering the names, the ranks wait for one
+    # another, and from there on for rank_timeout_s only.
+    name = gather_numbers([secrets.randbits(62)])[0][0]
+    store = PrefixStore(f"ostinato/{name}", _client(dist.distributed_c10d._get_default_store()))
+    return World(
+        config.layout,
+        device,
+        store,
+        threshold=config.shift_parallel_threshold or 0,
+        timeout_s=config.rank_timeout_s,
+        on_close=dist.destroy_process_group if owns_group else lambda: None,
+    )
+
+
+def _check_world_size(config: EngineConfig, found: int, source: str) -> None:
+    layout = config.layout
+    if found != layout.world_size:
+        raise ConfigError(
+            f"tensor_parallel {layout.tp} x sequence_parallel {layout.sp} takes "
+            f"{layout.world_size} ranks, but this world has {found} ({source}); start "
+            f"{layout.world_size} ranks, or change the settings"
+        )
+
+
+def _device(config: EngineConfig, local_rank: int) -> torch.device:
+    device = config.torch_device()
+    if device.type != "cuda":
+        return device
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {local_rank} of this machine has no GPU of its own: torch finds "
+            f"{torch.cuda.device_count()}, and {config.layout.world_size} ranks need as many"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+# --- ranks that are started here -----------------------------------------------------------------
+
+
+def _start_ranks(config: EngineConfig) -> World:
+    global _num_started
+    _check_devices(config)
+    with _local_interface(), _group_gone_if_it_fails():
+        ranks = _Ranks(config)
+        _num_started = config.layout.world_size
+        try:
+            ranks.start()
+            return _join_started(config, 0, _device(config, 0), ranks.store, ranks)
+        except Exception:
+            _stop(ranks)
+            raise
+        except BaseException:  # Ctrl-C: none of them is on its way out
+            _stop(ranks, grace_s=0.0)
+            raise
+
+
+def _local_store() -> TCPStore:
+    """A store that this machine alone can reach. Torch itself would listen on all interfaces."""
+    with socket.create_server((_HOST, 0), backlog=128) as listening:
+        port = listening.getsockname()[1]
+        return TCPStore(
+            _HOST,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),  # the store closes it
+        )
+
+
+def _stop(ranks: _Ranks, **options: float) -> None:
+    global _num_started
+    _num_started = None
+    ranks.stop(**options)
+
+
+def join_started(connection: RankConnection, rank: int) -> tuple[EngineConfig, World]:
+    """On a rank that was started: what it is to run, and its place in the world."""
+    port, config = connection.launched()
+    # Rank 0 has listened since before this rank was started.
+    store = TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
+    store.set_timeout(timedelta(seconds=_START_S))
+    device = _device(config, rank)
+    connection.wait_for_all()
+    return config, _join_started(config, rank, device, store, connection)
+
+
+def _join_started(
+    config: EngineConfig,
+    rank: int,
+    device: torch.device,
+    store: TCPStore,
+    steps: _Ranks | RankConnection,
+) -> World:
+    ranks = steps if isinstance(steps, _Ranks) else None
+    timeout_s = max(_CONNECT_S, config.rank_timeout_s)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("groups", _client(store)),
+            rank=rank,
+            world_size=config.layout.world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        raise (ranks and ranks.dead()) or RankFailedError(
+            f"rank {rank} could not connect to the others within {timeout_s:.0f} s ({error}); see "
+            "what they said, and raise rank_timeout_s if the machine is only busy",
+            rank,
+        ) from error
+
+    def leave() -> None:
+        try:
+            dist.destroy_process_group()
+        finally:
+            if ranks is not None:
+                _stop(ranks)
+
+    return World(
+        config.layout,
+        device,
+        PrefixStore("watchdog", _client(store)),
+        threshold=config.shift_parallel_threshold or 0,
+        timeout_s=config.rank_timeout_s,
+        symmetric=False,
+        steps=steps,
+        dead_rank=(lambda: None) if ranks is None else ranks.dead,
+        end_others=(lambda: None) if ranks is None else ranks.kill,
+        on_close=leave,
+    )
+
+
+def _client(store: Store) -> Store:
+    """Another connection to the same store: one that waits for a key blocks all its users."""
+    client: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
+    return client
+
+
+def _check_devices(config: EngineConfig) -> None:
+    size = config.layout.world_size
+    if config.torch_device().type == "cuda" and torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"tensor_parallel {config.tensor_parallel} x sequence_parallel "
+            f"{config.sequence_parallel} takes {size} GPUs, but torch finds "
+            f"{torch.cuda.device_count()}"
+        )
+
+
+def _threads_of_a_rank(config: EngineConfig) -> int | None:
+    """Ranks on the CPU share its cores; None leaves it to torch."""
+    if config.torch_device().type != "cpu" or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, torch.get_num_threads() // config.layout.world_size)
+
+
+class _Ranks(RankProcesses):
+    """The ranks of one model, and what this process has besides while they run.
+
+    The store lives in this process, and until they have ended: ranks on their way out use it.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        # A rank that loses rank 0 says so itself; torch's warnings are pages of C++ frames.
+        environment = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+        self._num_threads = _threads_of_a_rank(config)
+        if self._num_threads is not None:
+            environment["OMP_NUM_THREADS"] = str(self._num_threads)
+        super().__init__(config.layout.world_size, environment)
+        self._config = config
+        self._own_threads = torch.get_num_threads()
+        self._store: TCPStore | None = _local_store()
+
+    @property
+    def store(self) -> TCPStore:
+        assert self._store is not None, "not stopped"
+        return self._store
+
+    def start(self) -> None:
+        """Start all ranks, and return when they are ready."""
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
+        self.launch((self.store.port, self._config))
+        self.wait_for_all(_START_S)
+
+    def stop(self, **options: float) -> None:
+        try:
+            super().stop(**options)
+        finally:
+            if self._store is not None:
+                torch.set_num_threads(self._own_threads)
+                self._store = None
+
+
+@contextlib.contextmanager
+def _local_interface() -> Iterator[None]:
+    """All ranks are on this machine: gloo need not resolve its name to find the interface."""
+    if _INTERFACE in os.environ or "lo" not in {name for _, name in socket.if_nameindex()}:
+        yield
+        return
+    os.environ[_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]

@@ -1,0 +1,222 @@
+"""Plans on their way from rank 0 to the others: who runs, in which blocks, with which parameters.
+
+A step of the steady state says only what the step before does not: the blocks that were added. So
+it fits, with room to spare, into the one small message that ``Channel`` sends for every step.
+
+All of it is numbers, and the sampling parameters of a new request as JSON: reading a message makes
+nothing but a plan, whatever is in it.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from enum import IntEnum
+from functools import lru_cache
+from typing import TypeAlias
+
+import numpy as np
+
+from ostinato.errors import CollectiveError
+from ostinato.sampling_params import SamplingParams
+from ostinato.scheduling.request import Request
+from ostinato.scheduling.schedule_plan import (
+    DecodePlan,
+    IntArray,
+    Plan,
+    ScheduledRequest,
+    SchedulePlan,
+)
+
+
+class Kind(IntEnum):
+    """What a message is."""
+
+    STEP = 1  # a plan, request by request
+    DECODE = 2  # the first plan of a steady state
+    DECODE_AGAIN = 3  # the next plan of the same
+    RESULT = 4  # what a call on rank 0 returned or raised
+    CLOSE = 5
+
+
+Message: TypeAlias = tuple[Kind, IntArray]
+_DEFAULTS = vars(SamplingParams())
+
+
+class PlanEncoder:
+    """On rank 0: plans to messages. Remembers which steady state the others know."""
+
+    def __init__(self) -> None:
+        self._slots: IntArray | None = None
+
+    def encode(self, plan: Plan) -> Message:
+        if not isinstance(plan, DecodePlan):
+            self._slots = None
+            return Kind.STEP, _step_words(plan)
+        blocks = np.array(plan.new_blocks, dtype=np.int64).reshape(-1)
+        if plan.slots is self._slots:
+            return Kind.DECODE_AGAIN, blocks
+        self._slots = plan.slots
+        count = np.array([len(plan.slots)], dtype=np.int64)
+        return Kind.DECODE, np.concatenate((count, plan.slots, plan.starts + plan.step, blocks))
+
+
+def _step_words(plan: SchedulePlan) -> IntArray:
+    words = [plan.num_tokens, plan.num_samples, plan.max_query_len, len(plan.requests)]
+    for row in plan.requests:
+        blocks = row.new_blocks
+        words += (row.slot, row.start, row.num_tokens, row.first_new_block)
+        words += (row.samples, row.is_new, len(blocks), *blocks)
+        if row.is_new:
+            _add_request(words, row.request)
+    return np.frombuffer(array("q", words), dtype=np.int64)  # faster than np.array
+
+
+def _add_request(words: list[int], request: Request) -> None:
+    """What writing a request's row takes."""
+    words.append(request.seed)
+    for ids in (
+        request.prompt_token_ids,
+        request.output_token_ids,
+        request.block_ids,
+        request.stop_token_ids,
+    ):
+        words.append(len(ids))
+        words += ids
+    given = {name: v for name, v in vars(request.params).items() if v != _DEFAULTS[name]}
+    for text in (request.request_id, json.dumps(given)):
+        words += to_words(text.encode()).tolist()
+
+
+class PlanDecoder:
+    """On the other ranks: messages to plans that a runner cannot tell from rank 0's.
+
+    What they say of a request is as much as a runner looks at; nothing of it is kept up to date.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[int, Request] = {}  # by slot
+        self._last: DecodePlan | None = None
+
+    def decode(self, kind: Kind, words: IntArray) -> Plan:
+        """Raises ``CollectiveError`` if rank 0 cannot have sent that."""
+        try:
+            if kind is Kind.STEP:
+                self._last = None
+                return self._step(_Reader(words))
+            return self._decode_step(kind, words)
+        except (LookupError, ValueError, TypeError) as error:
+            raise CollectiveError(
+                f"a message of {len(words)} words is no plan ({type(error).__name__}: {error}); "
+                "all ranks must run the same version, and nothing else may write to their sockets"
+            ) from error
+
+    def _decode_step(self, kind: Kind, words: IntArray) -> Plan:
+        if kind is Kind.DECODE:
+            count = int(words[0])
+            if not 0 <= 2 * count < len(words):
+                raise ValueError(f"{count} requests")
+            slots, starts = words[1 : count + 1].copy(), words[count + 1 : 2 * count + 1].copy()
+            blocks = words[2 * count + 1 :]
+            members = [self._requests[slot] for slot in slots.tolist()]
+        elif self._last is None:
+            raise CollectiveError("a plan refers to one before it that did not arrive")
+        else:
+            members, slots, starts = self._last.members, self._last.slots, self._last.starts + 1
+            blocks = words
+        triples = [(place, index, block) for place, index, block in blocks.reshape(-1, 3).tolist()]
+        self._last = DecodePlan(members=members, slots=slots, starts=starts, new_blocks=triples)
+        return self._last
+
+    def _step(self, reader: _Reader) -> SchedulePlan:
+        num_tokens, num_samples, max_query_len, num_rows = reader.take(4)
+        rows = [self._row(reader) for _ in range(num_rows)]
+        reader.check_end()
+        return SchedulePlan(
+            requests=rows,
+            num_tokens=num_tokens,
+            num_samples=num_samples,
+            max_query_len=max_query_len,
+            preempted=[],
+        )
+
+    def _row(self, reader: _Reader) -> ScheduledRequest:
+        slot, start, num_tokens, first_new_block, samples, is_new = reader.take(6)
+        new_blocks = reader.take_list()
+        if is_new:
+            self._requests[slot] = _read_request(reader)
+        return ScheduledRequest(
+            self._requests[slot],
+            slot,
+            start,
+            num_tokens,
+            new_blocks,
+            first_new_block,
+            bool(is_new),
+            bool(samples),
+            0,
+        )
+
+
+def _read_request(reader: _Reader) -> Request:
+    (seed,) = reader.take(1)
+    prompt, output, blocks, stop = (reader.take_list() for _ in range(4))
+    return Request(
+        request_id=reader.take_bytes().decode(),
+        prompt_token_ids=prompt,
+        params=_params(reader.take_bytes()),
+        max_total_tokens=0,
+        seed=seed,
+        stop_token_ids=frozenset(stop),
+        output_token_ids=output,
+        block_ids=blocks,
+    )
+
+
+@lru_cache(maxsize=64)  # most requests have the parameters of one before
+def _params(text: bytes) -> SamplingParams:
+    given = json.loads(text)
+    bias = given.pop("logit_bias", {})
+    return SamplingParams(logit_bias={int(token): value for token, value in bias.items()}, **given)
+
+
+class _Reader:
+    """The words of a message, from the first to the last."""
+
+    def __init__(self, words: IntArray) -> None:
+        self._array = words
+        self._words: list[int] = words.tolist()
+        self._at = 0
+
+    def take(self, count: int) -> list[int]:
+        start, self._at = self._at, self._at + count
+        if not start <= self._at <= len(self._words):
+            raise IndexError(f"{count} words from number {start} on")
+        return self._words[start : self._at]
+
+    def check_end(self) -> None:
+        if self._at != len(self._words):
+            raise IndexError(f"{self._at} words are the whole plan")
+
+    def take_list(self) -> list[int]:
+        (count,) = self.take(1)
+        return self.take(count)
+
+    def take_bytes(self) -> bytes:
+        start = self._at
+        (count,) = self.take(1)
+        self.take(-(-count // 8))
+        return to_bytes(self._array[start : self._at])
+
+
+def to_words(data: bytes) -> IntArray:
+    """Bytes as whole words: their number, then the bytes, filled up."""
+    return np.frombuffer(
+        len(data).to_bytes(8, "little") + data + bytes(-len(data) % 8), dtype="<i8"
+    ).astype(np.int64, copy=False)
+
+
+def to_bytes(words: IntArray) -> bytes:
+    """The bytes that ``to_words`` was given."""
+    data = words.astype("<i8", copy=False).tobytes()
+    return data[8 : 8 + int(words[0])]

@@ -1,0 +1,62 @@
+"""Starting a model on several ranks: join, compare, load, capture. The same on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from functools import partial
+
+from ostinato.config import EngineConfig
+from ostinato.graphs.policy.modes import ResolvedMode
+from ostinato.loading.load import LoadedModel
+from ostinato.parallel.sharded_models import weights_fingerprint
+from ostinato.ranks.launch import join_world
+from ostinato.ranks.shared_results import SharingFollower, SharingLeader
+from ostinato.ranks.sharing import Sharing, Unshared
+from ostinato.ranks.steps import FollowingRunner, LeadingRunner, RankRunner
+from ostinato.ranks.world import World
+from ostinato.runner import startup
+from ostinato.runner.model_runner import ModelRunner
+
+# What ranks may differ in.
+_OWN = ("show_progress",)
+
+
+def start_ranks(config: EngineConfig) -> startup.Started:
+    """Join the world, or start it, and this rank's part of the model."""
+    world = join_world(config)
+    loaded, runner, resolved = start_rank(config, world)
+    sharing: Sharing = Unshared()
+    if isinstance(runner, FollowingRunner):
+        sharing = SharingFollower(runner)
+    elif world.symmetric:
+        sharing = SharingLeader(world)
+    return startup.Started(loaded=loaded, runner=runner, resolved_mode=resolved, sharing=sharing)
+
+
+def start_rank(config: EngineConfig, world: World) -> tuple[LoadedModel, ModelRunner, ResolvedMode]:
+    """This rank's part of the model, and its runner, graphs captured. Closes the world if it fails.
+
+    Settings, weights and plans are compared between the ranks, each before it matters; where they
+    differ, all ranks raise and say in what.
+    """
+    config = replace(config, show_progress=config.show_progress and world.is_first)
+    kind: type[RankRunner] = LeadingRunner if world.is_first else FollowingRunner
+    try:
+        with world.together():
+            for field in fields(config):
+                if field.name not in _OWN:
+                    value = repr(getattr(config, field.name))
+                    world.place.check_same(f"the setting {field.name}", value)
+            sees_text = world.is_first or world.symmetric
+            with world.by_itself():
+                loaded = startup.load(config, world.place, tokenizer=sees_text)
+                fingerprint = weights_fingerprint(loaded, random_weights=config.random_weights)
+            world.place.check_same("the weights", fingerprint)
+            make = partial(kind, world=world)
+            runner, resolved = startup.build_runner(config, loaded, world.place, make)
+        assert isinstance(runner, RankRunner), "it is what was to be made"
+        runner.begin()
+    except BaseException:
+        world.close()
+        raise
+    return loaded, runner, resolved

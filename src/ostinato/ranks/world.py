@@ -1,0 +1,326 @@
+"""A rank's membership in the world that runs one model: groups, channel, watchdog, faults.
+
+A ``World`` is made by all ranks together. It knows nothing of models. What goes wrong on another
+rank surfaces here, as an error that names it: a broken connection at once, after the timeout that a
+rank is silent or keeps the others waiting. A main thread that is stuck in a collective by then is
+set free where that can be done (the other processes are ours to end, or NCCL aborts), and otherwise
+the process ends, with the reason on stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ostinato.errors import CaptureError, OstinatoError, RankFailedError
+from ostinato.parallel.comm import Comm, NoComm
+from ostinato.parallel.distributed import DistributedComm
+from ostinato.parallel.layout import ParallelLayout
+from ostinato.parallel.place import RankPlace
+from ostinato.ranks.beats import Store
+from ostinato.ranks.channel import Broadcaster, Channel
+from ostinato.ranks.progress import Progress
+from ostinato.ranks.watchdog import Watchdog, end_process
+
+_FOREVER_S = 10 * 365 * 24 * 3600.0
+_GOODBYE_S = 5.0  # how long a rank that leaves waits for the others to come along
+_COMMUNICATION = ("gloo", "nccl", "connection", "socket", "broken pipe")
+
+
+class World:
+    """Made by all ranks at the same time; ``torch.distributed`` is initialised with all of them.
+
+    "The same time" is within ``timeout_s``: let the ranks wait for one another first. What fails in
+    making it is closed, ``on_close`` included.
+
+    Args:
+        layout: How many ranks there are, and how the model is split over them.
+        device: Of this rank.
+        store: A client of its own, for the watchdog; the same keys on all ranks, used by nobody
+            else, before or after.
+        threshold: The largest batch of the shift model; 0 for none.
+        timeout_s: After how long a rank has failed that shows no sign of life, or that does not
+            move on while others wait for it in a step.
+        symmetric: All ranks run the same script; otherwise rank 0 alone does, and the others serve.
+        steps: What rank 0 sends each step's plan through; the group of all ranks if None.
+        dead_rank: Says which rank's process has ended, and how, where that can be seen.
+        end_others: Ends the other ranks' processes at once, where they are ours.
+        on_close: Called at the end, when the groups are gone.
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        device: torch.device,
+        store: Store,
+        *,
+        threshold: int = 0,
+        timeout_s: float = 30.0,
+        symmetric: bool = True,
+        steps: Broadcaster | None = None,
+        dead_rank: Callable[[], RankFailedError | None] = lambda: None,
+        end_others: Callable[[], None] = lambda: None,
+        on_close: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.layout = layout
+        self.rank = dist.get_rank()
+        self.device = device
+        self.symmetric = symmetric
+        self._timeout_s = timeout_s
+        self._dead_rank = dead_rank
+        self._end_others = end_others
+        self._on_close = on_close
+        self._failure: RankFailedError | None = None
+        self._working = False  # the main thread is where another rank can keep it waiting
+        self._closed = False
+        self._process = os.getpid()
+        self._control: DistributedComm | None = None
+        self._comms: dict[tuple[int, ...], DistributedComm] = {}
+        self._aborts: dict[tuple[int, ...], threading.Thread] = {}
+        self.progress = Progress(self._num_calls)  # of the main thread
+        self._watchdog = Watchdog(
+            timeout_s,
+            self.rank,
+            store,
+            world_size=layout.world_size,
+            store_rank=0,
+            progress=self.progress,
+            on_failure=self._rescue,
+        )
+        try:
+            with self.together():
+                everyone = self._make_groups()
+        except BaseException:
+            self.close()
+            raise
+        self.channel = Channel(everyone if steps is None else steps, self.progress)
+        self.place = RankPlace(
+            layout=layout,
+            rank=self.rank,
+            device=device,
+            comm_of=self._comm_of,
+            everyone=everyone,
+            threshold=threshold,
+        )
+
+    def _make_groups(self) -> DistributedComm:
+        """Connect this rank to the others; returns the group of all."""
+        layout = self.layout
+        ranks = tuple(range(layout.world_size))
+        everyone = self._control = DistributedComm(ranks, "cpu", timeout_s=_FOREVER_S)
+        for group in (
+            layout.tensor_group(self.rank),
+            layout.sequence_group(self.rank),
+            layout.shift_group,  # with TP and SP, the late layers of SwiftKV need it in any case
+        ):
+            if len(group) > 1 and group not in self._comms:
+                self._comms[group] = DistributedComm(group, self.device)
+        return everyone
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def _num_calls(self) -> int:
+        """The same on all ranks that have come equally far, whichever groups they are in."""
+        return sum(comm.num_calls for comm in tuple(self._comms.values()))
+
+    def _comm_of(self, ranks: Sequence[int]) -> Comm:
+        group = tuple(ranks)
+        return NoComm() if len(group) == 1 else self._comms[group]
+
+    # --- faults ----------------------------------------------------------------------------------
+
+    def check(self, *, processes: bool = True) -> None:
+        """Raise if a rank is known to have failed. Costs no communication.
+
+        ``processes``: look at each rank's process as well, a system call for each.
+        """
+        if self._failure is None and processes and os.getpid() != self._process:
+            self._failure = RankFailedError(
+                f"this is a fork of rank {self.rank}, whose connections to the other ranks it "
+                "cannot use; use the LLM in the process that made it"
+            )
+        if self._failure is None:
+            self._watchdog.check()
+            self._failure = self._dead_rank() if processes else None
+            if self._failure is None:
+                return
+            said = self._watchdog.reported(self._failure.rank)
+            if said is not None:
+                self._failure = said
+        raise RankFailedError(str(self._failure), self._failure.rank)
+
+    @contextlib.contextmanager
+    def together(self, *, processes: bool = True) -> Iterator[None]:
+        """Work that all ranks do, and wait for one another in. What fails in it fails the world.
+
+        A broken collective becomes a ``RankFailedError`` that names the rank. Any other error is
+        this rank's own: the others are told, and it is raised as it is. ``processes`` as for
+        ``check``, which comes first.
+        """
+        self.check(processes=processes)
+        self._working = True
+        try:
+            yield
+        except BaseException as error:
+            self._working = False
+            self.progress.finish()  # before finding out whose fault it is: that takes time
+            failure = self._blamed(error)
+            if failure is None:
+                self._fail(error)
+                raise
+            self._failure = failure
+            if failure is error:
+                raise
+            raise failure from error
+        finally:
+            self._working = False
+            self.progress.finish()
+
+    @contextlib.contextmanager
+    def by_itself(self) -> Iterator[None]:
+        """Inside ``together``, work that waits for no other rank, however long it takes.
+
+        A rank that fails meanwhile does not end this process: the error is raised at the end.
+        """
+        self._working = False
+        yield
+        # In this order, a rank that fails in between is either seen here or rescued from.
+        self._working = True
+        self.check()
+
+    def _blamed(self, error: BaseException) -> RankFailedError | None:
+        """Which other rank ``error`` comes from, if it does."""
+        if isinstance(error, RankFailedError):
+            return error
+        if _is_communication(error):
+            # The connection broke before the word got round. It does, within the timeout.
+            deadline = time.monotonic() + 1.2 * self._timeout_s + 1.0
+            while time.monotonic() < deadline:
+                try:
+                    self.check()
+                except RankFailedError as failure:
+                    return failure
+                time.sleep(0.02)
+        return None
+
+    def _fail(self, error: BaseException) -> None:
+        what = f"{type(error).__name__}: {error}"
+        self._failure = RankFailedError(f"rank {self.rank} failed before: {what}", self.rank)
+        self.report(error)
+
+    def report(self, error: BaseException) -> None:
+        """Tell the other ranks that this one failed. They know after a tenth of the timeout."""
+        with contextlib.suppress(Exception):  # the store may be what failed
+            self._watchdog.report(f"{type(error).__name__}: {error}")
+
+    def _rescue(self, failure: RankFailedError) -> None:
+        """In the watchdog's thread: get the main thread out of a collective with a failed rank."""
+        if not self.is_first and not self.symmetric:
+            if not self._closed:
+                end_process(failure)
+            return
+        self._failure = self._failure or failure  # what this rank itself failed of is the reason
+        self._end_others()  # which breaks the connections that gloo waits in
+        self._abort()
+        deadline = time.monotonic() + max(1.0, self._timeout_s / 4)
+        while self._working and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self._working:
+            end_process(failure)
+
+    def _abort(self) -> None:
+        """Begin to abort every communicator that can be: one that blocks holds up no other."""
+        for group, comm in tuple(self._comms.items()):
+            if comm.device.type == "cuda" and group not in self._aborts:  # gloo cannot
+                self._aborts[group] = threading.Thread(target=_abort, args=(comm,), daemon=True)
+                self._aborts[group].start()
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Leave. The models and their graphs must be gone. Closing twice is harmless."""
+        if self._closed or os.getpid() != self._process:  # a fork leaves its parent's ranks alone
+            return
+        self._closed = True
+        try:
+            self._part()
+        finally:
+            self._on_close()
+
+    def _part(self) -> None:
+        """End what connects this rank to the others, each whatever another one raises."""
+        if self._failure is None and self._control is not None:
+            # A rank that cut its connections first would break the collective a slower one is in.
+            with contextlib.suppress(Exception):
+                self._control.wait_for_all(_GOODBYE_S)
+        with contextlib.suppress(Exception):
+            self._watchdog.close()
+        if self._failure is not None:
+            self._abort()  # or giving NCCL's communicators back would wait for the failed rank
+            deadline = time.monotonic() + _GOODBYE_S
+            for thread in self._aborts.values():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        for comm in (*self._comms.values(), self._control):
+            if comm is not None:
+                with contextlib.suppress(Exception):
+                    comm.close()
+
+
+def _abort(comm: DistributedComm) -> None:
+    with contextlib.suppress(Exception):  # it may be closed already
+        comm.abort()
+
+
+def _is_communication(error: BaseException) -> bool:
+    """Whether a connection between ranks broke, in a capture or outside."""
+    if isinstance(error, dist.DistError):
+        return True
+    if isinstance(error, CaptureError) and error.__cause__ is not None:
+        return _is_communication(error.__cause__)
+    if isinstance(error, OstinatoError) or not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(word in text for word in _COMMUNICATION)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is done: the other ranks are in the middle of it too.
+
+    A second one is not held back.
+    """
+    previous: Any = signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not (in_main_thread and callable(previous)):
+        yield
+        return
+    held: list[int] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if held:
+            raise KeyboardInterrupt
+        held.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    if held:
+        previous(signal.SIGINT, sys._getframe())

@@ -1,0 +1,66 @@
+"""A decode step that never leaves the device: inputs from the state, forward, sample, state.
+
+Everything it reads and writes has a fixed address, so the whole of it is captured in a FULL graph,
+and the host replays step n + 1 before it has seen the tokens of step n. All that a change of
+membership costs is one small copy: the rows of the requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.models.base import CausalLM
+from ostinato.ops.decode_state import load_decode_inputs, store_decode_outputs
+from ostinato.ops.sampling import sample_rows
+from ostinato.runner.input_buffers import InputBuffers
+from ostinato.runner.request_state import RequestState
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOutput:
+    """``token_ids`` [R] int64 as sampled by temperature alone; ``logits`` [R, V] they came from."""
+
+    token_ids: torch.Tensor
+    logits: torch.Tensor
+
+
+def decode_step(
+    model: CausalLM,
+    forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    state: RequestState,
+    buffers: InputBuffers,
+    num_reqs: int,
+) -> DecodeOutput:
+    """One token for each of the first ``num_reqs`` rows of ``buffers``, padding included.
+
+    ``forward`` is the model's own, or the same through pieces; attention finds the batch in the
+    forward context, whose tensors are those of ``buffers``.
+    """
+    tokens = buffers.tokens
+    slots, seq_lens = buffers.slots[:num_reqs], tokens.seq_lens[:num_reqs]
+    input_ids, positions = buffers.input_ids[:num_reqs], tokens.positions[:num_reqs]
+    load_decode_inputs(
+        slots,
+        state.num_computed,
+        state.token_ids,
+        state.block_table,
+        state.padding_slot,
+        buffers.block_size,
+        input_ids,
+        positions,
+        seq_lens,
+        tokens.query_start_loc[: num_reqs + 1],
+        tokens.block_tables[0][:num_reqs],
+        tokens.slot_mappings[0, :num_reqs],
+    )
+    logits = model.compute_logits(forward(input_ids, positions))
+    sampled = buffers.sampled[:num_reqs]
+    # A sequence of n tokens in the cache gets its next at position n.
+    sample_rows(
+        logits, slots, state.sampling.temperature, state.sampling.seed_key, seq_lens, sampled
+    )
+    store_decode_outputs(slots, sampled, state.num_computed, state.token_ids, state.padding_slot)
+    return DecodeOutput(token_ids=sampled, logits=logits)

@@ -1,0 +1,159 @@
+"""The static inputs of a step, and how they are filled from the state of the requests.
+
+The host says only who runs and how many tokens each (two small copies). Everything per token is
+worked out on the device from the request state, with shapes that depend on the padded size alone;
+so the filling could itself be part of a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ostinato.attention.base import AttentionBackend, AttentionMetadata
+from ostinato.attention.selected import last_tokens
+from ostinato.graphs.capture.capture_inputs import TokenBuffers
+from ostinato.runner.kv_cache import CacheSize, KVCache
+from ostinato.runner.request_state import RequestState
+
+PADDING_SLOT_MAPPING = -1
+NOT_SELECTED = -1
+
+
+class InputBuffers:
+    """Fixed addresses for the inputs of every batch. Padding: no slot, length 0, ids valid."""
+
+    def __init__(
+        self, *, max_num_seqs: int, max_num_tokens: int, cache: CacheSize, device: torch.device
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.block_size = cache.block_size
+        self.slots = zeros(max_num_seqs)
+        self.query_lens = zeros(max_num_seqs, dtype=torch.int32)
+        self.sampled = zeros(max_num_seqs)
+        self.logits_indices = zeros(max_num_seqs)
+        self._padding_slot = max_num_seqs  # the state's last row
+        self.tokens = TokenBuffers(
+            query_start_loc=zeros(max_num_seqs + 1, dtype=torch.int32),
+            seq_lens=zeros(max_num_seqs, dtype=torch.int32),
+            block_tables=[zeros(max_num_seqs, cache.blocks_per_request, dtype=torch.int32)],
+            slot_mappings=zeros(1, max_num_tokens),
+            positions=zeros(max_num_tokens),
+            input_ids=zeros(max_num_tokens),
+        )
+        self.token_range = torch.arange(max_num_tokens, device=device, dtype=torch.int32)
+        self.reset()
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        assert self.tokens.input_ids is not None
+        return self.tokens.input_ids
+
+    def reset(self) -> None:
+        """Padding everywhere, as a capture needs it: nothing may be written to the KV cache."""
+        tokens = self.tokens
+        self.slots.fill_(self._padding_slot)
+        for buffer in (
+            self.query_lens,
+            self.sampled,
+            tokens.query_start_loc,
+            tokens.seq_lens,
+            *tokens.block_tables,
+            tokens.positions,
+            self.input_ids,
+        ):
+            buffer.zero_()
+        tokens.slot_mappings.fill_(PADDING_SLOT_MAPPING)
+        self.logits_indices.fill_(NOT_SELECTED)
+
+    def fill(
+        self,
+        state: RequestState,
+        slots: Sequence[int],
+        query_lens: Sequence[int],
+        *,
+        num_reqs: int,
+        num_tokens: int,
+    ) -> None:
+        """Fill ``num_reqs`` rows and ``num_tokens`` tokens (both padded) from the state."""
+        self._copy_rows(slots, query_lens, num_reqs)
+        tokens = self.tokens
+        rows, lens = self.slots[:num_reqs], self.query_lens[:num_reqs]
+        starts = tokens.query_start_loc[: num_reqs + 1]
+        torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])
+        computed = state.num_computed[rows]
+        # Padding rows have query length 0, and the state's padding row has computed nothing.
+        torch.add(computed, lens, out=tokens.seq_lens[:num_reqs])
+        table = tokens.block_tables[0][:num_reqs]
+        torch.index_select(state.block_table, 0, rows, out=table)
+
+        index = self.token_range[:num_tokens]
+        owner = torch.searchsorted(starts[1:], index, right=True)
+        is_padding = owner == num_reqs
+        owner = owner.clamp_(max=num_reqs - 1)
+        offset = (index - starts[owner]).masked_fill_(is_padding, 0)
+        position = (computed[owner] + offset).to(torch.int64)
+        tokens.positions[:num_tokens].copy_(position)
+        self.input_ids[:num_tokens].copy_(state.token_ids[rows[owner], position])
+        block = table[owner, position // self.block_size].to(torch.int64)
+        slot = block * self.block_size + position % self.block_size
+        tokens.slot_mappings[0, :num_tokens].copy_(
+            slot.masked_fill_(is_padding, PADDING_SLOT_MAPPING)
+        )
+
+    def _copy_rows(self, slots: Sequence[int], query_lens: Sequence[int], num_reqs: int) -> None:
+        self.set_rows(slots, num_reqs)
+        padding = num_reqs - len(query_lens)
+        _copy_from_host(self.query_lens[:num_reqs], [*query_lens, *[0] * padding])
+
+    def set_rows(self, slots: Sequence[int], num_reqs: int) -> None:
+        """Say who runs: the requests in ``slots``, and padding up to ``num_reqs`` rows."""
+        padding = num_reqs - len(slots)
+        _copy_from_host(self.slots[:num_reqs], [*slots, *[self._padding_slot] * padding])
+
+    def select_last_tokens(self, num_reqs: int) -> None:
+        """Say whose states will be read: of each of the filled rows, the last token's."""
+        starts = self.tokens.query_start_loc[: num_reqs + 1]
+        last_tokens(starts, self.logits_indices[:num_reqs])
+
+    def select_all_tokens(self, num_reqs: int) -> None:
+        """The same for rows of one token each, which need not be filled yet."""
+        self.logits_indices[:num_reqs].copy_(self.token_range[:num_reqs])
+
+    def metadata(
+        self,
+        *,
+        num_reqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        max_seq_len: int,
+        kv_cache: KVCache,
+        backend: AttentionBackend,
+        selected: bool = False,
+    ) -> AttentionMetadata:
+        """The filled batch as attention sees it: views of these buffers.
+
+        ``selected``: the states of one token for each row, at most, will be read; which one has
+        been, or will be, said. Otherwise those of all tokens.
+        """
+        tokens = self.tokens
+        return AttentionMetadata(
+            query_start_loc=tokens.query_start_loc[: num_reqs + 1],
+            seq_lens=tokens.seq_lens[:num_reqs],
+            block_table=tokens.block_tables[0][:num_reqs],
+            slot_mapping=tokens.slot_mappings[0, :num_tokens],
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            kv_caches=kv_cache.layers,
+            backend=backend,
+            logits_indices=self.logits_indices[:num_reqs] if selected else None,
+        )
+
+
+def _copy_from_host(target: torch.Tensor, values: list[int]) -> None:
+    # From pageable memory: the copy is staged before it returns, so nothing waits for the GPU and
+    # nothing can be overwritten while it is still being read.
+    target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)

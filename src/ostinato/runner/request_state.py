@@ -1,0 +1,77 @@
+"""The state of running requests, on the device.
+
+Each running request has a row, its *slot*. A step reads what it computes from here and writes what
+it sampled back, so the host does not have to know a token before the next step can start. The host
+writes a row when a request is admitted, and adds blocks as they are allocated.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ostinato.runner.kv_cache import CacheSize
+from ostinato.sampling.sampler import SamplingState
+from ostinato.scheduling.schedule_plan import DecodePlan, IntArray, Plan, ScheduledRequest
+
+
+class RequestState:
+    """Device tensors by slot; the last row, ``padding_slot``, belongs to padding.
+
+    ``token_ids`` [slots, max_model_len + 1]: prompt and output; one more, since the token sampled
+    at the length limit is written too. ``num_computed`` [slots]: tokens in the KV cache, which is
+    also the position of the next one. ``block_table`` [slots, blocks].
+    """
+
+    def __init__(self, *, max_num_seqs: int, cache: CacheSize, device: torch.device) -> None:
+        self.padding_slot = max_num_seqs
+        self.device = device
+
+        def zeros(*row: int) -> torch.Tensor:
+            return torch.zeros((max_num_seqs + 1, *row), dtype=torch.int32, device=device)
+
+        self.token_ids = zeros(cache.max_model_len + 1)
+        self.num_computed = zeros()
+        self.block_table = zeros(cache.blocks_per_request)
+        self.sampling = SamplingState(max_num_seqs + 1, device)
+
+    def update(self, plan: Plan) -> None:
+        """Bring rows up to date with what the scheduler decided, before the step is prepared."""
+        if isinstance(plan, DecodePlan):
+            if plan.new_blocks:
+                entries = np.array(plan.new_blocks, dtype=np.int64)
+                entries[:, 0] = plan.slots[entries[:, 0]]
+                self._append_blocks(entries)
+            return
+        grown: list[tuple[int, int, int]] = []
+        for item in plan.requests:
+            if item.is_new:
+                self._write_row(item)
+            else:
+                for offset, block in enumerate(item.new_blocks):
+                    grown.append((item.slot, item.first_new_block + offset, block))
+        if grown:
+            self._append_blocks(np.array(grown, dtype=np.int64))
+
+    def _write_row(self, item: ScheduledRequest) -> None:
+        request, slot = item.request, item.slot
+        tokens = torch.tensor(request.all_token_ids, dtype=torch.int32)
+        self.token_ids[slot, : len(tokens)].copy_(tokens, non_blocking=True)
+        blocks = torch.tensor(request.block_ids, dtype=torch.int32)
+        self.block_table[slot, : len(blocks)].copy_(blocks, non_blocking=True)
+        self.num_computed[slot].fill_(item.start)
+        self.sampling.write(slot, request)
+
+    def _append_blocks(self, entries: IntArray) -> None:
+        """Write [N, 3] of slot, index in its table and block, all in one copy."""
+        on_device = torch.from_numpy(entries).to(self.device, non_blocking=True)
+        rows, columns, blocks = on_device.unbind(1)
+        self.block_table[rows, columns] = blocks.to(torch.int32)
+
+    def advance(self, slots: torch.Tensor, query_lens: torch.Tensor) -> None:
+        """These requests have computed that many tokens more."""
+        self.num_computed[slots] += query_lens
+
+    def append(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """The next token of requests whose tokens so far are all computed."""
+        self.token_ids[slots, self.num_computed[slots]] = token_ids.to(torch.int32)

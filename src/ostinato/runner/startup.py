@@ -1,0 +1,292 @@
+"""Start-up: from a configuration to a runner that is ready, graphs captured.
+
+The order is given by what depends on what: the model says how much KV a token takes and how long
+sequences may be; the memory that is left says how many blocks there are; the buffers follow from
+those; and the graphs hold the addresses of all of them, so they come last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ostinato.attention import create_attention
+from ostinato.attention.base import AttentionBackend
+from ostinato.config import CPU_KV_CACHE_BYTES, EngineConfig
+from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
+from ostinato.graphs.capture.capture_inputs import prepare_capture_inputs
+from ostinato.graphs.capture.context import set_forward_context
+from ostinato.graphs.policy.descriptor import BatchDescriptor
+from ostinato.graphs.policy.modes import CUDAGraphMode, ResolvedMode, resolve_mode
+from ostinato.graphs.policy.plan import CapturePlan, PlanEntry, sequence_parallel_sizes, shift_sizes
+from ostinato.loading.load import LoadedModel, load_model
+from ostinato.models.base import CausalLM, with_few_layers
+from ostinato.ranks.sharing import Sharing, Unshared
+from ostinato.runner.autocast import without_autocast
+from ostinato.runner.input_buffers import InputBuffers
+from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
+from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
+from ostinato.runner.step_memory import selects_tokens
+
+if TYPE_CHECKING:
+    from ostinato.parallel.place import RankPlace
+
+# What a captured graph takes outside the pool, in the driver; measured on an H200 for a 1B model.
+_BYTES_PER_GRAPH = 2**20
+
+# Loading sets what the whole process has one of: the default dtype and device, the random state.
+_starting = threading.Lock()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """All that an engine needs. On several ranks, ``sharing`` gives all of them the results."""
+
+    loaded: LoadedModel
+    runner: ModelRunner
+    resolved_mode: ResolvedMode
+    sharing: Sharing
+
+
+@without_autocast
+def start(config: EngineConfig) -> Started:
+    """Load, allocate, capture; on several ranks if the configuration says so.
+
+    One at a time in a process: a second thread waits.
+    """
+    if config.layout.world_size > 1:
+        from ostinato.ranks.start import start_ranks
+
+        return start_ranks(config)
+    with _starting:
+        loaded = load(config)
+        runner, resolved = build_runner(config, loaded)
+    return Started(loaded=loaded, runner=runner, resolved_mode=resolved, sharing=Unshared())
+
+
+def load(
+    config: EngineConfig, place: RankPlace | None = None, *, tokenizer: bool = True
+) -> LoadedModel:
+    """The model, on its device; this rank's part of it, if it has a place among several."""
+    device = config.torch_device() if place is None else place.device
+    return load_model(
+        config.model,
+        device=device,
+        dtype=config.torch_dtype(device),
+        random_weights=config.random_weights,
+        seed=config.seed,
+        max_position=config.max_model_len,
+        show_progress=config.show_progress,
+        place=place,
+        tokenizer=tokenizer,
+        swiftkv_layers=config.swiftkv_layers,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphPlans:
+    """Which graphs there will be, of the model and, for batches up to a threshold, of its shift."""
+
+    model: CapturePlan
+    shift: CapturePlan | None
+    threshold: int
+    resolved: ResolvedMode
+
+    def for_batch(self, num_tokens: int) -> CapturePlan:
+        """The plan that a batch of so many tokens, padding not counted, runs by."""
+        if self.shift is None or num_tokens > self.threshold:
+            return self.model
+        return self.shift
+
+
+def plan_graphs(
+    config: EngineConfig,
+    device: torch.device,
+    backend: AttentionBackend,
+    *,
+    late_layers_apart: bool,
+) -> GraphPlans:
+    """Which graphs there will be; needs no weights.
+
+    ``late_layers_apart``: of a SwiftKV model, whose late layers are split over all ranks for
+    batches of every size; the shift model then has graphs of all sizes.
+    """
+    max_num_seqs, max_num_batched_tokens = config.batch_limits(device)
+    requested = config.graphs.mode
+    if requested is None:
+        requested = CUDAGraphMode.FULL_AND_PIECEWISE
+    assert isinstance(requested, CUDAGraphMode)
+    # Every model calls attention through ``attend``, and its graphs can be broken there.
+    resolved = resolve_mode(requested, backend.support, piecewise_available=True)
+    sizes = () if resolved.mode is CUDAGraphMode.NONE else config.capture_sizes(device)
+    whole = CapturePlan.build(
+        resolved.mode,
+        sizes,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    sp, threshold = config.sequence_parallel, config.shift_parallel_threshold or 0
+    if sp == 1:
+        return GraphPlans(model=whole, shift=None, threshold=0, resolved=resolved)
+    base_sizes = sequence_parallel_sizes(
+        whole.sizes, sp=sp, threshold=threshold, max_num_batched_tokens=max_num_batched_tokens
+    )
+    small = whole.sizes if late_layers_apart else shift_sizes(whole.sizes, threshold=threshold)
+    return GraphPlans(
+        model=whole.with_sizes(base_sizes, token_multiple=sp),
+        shift=whole.with_sizes(small) if threshold else None,
+        threshold=threshold,
+        resolved=resolved,
+    )
+
+
+def build_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    place: RankPlace | None = None,
+    make: Callable[..., ModelRunner] = ModelRunner,
+) -> tuple[ModelRunner, ResolvedMode]:
+    """Size the KV cache, allocate everything, capture the graphs."""
+    model = loaded.model
+    backend = create_attention(config.attention, model.device)
+    plans = plan_graphs(config, model.device, backend, late_layers_apart=selects_tokens(model))
+    plan = plans.model
+    if place is not None:
+        place.check_same("the plan of the graphs", _digest(plans))
+    per_block = bytes_per_block(model.attention_specs, config.block_size, model.dtype)
+    budget = kv_cache_budget(config, model, plans, backend)
+    cache = size_cache(
+        budget if place is None else place.least(budget),
+        bytes_per_block=per_block,
+        block_size=config.block_size,
+        model_limit=model.max_position,
+        max_model_len=config.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+    )
+    runner = make(
+        model,
+        plan,
+        graphs=config.graphs,
+        cache=cache,
+        backend=backend,
+        show_progress=config.show_progress,
+        **_shifting(loaded, plans),
+    )
+    try:
+        runner.compile_model()
+        runner.capture_model()
+    except BaseException as error:
+        runner.close()
+        if isinstance(error, CaptureError) and isinstance(error.__cause__, CaptureError):
+            _name_the_remedy(error)
+        raise
+    return runner, plans.resolved
+
+
+def _name_the_remedy(error: CaptureError) -> None:
+    """Say what helps those who did not write the model: a capture refused something in it."""
+    if not isinstance(error, CaptureOutOfMemoryError):
+        error.args = (
+            f"{error}. If that is the model's own code, run it without graphs: "
+            'graphs=GraphConfig(mode="NONE"), or --mode NONE on the command line',
+        )
+
+
+def _digest(plans: GraphPlans) -> str:
+    return " ".join(plan.digest for plan in (plans.model, plans.shift) if plan is not None)
+
+
+def _shifting(loaded: LoadedModel, plans: GraphPlans) -> dict[str, Any]:
+    """What a runner is told about the second model, if there is one."""
+    if loaded.shift is None:
+        return {}
+    assert plans.shift is not None, "both follow from the threshold"
+    shift = SmallBatchModel(
+        model=loaded.shift, plan=plans.shift, threshold=plans.threshold, name="shift model"
+    )
+    return {"name": "base model", "small": shift}
+
+
+def kv_cache_budget(
+    config: EngineConfig, model: CausalLM, plans: GraphPlans, backend: AttentionBackend
+) -> int:
+    """Bytes for the KV cache: a setting, or on CUDA what weights, activations and graphs leave."""
+    if config.kv_cache_memory is not None:
+        return int(config.kv_cache_memory)
+    if model.device.type != "cuda":
+        return CPU_KV_CACHE_BYTES
+    plan = plans.model
+    most = plan.padded_tokens(plan.max_num_batched_tokens)
+    eager = activation_bytes(model, plan, most, config, backend)
+    graphs = 0
+    # The graphs of a second model are in the same pool, and its activations are no larger.
+    entries = [*plan.entries, *(plans.shift.entries if plans.shift is not None else ())]
+    if entries:
+        largest = max(entry.descriptor.num_tokens for entry in entries)
+        graphs = activation_bytes(model, plan, plan.padded_tokens(largest), config, backend)
+        graphs += len(entries) * _BYTES_PER_GRAPH
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(model.device)
+    budget = int(total * config.gpu_memory_utilization) - (total - free) - eager - graphs
+    if budget <= 0:
+        raise ConfigError(
+            f"no memory is left for the KV cache: of {total:,} bytes, {total - free:,} are in use, "
+            f"a step takes {eager:,} and the graphs {graphs:,}; lower max_num_batched_tokens or "
+            "the capture sizes, or raise gpu_memory_utilization"
+        )
+    return budget
+
+
+@torch.inference_mode()
+def activation_bytes(
+    model: CausalLM,
+    plan: CapturePlan,
+    num_tokens: int,
+    config: EngineConfig,
+    backend: AttentionBackend,
+) -> int:
+    """The peak of live memory that an eager step of ``num_tokens`` takes; logits included."""
+    cache = CacheSize(
+        num_blocks=1,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len or model.max_position,
+    )
+    kv_cache = KVCache(
+        model.attention_specs,
+        num_blocks=1,
+        block_size=config.block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    buffers = InputBuffers(
+        max_num_seqs=plan.max_num_seqs,
+        max_num_tokens=plan.padded_tokens(plan.max_num_batched_tokens),
+        cache=cache,
+        device=model.device,
+    )
+    entry = PlanEntry(
+        mode=CUDAGraphMode.FULL,
+        descriptor=BatchDescriptor(num_tokens, num_reqs=min(num_tokens, plan.max_num_seqs)),
+    )
+    inputs = prepare_capture_inputs(entry, plan, buffers.tokens, max_model_len=cache.max_model_len)
+    inputs.seq_lens.clamp_(max=cache.max_model_len)
+    metadata = buffers.metadata(
+        num_reqs=inputs.num_reqs,
+        num_tokens=num_tokens,
+        max_query_len=inputs.max_query_len,
+        max_seq_len=cache.max_model_len,
+        kv_cache=kv_cache,
+        backend=backend,
+        selected=selects_tokens(model),
+    )
+    torch.cuda.reset_peak_memory_stats(model.device)
+    before = torch.cuda.memory_allocated(model.device)
+    assert inputs.input_ids is not None
+    with set_forward_context(attn_metadata=metadata), with_few_layers(model):
+        hidden = model.forward(inputs.input_ids, inputs.positions)
+    model.compute_logits(hidden[: inputs.num_reqs])
+    return torch.cuda.max_memory_allocated(model.device) - before

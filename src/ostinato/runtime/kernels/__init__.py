@@ -1,1 +1,0 @@
-"""Kernels written in Triton. Importing one needs Triton, so nothing here is imported up front."""

@@ -1,1 +1,0 @@
-"""Language models: the native decoder, and any other causal LM through transformers' modules."""

@@ -1,1 +1,0 @@
-"""The operators of a decoder step: each with its torch twin, and Triton kernels where they pay."""

@@ -1,0 +1,1 @@
+"""Tokens from logits, by the parameters of each request."""

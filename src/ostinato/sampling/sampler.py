@@ -1,0 +1,163 @@
+"""``sample``: logits to tokens, on the device from end to end.
+
+Nothing here reads a value back to the host or depends on one, so it runs inside a captured graph as
+it does eagerly. A row's token depends on that row alone, to the last bit: noise is a hash, and what
+is summed over the vocabulary to find a limit is summed in integers.
+
+In order: logit bias, min_tokens and penalties change the logits; top-k, then top-p on what is left,
+then min-p, each under the temperature, cut them; Gumbel noise scaled by the temperature decides.
+Temperature 0 scales the noise away, which leaves the plain argmax: no filter removes that token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.ops.counter_random import exponential_log
+from ostinato.sampling.sampling_state import SamplingFeatures, SamplingRows, SamplingState
+
+__all__ = ["SamplerOutput", "SamplingFeatures", "SamplingState", "sample"]
+
+# The weight of the most likely token. 2**22 tokens of this weight still fit into an int64.
+_FULL_WEIGHT = 2.0**40
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerOutput:
+    """``token_ids`` [B] int64. The others are None unless log-probabilities were asked for.
+
+    ``logprobs`` float32 and ``logprob_token_ids`` int64, both [B, 1 + n]: column 0 is the sampled
+    token, then the n most likely, from the logits as the model made them. ``ranks`` [B] int64 is
+    the sampled token's place among those, 1 for the most likely.
+    """
+
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor | None = None
+    logprob_token_ids: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None
+
+
+def sample(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    state: SamplingState,
+    token_ids: torch.Tensor,
+    features: SamplingFeatures,
+) -> SamplerOutput:
+    """Choose the next token of each row.
+
+    ``logits`` [B, V] float32, left as they are. ``slots`` [B] int64: each row's request in
+    ``state`` and its history in ``token_ids`` [S, max_model_len]. ``lengths`` [B]: tokens of prompt
+    and output so far, which is the position of the new token. Padding rows may hold anything in
+    ``logits``, any valid slot and any length; their result means nothing and touches no other row.
+    ``features`` must cover what the real rows use.
+
+    Does not synchronise, and writes nothing but its result.
+    """
+    scores = process_logits(logits, slots, lengths, state, token_ids, features)
+    if features.any_random:
+        noise = exponential_log(state.seed_key[slots], lengths, logits.shape[1])
+        scores = scores - noise.mul_(state.temperature[slots].unsqueeze(1))
+    chosen = scores.argmax(dim=-1)
+    if features.num_logprobs < 0:
+        return SamplerOutput(token_ids=chosen)
+    return _with_logprobs(logits, chosen, features.num_logprobs)
+
+
+def process_logits(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    state: SamplingState,
+    token_ids: torch.Tensor,
+    features: SamplingFeatures,
+) -> torch.Tensor:
+    """The logits that are drawn from: biased, penalised, and -inf where ruled out.
+
+    Arguments as for ``sample``. Not divided by the temperature. A new tensor, or ``logits`` itself
+    where nothing changes them.
+    """
+    scores = logits
+    lengths = lengths.long().unsqueeze(1)
+    if features.any_bias:
+        scores = _add_bias(scores, state.bias_ids[slots], state.bias_values[slots])
+    if features.any_min_tokens or features.any_penalty or features.any_filter:
+        rows = state.rows(slots)
+        if features.any_min_tokens:
+            scores = _hold_back_stops(scores, state.stop_ids[slots], rows, lengths)
+        if features.any_penalty:
+            scores = _penalise(scores, token_ids[slots], rows, lengths)
+        if features.any_filter:
+            scores = _filter(scores, rows)
+    return scores
+
+
+def _with_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> SamplerOutput:
+    reported = chosen.unsqueeze(1)
+    ranks = (logits > logits.gather(1, reported)).sum(dim=1) + 1
+    if num_top > 0:
+        top = logits.topk(min(num_top, logits.shape[1]), dim=1).indices
+        reported = torch.cat((reported, top), dim=1)
+    return SamplerOutput(
+        token_ids=chosen,
+        logprobs=logits.log_softmax(dim=-1).gather(1, reported),
+        logprob_token_ids=reported,
+        ranks=ranks,
+    )
+
+
+def _add_bias(logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    # Entries that are no token of this vocabulary add 0 to some token, as there is no "nowhere".
+    valid = (ids >= 0) & (ids < logits.shape[1])
+    return logits.scatter_add(1, torch.where(valid, ids, 0), torch.where(valid, values, 0.0))
+
+
+def _hold_back_stops(
+    logits: torch.Tensor, stop_ids: torch.Tensor, rows: SamplingRows, lengths: torch.Tensor
+) -> torch.Tensor:
+    too_short = lengths - rows.prompt_len < rows.min_tokens
+    held_back = torch.where(too_short, -torch.inf, 0.0).expand(stop_ids.shape)
+    return _add_bias(logits, stop_ids, held_back)
+
+
+def _penalise(
+    logits: torch.Tensor, history: torch.Tensor, rows: SamplingRows, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Repetition over prompt and output, then frequency and presence over the output."""
+    vocab_size = logits.shape[1]
+    places = torch.arange(history.shape[1], device=logits.device)
+    valid = (places < lengths) & (history >= 0) & (history < vocab_size)
+    # What does not count adds 0, each to another token: additions to one address queue up.
+    tokens = torch.where(valid, history.long(), places % vocab_size)
+    seen = torch.zeros_like(logits).scatter_add_(1, tokens, valid.float())
+    generated = valid & (places >= rows.prompt_len)
+    counts = torch.zeros_like(logits).scatter_add_(1, tokens, generated.float())
+
+    penalised = torch.where(logits > 0, logits / rows.repetition, logits * rows.repetition)
+    scores = torch.where(seen > 0, penalised, logits)
+    return scores - rows.frequency * counts - rows.presence * (counts > 0)
+
+
+def _filter(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Send what top-k, top-p or min-p rule out to -inf. The most likely token always stays.
+
+    Of equally likely tokens at the edge, top-k keeps all, and top-p the first ones, no more than it
+    takes.
+    """
+    vocab_size = logits.shape[1]
+    behind, order = (logits.amax(dim=-1, keepdim=True) - logits).sort(dim=-1, stable=True)
+    last = torch.where(rows.top_k > 0, rows.top_k, vocab_size).clamp(max=vocab_size) - 1
+    keep = behind <= behind.gather(1, last)
+
+    temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
+    likelihood = behind.div_(temperature).neg_().exp_()  # relative to the most likely token's
+    # Whole numbers add up to the same in any order, so an edge does not move with the batch.
+    weights = (likelihood * _FULL_WEIGHT).nan_to_num_(0.0).long().mul_(keep)
+    reached = weights.cumsum(dim=-1)
+    needed = (reached[:, -1:].double() * rows.top_p.double()).ceil().long().clamp(min=1)
+    keep &= (reached.sub_(weights) < needed) | (rows.top_p >= 1)
+    keep &= ~(likelihood < rows.min_p)
+    return logits.masked_fill(torch.zeros_like(keep).scatter_(1, order, ~keep), -torch.inf)

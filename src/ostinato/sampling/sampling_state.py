@@ -1,0 +1,219 @@
+"""The sampling parameters of the running requests on the device, one row (slot) per request.
+
+The sampler reads them by slot, so a batch is described by its slots alone and a parameter travels
+to the device once per request. What the host must know, because it decides which operators run, is
+in ``SamplingFeatures``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, reduce
+from operator import or_
+
+import torch
+
+from ostinato.errors import ConfigError
+from ostinato.ops.counter_random import spread_seed
+from ostinato.sampling_params import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from ostinato.scheduling.request import Request
+
+# A request's stop ids, and a model's end-of-sequence ids beside them.
+STOP_IDS_WIDTH = MAX_STOP_TOKEN_IDS + 16
+
+_RANDOM, _FILTER, _PENALTY, _BIAS, _MIN_TOKENS = (1 << bit for bit in range(5))
+_LOGPROBS_SHIFT = 5
+# Beyond these a float32 overflows somewhere, and the result has long stopped to change.
+_SMALLEST, _LARGEST = 1e-30, 1e30
+_LARGEST_INT = 2**31 - 1
+
+
+def feature_bits(params: SamplingParams) -> int:
+    """What ``params`` asks of the sampler, such that ``|`` of several is what a batch asks.
+
+    n logprobs are n + 1 ones: the union of two runs of ones is the longer.
+    """
+    bits = 0
+    if not params.is_greedy:
+        bits |= _RANDOM
+        if params.top_k > 0 or params.top_p < 1 or params.min_p > 0:
+            bits |= _FILTER
+    if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
+        bits |= _PENALTY
+    if params.logit_bias:
+        bits |= _BIAS
+    if params.min_tokens:
+        bits |= _MIN_TOKENS
+    if params.logprobs is not None:
+        bits |= ((1 << (params.logprobs + 1)) - 1) << _LOGPROBS_SHIFT
+    return bits
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFeatures:
+    """Which parts of the sampler a batch needs. What is off costs nothing and is not captured.
+
+    ``num_logprobs`` is the number of most likely tokens to report: 0 for the sampled token alone,
+    -1 for none. A feature that is on and that no request uses changes no token.
+    """
+
+    any_random: bool = False
+    any_filter: bool = False
+    any_penalty: bool = False
+    any_bias: bool = False
+    any_min_tokens: bool = False
+    num_logprobs: int = -1
+
+    @staticmethod
+    def of(params: Iterable[SamplingParams]) -> SamplingFeatures:
+        """The union over ``params``; on a hot path use ``SamplingState.features`` instead."""
+        return SamplingFeatures.of_bits(reduce(or_, map(feature_bits, params), 0))
+
+    @staticmethod
+    def of_bits(bits: int) -> SamplingFeatures:
+        """From the union of ``feature_bits``."""
+        return _features_of_bits(bits)
+
+
+@cache  # a few in practice, 66 * 32 at most
+def _features_of_bits(bits: int) -> SamplingFeatures:
+    return SamplingFeatures(
+        any_random=bool(bits & _RANDOM),
+        any_filter=bool(bits & _FILTER),
+        any_penalty=bool(bits & _PENALTY),
+        any_bias=bool(bits & _BIAS),
+        any_min_tokens=bool(bits & _MIN_TOKENS),
+        num_logprobs=(bits >> _LOGPROBS_SHIFT).bit_length() - 1,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingRows:
+    """What changes the logits of a batch's rows, each [B, 1]."""
+
+    temperature: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    repetition: torch.Tensor
+    top_k: torch.Tensor
+    prompt_len: torch.Tensor
+    min_tokens: torch.Tensor
+
+
+class SamplingState:
+    """Parameters of up to ``max_num_seqs`` running requests, at fixed addresses on ``device``.
+
+    Owns its tensors. Graphs may read them: a replay sees what was last written. A slot that was
+    never written is greedy, and a stale one is harmless: rows only read their own slot.
+    """
+
+    def __init__(self, max_num_seqs: int, device: torch.device | str) -> None:
+        device = torch.device(device)
+        self._floats = _Table((max_num_seqs, 6), torch.float32, 0.0, device)
+        self._ints = _Table((max_num_seqs, 4), torch.int64, 0, device)
+        self._bias_ids = _Table((max_num_seqs, MAX_LOGIT_BIAS), torch.int64, -1, device)
+        self._bias_values = _Table((max_num_seqs, MAX_LOGIT_BIAS), torch.float32, 0.0, device)
+        self._stop_ids = _Table((max_num_seqs, STOP_IDS_WIDTH), torch.int64, -1, device)
+        for slot in range(max_num_seqs):
+            self._floats.host[slot] = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+        self._floats.on_device.copy_(self._floats.staging)
+        self._bits = [0] * max_num_seqs
+
+        # The columns by name, as views.
+        floats, ints = self._floats.on_device.unbind(1), self._ints.on_device.unbind(1)
+        self.temperature, self.top_p, self.min_p = floats[:3]
+        self.presence, self.frequency, self.repetition = floats[3:]
+        self.top_k, self.seed_key, self.prompt_len, self.min_tokens = ints
+        self.bias_ids = self._bias_ids.on_device
+        self.bias_values = self._bias_values.on_device
+        self.stop_ids = self._stop_ids.on_device
+
+    def write(self, slot: int, request: Request) -> None:
+        """Make ``slot`` the row of ``request``: two small copies, more for what few requests use.
+
+        The copies are enqueued on the current stream and not waited for. They read staging memory
+        of this slot alone, so the next write of the same slot may overtake a copy still in flight;
+        only work enqueued for the slot's previous owner could notice.
+        """
+        params = request.params
+        floats = (
+            min(params.temperature, _LARGEST),
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            min(max(params.repetition_penalty, _SMALLEST), _LARGEST),
+        )
+        min_tokens = min(params.min_tokens, _LARGEST_INT)
+        top_k = min(max(params.top_k, 0), _LARGEST_INT)
+        ints = (top_k, spread_seed(request.seed), len(request.prompt_token_ids), min_tokens)
+        self._floats.write(slot, floats)
+        self._ints.write(slot, ints)
+        if min_tokens:  # 0 switches the row's stop ids off, whatever they are
+            self._write_stop_ids(slot, request)
+        bits = feature_bits(params)
+        if (bits | self._bits[slot]) & _BIAS:
+            bias = params.logit_bias or {}
+            self._bias_ids.write(slot, tuple(bias.keys()))
+            self._bias_values.write(slot, tuple(bias.values()))
+        self._bits[slot] = bits
+
+    def _write_stop_ids(self, slot: int, request: Request) -> None:
+        if len(request.stop_token_ids) > STOP_IDS_WIDTH:
+            raise ConfigError(
+                f"request {request.request_id!r} has min_tokens and "
+                f"{len(request.stop_token_ids)} stop and end-of-sequence token ids; at most "
+                f"{STOP_IDS_WIDTH} can be held back"
+            )
+        self._stop_ids.write(slot, tuple(request.stop_token_ids))
+
+    def filtered_rows(self, slots: Iterable[int]) -> list[int]:
+        """Positions among ``slots`` of those that ask for more than a temperature."""
+        bits = self._bits
+        return [position for position, slot in enumerate(slots) if bits[slot] & ~_RANDOM]
+
+    def features(self, slots: Iterable[int]) -> SamplingFeatures:
+        """What the requests last written to ``slots`` ask for; host work only, and little of it."""
+        return _features_of_bits(reduce(or_, map(self._bits.__getitem__, slots), 0))
+
+    def rows(self, slots: torch.Tensor) -> SamplingRows:
+        """The rows of ``slots`` [B] int64. Capturable; does not synchronise."""
+        floats = self._floats.on_device.index_select(0, slots).split(1, dim=1)
+        ints = self._ints.on_device.index_select(0, slots).split(1, dim=1)
+        return SamplingRows(
+            temperature=floats[0],
+            top_p=floats[1],
+            min_p=floats[2],
+            presence=floats[3],
+            frequency=floats[4],
+            repetition=floats[5],
+            top_k=ints[0],
+            prompt_len=ints[2],
+            min_tokens=ints[3],
+        )
+
+
+class _Table:
+    """Rows on the device with a staging copy on the host, pinned where that lets copies overlap."""
+
+    def __init__(
+        self, shape: tuple[int, int], dtype: torch.dtype, fill: float, device: torch.device
+    ) -> None:
+        self.fill = fill
+        self.on_device = torch.full(shape, fill, dtype=dtype, device=device)
+        self.staging = torch.full(shape, fill, dtype=dtype, pin_memory=device.type == "cuda")
+        self.host = self.staging.numpy()  # the same memory, quicker to write from Python
+
+    def write(self, slot: int, values: tuple[float, ...]) -> None:
+        """Replace row ``slot``; what ``values`` leaves over becomes the fill value."""
+        row = self.host[slot]
+        row[: len(values)] = values
+        row[len(values) :] = self.fill
+        self.on_device[slot].copy_(self.staging[slot], non_blocking=True)

@@ -1,0 +1,153 @@
+"""``SamplingParams``: how the tokens of one request are chosen, and when it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ostinato.errors import ConfigError
+from ostinato.quoting import shown
+
+# More than these serve no purpose that we know of, and would hold up or exhaust an engine.
+MAX_N = 16_384
+MAX_LOGIT_BIAS = 300
+MAX_STOP_TOKEN_IDS = 128
+MAX_STOP_STRINGS = 16_384
+MAX_STOP_CHARACTERS = 131_072  # of all stop strings together
+MAX_LOGPROBS = 64
+_LARGEST_FLOAT = sys.float_info.max
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Names and meanings are those of vLLM.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps all tokens. ``seed`` makes a request's
+    random numbers its own; None draws one. In float32 its tokens are then a function of the prompt
+    and these parameters alone, whatever else is in the batch; in bfloat16 and float16 the rounding
+    of another batch shape can change them. ``logprobs`` n returns the log-probabilities of the
+    sampled and of the n most likely tokens, before penalties and temperature. ``max_tokens`` None
+    goes on to the model's limit. The ``MAX_`` constants of this module are limits.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        # Options arrive from the command line and from requests, so types are checked too.
+        _check_int("n", self.n, at_least=1)
+        if self.n > MAX_N:
+            raise ConfigError(f"n is at most {MAX_N}, got {self.n}; send the prompt several times")
+        _check_number("temperature", self.temperature, "at least 0", lambda v: v >= 0)
+        if type(self.top_k) is not int or self.top_k < -1:
+            raise ConfigError(
+                f"top_k must be a positive integer, or 0 for all, got {shown(self.top_k)}"
+            )
+        _check_number("top_p", self.top_p, "in (0, 1]", lambda v: 0 < v <= 1)
+        _check_number("min_p", self.min_p, "in [0, 1]", lambda v: 0 <= v <= 1)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), "in [-2, 2]", lambda v: -2 <= v <= 2)
+        _check_number("repetition_penalty", self.repetition_penalty, "above 0", lambda v: v > 0)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, at_least=1)
+        _check_int("min_tokens", self.min_tokens, at_least=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; nothing "
+                "satisfies both"
+            )
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
+            raise ConfigError(f"seed must be an integer in [0, 2**63), got {shown(self.seed)}")
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, at_least=0)
+            if self.logprobs > MAX_LOGPROBS:
+                raise ConfigError(f"logprobs is at most {MAX_LOGPROBS}, got {self.logprobs}")
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")
+        self._check_lists()
+
+    def _check_lists(self) -> None:
+        # Kept as plain immutable values: a request outlives the caller's lists.
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
+        if any(not isinstance(text, str) or not text for text in stop):
+            raise ConfigError(f"stop must be non-empty strings, got {shown(self.stop)}")
+        if len(stop) > MAX_STOP_STRINGS:
+            raise ConfigError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(stop)}")
+        num_characters = sum(map(len, stop))
+        if num_characters > MAX_STOP_CHARACTERS:
+            raise ConfigError(
+                f"stop strings have at most {MAX_STOP_CHARACTERS} characters together, got "
+                f"{num_characters}"
+            )
+        if not all(_is_text(text) for text in stop):
+            raise ConfigError(f"stop must be text without lone surrogates, got {shown(self.stop)}")
+        object.__setattr__(self, "stop", stop)
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        if any(type(token) is not int or token < 0 for token in ids):
+            raise ConfigError(f"stop_token_ids must be token ids, got {shown(self.stop_token_ids)}")
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise ConfigError(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(ids)}")
+        object.__setattr__(self, "stop_token_ids", ids)
+        if not isinstance(self.logit_bias, Mapping | None):
+            raise ConfigError(f"logit_bias maps token ids to numbers, got {shown(self.logit_bias)}")
+        bias = dict(self.logit_bias or {})
+        if len(bias) > MAX_LOGIT_BIAS:
+            raise ConfigError(f"at most {MAX_LOGIT_BIAS} tokens in logit_bias, got {len(bias)}")
+        for token, value in bias.items():
+            if type(token) is not int or token < 0:
+                raise ConfigError(
+                    f"logit_bias maps token ids to numbers, got the key {shown(token)}"
+                )
+            _check_number(f"logit_bias[{token}]", value, "in [-100, 100]", lambda v: abs(v) <= 100)
+        object.__setattr__(self, "logit_bias", bias)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name} must be a list, got {shown(value)}")
+    return tuple(value)
+
+
+def _is_text(value: str) -> bool:
+    """No lone surrogates: no model says one, so it would never be found."""
+    return not any("\ud800" <= character <= "\udfff" for character in value)
+
+
+def _check_int(name: str, value: object, *, at_least: int) -> None:
+    if type(value) is not int or value < at_least:
+        raise ConfigError(f"{name} must be an integer of at least {at_least}, got {shown(value)}")
+
+
+def _check_number(name: str, value: object, allowed: str, holds: Callable[[float], bool]) -> None:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not abs(value) <= _LARGEST_FLOAT
+        or not holds(value)
+    ):
+        raise ConfigError(f"{name} must be a number {allowed}, got {shown(value)}")

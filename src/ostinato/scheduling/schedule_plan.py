@@ -1,0 +1,131 @@
+"""What the scheduler decided for one step, and what came of it: values that travel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ostinato.graphs.policy.descriptor import BatchShape
+from ostinato.scheduling.request import Request
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)  # many are built in every step, and these are the cheapest to build
+class ScheduledRequest:
+    """One request's part of a step: its tokens ``start`` to ``start + num_tokens`` are computed.
+
+    ``new_blocks`` were put into its block table in this step, at index ``first_new_block``.
+    ``is_new``: it was admitted in this step, and its row ``slot`` must be written whole.
+    ``samples``: no token is left after these, so the step gives it a new one.
+    ``admission`` counts how often it had lost its blocks before: if it has lost them again when the
+    step's result arrives, that result is in nobody's blocks.
+    """
+
+    request: Request
+    slot: int
+    start: int
+    num_tokens: int
+    new_blocks: Sequence[int]
+    first_new_block: int
+    is_new: bool
+    samples: bool
+    admission: int
+
+
+@dataclass(slots=True)
+class TokenEvent:
+    """A request got a token. ``index`` is its row among those of the plan that sampled."""
+
+    request: Request
+    token_id: int
+    index: int
+    finished: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulePlan:
+    """One step. Requests with a single token that samples stand first, then all others.
+
+    ``preempted`` requests lost their rows and blocks; none of them is in ``requests``.
+    """
+
+    requests: list[ScheduledRequest]
+    num_tokens: int
+    num_samples: int
+    max_query_len: int
+    preempted: list[Request]
+
+    @property
+    def shape(self) -> BatchShape:
+        # Whatever does not decode is in its prompt: without speculation, nothing else takes several
+        # tokens or gets none.
+        return BatchShape(
+            self.num_tokens,
+            len(self.requests),
+            self.max_query_len,
+            has_prompts=not self.is_decode,
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request computes one token and gets the next."""
+        return self.max_query_len == 1 and self.num_samples == len(self.requests)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecodePlan:
+    """One step of requests that were in the step before, in the same order: all decode.
+
+    The plan of the steady state, made without looking at the requests one by one. ``members``,
+    ``slots`` and ``starts`` are the same objects from step to step: ``starts`` are the positions
+    that the first step computes, and ``step`` counts on from there.
+    """
+
+    members: list[Request]
+    slots: IntArray
+    starts: IntArray
+    new_blocks: Sequence[tuple[int, int, int]]  # position in members, index in its table, block
+    step: int = 0
+
+    max_query_len = 1
+    is_decode = True
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.members)
+
+    num_samples = num_tokens
+
+    @property
+    def preempted(self) -> list[Request]:
+        return []
+
+    @property
+    def shape(self) -> BatchShape:
+        return BatchShape(len(self.members), len(self.members), 1)
+
+    @cached_property
+    def requests(self) -> list[ScheduledRequest]:
+        """Request by request, for those who must look at each."""
+        grown: dict[int, Any] = {position: rest for position, *rest in self.new_blocks}
+        starts = (self.starts + self.step).tolist()
+        rows = []
+        for position, (request, slot, start) in enumerate(
+            zip(self.members, self.slots.tolist(), starts, strict=True)
+        ):
+            index, *blocks = grown.get(position, (0,))
+            rows.append(
+                ScheduledRequest(
+                    request, slot, start, 1, blocks, index, False, True, request.num_preemptions
+                )
+            )
+        return rows
+
+
+Plan: TypeAlias = SchedulePlan | DecodePlan

@@ -1,0 +1,449 @@
+"""``Scheduler``: which requests run in the next step, with how many tokens, in which blocks.
+
+Continuous batching, first come first served, with prompts computed in chunks. It is bookkeeping in
+plain Python: it runs nothing and owns no device memory. Each step is ``schedule``, the model, then
+``commit`` (or ``rollback``, if the model did not get through). More steps may be scheduled before
+one is committed: that a request will have a token is known when a step starts, which one when it is
+done. A request that turns out to have ended is in a step too many; what that gives it is dropped.
+
+One fact carries most of the rest: every running request arrived before every waiting one. Only the
+oldest waiting request is admitted and only the youngest running one is preempted, so ``_running``
+is always in order of arrival, and the oldest request is never preempted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+import numpy as np
+
+from ostinato.errors import ConfigError, SchedulingError
+from ostinato.scheduling.block_allocator import BlockAllocator, block_hash, root_hash
+from ostinato.scheduling.request import FinishReason, Request, RequestStatus
+from ostinato.scheduling.schedule_plan import (
+    IntArray,
+    Plan,
+    ScheduledRequest,
+    SchedulePlan,
+    TokenEvent,
+)
+from ostinato.scheduling.steady_decode import SteadyDecode
+
+
+class Scheduler:
+    """Owns the allocator's blocks and the rows 0 to ``max_num_seqs`` - 1 while requests run.
+
+    A step computes at most ``max_num_batched_tokens`` tokens, of one request at most
+    ``prefill_chunk``. No request may be longer than ``max_model_len``.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        chunk = max_num_batched_tokens if prefill_chunk is None else prefill_chunk
+        for name, value in (
+            ("max_num_seqs", max_num_seqs),
+            ("max_num_batched_tokens", max_num_batched_tokens),
+            ("max_model_len", max_model_len),
+            ("prefill_chunk", chunk),
+        ):
+            if type(value) is not int or value < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        capacity = (allocator.num_blocks - 1) * allocator.block_size
+        if capacity < max_model_len:
+            raise ConfigError(
+                f"the KV cache holds {capacity} tokens ({allocator.num_blocks - 1} blocks of "
+                f"{allocator.block_size}), but one request may have max_model_len {max_model_len}; "
+                "give the cache more memory or lower max_model_len"
+            )
+        self.allocator = allocator
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self._chunk = chunk
+        self._requests: dict[str, Request] = {}  # unfinished ones, in order of arrival
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._running: list[Request] = []
+        self._free_slots = list(range(max_num_seqs))  # a heap
+        self._open: deque[Plan] = deque()  # scheduled and not committed, oldest first
+        self._steady: SteadyDecode | None = None
+        self._root = root_hash()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_open_plans(self) -> int:
+        """Steps that were scheduled and not committed yet."""
+        return len(self._open)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request behind all others."""
+        name, prompt_len = request.request_id, len(request.prompt_token_ids)
+        if name in self._requests:
+            raise ConfigError(f"a request {name!r} is already there; request ids must be unique")
+        if request.status is not RequestStatus.WAITING or request.block_ids:
+            raise ConfigError(f"request {name!r} was used before; a request can be added only once")
+        if not 0 < prompt_len < request.max_total_tokens <= self.max_model_len:
+            raise ConfigError(
+                f"request {name!r} has {prompt_len} prompt tokens and max_total_tokens "
+                f"{request.max_total_tokens}; it needs at least one prompt token, room for one "
+                f"more, and at most max_model_len {self.max_model_len} in all"
+            )
+        self._end_steady()
+        self._requests[name] = request
+        self._waiting[name] = request
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request at once, at any time; None if there is no such unfinished request."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.finish(request, FinishReason.ABORT)
+        return request
+
+    def finish(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """End a request and give back its blocks and row.
+
+        One that has ended already gets the new reason: a stop string is looked for only after
+        ``commit`` has seen the token.
+        """
+        name, status = request.request_id, request.status
+        if status is not RequestStatus.FINISHED and self._requests.get(name) is not request:
+            raise SchedulingError(f"request {name!r} is not in this scheduler")
+        self._end_steady()
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        request.status = RequestStatus.FINISHED
+        if status is RequestStatus.FINISHED:
+            return
+        if status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self._vacate(request)
+        else:
+            del self._waiting[name]
+        del self._requests[name]  # last, so that rollback() finds one whose end was interrupted
+
+    def schedule(self) -> Plan:
+        """Plan the next step, whether or not those before it are committed.
+
+        The plan is empty only if there is no unfinished request, or if all there is to do depends
+        on a plan that is not committed yet. Every plan with requests must be committed, in order.
+        """
+        steady = self._steady.schedule() if self._steady else None
+        if steady is not None:
+            self._open.append(steady)
+            return steady
+        self._end_steady()
+        rows: list[ScheduledRequest] = []
+        preempted: list[Request] = []
+        budget = self.max_num_batched_tokens
+        index = 0
+        while budget and index < len(self._running):
+            request = self._running[index]
+            index += 1
+            if request.num_expected_tokens >= request.max_total_tokens:
+                continue  # its last token is on its way
+            row = self._extend(request, budget, preempted)
+            if row is None:
+                break
+            rows.append(row)
+            budget -= row.num_tokens
+        if budget and self._waiting and not preempted:
+            budget = self._admit_waiting(rows, budget)
+        for row in rows:
+            row.request.num_computed_tokens = row.start + row.num_tokens
+            row.request.num_pending_tokens += row.samples
+        plan = _plan(rows, self.max_num_batched_tokens - budget, preempted)
+        if rows:
+            self._open.append(plan)
+            self._begin_steady()
+        return plan
+
+    def commit(self, plan: Plan, tokens: Sequence[int] | IntArray) -> list[TokenEvent]:
+        """Take in the result of a step: one token for each request that samples, in plan order.
+
+        Requests that ended since ``schedule`` are skipped; their tokens are dropped. In the steady
+        state there are events for watched requests only.
+        """
+        if plan.num_tokens and not (self._open and plan is self._open[0]):
+            raise SchedulingError("the plan is not the oldest one that is open; commit in order")
+        if len(tokens) != plan.num_samples:
+            raise SchedulingError(
+                f"the plan samples {plan.num_samples} tokens, but {len(tokens)} came back"
+            )
+        if not plan.num_tokens:
+            return []
+        listed = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
+        events = self._commit_steady(self._steady, listed) if self._steady else None
+        if events is None:
+            self._end_steady()
+            events = self._commit_each(plan.requests, listed)
+        self._open.popleft()
+        return events
+
+    def _commit_steady(
+        self, steady: SteadyDecode, tokens: Sequence[int]
+    ) -> list[TokenEvent] | None:
+        """As ``commit``, while all open plans are of the steady state; None if it ends here."""
+        if steady.may_end(tokens):
+            return None
+        events = steady.commit(tokens)
+        for request, index in steady.some_completed():
+            self._publish(request, index, index + 1)
+        return events
+
+    def _commit_each(
+        self, rows: Sequence[ScheduledRequest], tokens: Sequence[int]
+    ) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        block_size = self.allocator.block_size
+        finished = RequestStatus.FINISHED  # looking up a member of an enum is not free
+        index = -1
+        for row in rows:
+            request, start = row.request, row.start
+            index += row.samples
+            if request.status is finished:
+                continue
+            end = start + row.num_tokens
+            if start // block_size != end // block_size and _holds_its_blocks(row):
+                self._publish(request, start // block_size, end // block_size)
+            if row.samples:
+                token = tokens[index]
+                request.num_pending_tokens -= 1
+                request.output_token_ids.append(token)
+                ended = (
+                    token in request.stop_token_ids
+                    or request.num_tokens >= request.max_total_tokens
+                ) and self._end(request, token)
+                events.append(TokenEvent(request, token, index, ended))
+        return events
+
+    def _begin_steady(self) -> None:
+        """Enter the steady state, if all that is running or on its way is the same decode step."""
+        if self._waiting and len(self._running) < self.max_num_seqs:
+            return
+        for plan in self._open:
+            if not plan.is_decode or len(plan.requests) != len(self._running):
+                return
+            # Rows are in order of arrival, as the running requests are.
+            for row, request in zip(plan.requests, self._running, strict=True):
+                if row.request is not request or not _holds_its_blocks(row):
+                    return
+        self._steady = SteadyDecode(list(self._running), self.allocator)
+
+    def _end_steady(self) -> None:
+        if self._steady is not None:
+            self._steady.flush()
+            for request, index in self._steady.all_completed():
+                self._publish(request, index, index + 1)
+            self._steady = None
+
+    def rollback(self) -> None:
+        """Give up all plans that are not committed: running requests wait again, none is lost.
+
+        They keep the tokens they got and are computed anew, as far as prefix reuse does not spare
+        it. This puts the state in order whatever happened, even if ``schedule`` or ``commit``
+        themselves were interrupted.
+        """
+        self._steady = None
+        for name, request in list(self._requests.items()):
+            request.block_ids = []
+            request.slot = None
+            if request.status is RequestStatus.FINISHED:
+                del self._requests[name]
+                continue
+            if request.status is RequestStatus.RUNNING:
+                request.num_preemptions += 1
+            request.status = RequestStatus.WAITING
+            request.num_computed_tokens = 0
+            request.num_pending_tokens = 0
+        self._waiting = OrderedDict(self._requests)
+        self._running = []
+        self._free_slots = list(range(self.max_num_seqs))
+        self.allocator.release_all()
+        self._open.clear()
+        for request in list(self._requests.values()):
+            if request.output_token_ids:  # commit may have been stopped between token and end
+                self._end(request, request.output_token_ids[-1])
+
+    def _extend(
+        self, request: Request, budget: int, preempted: list[Request]
+    ) -> ScheduledRequest | None:
+        """The next tokens of a running request; None if it had to be preempted itself."""
+        start, total = request.num_computed_tokens, request.num_expected_tokens
+        held = len(request.block_ids)
+        end = total
+        if total - start > 1:
+            end = min(total, start + budget, start + self._chunk)
+        blocks: Sequence[int] = ()
+        if end > held * self.allocator.block_size:
+            needed = self._blocks_for(end) - held
+            while needed > self.allocator.num_free_blocks:
+                youngest = self._running.pop()
+                self._preempt(youngest)
+                preempted.append(youngest)
+                if youngest is request:
+                    return None
+            blocks = self.allocator.allocate(needed)
+            request.block_ids += blocks
+        slot = request.slot
+        assert slot is not None, "a running request has a row"
+        return ScheduledRequest(
+            request,
+            slot,
+            start,
+            end - start,
+            blocks,
+            held,
+            False,
+            end == total,
+            request.num_preemptions,
+        )
+
+    def _admit_waiting(self, rows: list[ScheduledRequest], budget: int) -> int:
+        """Admit as many waiting requests as fit, oldest first; what is left of the budget."""
+        promised = 0  # blocks that running requests still need for the tokens they have now
+        for row in rows:
+            if not row.samples:
+                promised += self._blocks_for(row.request.num_tokens) - len(row.request.block_ids)
+        while budget and self._waiting and len(self._running) < self.max_num_seqs:
+            request = next(iter(self._waiting.values()))
+            admitted = self._admit(request, budget, promised)
+            if admitted is None:
+                break
+            rows.append(admitted)
+            budget -= admitted.num_tokens
+            promised += self._blocks_for(request.num_tokens) - len(request.block_ids)
+        return budget
+
+    def _admit(self, request: Request, budget: int, promised: int) -> ScheduledRequest | None:
+        """Start the oldest waiting request; None if there are not blocks enough for now.
+
+        It must fit with all tokens it has, not just the first chunk: otherwise long prompts would
+        be admitted only to preempt one another. And it must have them all: a step from before it
+        was preempted may still owe it one.
+        """
+        if request.num_pending_tokens:
+            return None
+        allocator, total = self.allocator, request.num_tokens
+        shareable = (total - 1) // allocator.block_size  # one token at least must be computed
+        cached: list[int] = []
+        if allocator.prefix_reuse:
+            self._extend_hashes(request, shareable)
+            cached = allocator.match_prefix(request.block_hashes[:shareable])
+            allocator.take(cached)
+        if self._blocks_for(total) - len(cached) + promised > allocator.num_free_blocks:
+            allocator.release(cached)
+            return None
+        start = len(cached) * allocator.block_size
+        num_tokens = min(total - start, budget, self._chunk)
+        end = start + num_tokens
+        blocks = cached + allocator.allocate(self._blocks_for(end) - len(cached))
+        if not request.num_preemptions:
+            request.num_cached_tokens = start
+            allocator.stats.query_tokens += total
+            allocator.stats.hit_tokens += start
+        slot = heappop(self._free_slots)
+        request.status = RequestStatus.RUNNING
+        request.slot = slot
+        request.num_computed_tokens = start
+        request.block_ids = list(blocks)
+        del self._waiting[request.request_id]
+        self._running.append(request)
+        return ScheduledRequest(
+            request,
+            slot,
+            start,
+            num_tokens,
+            blocks,
+            0,
+            True,
+            end == total,
+            request.num_preemptions,
+        )
+
+    def _preempt(self, request: Request) -> None:
+        """Put a request that was taken from ``_running`` to the front of the queue."""
+        self._vacate(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._waiting[request.request_id] = request
+        self._waiting.move_to_end(request.request_id, last=False)
+
+    def _vacate(self, request: Request) -> None:
+        """Give back the blocks and the row of a request."""
+        assert request.slot is not None, "a running request has a row"
+        self.allocator.release(request.block_ids)
+        request.block_ids = []
+        heappush(self._free_slots, request.slot)
+        request.slot = None
+
+    def _publish(self, request: Request, first: int, stop: int) -> None:
+        """Make the blocks ``first`` to ``stop`` of a request, just completed, findable."""
+        if not self.allocator.prefix_reuse:
+            return
+        self._extend_hashes(request, stop)
+        for index in range(first, stop):
+            self.allocator.publish(request.block_ids[index], request.block_hashes[index])
+
+    def _extend_hashes(self, request: Request, num_blocks: int) -> None:
+        """Make sure that the hashes of the first ``num_blocks`` blocks are known."""
+        hashes, size = request.block_hashes, self.allocator.block_size
+        parent = hashes[-1] if hashes else self._root
+        for index in range(len(hashes), num_blocks):
+            parent = block_hash(parent, request.token_ids(index * size, (index + 1) * size))
+            hashes.append(parent)
+
+    def _end(self, request: Request, token: int) -> bool:
+        """End the request if the token just appended ends it; whether it did."""
+        params = request.params
+        if token in request.stop_token_ids and len(request.output_token_ids) >= params.min_tokens:
+            asked_for = token in params.stop_token_ids
+            self.finish(request, FinishReason.STOP, token if asked_for else None)
+        elif request.num_tokens >= request.max_total_tokens:
+            self.finish(request, FinishReason.LENGTH)
+        return request.status is RequestStatus.FINISHED
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.allocator.block_size)
+
+
+def _holds_its_blocks(row: ScheduledRequest) -> bool:
+    """Whether the request still has the blocks that the row was computed into."""
+    request = row.request
+    return request.status is RequestStatus.RUNNING and request.num_preemptions == row.admission
+
+
+def _plan(rows: list[ScheduledRequest], num_tokens: int, preempted: list[Request]) -> SchedulePlan:
+    """The plan of these rows, which are in order of arrival."""
+    decodes = [row for row in rows if row.num_tokens == 1 and row.samples]
+    others: list[ScheduledRequest] = []
+    if len(decodes) < len(rows):
+        others = [row for row in rows if row.num_tokens > 1 or not row.samples]
+    return SchedulePlan(
+        requests=decodes + others,
+        num_tokens=num_tokens,
+        num_samples=len(decodes) + sum(row.samples for row in others),
+        max_query_len=max((row.num_tokens for row in others), default=min(len(decodes), 1)),
+        preempted=preempted,
+    )

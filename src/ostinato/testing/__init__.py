@@ -1,0 +1,1 @@
+"""What tests of code on several ranks need, and users may."""

@@ -1,0 +1,1 @@
+"""Prompts and conversations to tokens, tokens to text."""

@@ -1,0 +1,123 @@
+"""Conversations: checked, and made into token ids by the model's chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from ostinato.errors import RequestError
+from ostinato.quoting import is_failure, said, shown
+from ostinato.text.prompts import check_text, encode
+from ostinato.text.time_limit import within_seconds
+
+Message: TypeAlias = Mapping[str, Any]
+
+TIME_LIMIT_S = 10.0  # for a template, whatever it does
+
+_EXAMPLE = '[{"role": "user", "content": "..."}]'
+
+
+def list_conversations(messages: Any) -> list[tuple[str, Any]]:
+    """The conversations, one or several, each with what errors call it."""
+    _check_list("messages", messages)
+    if not any(_is_list(each) for each in messages):
+        return [("messages", messages)]
+    return [(f"messages[{number}]", each) for number, each in enumerate(messages)]
+
+
+def render_chat(
+    tokenizer: Any, messages: Any, max_model_len: int, name: str = "messages"
+) -> list[int]:
+    """The token ids of a conversation, up to where the answer begins."""
+    _check_list(name, messages)
+    plain = [_plain(f"{name}[{number}]", each) for number, each in enumerate(messages)]
+    if tokenizer is None or not getattr(tokenizer, "chat_template", None):
+        raise RequestError(
+            "this model has no chat template, so it cannot take messages; use generate()"
+        )
+    try:
+        text: str = within_seconds(
+            TIME_LIMIT_S,
+            lambda: tokenizer.apply_chat_template(
+                plain, add_generation_prompt=True, tokenize=False
+            ),
+        )
+    except TimeoutError:
+        raise RequestError(
+            f"the model's chat template did not end within {TIME_LIMIT_S:g} s for {name}; render "
+            "the messages yourself and use generate()"
+        ) from None
+    except BaseException as error:  # templates are programs: they raise what they like
+        if not is_failure(error):
+            raise
+        raise RequestError(
+            f"the model's chat template cannot render {name}: {type(error).__name__}: "
+            f"{said(error)}; change the messages, or render them yourself and use generate()"
+        ) from error
+    # The template has said the special ones.
+    return encode(name, text, tokenizer, max_model_len, add_special_tokens=False)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _check_list(name: str, messages: Any) -> None:
+    if not _is_list(messages):
+        raise RequestError(
+            f"{name} must be a list of messages, such as {_EXAMPLE}, got {shown(messages)}; for "
+            "plain text use generate()"
+        )
+    if not messages:
+        raise RequestError(
+            f"the conversation is empty ({name} is {shown(messages)}); give at least one message, "
+            f"such as {_EXAMPLE}"
+        )
+
+
+def _plain(name: str, message: Any) -> dict[str, Any]:
+    """A message with its content as text, which is what templates of text models read."""
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            f'{name} must be a message, such as {{"role": "user", "content": "..."}}, got '
+            f"{shown(message)}"
+        )
+    role = message.get("role")
+    if not isinstance(role, str):
+        what = f"has the role {shown(role)}" if "role" in message else "has no role"
+        raise RequestError(f"{name} {what}; give one that the model knows, such as 'user'")
+    check_text(f"{name}['role']", role)
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return dict(message)  # an answer that only calls tools
+    return {**message, "content": _text(f"{name}['content']", content, "content" in message)}
+
+
+def _text(name: str, content: Any, given: bool) -> str:
+    if not given:
+        raise RequestError(f"{name} is missing; give the text of the message, '' if it has none")
+    if isinstance(content, str):
+        check_text(name, content)
+        return content
+    if not _is_list(content):
+        raise RequestError(
+            f"{name} must be text, or a list of text parts, got {shown(content)}; give the text of "
+            "the message, '' if it has none"
+        )
+    return "\n".join(_part(f"{name}[{number}]", part) for number, part in enumerate(content))
+
+
+def _part(name: str, part: Any) -> str:
+    kind: Any = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(part, Mapping) and kind != "text":
+        what = f"is a part of type {shown(kind)}" if "type" in part else "is a part without a type"
+        raise RequestError(
+            f'{name} {what}; this model takes text only: {{"type": "text", "text": "..."}}'
+        )
+    text = part.get("text") if isinstance(part, Mapping) else part
+    if not isinstance(text, str):
+        raise RequestError(
+            f'{name} must be text, as in {{"type": "text", "text": "..."}}, got {shown(part)}'
+        )
+    check_text(name, text)
+    return text

@@ -1,0 +1,130 @@
+"""Tokens to text, as they come, with stop strings.
+
+Text is handed out only once it is final: not in the middle of a character, and not while it might
+still turn out to be the beginning of a stop string.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ostinato.sampling_params import SamplingParams
+from ostinato.text.stop_strings import StopStrings, stop_strings
+
+_INCOMPLETE = "\ufffd"  # what a tokenizer makes of half a character
+_LONGEST_CHARACTER = 4  # bytes, and so tokens
+# What is decoded again with every token is at least that many tokens long: text can depend on what
+# stands before it (some tokenizers drop the space at the beginning).
+_CONTEXT = 8
+
+
+class Detokenizer:
+    """The text of one completion.
+
+    ``text`` is what can be shown; it only ever grows. ``add`` returns the stop string that ended
+    it, if one did.
+    """
+
+    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = params.skip_special_tokens
+        self._stop = stop_strings(tuple(params.stop)) if params.stop else None
+        self._state = 0  # of the search for stop strings
+        self._include_stop = params.include_stop_str_in_output
+        self._num_read = 0  # of the list given to read()
+        self._decoded = ""  # all final text, stop strings or not
+        self._window: list[int] = []  # the last tokens, which are decoded again with each new one
+        self._taken = 0  # characters of the window's text that are in _decoded
+        self._cut = 0  # where the window will be cut once enough follows
+        self._unfinished = 0  # tokens since the text last ended in a whole character
+
+    def read(self, token_ids: Sequence[int], min_tokens: int = 0) -> str | None:
+        """Take the tokens that ``token_ids`` has more than when it was last read.
+
+        A stop string counts if the token that completes it is at least the ``min_tokens``-th.
+        """
+        for number in range(self._num_read, len(token_ids)):
+            self._num_read = number + 1
+            found = self.add(token_ids[number], check_stop=number + 1 >= min_tokens)
+            if found is not None:
+                return found
+        return None
+
+    def add(self, token_id: int, *, check_stop: bool) -> str | None:
+        """Take the next token. Only a stop string that a checked token completes is found."""
+        self._window.append(token_id)
+        before = len(self._decoded)
+        self._decode()
+        if self._stop is None:
+            self.text = self._decoded
+            return None
+        found = self._find_stop(self._stop, before, check_stop)
+        if found is None:
+            held_back = self._stop.num_held_back(self._state)
+            self.text = self._decoded[: len(self._decoded) - held_back]
+        return found
+
+    def finish(self) -> None:
+        """Nothing more comes: hand out what was held back, half a character included."""
+        self._decoded += self._decode_ids(self._window)[self._taken :]
+        self._window, self._taken = [], 0
+        self.text = self._decoded
+
+    def _decode(self) -> None:
+        """Move what is final from the window's text to ``_decoded``."""
+        text = self._decode_ids(self._window)
+        end = len(text)
+        if not text.endswith(_INCOMPLETE):
+            self._unfinished = 0
+        else:
+            self._unfinished += 1
+            # Tokenizers make one or several marks of half a character, so all of them wait. If that
+            # takes too long they are marks of garbage, and only the last can become a character.
+            waiting = self._unfinished < _LONGEST_CHARACTER
+            end = len(text.rstrip(_INCOMPLETE)) if waiting else len(text) - 1
+        self._decoded += text[self._taken : end]
+        self._taken = max(self._taken, end)
+        enough = len(self._window) - self._cut >= _CONTEXT
+        if enough and (not self._unfinished or self._unfinished >= _LONGEST_CHARACTER):
+            self._shorten(num_waiting=len(text) - self._taken)
+
+    def _shorten(self, num_waiting: int) -> None:
+        """Cut the window between two characters, if what is left has text to be a context."""
+        tail = self._window[self._cut :]
+        text = self._decode_ids(tail)
+        if num_waiting and len(text) < _LONGEST_CHARACTER:
+            return  # garbage may be cut anywhere, as long as it ends in a character of its own
+        # Tokens without text (special ones) are no context; what stands before them stays it.
+        self._window = tail if text else self._window[: self._cut]
+        self._cut = len(self._window)
+        self._taken = len(self._decode_ids(self._window)) - num_waiting
+
+    def _decode_ids(self, token_ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(
+            token_ids,
+            skip_special_tokens=self._skip_special_tokens,
+            # It would remove spaces that were shown already.
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    def _find_stop(self, stop: StopStrings, before: int, check: bool) -> str | None:
+        """The stop string that ends first in the new text, cut off unless it is wanted.
+
+        It is the one that a reader going character by character would find, so it does not depend
+        on how the text was cut into tokens. Of two that end together the longer counts.
+        """
+        state = self._state
+        for position in range(before, len(self._decoded)):
+            state = stop.step(state, ord(self._decoded[position]))
+            found = stop.found(state) if check else None
+            if found is not None:
+                end = position + 1
+                self.text = self._decoded[: end if self._include_stop else end - len(found)]
+                self._decoded = self.text
+                self._window, self._taken = [], 0
+                return found
+        self._state = state
+        return None

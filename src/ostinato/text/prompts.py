@@ -1,0 +1,211 @@
+"""What users may give as prompts and parameters, made into plain values or refused by name."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from ostinato.errors import RequestError
+from ostinato.quoting import is_failure, said, shown
+from ostinato.sampling_params import SamplingParams
+
+# Text, token ids (a list, or a 1-D NumPy array or tensor of integers), or {"prompt": text} /
+# {"prompt_token_ids": ids} as in vLLM.
+Prompt: TypeAlias = str | Sequence[int] | torch.Tensor | Any
+
+_KEYS = ("prompt", "prompt_token_ids")
+_A_PROMPT = "a prompt is text or a list of token ids"
+# A text is cut here, in characters per token that a sequence may have, to see whether it can fit at
+# all: words have four or five of them on average.
+_CHARACTERS_PER_TOKEN = 8
+# A text that is cut may have more tokens at its end than it has there as a whole.
+_MORE_AT_A_CUT = 64
+
+
+def list_prompts(prompts: Any) -> list[tuple[str, Any]]:
+    """The prompts, each with what errors call it. One prompt, or a list of them.
+
+    Integers are one prompt of token ids. The rows of a 2-D array or tensor are prompts.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [("the prompt", prompts)]
+    if _is_array(prompts):
+        if prompts.ndim != 2:
+            return [("the prompt", prompts)]
+        prompts = list(prompts.unbind() if isinstance(prompts, torch.Tensor) else prompts)
+    if isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, Sequence):
+        raise RequestError(
+            f"prompts are text or token ids, one or a list of them, got {shown(prompts)}"
+            + _advice(prompts)
+        )
+    if not prompts:
+        raise RequestError("there are no prompts; give at least one")
+    if all(_is_token(item) for item in prompts):
+        return [("the prompt", prompts)]
+    if len(prompts) == 1:
+        return [("the prompt", prompts[0])]
+    return [(f"prompts[{number}]", prompt) for number, prompt in enumerate(prompts)]
+
+
+def read_prompt(
+    name: str, prompt: Any, tokenizer: Any, max_model_len: int
+) -> tuple[str | None, list[Any]]:
+    """The text of a prompt, if it is text, and its tokens; the engine checks range and number.
+
+    Text is refused here if it is far longer than ``max_model_len`` tokens.
+    """
+    if isinstance(prompt, Mapping):
+        if len(prompt) != 1 or next(iter(prompt)) not in _KEYS:
+            keys = ", ".join(shown(key) for key in prompt) or "none"
+            raise RequestError(
+                f"{name} is a dict, which has one of the keys 'prompt' and 'prompt_token_ids', "
+                f"got the keys {keys}"
+            )
+        ((key, prompt),) = prompt.items()
+        name = f"{name}[{key!r}]"
+        if isinstance(prompt, str) != (key == "prompt"):
+            kind = "text" if key == "prompt" else "a list of token ids"
+            raise RequestError(f"{name} must be {kind}, got {shown(prompt)}" + _advice(prompt))
+    if not isinstance(prompt, str):
+        return None, _token_ids(name, prompt)
+    check_text(name, prompt)
+    if tokenizer is None:
+        raise RequestError(
+            f"{name} is text, and this model has no tokenizer (random weights of a named shape "
+            "have none); give the prompt as token ids"
+        )
+    return prompt, encode(name, prompt, tokenizer, max_model_len)
+
+
+def encode(
+    name: str, text: str, tokenizer: Any, max_model_len: int, *, add_special_tokens: bool = True
+) -> list[int]:
+    """The tokens of a text, unless it is far longer than ``max_model_len`` of them."""
+    try:
+        _check_length(name, text, tokenizer, max_model_len)
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+    except RequestError:
+        raise
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        raise RequestError(
+            f"the model's tokenizer cannot read {name}: {said(error)}; give the prompt as token ids"
+        ) from error
+
+
+def _check_length(name: str, text: str, tokenizer: Any, max_model_len: int) -> None:
+    """Refuse a text that is far too long, without making tokens of all of it."""
+    length = _CHARACTERS_PER_TOKEN * max_model_len
+    while length < len(text):
+        num_tokens = len(tokenizer.encode(text[:length]))
+        if num_tokens > max_model_len + _MORE_AT_A_CUT:
+            raise RequestError(
+                f"{name} has {len(text)} characters, and the first {length} of them are "
+                f"{num_tokens} tokens, but a sequence has at most {max_model_len} (max_model_len); "
+                "shorten the prompt or raise the limit"
+            )
+        length *= 2
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse what a tokenizer cannot read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{name} has a lone surrogate, {text[error.start]!r} at character {error.start}, which "
+            "is no text; decode the bytes it came from with errors='replace', or remove it"
+        ) from None
+
+
+def list_params(params: Any, count: int) -> list[SamplingParams]:
+    """The parameters of each of ``count`` prompts."""
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes):
+        raise RequestError(
+            f"params are SamplingParams, one or one per prompt, got {shown(params)}; write "
+            "SamplingParams(temperature=0, max_tokens=32)"
+        )
+    for number, each in enumerate(params):
+        if not isinstance(each, SamplingParams):
+            raise RequestError(
+                f"params are SamplingParams, one or one per prompt; params[{number}] is "
+                f"{shown(each)}"
+            )
+    if len(params) != count:
+        raise RequestError(
+            f"{len(params)} SamplingParams for {count} prompts; give one for each, or one for all"
+        )
+    return list(params)
+
+
+def _token_ids(name: str, prompt: Any) -> list[Any]:
+    """A list of plain integers, of whatever was given as token ids."""
+    if _is_array(prompt):
+        return _array_ids(name, prompt)
+    if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
+        raise RequestError(f"{name} is {shown(prompt)}; {_A_PROMPT}" + _advice(prompt))
+    for position, token in enumerate(prompt):
+        if not _is_token(token):
+            raise RequestError(
+                f"{name} contains {shown(token)} at position {position}; token ids are integers"
+            )
+    return [int(token) for token in prompt]
+
+
+def _array_ids(name: str, array: Any) -> list[int]:
+    nested = isinstance(array, torch.Tensor) and array.is_nested
+    shape = "of several lengths" if nested else f"of shape {tuple(array.shape)}"
+    kind = f"{type(array).__name__} {shape} and dtype {array.dtype}"
+    if array.ndim != 1:
+        raise RequestError(
+            f"{name} is a {kind}; token ids are a 1-D array, and a batch of prompts a 2-D one, "
+            "without padding"
+        )
+    if not _has_integers(array):
+        raise RequestError(
+            f"{name} is a {kind}; token ids are integers, in a dense array: convert them first"
+        )
+    ids: list[int] = array.tolist()
+    return ids
+
+
+def _is_array(value: object) -> bool:
+    """A tensor or a NumPy array, or what looks like one (JAX's)."""
+    return isinstance(value, torch.Tensor) or (
+        not isinstance(value, type)
+        and all(hasattr(value, name) for name in ("ndim", "dtype", "shape", "tolist"))
+        and not isinstance(value, numbers.Number)
+    )
+
+
+def _has_integers(array: Any) -> bool:
+    if isinstance(array, torch.Tensor):
+        dtype = array.dtype
+        plain = array.layout is torch.strided and not (array.is_nested or array.is_meta)
+        return plain and not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
+    return getattr(array.dtype, "kind", None) in ("i", "u")
+
+
+def _is_token(value: object) -> bool:
+    """An integer of any library; its range is checked later. ``True`` is none."""
+    if isinstance(value, int):
+        return not isinstance(value, bool)
+    if isinstance(value, numbers.Integral):
+        return True
+    return _is_array(value) and value.ndim == 0 and _has_integers(value)  # type: ignore[attr-defined]
+
+
+def _advice(value: object) -> str:
+    if isinstance(value, bytes | bytearray | memoryview):
+        return "; decode bytes first, as in prompt.decode()"
+    if isinstance(value, str | Mapping | Sequence | int | float | None):
+        return ""
+    return "; make a list of it first"
