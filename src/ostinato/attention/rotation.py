@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ostinato.models.native.rotary import angles_at, rotate
-
 
 class Rotation:
     """Rotary positions of one layer's queries and keys, and the norm before them if it has one.
@@ -48,3 +46,19 @@ class Rotation:
         turned = rotate(queries_keys.float(), cos, signed_sin).to(qkv.dtype)
         query, key = turned.split((num_heads, num_kv_heads), dim=1)
         return query, key, value
+
+
+def angles_at(
+    table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and signed sines [T, 1, head_dim] of ``positions`` [T], as ``rotate`` takes them."""
+    rows = table.index_select(0, positions).to(dtype).unsqueeze(1)
+    cos, sin = rows.chunk(2, dim=-1)
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
+    """Turn each pair (i, i + head_dim / 2) of ``heads`` [T, H, head_dim] by its angle."""
+    first, second = heads.chunk(2, dim=-1)
+    swapped = torch.cat((second, first), dim=-1)
+    return torch.addcmul(heads * cos, swapped, signed_sin)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ostinato.config import EngineConfig
+from ostinato.engine.start import start
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import ClosedError, RequestError
 from ostinato.loading.load import as_hf
 from ostinato.outputs import CompletionOutput, Logprob
-from ostinato.runner import startup
 from ostinato.runner.step_result import StepResult
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.block_allocator import BlockAllocator
@@ -119,7 +119,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.use = ThreadUse()
-        started = startup.start(config)
+        started = start(config)
         loaded = started.loaded
         self.model = loaded.model
         self.model_path = loaded.path

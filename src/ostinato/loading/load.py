@@ -27,12 +27,13 @@ from ostinato.loading.locate import find_model
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.json_file import check_numbers, read_object
-from ostinato.models.native.decoder import Decoder, WeightSlot
+from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import draw_weights
 from ostinato.models.native.stated_config import StatedConfig
 from ostinato.models.native.swiftkv import SwiftKVDecoder
 from ostinato.models.native.swiftkv_config import SwiftKVConfig
+from ostinato.models.weight_slot import WeightSlot
 from ostinato.quoting import is_failure, said, shown
 
 if TYPE_CHECKING:

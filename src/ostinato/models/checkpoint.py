@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ostinato.errors import ModelLoadError
 from ostinato.models.finite_check import FiniteCheck
 from ostinato.models.json_file import read_object
-from ostinato.models.native.decoder import WeightSlot
+from ostinato.models.weight_slot import WeightSlot
 from ostinato.quoting import listed, said, shown
 
 _INDEX = "model.safetensors.index.json"

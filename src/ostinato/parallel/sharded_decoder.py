@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from ostinato.errors import BatchError
-from ostinato.models.native.decoder import Decoder, WeightSlot
+from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.comm import Comm
 from ostinato.parallel.exchange import TensorExchange, UlyssesExchange
 from ostinato.parallel.layout import ParallelLayout

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 
 import torch
 
-from ostinato.loading.load import LoadedModel
+from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
@@ -99,13 +100,12 @@ def draw_sharded_weights(models: Sequence[ShardedDecoder], seed: int) -> None:
         keep("lm_head.weight", outside["lm_head.weight"])
 
 
-def weights_fingerprint(loaded: LoadedModel, *, random_weights: bool) -> str:
+def weights_fingerprint(model: CausalLM, path: Path | None) -> str:
     """A hash that tells models apart, the same on ranks that have parts of the same one.
 
     It covers the model's dimensions, and of every tensor of a checkpoint the name, the shape and
-    the first row. Random weights follow from dimensions and seed.
+    the first row. Random weights, which have no ``path``, follow from dimensions and seed.
     """
-    model = loaded.model
     assert isinstance(model, ShardedDecoder), "no other model has parts"
     stated = {
         field.name: getattr(model.shard.config, field.name) for field in fields(DecoderConfig)
@@ -113,8 +113,8 @@ def weights_fingerprint(loaded: LoadedModel, *, random_weights: bool) -> str:
     stated["early_layers"] = getattr(model.shard, "num_layers", None)  # of a SwiftKV model
     del stated["rotary"]  # computed, and the last bit is the machine's
     digest = hashlib.sha256(repr(stated).encode())
-    if loaded.path is not None and not random_weights:
-        checkpoint = Checkpoint(loaded.path)
+    if path is not None:
+        checkpoint = Checkpoint(path)
         rows = {
             name: ((range(1),), 0) for name, t in checkpoint.tensors.items() if len(t.shape) > 1
         }

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ostinato.errors import ConfigError
-from ostinato.models.native.decoder import WeightSlot
 from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.layout import ParallelLayout, vocabulary
 
 _COLUMNS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")

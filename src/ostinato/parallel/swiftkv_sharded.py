@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ostinato.models.native.decoder import WeightSlot
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.swiftkv_config import SwiftKVConfig, first_layers
 from ostinato.models.native.swiftkv_layers import LateLayers
+from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.comm import Comm
 from ostinato.parallel.exchange import TensorExchange
 from ostinato.parallel.place import RankPlace

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
+
+from ostinato.graphs.policy.modes import ResolvedMode
+from ostinato.loading.load import LoadedModel
+from ostinato.runner.model_runner import ModelRunner
 
 T = TypeVar("T")
 
@@ -26,3 +31,13 @@ class Unshared:
 
     def iterate(self, items: Iterator[T]) -> Iterator[T]:
         return items
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """All that an engine needs. On several ranks, ``sharing`` gives all of them the results."""
+
+    loaded: LoadedModel
+    runner: ModelRunner
+    resolved_mode: ResolvedMode
+    sharing: Sharing

@@ -11,7 +11,7 @@ from ostinato.loading.load import LoadedModel
 from ostinato.parallel.sharded_models import weights_fingerprint
 from ostinato.ranks.launch import join_world
 from ostinato.ranks.shared_results import SharingFollower, SharingLeader
-from ostinato.ranks.sharing import Sharing, Unshared
+from ostinato.ranks.sharing import Sharing, Started, Unshared
 from ostinato.ranks.steps import FollowingRunner, LeadingRunner, RankRunner
 from ostinato.ranks.world import World
 from ostinato.runner import startup
@@ -21,7 +21,7 @@ from ostinato.runner.model_runner import ModelRunner
 _OWN = ("show_progress",)
 
 
-def start_ranks(config: EngineConfig) -> startup.Started:
+def start_ranks(config: EngineConfig) -> Started:
     """Join the world, or start it, and this rank's part of the model."""
     world = join_world(config)
     loaded, runner, resolved = start_rank(config, world)
@@ -30,7 +30,7 @@ def start_ranks(config: EngineConfig) -> startup.Started:
         sharing = SharingFollower(runner)
     elif world.symmetric:
         sharing = SharingLeader(world)
-    return startup.Started(loaded=loaded, runner=runner, resolved_mode=resolved, sharing=sharing)
+    return Started(loaded=loaded, runner=runner, resolved_mode=resolved, sharing=sharing)
 
 
 def start_rank(config: EngineConfig, world: World) -> tuple[LoadedModel, ModelRunner, ResolvedMode]:
@@ -50,7 +50,9 @@ def start_rank(config: EngineConfig, world: World) -> tuple[LoadedModel, ModelRu
             sees_text = world.is_first or world.symmetric
             with world.by_itself():
                 loaded = startup.load(config, world.place, tokenizer=sees_text)
-                fingerprint = weights_fingerprint(loaded, random_weights=config.random_weights)
+                fingerprint = weights_fingerprint(
+                    loaded.model, None if config.random_weights else loaded.path
+                )
             world.place.check_same("the weights", fingerprint)
             make = partial(kind, world=world)
             runner, resolved = startup.build_runner(config, loaded, world.place, make)

@@ -7,7 +7,6 @@ those; and the graphs hold the addresses of all of them, so they come last.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,8 +24,6 @@ from ostinato.graphs.policy.modes import CUDAGraphMode, ResolvedMode, resolve_mo
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry, sequence_parallel_sizes, shift_sizes
 from ostinato.loading.load import LoadedModel, load_model
 from ostinato.models.base import CausalLM, with_few_layers
-from ostinato.ranks.sharing import Sharing, Unshared
-from ostinato.runner.autocast import without_autocast
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
 from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
@@ -37,35 +34,6 @@ if TYPE_CHECKING:
 
 # What a captured graph takes outside the pool, in the driver; measured on an H200 for a 1B model.
 _BYTES_PER_GRAPH = 2**20
-
-# Loading sets what the whole process has one of: the default dtype and device, the random state.
-_starting = threading.Lock()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """All that an engine needs. On several ranks, ``sharing`` gives all of them the results."""
-
-    loaded: LoadedModel
-    runner: ModelRunner
-    resolved_mode: ResolvedMode
-    sharing: Sharing
-
-
-@without_autocast
-def start(config: EngineConfig) -> Started:
-    """Load, allocate, capture; on several ranks if the configuration says so.
-
-    One at a time in a process: a second thread waits.
-    """
-    if config.layout.world_size > 1:
-        from ostinato.ranks.start import start_ranks
-
-        return start_ranks(config)
-    with _starting:
-        loaded = load(config)
-        runner, resolved = build_runner(config, loaded)
-    return Started(loaded=loaded, runner=runner, resolved_mode=resolved, sharing=Unshared())
 
 
 def load(

@@ -80,7 +80,7 @@ def fingerprint(path: Path, rank: int, **options: Any) -> str:
     loaded = load_model(
         str(path), device=place.device, dtype=torch.float32, place=place, tokenizer=False, **options
     )
-    return weights_fingerprint(loaded, random_weights=bool(options))
+    return weights_fingerprint(loaded.model, None if options else loaded.path)
 
 
 def test_fingerprints_tell_models_apart(tmp_path: Path) -> None:

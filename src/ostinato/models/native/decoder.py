@@ -12,40 +12,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ostinato.attention.base import AttentionSpec, attend, attend_qkv
-from ostinato.attention.rotation import Rotation
+from ostinato.attention.rotation import Rotation, angles_at, rotate
 from ostinato.errors import ConfigError
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.norm import RMSNorm
-from ostinato.models.native.rotary import angles_at, rotate
+from ostinato.models.weight_slot import WeightSlot
 from ostinato.ops.activation import silu_and_mul
 from ostinato.ops.linear import Norm, linear
 from ostinato.ops.norm import add_rms_norm, rms_norm
 from ostinato.ops.numba import runs_compiled
 from ostinato.ops.parts import product_in_parts
 from ostinato.ops.tuning import MAX_ROWS
-
-
-class WeightSlot(NamedTuple):
-    """Where a checkpoint's tensor goes: ``shape`` in the file, broadcast into ``target``.
-
-    ``target`` is a view of a parameter, which may hold several of the checkpoint's tensors. Of a
-    tensor with ``parts`` only these stretches of dimension ``dim`` are read, one after another; if
-    there are none, the target becomes zero.
-    """
-
-    name: str
-    target: torch.Tensor
-    shape: torch.Size
-    parts: tuple[range, ...] | None = None
-    dim: int = 0
 
 
 class DecoderLayer(nn.Module):

@@ -1,4 +1,4 @@
-"""Rotary positions: frequencies from transformers, a table of angles, and the rotation itself.
+"""Rotary positions: frequencies from transformers, and a table of angles.
 
 The frequencies of a model never change here. Schemes that change them with the length of the
 sequence (``dynamic``, ``longrope``) are right up to the length at which they would change, and
@@ -99,19 +99,3 @@ def rotary_obstacle(config: PretrainedConfig | StatedConfig) -> str | None:
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         return f"it rotates only a part ({shown(rope['partial_rotary_factor'])}) of each head"
     return None
-
-
-def angles_at(
-    table: torch.Tensor, positions: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and signed sines [T, 1, head_dim] of ``positions`` [T], as ``rotate`` takes them."""
-    rows = table.index_select(0, positions).to(dtype).unsqueeze(1)
-    cos, sin = rows.chunk(2, dim=-1)
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-
-
-def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (i, i + head_dim / 2) of ``heads`` [T, H, head_dim] by its angle."""
-    first, second = heads.chunk(2, dim=-1)
-    swapped = torch.cat((second, first), dim=-1)
-    return torch.addcmul(heads * cos, swapped, signed_sin)

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 
 import torch
 
-from ostinato.models.native.decoder import Decoder, WeightSlot
+from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.swiftkv_config import SwiftKVConfig
 from ostinato.models.native.swiftkv_layers import LateLayers
+from ostinato.models.weight_slot import WeightSlot
 
 
 class SwiftKVDecoder(Decoder):

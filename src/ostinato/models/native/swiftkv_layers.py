@@ -14,15 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from ostinato.attention.base import AttentionSpec, attend
+from ostinato.attention.rotation import angles_at, rotate
 from ostinato.attention.selected import SelectedTokens, attend_selected, select_tokens
 from ostinato.attention.store import store_kv
 from ostinato.graphs.capture.context import get_forward_context
-from ostinato.models.native.decoder import DecoderLayer, WeightSlot
+from ostinato.models.native.decoder import DecoderLayer
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.norm import RMSNorm
-from ostinato.models.native.rotary import angles_at, rotate
 from ostinato.models.native.swiftkv_config import SwiftKVConfig
+from ostinato.models.weight_slot import WeightSlot
 from ostinato.ops.linear import Norm, linear
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
