@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
+from workers import GlooPool
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, so before that
@@ -71,3 +72,12 @@ def pool(device: torch.device) -> Iterator[GraphPool]:
     """A pool that captures whatever it is asked to."""
     with GraphPool(device, lazy_capture=True) as pool:
         yield pool
+
+
+# One for the whole run: starting the processes costs seconds, using them nothing.
+@pytest.fixture(scope="session")
+def gloo_pool() -> Iterator[GlooPool]:
+    """Four worker processes. ``gloo_pool.run(function, *args, world_size=4)``: see ``GlooPool``."""
+    pool = GlooPool()
+    yield pool
+    pool.close()

@@ -1,4 +1,4 @@
-"""What only a real GPU can show. The suite in tests/cpu runs on CUDA as well."""
+"""What only a real GPU can show. All other tests that take a device run on CUDA as well."""
 
 from __future__ import annotations
 

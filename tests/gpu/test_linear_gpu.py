@@ -1,6 +1,6 @@
 """What only a GPU shows of products of few rows: bfloat16, tensor cores, graphs, overlap.
 
-The kernels' arithmetic is tested in ``tests/cpu/runtime/test_linear.py``, here on CUDA as well.
+The kernels' arithmetic is tested in ``tests/ops/test_linear.py``, here on CUDA as well.
 """
 
 from __future__ import annotations

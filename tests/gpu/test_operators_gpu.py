@@ -1,6 +1,6 @@
 """The small operators on a real GPU: real shapes, bfloat16, and chains of overlapping kernels.
 
-Their results in general are tested in tests/cpu, which runs on CUDA as well.
+Their results in general are tested in tests/ops, on CUDA as well.
 """
 
 from __future__ import annotations

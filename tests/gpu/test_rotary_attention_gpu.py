@@ -1,7 +1,7 @@
 """Decode attention in one kernel on a real GPU: bfloat16, layers in a row, graphs, many lengths.
 
-The interpreter, which tests/cpu uses, runs programs one after the other and no bfloat16. Here they
-race for counters and memory, and each kernel begins before the last is done.
+The interpreter, which other tests use, runs programs one after the other and no bfloat16. Here
+they race for counters and memory, and each kernel begins before the last is done.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from paged_requests import PagedRequests, Piece
 from safetensors.torch import save_file
 from workers import GlooPool
 
@@ -31,7 +32,6 @@ from ostinato.parallel.place import RankPlace
 from ostinato.parallel.sharded_models import draw_sharded_weights
 from ostinato.parallel.swiftkv_sharded import ShardedSwiftKV, build_swiftkv_models
 from ostinato.testing.loopback import LoopbackWorld
-from paged_requests import PagedRequests, Piece
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"device": CPU, "dtype": torch.float32}

@@ -16,7 +16,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from paged_requests import Batch, PagedRequests, Piece
 from safetensors.torch import save_file
+from swiftkv_statement import Statement, untrained
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -46,8 +48,6 @@ from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.swiftkv import SwiftKVDecoder, convert
 from ostinato.models.native.swiftkv_config import SwiftKVConfig
-from paged_requests import Batch, PagedRequests, Piece
-from swiftkv_statement import Statement, untrained
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

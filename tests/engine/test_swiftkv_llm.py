@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from swiftkv_statement import Statement, untrained
 from test_workloads import poison_every_step
 from tiny_models import TINY_GENERIC, save_tiny
 from transformers import AutoConfig, LlamaConfig
 
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.errors import ConfigError, ModelLoadError
-from swiftkv_statement import Statement, untrained
 
 EARLY, LAYERS = 2, 4
 LIMITS: dict[str, Any] = {
