@@ -84,7 +84,9 @@ class Rehearsal:
     def _check_writes_again(self, again: EffectsProbe) -> None:
         """Refuse what the first run alone writes: it is put back, and no later run writes it."""
         for storage in self.effects.written - again.written:
-            name = WatchedState(self._function).name_of(storage) or "a tensor"
+            name = WatchedState(self._function).name_of(storage)
+            if name is None:
+                continue  # no state of the callable: buffers of graphs inside it, for one
             raise CaptureError(
                 f"{name} is written by the first call alone, but the writes of a capture are put "
                 "back; call it once before it is graphed, so that this is done"
