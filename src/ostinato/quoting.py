@@ -35,11 +35,13 @@ def is_failure(error: BaseException) -> bool:
 def listed(names: list[str]) -> str:
     """The first three of ``names``, and how many more there are."""
     first = ", ".join(
-        name if name.isprintable() and len(name) <= _LONGEST else shown(name) for name in names[:3]
+        name if name.isprintable() and 0 < len(name) <= _LONGEST else shown(name)
+        for name in names[:3]
     )
     return first if len(names) <= 3 else f"{first} and {len(names) - 3} more"
 
 
 def _one_line(text: str, longest: int = _LONGEST) -> str:
-    text = " ".join(text.split())
+    # A terminal obeys control characters, and surrogates cannot be printed at all.
+    text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     return text if len(text) <= longest else text[: longest - 3] + "..."

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,13 +124,16 @@ def test_what_old_versions_saved_is_no_fault(gpt2: Path) -> None:
 def test_experts(tmp_path: Path, name: str) -> None:
     path = save_tiny(TINY_GENERIC[name](), tmp_path)
     assert_as_transformers(path)
-    expert = next(n for n in load_file(path / "model.safetensors") if ".experts.3." in n)
-    elsewhere = expert.replace(".experts.3.", ".experts.9.")
-    edit(path, lambda tensors: tensors.update({elsewhere: tensors.pop(expert)}))
-    with pytest.raises(ModelLoadError, match=r"experts .*\.0 to 9; the checkpoint is incomplete"):
+    names = load_file(path / "model.safetensors")
+    first = next(name for name in names if ".experts.0." in name)
+    kind = first.replace(".experts.0.", ".experts.{}.")
+    count = sum(kind.format(number) in names for number in range(len(names)))
+    last = kind.format(count)  # the rest, in order, would make a stack of the right size
+    edit(path, lambda tensors: tensors.update({last: tensors.pop(first)}))
+    with pytest.raises(ModelLoadError, match=f"lacks {re.escape(first)}, .* is incomplete"):
         load(path)
-    edit(path, lambda tensors: tensors.pop(elsewhere))
-    with pytest.raises(ModelLoadError, match="experts"):
+    edit(path, lambda tensors: tensors.pop(last))
+    with pytest.raises(ModelLoadError, match=f"lacks {re.escape(first)}, .* is incomplete"):
         load(path)
 
 
@@ -299,6 +304,48 @@ def test_end_tokens_of_another_kind(llama: Path, eos: Any) -> None:
 def test_end_tokens_that_the_model_does_not_have(llama: Path) -> None:
     (llama / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 10**6]}))
     assert load(llama).eos_token_ids == {2}
+
+
+def test_a_config_of_long_names(llama: Path) -> None:
+    content = {"k" * 20_000: [[0] * 20_000, -math.inf]}  # named one by one: 400 MB
+    (llama / "config.json").write_text(json.dumps(content))
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelLoadError, match=r"kkk\[1\]' in .*config.json is -inf"):
+            load(llama)
+        assert tracemalloc.get_traced_memory()[1] < 100e6
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "types",
+    [
+        [[["global"], 2 * 10**9]],
+        [[["global"] * 101, 100]],
+        [[["global"], -(10**9)], [["global"], 9_000], [["local"], 9_000]],
+    ],
+)
+def test_a_config_that_repeats_layers(tmp_path: Path, types: Any) -> None:
+    fields = {"model_type": "gpt_neo", "attention_types": types}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelLoadError, match=r"'attention_types' .* is [\d,]+; 10,000 is the most"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("character", ["\ud800", "\0", "\x1b"])
+def test_messages_can_be_printed(tmp_path: Path, character: str) -> None:
+    fields = {"model_type": f"gpt{character}2"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelLoadError, match=r"gpt\\[ux]") as caught:
+        load(tmp_path)
+    assert str(caught.value).isprintable()
+
+
+def test_a_base_model_without_its_head(llama: Path) -> None:
+    transformers.AutoModel.from_pretrained(llama).save_pretrained(llama)
+    with pytest.raises(ModelLoadError, match=r"no 'model.' before their names: .* a base model"):
+        load(llama)
 
 
 def test_an_adapter_is_no_model(llama: Path) -> None:

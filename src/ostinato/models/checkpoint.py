@@ -28,6 +28,7 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LARGEST_INDEX = 64 * 2**20
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
+_PREFIX = "model."
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Old conversions saved the rotary frequencies; we compute them from the config.
 _HARMLESS = ("rotary_emb.inv_freq",)
@@ -128,6 +129,14 @@ class Checkpoint:
         wanted = {slot.name: slot for slot in slots}
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
+            if not any(name.startswith(_PREFIX) for name in self.tensors) and any(
+                name.removeprefix(_PREFIX) in self.tensors for name in missing
+            ):
+                raise ModelLoadError(
+                    f"the tensors in {self.path} have no {_PREFIX!r} before their names: they are "
+                    "those of a base model, which was saved without its head. Save it as a "
+                    "language model, with AutoModelForCausalLM"
+                )
             raise ModelLoadError(
                 f"{self.path} lacks {listed(missing)}, which its config.json asks for; the "
                 "checkpoint is incomplete or belongs to another config"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from ostinato.quoting import said, shown
 _LARGEST_FILE = 4 * 2**20
 _LARGEST_INT = 2**63 - 1
 # transformers makes lists this long when it reads a config.
-_COUNTS = re.compile(r"(layers?|num_labels|window_kernel_size)$")
+_COUNTS = re.compile(
+    r"(layers?|blocks|num_labels|window_kernel_size|first_k_dense_replace)(\[\d+\])?$"
+)
 _LARGEST_COUNT = 10_000
+_LONGEST_NAME = 80
 
 
 def read_object(file: Path, *, largest: int = _LARGEST_FILE) -> dict[str, Any]:
@@ -47,17 +51,46 @@ def check_numbers(file: Path, content: dict[str, Any]) -> None:
     """Refuse what overflows, is no number or counts too much, anywhere, by name."""
     waiting: list[tuple[str, Any]] = [("", content)]
     while waiting:
-        name, value = waiting.pop()
-        if isinstance(value, dict):
-            waiting += [(f"{name}.{key}" if name else key, each) for key, each in value.items()]
-        elif isinstance(value, list):
-            # A list may say "no limit" with an infinity, as those of state-space models do.
-            waiting += [(f"{name}[{n}]", v) for n, v in enumerate(value) if v != math.inf]
-        elif isinstance(value, int) and abs(value) > _LARGEST_INT:
-            raise ModelLoadError(f"{shown(name)} in {file} is an integer of more than 64 bits")
-        elif isinstance(value, int) and value > _LARGEST_COUNT and _COUNTS.search(name):
-            raise ModelLoadError(
-                f"{shown(name)} in {file} is {value:,}; {_LARGEST_COUNT:,} is the most that is read"
-            )
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise ModelLoadError(f"{shown(name)} in {file} is {value}; it must be a finite number")
+        for name, value in _named(*waiting.pop()):
+            if isinstance(value, dict | list):
+                waiting.append((name, value))
+            else:
+                _check_number(file, name, value)
+            if name.endswith("attention_types") and isinstance(value, list):
+                _check_count(file, name, sum(map(_num_repeated, value)))
+
+
+def _named(outer: str, container: dict[str, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
+    """What ``container`` holds, by the ends of its names: whole ones can be megabytes each."""
+    if isinstance(container, dict):
+        for key, value in container.items():
+            yield (f"{outer}.{key}" if outer else key)[-_LONGEST_NAME:], value
+        return
+    for number, value in enumerate(container):
+        # A list may say "no limit" with an infinity, as those of state-space models do.
+        if value != math.inf:
+            yield f"{outer}[{number}]"[-_LONGEST_NAME:], value
+
+
+def _check_number(file: Path, name: str, value: object) -> None:
+    if isinstance(value, int) and abs(value) > _LARGEST_INT:
+        raise ModelLoadError(f"{shown(name)} in {file} is an integer of more than 64 bits")
+    if isinstance(value, int) and _COUNTS.search(name):
+        _check_count(file, name, value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ModelLoadError(f"{shown(name)} in {file} is {value}; it must be a finite number")
+
+
+def _check_count(file: Path, name: str, count: int) -> None:
+    if count > _LARGEST_COUNT:
+        raise ModelLoadError(
+            f"{shown(name)} in {file} is {count:,}; {_LARGEST_COUNT:,} is the most that is read"
+        )
+
+
+def _num_repeated(entry: object) -> int:
+    """How many layers GPT-Neo makes of one of its ``attention_types``: some kinds, repeated."""
+    match entry:
+        case [list() | str() as kinds, int(times)]:
+            return len(kinds) * max(0, times)
+    return 0

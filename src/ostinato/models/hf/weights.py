@@ -31,7 +31,7 @@ _LARGEST_BUFFERS = 2**32  # bytes of tables, such as those of positions
 # Causal masks that old versions of transformers saved with each layer.
 _OLD_BUFFERS = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|causal_mask)$")
 _THAN_WEIGHTS = "its checkpoint has weights for, which is incomplete or belongs to another config"
-_EXPERT = re.compile(r"(.*experts)\.(\d+)\.")
+_EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.*)", re.DOTALL)
 
 
 def load_weights(
@@ -151,15 +151,16 @@ def _check_names(checkpoint: Checkpoint, model_class: Any) -> None:
             f"{checkpoint.path} has {listed(twice)} with and without {prefix!r} before it; remove "
             "one of them"
         )
-    experts: dict[str, set[int]] = {}
+    experts: dict[tuple[str, str], set[str]] = {}
     for name in checkpoint.tensors:
-        if match := _EXPERT.match(name):
-            experts.setdefault(match[1], set()).add(int(match[2][:9]))
-    for layer, numbers in experts.items():
-        if max(numbers) != len(numbers) - 1:
+        if match := _EXPERT.fullmatch(name):
+            experts.setdefault((match[1], match[3]), set()).add(match[2])
+    for (layer, weight), numbers in experts.items():
+        missing = [n for n in map(str, range(len(numbers))) if n not in numbers]
+        if missing:
             raise ModelLoadError(
-                f"{checkpoint.path} has {len(numbers)} experts {listed([layer])}.0 to "
-                f"{max(numbers)}; the checkpoint is incomplete"
+                f"{checkpoint.path} lacks {listed([f'{layer}.{n}.{weight}' for n in missing])}, "
+                f"and has {len(numbers)} others of that kind; the checkpoint is incomplete"
             )
 
 
