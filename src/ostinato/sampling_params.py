@@ -55,7 +55,9 @@ class SamplingParams:
         # Options arrive from the command line and from requests, so types are checked too.
         _check_int("n", self.n, at_least=1)
         if self.n > MAX_N:
-            raise ConfigError(f"n is at most {MAX_N}, got {self.n}; send the prompt several times")
+            raise ConfigError(
+                f"n is at most {MAX_N}, got {shown(self.n)}; send the prompt several times"
+            )
         _check_number("temperature", self.temperature, "at least 0", lambda v: v >= 0)
         if type(self.top_k) is not int or self.top_k < -1:
             raise ConfigError(
@@ -79,7 +81,7 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, at_least=0)
             if self.logprobs > MAX_LOGPROBS:
-                raise ConfigError(f"logprobs is at most {MAX_LOGPROBS}, got {self.logprobs}")
+                raise ConfigError(f"logprobs is at most {MAX_LOGPROBS}, got {shown(self.logprobs)}")
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")
@@ -117,7 +119,9 @@ class SamplingParams:
                 raise ConfigError(
                     f"logit_bias maps token ids to numbers, got the key {shown(token)}"
                 )
-            _check_number(f"logit_bias[{token}]", value, "in [-100, 100]", lambda v: abs(v) <= 100)
+            _check_number(
+                f"logit_bias[{shown(token)}]", value, "in [-100, 100]", lambda v: abs(v) <= 100
+            )
         object.__setattr__(self, "logit_bias", bias)
 
     @property

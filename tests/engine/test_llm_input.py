@@ -202,6 +202,44 @@ def test_bad_params_are_refused_by_name(
     check_unharmed(llm, answer)
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        range(10**12),
+        torch.zeros((), dtype=torch.int64).expand(10**12),
+        np.broadcast_to(np.int64(1), (10**12,)),
+    ],
+    ids=["range", "expanded tensor", "broadcast array"],
+)
+def test_what_takes_memory_only_as_a_list_is_refused_before(llm: LLM, prompt: Any) -> None:
+    for prompts in (prompt, [IDS, prompt]):
+        with pytest.raises(RequestError, match=r"has 10{12} tokens, but .* at most 32 .*shorten"):
+            llm.generate(prompts, GREEDY)
+
+
+HUGE = 10**5000  # Python does not say it in digits
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda llm: llm.generate([[HUGE]], GREEDY),
+        lambda llm: llm.generate([IDS], SamplingParams(stop_token_ids=[HUGE])),
+        lambda llm: llm.generate([IDS], SamplingParams(logit_bias={HUGE: 1.0})),
+        lambda llm: SamplingParams(n=HUGE),
+        lambda llm: SamplingParams(logprobs=HUGE),
+        lambda llm: SamplingParams(seed=HUGE),
+        lambda llm: SamplingParams(temperature=HUGE),
+    ],
+    ids=["prompt", "stop_token_ids", "logit_bias", "n", "logprobs", "seed", "temperature"],
+)
+def test_integers_that_cannot_be_said_are_refused(
+    llm: LLM, refused: Callable[[LLM], object]
+) -> None:
+    with pytest.raises((RequestError, ConfigError), match="an object of type int"):
+        refused(llm)
+
+
 def test_unknown_arguments_are_refused(llm: LLM) -> None:
     with pytest.raises(TypeError, match="sampling_params"):
         llm.generate([IDS], sampling_params=GREEDY)  # type: ignore[call-arg]

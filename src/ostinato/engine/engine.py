@@ -26,6 +26,8 @@ from ostinato.scheduling.request import FinishReason, Request
 from ostinato.scheduling.schedule_plan import Plan, TokenEvent
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.text.detokenizer import Detokenizer
+from ostinato.quoting import shown
+from ostinato.text.prompts import check_num_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -218,14 +220,10 @@ class Engine:
         for token in prompt:
             if type(token) is not int or not 0 <= token < vocab_size:
                 raise RequestError(
-                    f"{name} contains {token!r}; token ids are integers from 0 to {vocab_size - 1}"
+                    f"{name} contains {shown(token)}; token ids are integers from 0 to "
+                    f"{vocab_size - 1}"
                 )
-        if len(prompt) >= self.max_model_len:
-            raise RequestError(
-                f"{name} has {len(prompt)} tokens, but a sequence has at most "
-                f"{self.max_model_len} (max_model_len), one of them generated; shorten the prompt "
-                "or raise the limit"
-            )
+        check_num_tokens(name, len(prompt), self.max_model_len)
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab_size = self.model.vocab_size
@@ -234,12 +232,13 @@ class Engine:
             for token in tokens:
                 if token >= vocab_size:
                     raise RequestError(
-                        f"{name} names token {token}; token ids go from 0 to {vocab_size - 1}"
+                        f"{name} names token {shown(token)}; token ids go from 0 to "
+                        f"{vocab_size - 1}"
                     )
         if params.stop and self.tokenizer is None:
             raise RequestError(
-                f"stop strings {list(params.stop)} need a tokenizer, and this model has none; use "
-                "stop_token_ids"
+                f"stop strings {shown(params.stop)} need a tokenizer, and this model has none; "
+                "use stop_token_ids"
             )
 
     # --- one step ------------------------------------------------------------------------------

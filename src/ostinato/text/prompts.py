@@ -43,7 +43,7 @@ def list_prompts(prompts: Any) -> list[tuple[str, Any]]:
         )
     if not prompts:
         raise RequestError("there are no prompts; give at least one")
-    if all(_is_token(item) for item in prompts):
+    if isinstance(prompts, range) or all(_is_token(item) for item in prompts):
         return [("the prompt", prompts)]
     if len(prompts) == 1:
         return [("the prompt", prompts[0])]
@@ -53,7 +53,7 @@ def list_prompts(prompts: Any) -> list[tuple[str, Any]]:
 def read_prompt(
     name: str, prompt: Any, tokenizer: Any, max_model_len: int
 ) -> tuple[str | None, list[Any]]:
-    """The text of a prompt, if it is text, and its tokens; the engine checks range and number.
+    """The text of a prompt, if it is text, and its tokens; the engine checks their range.
 
     Text is refused here if it is far longer than ``max_model_len`` tokens.
     """
@@ -70,7 +70,7 @@ def read_prompt(
             kind = "text" if key == "prompt" else "a list of token ids"
             raise RequestError(f"{name} must be {kind}, got {shown(prompt)}" + _advice(prompt))
     if not isinstance(prompt, str):
-        return None, _token_ids(name, prompt)
+        return None, _token_ids(name, prompt, max_model_len)
     check_text(name, prompt)
     if tokenizer is None:
         raise RequestError(
@@ -146,12 +146,22 @@ def list_params(params: Any, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def _token_ids(name: str, prompt: Any) -> list[Any]:
+def check_num_tokens(name: str, num_tokens: int, max_model_len: int) -> None:
+    """Refuse a prompt that leaves no room for an answer."""
+    if num_tokens >= max_model_len:
+        raise RequestError(
+            f"{name} has {num_tokens} tokens, but a sequence has at most {max_model_len} "
+            "(max_model_len), one of them generated; shorten the prompt or raise the limit"
+        )
+
+
+def _token_ids(name: str, prompt: Any, max_model_len: int) -> list[Any]:
     """A list of plain integers, of whatever was given as token ids."""
     if _is_array(prompt):
-        return _array_ids(name, prompt)
+        return _array_ids(name, prompt, max_model_len)
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
         raise RequestError(f"{name} is {shown(prompt)}; {_A_PROMPT}" + _advice(prompt))
+    check_num_tokens(name, len(prompt), max_model_len)  # a range can be of any length
     for position, token in enumerate(prompt):
         if not _is_token(token):
             raise RequestError(
@@ -160,7 +170,7 @@ def _token_ids(name: str, prompt: Any) -> list[Any]:
     return [int(token) for token in prompt]
 
 
-def _array_ids(name: str, array: Any) -> list[int]:
+def _array_ids(name: str, array: Any, max_model_len: int) -> list[int]:
     nested = isinstance(array, torch.Tensor) and array.is_nested
     shape = "of several lengths" if nested else f"of shape {tuple(array.shape)}"
     kind = f"{type(array).__name__} {shape} and dtype {array.dtype}"
@@ -173,6 +183,7 @@ def _array_ids(name: str, array: Any) -> list[int]:
         raise RequestError(
             f"{name} is a {kind}; token ids are integers, in a dense array: convert them first"
         )
+    check_num_tokens(name, len(array), max_model_len)  # an expanded one takes no memory yet
     ids: list[int] = array.tolist()
     return ids
 
