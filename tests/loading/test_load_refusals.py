@@ -342,6 +342,16 @@ def test_messages_can_be_printed(tmp_path: Path, character: str) -> None:
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.parametrize("method", ["mxfp4", "four_over_six"])
+def test_a_quantized_model_without_measure(llama: Path, method: str) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    quantized = {"quant_method": method, "dequantize": True}
+    config |= {"vocab_size": 20_000_000, "quantization_config": quantized}
+    (llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="larger model than its checkpoint has weights for"):
+        load(llama)
+
+
 def test_a_base_model_without_its_head(llama: Path) -> None:
     transformers.AutoModel.from_pretrained(llama).save_pretrained(llama)
     with pytest.raises(ModelLoadError, match=r"no 'model.' before their names: .* a base model"):

@@ -27,6 +27,7 @@ from ostinato.errors import ModelLoadError, OstinatoError
 from ostinato.models.checkpoint import FLOAT_TYPES, Checkpoint
 from ostinato.quoting import listed, said
 
+_MOST_PACKED = 32  # weights in one number of a quantized checkpoint: a bit each
 _LARGEST_BUFFERS = 2**32  # bytes of tables, such as those of positions
 # Causal masks that old versions of transformers saved with each layer.
 _OLD_BUFFERS = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|causal_mask)$")
@@ -45,7 +46,7 @@ def load_weights(
     quantized = getattr(config, "quantization_config", None) is not None
     _check_names(checkpoint, model_class)
     checkpoint.check_num_layers(config.get_text_config().num_hidden_layers)
-    limit = None if quantized else 2 * checkpoint.num_elements()  # tied weights are built twice
+    limit = 2 * checkpoint.num_elements() * (_MOST_PACKED if quantized else 1)  # tied: built twice
     try:
         # Buffers are filled from constants; should one of them be drawn, then always the same.
         with (
