@@ -19,6 +19,7 @@ from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import ClosedError, RequestError
 from ostinato.loading.load import as_hf
 from ostinato.outputs import CompletionOutput, Logprob
+from ostinato.quoting import shown
 from ostinato.runner.step_result import StepResult
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.block_allocator import BlockAllocator
@@ -26,7 +27,6 @@ from ostinato.scheduling.request import FinishReason, Request
 from ostinato.scheduling.schedule_plan import Plan, TokenEvent
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.text.detokenizer import Detokenizer
-from ostinato.quoting import shown
 from ostinato.text.prompts import check_num_tokens
 
 if TYPE_CHECKING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from ostinato.errors import RequestError
@@ -35,6 +36,7 @@ def render_chat(
         raise RequestError(
             "this model has no chat template, so it cannot take messages; use generate()"
         )
+    _check_template(tokenizer.chat_template)
     try:
         text: str = within_seconds(
             TIME_LIMIT_S,
@@ -56,6 +58,28 @@ def render_chat(
         ) from error
     # The template has said the special ones.
     return encode(name, text, tokenizer, max_model_len, add_special_tokens=False)
+
+
+def _check_template(template: Any) -> None:
+    """Refuse powers: 9**9**9 is one call that no time limit ends, as it lets no other thread run."""
+    for each in template.values() if isinstance(template, Mapping) else [template]:
+        line = _first_power(str(each))
+        if line is not None:
+            raise RequestError(
+                f"the model's chat template computes a power (** in its line {line}), which may "
+                "take any time; render the messages yourself and use generate()"
+            )
+
+
+@lru_cache(maxsize=16)
+def _first_power(template: str) -> int | None:
+    from jinja2 import Environment, TemplateError
+
+    try:
+        tokens = list(Environment(autoescape=True).lex(template))
+    except TemplateError:
+        return None  # the tokenizer says what is wrong with it
+    return next((line for line, kind, text in tokens if (kind, text) == ("operator", "**")), None)
 
 
 def _is_list(value: object) -> bool:
