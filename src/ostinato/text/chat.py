@@ -61,7 +61,7 @@ def render_chat(
 
 
 def _check_template(template: Any) -> None:
-    """Refuse powers: 9**9**9 is one call that no time limit ends, as it lets no other thread run."""
+    """Refuse powers: no time limit ends 9**9**9, one call that lets no other thread run."""
     for each in template.values() if isinstance(template, Mapping) else [template]:
         line = _first_power(str(each))
         if line is not None:
