@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ostinato.errors import ConfigError
@@ -89,11 +90,10 @@ class SamplingParams:
 
     def _check_lists(self) -> None:
         # Kept as plain immutable values: a request outlives the caller's lists.
-        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
+        given = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = _as_tuple("stop", given, MAX_STOP_STRINGS, "stop strings")
         if any(not isinstance(text, str) or not text for text in stop):
             raise ConfigError(f"stop must be non-empty strings, got {shown(self.stop)}")
-        if len(stop) > MAX_STOP_STRINGS:
-            raise ConfigError(f"at most {MAX_STOP_STRINGS} stop strings, got {len(stop)}")
         num_characters = sum(map(len, stop))
         if num_characters > MAX_STOP_CHARACTERS:
             raise ConfigError(
@@ -103,11 +103,9 @@ class SamplingParams:
         if not all(_is_text(text) for text in stop):
             raise ConfigError(f"stop must be text without lone surrogates, got {shown(self.stop)}")
         object.__setattr__(self, "stop", stop)
-        ids = _as_tuple("stop_token_ids", self.stop_token_ids)
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
         if any(type(token) is not int or token < 0 for token in ids):
             raise ConfigError(f"stop_token_ids must be token ids, got {shown(self.stop_token_ids)}")
-        if len(ids) > MAX_STOP_TOKEN_IDS:
-            raise ConfigError(f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got {len(ids)}")
         object.__setattr__(self, "stop_token_ids", ids)
         if not isinstance(self.logit_bias, Mapping | None):
             raise ConfigError(f"logit_bias maps token ids to numbers, got {shown(self.logit_bias)}")
@@ -129,12 +127,15 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _as_tuple(name: str, value: object) -> tuple[Any, ...]:
+def _as_tuple(name: str, value: object, most: int, what: str) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ConfigError(f"{name} must be a list, got {shown(value)}")
-    return tuple(value)
+    items = tuple(islice(value, most + 1))  # an iterator may have no end
+    if len(items) > most:
+        raise ConfigError(f"at most {most} {what}, got more")
+    return items
 
 
 def _is_text(value: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -158,6 +159,8 @@ def test_stop_strings_do_not_hold_up_the_engine(llm: LLM, strings: list[str]) ->
         ({"n": 10**9}, "n is at most"),
         ({"stop": ["a"] * (sampling_params.MAX_STOP_STRINGS + 1)}, "stop strings, got"),
         ({"stop": "a" * (sampling_params.MAX_STOP_CHARACTERS + 1)}, "characters together, got"),
+        ({"stop": itertools.repeat("a")}, "stop strings, got"),
+        ({"stop_token_ids": itertools.count()}, "stop_token_ids, got"),
         ({"stop": ["\ud800" * 10_000]}, "lone surrogates"),
         ({"temperature": "x" * 10_000}, "temperature must be a number"),
         ({"stop_token_ids": ["x" * 10_000]}, "stop_token_ids must be token ids"),

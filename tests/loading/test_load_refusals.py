@@ -306,6 +306,14 @@ def test_end_tokens_that_the_model_does_not_have(llama: Path) -> None:
     assert load(llama).eos_token_ids == {2}
 
 
+def test_a_config_of_long_texts(llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    config["hybrid_override_pattern"] = "M" * 100_000
+    (llama / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match="'hybrid_override_pattern' in .* 100,000 characters"):
+        load(llama)
+
+
 def test_a_config_of_long_names(llama: Path) -> None:
     content = {"k" * 20_000: [[0] * 20_000, -math.inf]}  # named one by one: 400 MB
     (llama / "config.json").write_text(json.dumps(content))

@@ -25,6 +25,7 @@ _COUNTS = re.compile(
 )
 _LARGEST_COUNT = 10_000
 _LONGEST_NAME = 80
+_LONGEST_TEXT = 65_536
 
 
 def read_object(file: Path, *, largest: int = _LARGEST_FILE) -> dict[str, Any]:
@@ -77,6 +78,11 @@ def _check_number(file: Path, name: str, value: object) -> None:
         raise ModelLoadError(f"{shown(name)} in {file} is an integer of more than 64 bits")
     if isinstance(value, int) and _COUNTS.search(name):
         _check_count(file, name, value)
+    if isinstance(value, str) and len(value) > _LONGEST_TEXT:  # some have a letter for each layer
+        raise ModelLoadError(
+            f"{shown(name)} in {file} has {len(value):,} characters; {_LONGEST_TEXT:,} is the most "
+            "that is read"
+        )
     if isinstance(value, float) and not math.isfinite(value):
         raise ModelLoadError(f"{shown(name)} in {file} is {value}; it must be a finite number")
 
