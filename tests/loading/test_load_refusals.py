@@ -310,7 +310,7 @@ def test_a_config_of_long_texts(llama: Path) -> None:
     config = json.loads((llama / "config.json").read_text())
     config["hybrid_override_pattern"] = "M" * 100_000
     (llama / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelLoadError, match="'hybrid_override_pattern' in .* 100,000 characters"):
+    with pytest.raises(ModelLoadError, match=r"'hybrid_override_pattern' in .* 100,000 characters"):
         load(llama)
 
 
