@@ -8,6 +8,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,6 +66,21 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     """The device under test: every test that takes it holds on both backends."""
     torch.manual_seed(0)
     return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
+
+
+_entered: list[Any] = []
+
+
+@pytest.fixture
+def after_interrupts() -> Iterator[None]:
+    """For tests whose signal handlers raise anywhere: in the middle of torch's own context managers
+    too, which then leave their switches as they are, for all tests that follow."""
+    yield
+    gc.collect()  # some guards switch back when they go
+    torch.set_grad_enabled(True)
+    if torch.is_inference_mode_enabled():
+        _entered.append(torch.inference_mode(False))
+        _entered[-1].__enter__()
 
 
 @pytest.fixture

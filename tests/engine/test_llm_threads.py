@@ -310,6 +310,7 @@ def test_a_call_inside_a_step_is_refused(llm: LLM, expected: list[list[int]], se
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finaliser
+@pytest.mark.usefixtures("after_interrupts")
 def test_an_interrupt_anywhere_leaves_the_llm_usable(llm: LLM, expected: list[list[int]]) -> None:
     """Alarms go off at points of their own; wherever that is, what follows is right."""
 

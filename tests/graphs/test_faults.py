@@ -278,6 +278,7 @@ def test_batch_of_nothing(pool: GraphPool) -> None:
         fast(torch.ones(0, device=pool.device))
 
 
+@pytest.mark.usefixtures("after_interrupts")
 def test_interrupts_leave_graphs_to_other_threads() -> None:
     """A signal handler may raise between any two instructions, those of a lock included."""
 
@@ -300,7 +301,6 @@ def test_interrupts_leave_graphs_to_other_threads() -> None:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
-            torch.set_grad_enabled(True)  # an interrupted torch.no_grad() leaves it off
         with ThreadPoolExecutor(1) as other:
             assert torch.equal(other.submit(fast, x).result(60), x + 1)
     assert num_interrupted == 600
