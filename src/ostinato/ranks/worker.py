@@ -42,7 +42,7 @@ def _run(connection: int, rank: int) -> int:
         return 1
     try:
         _, runner, _ = start_rank(config, world)
-        assert isinstance(runner, FollowingRunner), "rank 0 is nobody's worker"
+        assert isinstance(runner, FollowingRunner), "only rank 0 leads, and it is no worker"
         runner.follow()
         runner.close()
     except RankFailedError as error:

@@ -21,7 +21,6 @@ class StopStrings:
         self._next: dict[int, int] = {}
         self._found: dict[int, str] = {}
         self._depth = array("i", [0])
-        self._parent = array("i", [0])
         for string in strings:
             self._insert(string)
         self._link()
@@ -34,7 +33,6 @@ class StopStrings:
             if following is None:
                 following = self._next[key] = len(self._depth)
                 self._depth.append(self._depth[state] + 1)
-                self._parent.append(state)
             state = following
         self._found[state] = string
 
@@ -51,12 +49,10 @@ class StopStrings:
             shorter = self._shorter[state]
             if state not in self._found and shorter in self._found:
                 self._found[state] = self._found[shorter]
-        goes_on = set(self._parent)
+        begun = {key // _CHARACTERS for key in self._next}  # a longer string goes on from there
         for _, state in edges:
-            goes = state in goes_on
-            self._held_back[state] = (
-                self._depth[state] if goes else self._held_back[self._shorter[state]]
-            )
+            shorter = self._held_back[self._shorter[state]]
+            self._held_back[state] = self._depth[state] if state in begun else shorter
 
     def step(self, state: int, character: int) -> int:
         """The state after one more character."""
