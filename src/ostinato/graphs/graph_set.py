@@ -254,7 +254,7 @@ class GraphSet:
         args, kwargs = self._layout.static_call(size)
         call = partial(self._function, *args, **kwargs)
         watch = self._watch if self._options.watch else None
-        rehearsal = Rehearsal(self._function, call, watch=watch)
+        rehearsal = Rehearsal(self._function, call, watch=watch, generators=self._pool.generators)
         try:
             with self._pool.backend.capture_scope():
                 rehearsal.run(thoroughly=not self._graphs)

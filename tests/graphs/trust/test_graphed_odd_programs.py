@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributions import Normal
 
 from ostinato import BatchError, CaptureError, ConfigError, graphed
-from ostinato.errors import OstinatoError
 
 
 def quantized_by_range(x: torch.Tensor) -> torch.Tensor:
@@ -140,19 +139,46 @@ def test_padding_is_not_tried_with_what_an_operator_does_not_take() -> None:
             torch.testing.assert_close(fast(x), function(x))
 
 
-def test_seeding_a_generator_inside_is_refused() -> None:
-    """Not on CUDA: torch allows it in a capture, if it is the seed that the generator has."""
-    generator = torch.Generator()
+@pytest.mark.parametrize("seeded_before", [True, False])
+@pytest.mark.parametrize("place", ["before the draw", "after it", "and no draw", "the default one"])
+def test_seeding_a_generator_inside_is_refused(
+    device: torch.device, place: str, seeded_before: bool
+) -> None:
+    """Also with the seed that the generator has: torch allows that in a capture on CUDA."""
+    generator = torch.Generator(device)
+    if seeded_before:
+        generator.manual_seed(7)
+        torch.manual_seed(7)
 
     def function(x: torch.Tensor) -> torch.Tensor:
-        generator.manual_seed(7)
-        return x + torch.rand(x.shape, generator=generator)
+        if place == "before the draw":
+            generator.manual_seed(7)
+        elif place == "the default one":
+            torch.manual_seed(7)
+        drawn = torch.zeros_like(x)
+        if place != "and no draw":
+            drawn = torch.rand(x.shape, generator=generator, device=device)
+        if place != "before the draw":
+            generator.manual_seed(7)
+        return x + drawn
 
+    x = torch.randn(2, 3, device=device)
+    if seeded_before:
+        torch.manual_seed(7)
     with (
         graphed(function, sizes=[2], generators=[generator]) as fast,
-        pytest.raises(OstinatoError),
+        pytest.raises(CaptureError, match=r"generator.* seeded"),
     ):
-        fast(torch.randn(2, 3))
+        fast(x)
+
+
+def test_what_the_search_for_seeding_draws_is_put_back(device: torch.device) -> None:
+    generator = torch.Generator(device)
+    states = [each.get_state() for each in (generator, torch.default_generator)]
+    with graphed(lambda x: x * 2, sizes=[2], generators=[generator]) as fast:
+        fast(torch.ones(2, 3, device=device))
+    after = [each.get_state() for each in (generator, torch.default_generator)]
+    assert all(torch.equal(a, b) for a, b in zip(states, after, strict=True))
 
 
 class Observer(nn.Module):

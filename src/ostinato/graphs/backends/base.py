@@ -38,6 +38,8 @@ class GraphBackend(Protocol):
     """
 
     device: torch.device
+    # What captured work may draw from: the device's default one, and those that were registered.
+    generators: tuple[torch.Generator, ...]
 
     def capture_scope(self) -> AbstractContextManager[None]:
         """Everything of one capture runs inside, also what runs between two recordings."""

@@ -115,6 +115,9 @@ class GraphPool:
     ) -> None:
         self.backend = create_backend(torch.device(device), generators=generators)
         self.device = self.backend.device
+        # What captured work may draw from; on CUDA, the code around it from the CPU's own as well.
+        both = (torch.default_generator, *self.backend.generators)
+        self.generators = tuple(dict.fromkeys(both))
         self.lazy_capture = lazy_capture
         self.offloader = offloader
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -8,13 +8,14 @@ the run had not happened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ostinato.errors import CaptureError
 from ostinato.graphs.capture.tree import tensors_in
 
 _CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
@@ -75,6 +76,7 @@ class EffectsProbe(TorchDispatchMode):
         self._created: set[int] = set()
         # By storage: all of it, in place, and a copy of what was there before.
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.draws_random_numbers = False
         self._generators: dict[torch.Generator, torch.Tensor] = {}  # and their states before
 
     @classmethod
@@ -88,9 +90,8 @@ class EffectsProbe(TorchDispatchMode):
             for tensor in _written(func, args, kwargs):
                 self._keep(tensor)
             if torch.Tag.nondeterministic_seeded in func.tags:
-                generator = _generator(args, kwargs)
-                if generator not in self._generators:
-                    self._generators[generator] = generator.get_state()
+                self.draws_random_numbers = True
+                self.keep_state_of(_generator(args, kwargs))
             if func in _CASTS:
                 target = args[0] if func is torch.ops.aten.copy_.default else kwargs.get("dtype")
                 source = args[-1] if func is torch.ops.aten.copy_.default else args[0]
@@ -121,9 +122,10 @@ class EffectsProbe(TorchDispatchMode):
             everything = _whole(tensor)
             self._before[storage] = (everything, everything.clone())
 
-    @property
-    def draws_random_numbers(self) -> bool:
-        return bool(self._generators)
+    def keep_state_of(self, generator: torch.Generator) -> None:
+        """Have ``restore`` put it back, whether or not a run draws from it."""
+        if generator not in self._generators:
+            self._generators[generator] = generator.get_state()
 
     @property
     def takes_any_number(self) -> bool:
@@ -149,6 +151,7 @@ class EffectsProbe(TorchDispatchMode):
                 self._before.setdefault(storage, kept)
         for generator, state in later._generators.items():
             self._generators.setdefault(generator, state)
+        self.draws_random_numbers |= later.draws_random_numbers
         self._created |= later._created
 
     @property
@@ -179,6 +182,53 @@ class EffectsProbe(TorchDispatchMode):
                 self.in_place(storage).copy_(memory)
         for generator, state in contents.generators.items():
             generator.set_state(state)
+
+
+class SeedingProbe(TorchDispatchMode):
+    """Raises if a generator changes but by an operator: if it is seeded, or its state is set.
+
+    A replay runs no Python and would do neither. Moves the generators on when it is entered: if a
+    callable seeds a generator that was just seeded so, nothing is there to be seen.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._generators = tuple(generators)
+        self._states: list[torch.Tensor] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as above
+
+    def __enter__(self) -> SeedingProbe:
+        for generator in self._generators:
+            torch.rand((), generator=generator, device=generator.device)
+        self._look()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if kind is None:
+            self._check()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._check()
+        result = func(*args, **(kwargs or {}))
+        self._look()  # custom operators may draw without saying so
+        return result
+
+    def _look(self) -> None:
+        self._states = [generator.get_state() for generator in self._generators]
+
+    def _check(self) -> None:
+        for generator, state in zip(self._generators, self._states, strict=True):
+            if not torch.equal(generator.get_state(), state):
+                raise CaptureError(
+                    f"a random generator of {generator.device} is seeded, or its state set, inside "
+                    "the call, which a replay would not repeat; seed it between calls"
+                )
 
 
 class FixedDraws(TorchDispatchMode):

@@ -8,7 +8,7 @@ captured. That is found out here, and refused by name.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from ostinato.errors import CaptureError
 from ostinato.graphs.capture.signature import is_fixed, same_value
 from ostinato.graphs.capture.tree import leaves_with_path, map_tensors
 from ostinato.graphs.trust.agreement import Agreement, differences, same_bits
-from ostinato.graphs.trust.effects import EffectsProbe
+from ostinato.graphs.trust.effects import EffectsProbe, SeedingProbe
 from ostinato.graphs.trust.watched_state import WatchedState, show
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Rehearsal:
     """Runs ``call``, which is ``function`` on arguments that stay where they are.
 
     ``effects`` knows what the runs wrote, and puts it back. Without ``watch``, what the callable
-    refers to is not looked at.
+    refers to is not looked at. ``generators`` must not be seeded by it.
     """
 
     def __init__(
@@ -36,11 +36,15 @@ class Rehearsal:
         call: Callable[[], Any],
         *,
         watch: Callable[[], WatchedState] | None,
+        generators: Sequence[torch.Generator] = (),
     ) -> None:
         self._function = function
         self._call = call
         self._watch = watch
+        self._generators = generators
         self.effects = EffectsProbe()
+        for generator in generators:
+            self.effects.keep_state_of(generator)
         self._before: WatchedState | None = None
         self._watched: WatchedState | None = None
 
@@ -56,7 +60,8 @@ class Rehearsal:
             return
         self.effects.restore()
         again = EffectsProbe()
-        second = self._run(again)
+        with SeedingProbe(self._generators):
+            second = self._run(again)
         self.check_nothing_replaced()
         self._check_makes_no_state(again)
         self._check_writes_again(again)

@@ -56,7 +56,7 @@ class CpuBackend:
     def __init__(self, *, generators: Sequence[torch.Generator] = ()) -> None:
         self.device = torch.device("cpu")
         self._arena = Arena()
-        self._generators = generators
+        self.generators = (torch.default_generator, *generators)
         self._verified: dict[Hashable, Verified] = {}
         self._recorder: Recorder | None = None
         self._modes = ExitStack()
@@ -73,7 +73,7 @@ class CpuBackend:
     def begin(self) -> None:
         keep_dynamo_out()
         self._arena.recent_peak_bytes = 0
-        self._recorder = Recorder(self._arena, self._generators, self._verified)
+        self._recorder = Recorder(self._arena, self.generators, self._verified)
         self._modes.enter_context(self._recorder)
         self._modes.enter_context(host_reads_refused())
         self._modes.enter_context(answering_as_a_capture())

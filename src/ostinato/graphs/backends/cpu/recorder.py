@@ -67,10 +67,9 @@ class Recorder(CaptureGuard):
         generators: Sequence[torch.Generator],
         verified: dict[Hashable, Verified],
     ) -> None:
-        all_generators = (torch.default_generator, *generators)
-        super().__init__("cpu", all_generators)
+        super().__init__("cpu", generators)
         self.steps: list[Step] = []
-        self._random_states = [(each, each.get_state()) for each in all_generators]
+        self._random_states = [(each, each.get_state()) for each in generators]
         self._arena = arena
         self._verified = verified
         self._pinned: dict[Hashable, torch.Tensor] = {}

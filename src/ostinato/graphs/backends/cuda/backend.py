@@ -129,7 +129,6 @@ class CudaBackend:
                 f"device cuda:{index} does not exist; torch sees {torch.cuda.device_count()}"
             )
         self.device = torch.device("cuda", index)
-        self._generators = generators
         self._index = index
         self._shared = capture_device(self.device)
         # The stream that the pool was used on last. Its buffers are being made on this one.
@@ -140,8 +139,8 @@ class CudaBackend:
         self._pool: _MemoryPool | None = self._new_pool()
         self._open: torch.cuda.CUDAGraph | None = None
         default = torch.cuda.default_generators[index]
-        self._all_generators = (default, *generators)
-        self._guard = CaptureGuard("cuda", self._all_generators)
+        self.generators = (default, *generators)
+        self._guard = CaptureGuard("cuda", self.generators)
         self._guarded = True
         self._modes = ExitStack()
         self._under_way = ExitStack()  # closed when torch has ended the capture
@@ -186,7 +185,7 @@ class CudaBackend:
         keep_dynamo_out()
         # Only a kept graph can be looked into.
         graph = torch.cuda.CUDAGraph(keep_graph=HAS_BINDINGS)
-        for generator in self._generators:
+        for generator in self.generators[1:]:
             graph.register_generator_state(generator)
         with ExitStack() as stack:
             stack.enter_context(self._shared.capture_under_way(self._stream))
@@ -214,7 +213,7 @@ class CudaBackend:
 
     def _num_drawn(self) -> list[int]:
         """How far the sequence of each generator has come. A replay that draws moves it on."""
-        return [int(generator.get_offset()) for generator in self._all_generators]
+        return [int(generator.get_offset()) for generator in self.generators]
 
     def abort(self, error: BaseException) -> BaseException:
         invalidated = None
