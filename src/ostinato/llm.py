@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
@@ -9,14 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-import torch
 from tqdm import tqdm
 
-from ostinato.config import EngineConfig, GraphConfig
+from ostinato.config import EngineConfig
 from ostinato.engine.engine import CheckedRequest, Engine
 from ostinato.engine.submission import Submission
 from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
+from ostinato.options import described, same_options_as
 from ostinato.outputs import RequestOutput
 from ostinato.sampling_params import SamplingParams
 from ostinato.text.chat import Message, list_conversations, render_chat
@@ -28,22 +29,14 @@ _BAR_AFTER_SECONDS = 2.0  # a bar for what is over at once would only flicker
 class LLM:
     """A language model that is ready to generate; graphs are captured when it is built.
 
-    ``model``: None for the embedded SmolLM2-135M-Instruct; a directory or hub name of a safetensors
-    checkpoint; or, with ``random_weights``, the name of a shape. Limits that are None are chosen
-    for the device. Use it in ``with``, or ``close()`` it, to give the memory back. For one thread
-    at a time: while one is in a call or has a stream open, others get ``ConcurrentUseError``.
+    Use it in ``with``, or ``close()`` it, to give the memory back. For one thread at a time: while
+    one is in a call or has a stream open, others get ``ConcurrentUseError``.
 
-    ``swiftkv_layers`` makes a SwiftKV model of a plain one: all layers after so many take their
-    keys and values from the output of these, and run only for the tokens whose logits are wanted.
-    Without training for it the text suffers; checkpoints that were trained say so themselves.
-
-    With ``tensor_parallel`` x ``sequence_parallel`` more than one it runs on so many ranks, one GPU
-    each, or processes on the CPU. In a plain process it starts the other ranks itself. Under
+    With ``tensor_parallel`` x ``sequence_parallel`` more than one it runs on that many ranks, one
+    GPU each, or processes on the CPU. In a plain process it starts the other ranks itself. Under
     ``torchrun`` every rank runs the script and makes the same calls, and every rank gets the
     results; there the number of ranks must be right, and the network between them trusted: what
-    they send is neither encrypted nor signed. ``tensor_parallel`` splits the weights;
-    ``sequence_parallel`` splits the tokens of a batch, and batches of up to
-    ``shift_parallel_threshold`` tokens use all ranks for the weights instead.
+    they send is neither encrypted nor signed.
 
     That a rank died or hangs is known to the others within ``rank_timeout_s`` and a tenth of it,
     and takes them down with an error that names it; a process that cannot be set free from waiting
@@ -54,56 +47,9 @@ class LLM:
     loading and capturing may take any time on any rank.
     """
 
-    def __init__(
-        self,
-        model: str | Path | None = None,
-        *,
-        device: str = "auto",
-        dtype: str | torch.dtype = "auto",
-        graphs: GraphConfig | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        max_model_len: int | None = None,
-        kv_cache_memory: int | str | None = None,
-        gpu_memory_utilization: float = 0.9,
-        attention: str = "auto",
-        block_size: int = 16,
-        prefix_reuse: bool = True,
-        prefill_chunk: int | None = None,
-        overlap: bool | None = None,
-        random_weights: bool = False,
-        seed: int = 0,
-        swiftkv_layers: int | None = None,
-        show_progress: bool = True,
-        tensor_parallel: int = 1,
-        sequence_parallel: int = 1,
-        shift_parallel_threshold: int | None = None,
-        rank_timeout_s: float = 30.0,
-    ) -> None:
-        self.config = EngineConfig(
-            model=None if model is None else str(model),
-            device=device,
-            dtype=dtype,
-            graphs=graphs or GraphConfig(),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=max_model_len,
-            kv_cache_memory=kv_cache_memory,
-            gpu_memory_utilization=gpu_memory_utilization,
-            attention=attention,
-            block_size=block_size,
-            prefix_reuse=prefix_reuse,
-            prefill_chunk=prefill_chunk,
-            overlap=overlap,
-            random_weights=random_weights,
-            seed=seed,
-            swiftkv_layers=swiftkv_layers,
-            show_progress=show_progress,
-            tensor_parallel=tensor_parallel,
-            sequence_parallel=sequence_parallel,
-            shift_parallel_threshold=shift_parallel_threshold,
-            rank_timeout_s=rank_timeout_s,
-        )
+    @same_options_as(EngineConfig)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.config = EngineConfig(*args, **options)
         self.engine = Engine(self.config)
 
     @classmethod
@@ -131,27 +77,38 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts; results in the order of the prompts.
 
         A prompt is text or token ids: a list, or a 1-D NumPy array or tensor of integers on any
         device. Several are a list of those, or a 2-D array or tensor, each row a prompt of its
         own: there is no padding, so all its rows are as long as they look.
+
+        ``sampling_params``: for all prompts, or a list with those of each; None: the defaults.
+        ``use_tqdm``: whether a bar shows how far it is, if it takes long (None: ``show_progress``).
         """
-        return self._generate(*self._prepare(list_prompts(prompts), params))
+        prepared = self._prepare(list_prompts(prompts), sampling_params)
+        return self._generate(*prepared, use_tqdm=use_tqdm)
 
     def _generate(
-        self, outputs: list[RequestOutput], requests: list[CheckedRequest]
+        self,
+        outputs: list[RequestOutput],
+        requests: list[CheckedRequest],
+        *,
+        use_tqdm: bool | None,
     ) -> list[RequestOutput]:
-        return self.engine.sharing.call(lambda: self._complete(outputs, requests))
+        shows_bar = self.config.show_progress if use_tqdm is None else use_tqdm
+        return self.engine.sharing.call(lambda: self._complete(outputs, requests, shows_bar))
 
     def _complete(
-        self, outputs: list[RequestOutput], requests: list[CheckedRequest]
+        self, outputs: list[RequestOutput], requests: list[CheckedRequest], shows_bar: bool
     ) -> list[RequestOutput]:
         submission = Submission(self.engine, requests, every_token=False)
         try:
-            with self._bar(submission.num_completions) as bar:
+            with _bar(submission.num_completions) if shows_bar else nullcontext() as bar:
                 while submission.num_left:
                     for number, completion in submission.start_some():
                         outputs[number].outputs.append(completion.output)
@@ -170,27 +127,32 @@ class LLM:
     def stream(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> TextStream:
         """Complete all prompts and yield what each step adds. Leaving the loop aborts the rest.
 
         Inside the loop this thread may generate as well; other threads are refused until it ends.
         """
-        _, requests = self._prepare(list_prompts(prompts), params)  # not at the first next()
+        _, requests = self._prepare(
+            list_prompts(prompts), sampling_params
+        )  # not at the first next()
         return TextStream(self.engine, requests)
 
     @one_thread()
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or several; each a list of {"role": ..., "content": ...}.
 
-        A content is text, or a list of text parts, which become lines.
+        A content is text, or a list of text parts, which become lines. The rest is as in
+        ``generate``.
         """
         prompts = [(name, self._render(each, name)) for name, each in list_conversations(messages)]
-        return self._generate(*self._prepare(prompts, params))
+        return self._generate(*self._prepare(prompts, sampling_params), use_tqdm=use_tqdm)
 
     @one_thread()
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -228,11 +190,6 @@ class LLM:
             )
         return outputs, requests
 
-    def _bar(self, total: int) -> Any:
-        if not self.config.show_progress:  # tqdm takes a lock of the whole process even then
-            return nullcontext()
-        return tqdm(total=total, desc="generating", delay=_BAR_AFTER_SECONDS)
-
     # --- ownership -----------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -263,3 +220,10 @@ class LLM:
             "an LLM cannot be copied or pickled: it owns graphs and the memory they point to; "
             "build another one with LLM.from_config(llm.config)"
         )
+
+
+def _bar(total: int) -> Any:
+    return tqdm(total=total, desc="generating", delay=_BAR_AFTER_SECONDS)
+
+
+LLM.__doc__ = f"{inspect.cleandoc(LLM.__doc__ or '')}\n\n{described(list(fields(EngineConfig)))}"

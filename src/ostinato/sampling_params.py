@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+from ostinato import other_engines
 from ostinato.errors import ConfigError
+from ostinato.options import option, user_options
 from ostinato.quoting import shown
 
 # More than these serve no purpose that we know of, and would hold up or exhaust an engine.
@@ -21,36 +23,51 @@ MAX_LOGPROBS = 64
 _LARGEST_FLOAT = sys.float_info.max
 
 
+@user_options(example="temperature", foreign=other_engines.SAMPLING_OPTIONS)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Names and meanings are those of vLLM.
+    """How the tokens of one request are chosen, and when it ends. Names and meanings are vLLM's.
 
-    ``temperature`` 0 is greedy. ``top_k`` 0 or -1 keeps all tokens. ``seed`` makes a request's
-    random numbers its own; None draws one. In float32 its tokens are then a function of the prompt
-    and these parameters alone, whatever else is in the batch; in bfloat16 and float16 the rounding
-    of another batch shape can change them. ``logprobs`` n returns the log-probabilities of the
-    sampled and of the n most likely tokens, before penalties and temperature. ``max_tokens`` None
-    goes on to the model's limit. The ``MAX_`` constants of this module are limits.
+    The ``MAX_`` constants of ``ostinato.sampling_params`` are limits.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    logprobs: int | None = None
+    n: int = option(1, "Completions of the prompt.")
+    temperature: float = option(1.0, "0 is greedy; larger is more random.")
+    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1: from all.")
+    top_p: float = option(
+        1.0, "Sample from the likeliest tokens whose probabilities add up to this."
+    )
+    min_p: float = option(0.0, "Leave out tokens less likely than this times the likeliest token.")
+    presence_penalty: float = option(
+        0.0, "Taken off the logits of tokens that the answer has, in [-2, 2]."
+    )
+    frequency_penalty: float = option(
+        0.0, "The same for each time that the answer has the token, in [-2, 2]."
+    )
+    repetition_penalty: float = option(
+        1.0, "Above 1: makes tokens of the prompt and the answer less likely, by this factor."
+    )
+    logit_bias: Mapping[int, float] | None = option(
+        None, "Added to the logits, by token id, in [-100, 100]."
+    )
+    seed: int | None = option(
+        None,
+        "Makes the request's random numbers its own; None draws one. In float32 the tokens are "
+        "then a function of the prompt and these parameters alone, whatever else is in the batch; "
+        "in bfloat16 and float16 the rounding of another batch shape can change them.",
+    )
+    max_tokens: int | None = option(16, "Longest answer. None: up to the model's limit.")
+    min_tokens: int = option(0, "Tokens before the answer may end.")
+    stop: str | Sequence[str] = option((), "A string, or several, at which the answer ends.")
+    stop_token_ids: Sequence[int] = option((), "Tokens at which the answer ends.")
+    include_stop_str_in_output: bool = option(False, "Leave the stop string in the text.")
+    ignore_eos: bool = option(False, "Go on after the model's end-of-sequence token.")
+    skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")
+    logprobs: int | None = option(
+        None,
+        "Return the log-probabilities of the sampled token and of this many of the likeliest, "
+        "before penalties and temperature.",
+    )
 
     def __post_init__(self) -> None:
         # Options arrive from the command line and from requests, so types are checked too.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
 
 from ostinato import LLM, GraphConfig
-from ostinato.cli.options import ModelOptions
 from ostinato.config import EngineConfig
 from ostinato.engine.explain import explain_batch
 from ostinato.errors import ConfigError
@@ -64,15 +62,6 @@ def test_a_world_of_the_wrong_size(
     message = f"sequence_parallel 1 takes 2 ranks, but this world has {world_size}"
     with pytest.raises(ConfigError, match=message):
         LLM("tiny", random_weights=True, device="cpu", tensor_parallel=2)
-
-
-def test_the_command_line_and_llm_have_them() -> None:
-    chosen = ModelOptions(tensor_parallel=2, sequence_parallel=3, shift_parallel_threshold=5)
-    config = chosen.engine_config(quiet=True)
-    assert (config.tensor_parallel, config.sequence_parallel) == (2, 3)
-    assert config.shift_parallel_threshold == 5
-    names = inspect.signature(LLM.__init__).parameters
-    assert set(EngineConfig.__dataclass_fields__) <= set(names)
 
 
 def test_explain_names_the_model() -> None:

@@ -11,8 +11,10 @@ from ostinato.errors import ConfigError
 from ostinato.ops.numba import has_numba
 
 
-def create_attention(name: str, device: torch.device) -> AttentionBackend:
-    """The backend of that name; "auto" is the fastest that runs on the device."""
+def create_attention(name: str | AttentionBackend, device: torch.device) -> AttentionBackend:
+    """The backend of that name, or itself; "auto" is the fastest that runs on the device."""
+    if not isinstance(name, str):
+        return name
     on_cuda, on_cpu = device.type == "cuda", device.type == "cpu"
     runs = {
         "torch": True,

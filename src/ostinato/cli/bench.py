@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from rich.console import Console, RenderableType
 from ostinato.cli import options, parallel_tables, tables
 from ostinato.cli.layouts import Layouts, parse_layouts
 from ostinato.cli.results import write_results
+from ostinato.config import EngineConfig
 from ostinato.errors import MeasurementError
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
@@ -49,7 +51,7 @@ def decode(
     profile_batch: Annotated[
         str | None, typer.Option(help="Batch sizes to profile. Default: all of them.")
     ] = None,
-    chosen: options.ModelOptions,
+    config: EngineConfig,
     as_json: options.Json = False,
     output: Output = None,
     quiet: options.Quiet = False,
@@ -61,7 +63,7 @@ def decode(
     from ostinato.bench.decode import run
 
     results = run(
-        chosen.engine_config(quiet=True),
+        replace(config, show_progress=False),
         batches=options.integers(batch, "--batch"),
         baselines=[name for name in baselines.split(",") if name],
         prompt_len=prompt_len,
@@ -98,14 +100,14 @@ def plot(
 def capture(
     *,
     modes: Annotated[str, typer.Option(help="Graph modes to compare.")] = _MODES,
-    chosen: options.ModelOptions,
+    config: EngineConfig,
     as_json: options.Json = False,
     output: Output = None,
 ) -> None:
     """Seconds, bytes and graphs of the capture in each mode, and seconds until ready."""
     from ostinato.bench.capture import run
 
-    results = run(chosen.engine_config(quiet=True), modes=modes.split(","))
+    results = run(replace(config, show_progress=False), modes=modes.split(","))
     _report(results, tables.capture_tables, as_json, output)
 
 
@@ -116,7 +118,7 @@ def prefill(
     lengths: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "16,64,128,256,512",
     modes: Annotated[str, typer.Option(help="Beside eager.")] = "PIECEWISE,FULL_AND_PIECEWISE",
     repeats: Annotated[int, typer.Option(help="Medians over this many.")] = 10,
-    chosen: options.ModelOptions,
+    config: EngineConfig,
     as_json: options.Json = False,
     output: Output = None,
 ) -> None:
@@ -124,7 +126,7 @@ def prefill(
     from ostinato.bench.prefill import run
 
     results = run(
-        chosen.engine_config(quiet=True),
+        replace(config, show_progress=False),
         lengths=options.integers(lengths, "--lengths") or [],
         modes=modes.split(","),
         repeats=repeats,

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,9 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.cli import options
+from ostinato.config import EngineConfig
 
 if TYPE_CHECKING:
     from ostinato.llm import LLM
+
+_RANKS = ("tensor_parallel", "sequence_parallel", "shift_parallel_threshold")
 
 
 @options.takes_model()
@@ -29,7 +32,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
     top_p: Annotated[float, typer.Option(help="In (0, 1].")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
-    chosen: options.ModelOptions,
+    config: EngineConfig,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
@@ -39,7 +42,7 @@ def generate(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
-    with _open(chosen, quiet=quiet or as_json) as llm:
+    with _open(config, quiet=quiet or as_json) as llm:
         question: Any = [{"role": "user", "content": prompt}]
         asked = llm.render_chat(question) if chat else _as_prompt(llm, prompt)
         if as_json:
@@ -55,12 +58,12 @@ def generate(
 @options.takes_model()
 def capture(
     *,
-    chosen: options.ModelOptions,
+    config: EngineConfig,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Capture the graphs of a model, and show each: key, nodes, bytes, milliseconds."""
-    with _open(chosen, quiet=quiet or as_json) as llm:
+    with _open(config, quiet=quiet or as_json) as llm:
         rows = [
             {
                 "phase": report.entry.phase,
@@ -86,7 +89,11 @@ def capture(
 
 
 @options.takes_model(
-    without=("model", "random_weights", "dtype", "compiled", "max_model_len", "kv_cache_memory")
+    only=(
+        *("device", "attention", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
+        *("mode", "capture_sizes", "max_cudagraph_capture_size"),
+        *_RANKS,
+    )
 )
 def explain(
     *,
@@ -95,14 +102,14 @@ def explain(
     max_query_len: Annotated[
         int | None, typer.Option(help="Most tokens of one request; default: an even split.")
     ] = None,
-    chosen: options.ModelOptions,
+    config: EngineConfig,
     as_json: options.Json = False,
 ) -> None:
     """Which graph would run a batch, and why. Loads no model."""
     from ostinato.engine.explain import explain_batch
 
     explanation = explain_batch(
-        chosen.engine_config(quiet=True),
+        replace(config, show_progress=False),
         num_tokens=tokens,
         num_reqs=reqs,
         max_query_len=max_query_len,
@@ -116,19 +123,17 @@ def explain(
     Console().print(table)
 
 
-@options.takes_model(
-    without=("mode", "sizes", "compiled", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
-)
+@options.takes_model(only=("model", "random_weights", "device", "dtype", "swiftkv_layers", *_RANKS))
 def tune(
     *,
-    chosen: options.ModelOptions,
+    config: EngineConfig,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Measure which kernels suit a model's products of few rows on this GPU; kept for later."""
     from ostinato.engine.tune import tune as tune_model
 
-    choices = tune_model(chosen.engine_config(quiet=quiet or as_json))
+    choices = tune_model(replace(config, show_progress=not (quiet or as_json)))
     if as_json:
         sys.stdout.write(json.dumps(choices) + "\n")
         return
@@ -139,10 +144,10 @@ def tune(
 
 
 @contextmanager
-def _open(chosen: options.ModelOptions, *, quiet: bool) -> Iterator[LLM]:
+def _open(config: EngineConfig, *, quiet: bool) -> Iterator[LLM]:
     from ostinato.llm import LLM
 
-    with LLM.from_config(chosen.engine_config(quiet=quiet)) as llm:
+    with LLM.from_config(replace(config, show_progress=not quiet)) as llm:
         yield llm
 
 

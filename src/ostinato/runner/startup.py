@@ -42,7 +42,7 @@ def load(
     """The model, on its device; this rank's part of it, if it has a place among several."""
     device = config.torch_device() if place is None else place.device
     return load_model(
-        config.model,
+        None if config.model is None else str(config.model),
         device=device,
         dtype=config.torch_dtype(device),
         random_weights=config.random_weights,

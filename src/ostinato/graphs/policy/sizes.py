@@ -18,18 +18,27 @@ def default_sizes(
     max_num_batched_tokens: int,
     decode_query_len: int = 1,
     device_type: str = "cuda",
+    largest: int | None = None,
 ) -> tuple[int, ...]:
-    """1, 2, 4, multiples of 8 to 256, then of 16, up to twice the decode batch and at most 512."""
+    """1, 2, 4, multiples of 8 to 256, then of 16, up to ``largest``.
+
+    None: twice the decode batch, at most 512 (16 on the CPU).
+    """
     for name, value in (
         ("max_num_seqs", max_num_seqs),
         ("max_num_batched_tokens", max_num_batched_tokens),
         ("decode_query_len", decode_query_len),
     ):
         check_positive_int(name, value)
-    largest = min(2 * max_num_seqs * decode_query_len, LARGEST_DEFAULT_SIZE, max_num_batched_tokens)
-    if device_type == "cpu":
-        largest = min(largest, LARGEST_DEFAULT_SIZE_CPU)
-    ladder = [1, 2, 4, *range(8, 257, 8), *range(272, LARGEST_DEFAULT_SIZE + 1, 16)]
+    if largest is None:
+        most = LARGEST_DEFAULT_SIZE_CPU if device_type == "cpu" else LARGEST_DEFAULT_SIZE
+        largest = min(2 * max_num_seqs * decode_query_len, most, max_num_batched_tokens)
+    elif largest > max_num_batched_tokens:
+        raise ConfigError(
+            f"the largest capture size {largest} is above max_num_batched_tokens="
+            f"{max_num_batched_tokens}, so no batch could ever use it; lower it or raise the limit"
+        )
+    ladder = [1, 2, 4, *range(8, 257, 8), *range(272, largest + 1, 16)]
     return tuple(size for size in ladder if size <= largest)
 
 

@@ -81,9 +81,9 @@ def test_bad_engine_settings(options: dict[str, Any], message: str) -> None:
 
 
 def test_misspelt_settings_are_refused() -> None:
-    with pytest.raises(TypeError, match="max_seqs"):
+    with pytest.raises(ConfigError, match="max_seqs"):
         EngineConfig(max_seqs=3)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="sizes"):
+    with pytest.raises(ConfigError, match="sizes"):
         GraphConfig(sizes=[1])  # type: ignore[call-arg]
 
 

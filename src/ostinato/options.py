@@ -1,0 +1,134 @@
+"""Options as users write them: declared once, with their help, and refused by name.
+
+A dataclass of options declares each with ``option(default, help)``. ``user_options`` makes its
+constructor answer names that it does not have: a name of another engine that means the same is
+taken, one that means something else gets an error that says what to write here, and any other gets
+the nearest name there is. The help becomes the class's docstring, and options of the command line.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import Field, field, fields
+from textwrap import fill
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+
+from ostinato.errors import ConfigError
+from ostinato.quoting import shown
+
+T = TypeVar("T")
+S = TypeVar("S")
+P = ParamSpec("P")
+
+
+def option(default: Any, help: str, *, cli: type | None = None) -> Any:
+    """A field of a dataclass of options. ``cli``: its type on the command line, if it is there."""
+    return field(default=default, metadata={"help": help, "cli": cli})
+
+
+class Foreign(NamedTuple):
+    """An option of another engine that is not one here.
+
+    ``harmless``: values that ask for what happens here anyway; these are taken.
+    """
+
+    instead: str
+    harmless: tuple[Any, ...] = ()
+
+
+def user_options(
+    *,
+    example: str,
+    name: str | None = None,
+    aliases: Mapping[str, str] | None = None,
+    foreign: Mapping[str, Foreign] | None = None,
+) -> Callable[[type[T]], type[T]]:
+    """For a dataclass: check the names that it is made with.
+
+    ``aliases``: other names of its fields. Errors speak of ``name``, which is what users call, and
+    show the option ``example``.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        called = name or cls.__name__
+        own = [each for each in fields(cls) if each.init]  # type: ignore[arg-type]
+        positional = [each.name for each in own if not each.kw_only]
+        names = frozenset(each.name for each in own)
+        plain = cls.__init__
+
+        @functools.wraps(plain)
+        def checked(self: T, *args: Any, **options: Any) -> None:
+            if len(args) > len(positional):
+                raise ConfigError(
+                    f"{called} takes its options by name, and {shown(args[len(positional)])} was "
+                    f"given without one; write {called}({example}=...), say"
+                )
+            if not options.keys() <= names:
+                options = _known(called, names, options, aliases or {}, foreign or {})
+            plain(self, *args, **options)
+
+        cls.__init__ = checked  # type: ignore[method-assign, assignment]
+        cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}\n\n{described(own)}"
+        return cls
+
+    return decorate
+
+
+def _known(
+    name: str,
+    names: frozenset[str],
+    options: dict[str, Any],
+    aliases: Mapping[str, str],
+    foreign: Mapping[str, Foreign],
+) -> dict[str, Any]:
+    """The options by the names that they have here."""
+    known: dict[str, Any] = {}
+    for given, value in options.items():
+        own = aliases.get(given, given)
+        if own in names:
+            if own in known or (own != given and own in options):
+                raise ConfigError(f"{name} was given both {own} and {given}, which are the same")
+            known[own] = value
+        elif given in foreign:
+            if not any(value is each or value == each for each in foreign[given].harmless):
+                raise ConfigError(
+                    f"{name} has no option {given}, which was {shown(value)}: "
+                    f"{foreign[given].instead}"
+                )
+        else:
+            nearest = difflib.get_close_matches(given, [*names, *aliases], n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else "help() lists its options"
+            raise ConfigError(f"{name} has no option {shown(given)}; {hint}")
+    return known
+
+
+def described(options: list[Field[Any]]) -> str:
+    """The options with their defaults and help, for a docstring."""
+    return "Options:\n" + "\n".join(
+        fill(
+            f"{each.name}: {each.metadata['help']} (default: {each.default!r})",
+            width=96,
+            initial_indent="    ",
+            subsequent_indent="        ",
+            break_on_hyphens=False,
+        )
+        for each in options
+        if each.metadata.get("help")
+    )
+
+
+def same_options_as(
+    config: Callable[P, Any],
+) -> Callable[[Callable[Concatenate[S, ...], None]], Callable[Concatenate[S, P], None]]:
+    """For an ``__init__`` that makes a ``config``: it has its options, to readers and mypy too."""
+
+    def decorate(init: Callable[Concatenate[S, ...], None]) -> Callable[Concatenate[S, P], None]:
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        options = inspect.signature(config).parameters.values()
+        init.__signature__ = inspect.Signature([itself, *options])  # type: ignore[attr-defined]
+        return init
+
+    return decorate
