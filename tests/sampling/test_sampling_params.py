@@ -183,9 +183,9 @@ def test_a_single_stop_string_is_one_stop() -> None:
 
 
 def test_unknown_and_positional_options_are_refused() -> None:
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(ConfigError, match="temprature"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
+    with pytest.raises(ConfigError):
         SamplingParams(1)  # type: ignore[misc]
 
 
