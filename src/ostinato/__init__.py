@@ -47,6 +47,9 @@ _HOME = {
     "set_forward_context": "graphs.capture.context",
 }
 
+# What `pip install ostinato` leaves out, and `ostinato[llm]` brings.
+_OF_THE_RUNTIME = ("transformers", "tokenizers", "safetensors", "numpy", "filelock")
+
 if TYPE_CHECKING:
     from ostinato.config import GraphConfig as GraphConfig
     from ostinato.errors import BatchError as BatchError
@@ -88,7 +91,14 @@ __all__ = ["__version__", *_HOME]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'ostinato' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"ostinato.{_HOME[name]}"), name)
+    try:
+        return getattr(importlib.import_module(f"ostinato.{_HOME[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in _OF_THE_RUNTIME:
+            raise
+        raise ImportError(
+            f"ostinato.{name} needs the package {error.name}: pip install 'ostinato[llm]'"
+        ) from error
 
 
 def __dir__() -> list[str]:

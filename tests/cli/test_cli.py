@@ -290,7 +290,7 @@ def test_errors_are_one_line(
 @pytest.mark.slow
 def test_errors_of_the_installed_command() -> None:
     """In a process of its own: one line, exit code 1, no traceback."""
-    command = [sys.executable, "-m", "ostinato.cli", "explain", "--tokens", "1", "--reqs", "2"]
+    command = [sys.executable, "-m", "ostinato", "explain", "--tokens", "1", "--reqs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stdout == ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -28,7 +28,12 @@ class _App(typer.Typer):
             sys.exit(1)
 
 
-app = _App(no_args_is_help=True, add_completion=False, help="CUDA graphs for LLM inference.")
+app = _App(
+    invoke_without_command=True,
+    no_args_is_help=True,
+    add_completion=False,
+    help="CUDA graphs for LLM inference.",
+)
 app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
 app.command()(model.generate)
@@ -38,13 +43,20 @@ app.command()(model.tune)
 
 
 @app.callback()
-def main() -> None:
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+) -> None:
     """CUDA graphs for LLM inference."""
+    if version:
+        _print_version()
+        raise typer.Exit
 
 
-@app.command()
-def version() -> None:
+@app.command("version")
+def _print_version() -> None:
     """Print the version."""
     from ostinato import __version__
 
-    Console().print(__version__)
+    Console().print(__version__, highlight=False)

@@ -56,7 +56,7 @@ class StepWish:
     query_len: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.mode.is_runtime_mode():
+        if not self.mode.is_valid_runtime_mode():
             raise BatchError(f"a rank runs under NONE, PIECEWISE or FULL, not {self.mode.name}")
         if type(self.num_tokens) is not int or self.num_tokens < 0:
             raise BatchError(f"num_tokens must be an int, not negative, got {self.num_tokens!r}")

@@ -131,8 +131,10 @@ def test_halves(
     assert mode.decode_mode() is decode
     assert mode.mixed_mode() is mixed
     assert mode.separate_routine() is separate
-    assert mode.is_runtime_mode() is not separate
-    assert {runtime for runtime in CUDAGraphMode if mode.uses(runtime)} == {decode, mixed}
+    assert mode.is_valid_runtime_mode() is not separate
+    assert {
+        runtime for runtime in CUDAGraphMode.valid_runtime_modes() if mode.has_mode(runtime)
+    } == {decode, mixed}
 
 
 def test_runtime_modes_are_ordered_and_pairs_are_not() -> None:
@@ -147,3 +149,20 @@ def test_weakest_attention_backend_counts() -> None:
     assert AttentionCGSupport.weakest([ALWAYS, SINGLE, UNIFORM]) is SINGLE
     assert AttentionCGSupport.weakest([NEVER, ALWAYS]) is NEVER
     assert AttentionCGSupport.weakest([]) is ALWAYS
+
+
+@pytest.mark.parametrize("mode", CUDAGraphMode)
+def test_questions_that_vllm_asks(mode: CUDAGraphMode) -> None:
+    halves = {mode.decode_mode(), mode.mixed_mode()}
+    assert bool(mode) is (halves != {NONE})
+    assert str(mode) == mode.name
+    assert mode.has_full_cudagraphs() is (FULL in halves)
+    assert mode.has_piecewise_cudagraphs() is (PIECEWISE in halves)
+    assert mode.requires_piecewise_compilation() is (PIECEWISE in halves)
+    assert mode.is_valid_runtime_mode() is (mode in CUDAGraphMode.valid_runtime_modes())
+    order = (FULL, PIECEWISE, NONE)
+    assert mode.max_cudagraph_mode() is next(each for each in order if each in halves)
+    for each in CUDAGraphMode.valid_runtime_modes():
+        assert mode.has_mode(each) is (each in halves)
+    with pytest.raises(ConfigError, match="FULL_AND_PIECEWISE is a pair"):
+        mode.has_mode(BOTH)

@@ -29,7 +29,7 @@ class ForwardContext:
     num_tokens_across_dp: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not self.runtime_mode.is_runtime_mode():
+        if not self.runtime_mode.is_valid_runtime_mode():
             raise ConfigError(
                 f"a batch runs under NONE, PIECEWISE or FULL, not {self.runtime_mode.name}; use "
                 "its decode_mode() or mixed_mode()"

@@ -59,17 +59,44 @@ class CUDAGraphMode(Enum):
         """Whether decode batches have graphs of their own, apart from mixed ones."""
         return self in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
 
-    def is_runtime_mode(self) -> bool:
+    @classmethod
+    def valid_runtime_modes(cls) -> frozenset[CUDAGraphMode]:
+        """The modes that one batch can run under."""
+        return frozenset({cls.NONE, cls.PIECEWISE, cls.FULL})
+
+    def is_valid_runtime_mode(self) -> bool:
         return not self.separate_routine()
 
-    def uses(self, runtime_mode: CUDAGraphMode) -> bool:
-        """Whether some batch can run under ``runtime_mode``."""
-        return runtime_mode in (self.decode_mode(), self.mixed_mode())
+    def has_mode(self, mode: CUDAGraphMode) -> bool:
+        """Whether some batch can run under the runtime mode ``mode``."""
+        if mode.separate_routine():
+            raise ConfigError(f"has_mode takes a runtime mode; {mode.name} is a pair of them")
+        return mode in (self.decode_mode(), self.mixed_mode())
+
+    def has_full_cudagraphs(self) -> bool:
+        return self.has_mode(CUDAGraphMode.FULL)
+
+    def has_piecewise_cudagraphs(self) -> bool:
+        return self.has_mode(CUDAGraphMode.PIECEWISE)
+
+    def requires_piecewise_compilation(self) -> bool:
+        """Whether the model has to be split at attention, by torch.compile or at run time."""
+        return self.has_piecewise_cudagraphs()
+
+    def max_cudagraph_mode(self) -> CUDAGraphMode:
+        """The runtime mode that has most of a step in a graph."""
+        return max(self.decode_mode(), self.mixed_mode(), key=lambda mode: mode.rank)
+
+    def __bool__(self) -> bool:
+        return self is not CUDAGraphMode.NONE
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def rank(self) -> int:
         """Order of runtime modes: NONE < PIECEWISE < FULL."""
-        if not self.is_runtime_mode():
+        if not self.is_valid_runtime_mode():
             raise ConfigError(f"{self.name} is a pair of modes and has no rank of its own")
         return (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL).index(self)
 
@@ -120,7 +147,7 @@ def _allowed(
     decode_query_len: int,
     piecewise_available: bool,
 ) -> tuple[CUDAGraphMode, str]:
-    if support is AttentionCGSupport.ALWAYS or not requested.uses(CUDAGraphMode.FULL):
+    if support is AttentionCGSupport.ALWAYS or not requested.has_mode(CUDAGraphMode.FULL):
         return requested, ""
     without_full = CUDAGraphMode.PIECEWISE if piecewise_available else CUDAGraphMode.NONE
     if support is AttentionCGSupport.NEVER:

@@ -1,5 +1,0 @@
-"""``python -m ostinato.cli``: the same as the ``ostinato`` command."""
-
-from ostinato.cli import app
-
-app()
