@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ostinato import compat
 from ostinato.config import GraphConfig
 from ostinato.errors import ConfigError
 from ostinato.llm import LLM
@@ -125,7 +126,7 @@ def _transformers_compiled(model: Any, longest: int) -> Generate:
 
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
         nonlocal compiled_for
-        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        with compat.dynamo.demand().config.patch(fail_on_recompile_limit_hit=True):
             if compiled_for != len(prompts):
                 compiled_for = 0  # if this fails, the next call starts again
                 torch.compiler.reset()

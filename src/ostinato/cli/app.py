@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ostinato.cli import bench, model, plan
+from ostinato.cli import bench, doctor, model, plan
 from ostinato.errors import OstinatoError
 
 
@@ -40,6 +40,7 @@ app.command()(model.generate)
 app.command()(model.capture)
 app.command()(model.explain)
 app.command()(model.tune)
+app.command()(doctor.doctor)
 
 
 @app.callback()

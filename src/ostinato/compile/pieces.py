@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from ostinato import compat
 from ostinato.compile.split import Piece
 from ostinato.compile.trace import Conditions, any_size
 from ostinato.errors import CaptureError
@@ -83,8 +84,7 @@ def _recordable(run: Callable[..., Any], eager: Callable[..., Any]) -> Callable[
 
 
 def _with_inductor(piece: Piece) -> tuple[Callable[..., Any], Conditions]:
-    from torch._inductor.compile_fx import compile_fx
-
+    compile_fx = compat.compile_fx.demand()
     # Its passes change the graph they are given; ours may still be needed to run eagerly.
     graph = fx.Graph()
     with any_size(), torch.inference_mode(False), torch.no_grad():
@@ -123,12 +123,11 @@ def _own_examples(piece: Piece) -> tuple[list[Any], Any]:
     The trace has a symbol per argument, and learns on the way that they are equal. Inductor's
     cache would keep that with every piece, in terms of arguments that a piece does not have.
     """
-    from torch._dynamo.source import ConstantSource
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
+    source_of = compat.constant_source.demand()
     env: Any = ShapeEnv()
-    mode = FakeTensorMode(shape_env=env)
+    mode = compat.fake_tensor_mode.demand()(shape_env=env)
     symbols: dict[int, Any] = {}  # by example; all symbols of the trace have the same one
 
     def own(size: Any) -> Any:
@@ -138,7 +137,7 @@ def _own_examples(piece: Piece) -> tuple[list[Any], Any]:
         for symbol in expression.free_symbols:
             example = _example_of(size.node.shape_env, symbol)
             if example not in symbols:
-                source = ConstantSource(f"num_tokens_{example}")
+                source = source_of(f"num_tokens_{example}")
                 symbols[example] = env.create_symbol(
                     example, source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
                 )

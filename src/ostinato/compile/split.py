@@ -16,6 +16,7 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
+from ostinato.compat import OpOverload, OpOverloadPacket
 from ostinato.compile.operators import function_of
 from ostinato.compile.trace import Argument, Trace
 
@@ -122,9 +123,9 @@ def _partition(
 
 def _names_of(node: fx.Node) -> set[str]:
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return {target.name().split(".")[0], target.name()}
-    if isinstance(target, torch._ops.OpOverloadPacket):
+    if isinstance(target, OpOverloadPacket):
         return {target._qualified_op_name}
     if node.op != "call_function":
         return set()

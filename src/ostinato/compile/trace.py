@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ostinato import compat
 from ostinato.errors import CaptureError
 from ostinato.graphs.capture.tree import map_tensors
 
@@ -90,9 +91,7 @@ class Conditions:
 
 def any_size() -> AbstractContextManager[None]:
     """Traced and compiled inside it, sizes 0 and 1 are sizes like others: one graph serves all."""
-    from torch.fx.experimental import _config
-
-    config: Any = _config  # has no types
+    config = compat.symbolic_shape_settings.demand()
     patch: AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
     return patch
 
@@ -107,7 +106,7 @@ def trace(
     Neither ``args`` nor the function are run. The graph has to be whole: what Dynamo cannot trace
     raises ``CaptureError`` with the user's line.
     """
-    import torch._dynamo as dynamo  # takes two seconds: only those who compile pay
+    dynamo = compat.dynamo.demand()  # takes two seconds: only those who compile pay
 
     seen: list[tuple[fx.GraphModule, tuple[Any, ...]]] = []
 

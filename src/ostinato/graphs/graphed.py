@@ -30,6 +30,7 @@ from typing import (
 
 import torch
 
+from ostinato.compat import inside_functorch_transform
 from ostinato.errors import BatchError, CaptureError, ClosedError, ConfigError
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.closing import close_each
@@ -53,7 +54,6 @@ R = TypeVar("R")
 
 _DEFAULT_LARGEST = 64
 # Private to torch: the innermost transform of torch.func, or None.
-_inside_transform = torch._C._functorch.peek_interpreter_stack
 
 
 class GraphedCallable(Generic[P, R]):
@@ -385,7 +385,7 @@ class GraphedCallable(Generic[P, R]):
                 "torch.compile cannot look into a graphed callable; compile the model first and "
                 "graph the result: graphed(torch.compile(model))"
             )
-        if _inside_transform():
+        if inside_functorch_transform():
             raise CaptureError(
                 "a graphed callable was called inside a transform of torch.func (vmap, grad, ...), "
                 "which cannot look into graphs; transform the plain function (unwrap()) and graph "

@@ -13,24 +13,21 @@ from typing import Any
 import torch
 from torch.library import Library, register_fake
 
+from ostinato.compat import OpOverload
 from ostinato.graphs.backends.python_kernels import replay_by_calling, replay_by_preparing
 
 # An operator is there for as long as the library object is.
 _LIBRARY = Library("ostinato", "FRAGMENT")
 
 
-def define(
-    schema: str, *, cpu: Callable[..., None], cuda: Callable[..., None]
-) -> torch._ops.OpOverload:
+def define(schema: str, *, cpu: Callable[..., None], cuda: Callable[..., None]) -> OpOverload:
     """The operator ``ostinato::name`` of ``schema`` (``name(Tensor a, Tensor(x!) out) -> ()``)."""
     operator = _define(schema, CPU=cpu, CUDA=cuda)
     replay_by_calling(operator, cpu)
     return operator
 
 
-def define_for_cpu(
-    schema: str, *, prepare: Callable[..., Callable[[], object]]
-) -> torch._ops.OpOverload:
+def define_for_cpu(schema: str, *, prepare: Callable[..., Callable[[], object]]) -> OpOverload:
     """The same for an operator that runs on the CPU alone, by what ``prepare`` makes of its
     arguments: a call that reads and writes them, which replays repeat."""
 
@@ -42,13 +39,13 @@ def define_for_cpu(
     return operator
 
 
-def _define(schema: str, **kernels: Callable[..., None]) -> torch._ops.OpOverload:
+def _define(schema: str, **kernels: Callable[..., None]) -> OpOverload:
     name = schema[: schema.index("(")].strip()
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     for device, kernel in kernels.items():
         _LIBRARY.impl(name, kernel, device)
     register_fake(f"ostinato::{name}", _nothing_to_infer, lib=_LIBRARY)
-    operator: torch._ops.OpOverload = getattr(torch.ops.ostinato, name).default
+    operator: OpOverload = getattr(torch.ops.ostinato, name).default
     return operator
 
 

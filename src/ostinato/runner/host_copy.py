@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from ostinato.compat import raw_stream
+
 
 class Awaited(Protocol):
     """Copies of device tensors, started already; the tensors may be overwritten by later work on
@@ -65,7 +67,7 @@ class Mailbox:
     def _current_stream(self, index: int) -> torch.cuda.Stream:
         # Its number is found in a moment; making an object of it takes as long as the copy.
         stream = self._stream
-        if stream is None or stream.cuda_stream != torch._C._cuda_getCurrentRawStream(index):
+        if stream is None or stream.cuda_stream != raw_stream(index):
             stream = self._stream = torch.cuda.current_stream(self._device)
         return stream
 

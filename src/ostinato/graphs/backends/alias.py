@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from ostinato.compat import neg_view
+
 
 def alias_of(tensor: torch.Tensor, storage: Any, offset: int) -> torch.Tensor:
     """``tensor``'s shape, strides and type over ``storage``, ``offset`` elements into it.
@@ -19,4 +21,4 @@ def alias_of(tensor: torch.Tensor, storage: Any, offset: int) -> torch.Tensor:
     alias.set_(storage, offset, tensor.shape, tensor.stride())
     if tensor.is_conj():
         alias = alias.conj()
-    return torch._neg_view(alias) if tensor.is_neg() else alias
+    return neg_view(alias) if tensor.is_neg() else alias

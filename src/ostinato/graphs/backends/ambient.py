@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ostinato import compat
 from ostinato.errors import CaptureError
 
 _in_capture: ContextVar[bool] = ContextVar("ostinato_in_capture", default=False)
@@ -68,17 +69,7 @@ def answering_as_a_capture() -> Iterator[None]:
 
 @cache
 def _teach_torch_to_answer() -> None:
-    # Private, in torch 2.0 to 2.13: the function that torch.cuda.is_current_stream_capturing()
-    # calls. Replaced here, and for good, the answer is right also where the public one was imported
-    # by name. Where torch has no CUDA it raises, and goes on to do so outside of recordings.
-    # Without it, code that asks would believe that it runs eagerly, and its first read be refused.
-    graphs: Any = torch.cuda.graphs
-    torch_answers = graphs._cuda_isCurrentStreamCapturing
-
-    def is_current_stream_capturing() -> bool:
-        return _this_thread.recording or bool(torch_answers())
-
-    graphs._cuda_isCurrentStreamCapturing = is_current_stream_capturing
+    compat.answer_for_captures(lambda: _this_thread.recording)
 
 
 class _ForceEager:

@@ -18,10 +18,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ostinato.compat import (
+    OpOverload,
+    TorchDispatchMode,
+    call_composite,
+    generator_number,
+    has_kernel_for_key,
+)
 from ostinato.errors import CaptureError
 from ostinato.graphs.capture.tree import tensors_in
 
@@ -136,7 +141,7 @@ class CaptureGuard(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.last_operator: str | None = None
         self._device_type = device_type
-        self._generators = {_identity(generator) for generator in generators}
+        self._generators = {generator_number(generator) for generator in generators}
         self._rules: dict[Any, Rule | None] = {}
         self._composite: dict[Any, bool] = {}
 
@@ -175,7 +180,7 @@ class CaptureGuard(TorchDispatchMode):
             return self._composite[func]
         except KeyError:
             composite = (
-                isinstance(func, torch._ops.OpOverload)
+                isinstance(func, OpOverload)
                 and has_kernel(func, "CompositeImplicitAutograd")
                 # Those that have a kernel for the device come here in every mode.
                 and not has_kernel(func, self._device_type.upper())
@@ -189,15 +194,12 @@ class CaptureGuard(TorchDispatchMode):
         """The result of a composite operator, with this mode in force for what it calls."""
         if func in _READ_THEIR_ARGUMENTS and self._device_type == "cpu":
             raise forbidden(str(func), HOST_READ)
-        # Not func.decompose(), which prefers what was written for tracing, in Python, to the kernel
-        # that runs eagerly: bilinear upsampling and recurrent layers round otherwise there.
-        # _op_dk calls one kernel of an operator; private, in every torch 2.
         # What the kernel calls has to go through the layers that are above a mode (autocast,
         # views), as it does eagerly; in here they are switched off.
         with enable_reentrant_dispatch(), self._autocast_inside(func), self:
-            return func._op_dk(DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+            return call_composite(func, args, kwargs)
 
-    def _autocast_inside(self, func: torch._ops.OpOverload) -> AbstractContextManager[object]:
+    def _autocast_inside(self, func: OpOverload) -> AbstractContextManager[object]:
         """Autocast has no part in what an operator does that it has cast the arguments of."""
         device_type = self._device_type
         if torch.is_autocast_enabled(device_type) and has_kernel(
@@ -231,7 +233,7 @@ class CaptureGuard(TorchDispatchMode):
 
     def _rule_for(self, func: Any) -> Rule | None:
         """Which check an operator needs; worked out once per operator. Most need none."""
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, OpOverload):
             return lambda args, kwargs: _HIGHER_ORDER
         if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
             return self._boolean_mask
@@ -291,7 +293,7 @@ class CaptureGuard(TorchDispatchMode):
     def _unregistered_generator(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         given: Any = (*args, kwargs.get("generator"))
         generator = next((g for g in given if isinstance(g, torch.Generator)), None)
-        if generator is None or _identity(generator) in self._generators:
+        if generator is None or generator_number(generator) in self._generators:
             return None
         return _GENERATOR if generator.device.type == self._device_type else None
 
@@ -323,7 +325,7 @@ _CALL_CAST_OPERATORS = frozenset({aten._trilinear.default})
 _NUMBERS = frozenset({"int", "float", "bool", "complex", "number", "str"})
 
 
-def _returns_number(func: torch._ops.OpOverload) -> bool:
+def _returns_number(func: OpOverload) -> bool:
     kinds = (str(result.type) for result in func._schema.returns)
     return any(re.sub(r"[?\[\]]|Optional|List", "", kind) in _NUMBERS for kind in kinds)
 
@@ -333,12 +335,5 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def has_kernel(func: torch._ops.OpOverload, key: str) -> bool:
-    # Private, in every torch 2. There is no public way to ask; without it, composite operators
-    # would be recorded whole, and reads inside them go unseen in inference mode.
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
-
-
-def _identity(generator: Any) -> int:
-    # The dispatcher hands out a new Python object for the same generator each time.
-    return int(generator._cdata)
+def has_kernel(func: OpOverload, key: str) -> bool:
+    return has_kernel_for_key(func.name(), key)

@@ -13,16 +13,18 @@ from typing import Any
 
 import torch
 
+from ostinato.compat import OpOverload, record_function
+
 # Makes the call that repeats an operator with these arguments.
 _Prepare = Callable[..., Callable[[], object]]
 
-_PREPARED: dict[torch._ops.OpOverload, _Prepare] = {
+_PREPARED: dict[OpOverload, _Prepare] = {
     # Not a kernel, but the shortest way to one; norms make this call (see ``bindings``).
     torch.ops.aten.rsqrt_.default: partial(partial, torch.Tensor.rsqrt_),
 }
 
 
-def replay_by_calling(operator: torch._ops.OpOverload, kernel: Callable[..., object]) -> None:
+def replay_by_calling(operator: OpOverload, kernel: Callable[..., object]) -> None:
     """Have replays on the CPU call ``kernel`` for ``operator``.
 
     ``kernel`` must be what the operator runs on the CPU and take its arguments by position. Its
@@ -31,7 +33,7 @@ def replay_by_calling(operator: torch._ops.OpOverload, kernel: Callable[..., obj
     _PREPARED[operator] = partial(partial, kernel)
 
 
-def replay_by_preparing(operator: torch._ops.OpOverload, prepare: _Prepare) -> None:
+def replay_by_preparing(operator: OpOverload, prepare: _Prepare) -> None:
     """The same for a kernel that wants to look at its arguments once, and not at every replay.
 
     ``prepare`` takes the operator's arguments and returns the call to repeat. The tensors stay
@@ -41,7 +43,7 @@ def replay_by_preparing(operator: torch._ops.OpOverload, prepare: _Prepare) -> N
 
 
 def replay_step(
-    operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], object]:
     """What a replay calls for ``operator``: its Python kernel, or the operator itself."""
     prepare = _PREPARED.get(operator)
@@ -62,5 +64,5 @@ class _Named:
 
     def __call__(self) -> None:
         # A third of a microsecond when nobody profiles; torch.profiler's own takes ten.
-        with torch._C._profiler._RecordFunctionFast(self._name):
+        with record_function(self._name):
             self.call()

@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
+from ostinato.compat import storage_number
 from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.backends import Graph, GraphBackend
 from ostinato.graphs.backends.base import replay_closed
@@ -218,11 +219,13 @@ class Recording:
         """What a break returned, at addresses that stay, and what it must return on replay."""
         if result is None:  # as of those that write into their arguments
             return result, [None]
-        borrowed = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        borrowed = {
+            storage_number(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))
+        }
         weak, adopt = self._backend.weak, self._backend.adopt
 
         def in_place(tensor: torch.Tensor) -> bool:
-            return tensor.untyped_storage()._cdata in borrowed
+            return storage_number(tensor.untyped_storage()) in borrowed
 
         def expect(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):

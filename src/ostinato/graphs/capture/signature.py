@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ostinato.compat import tensor_guards
 from ostinato.errors import CaptureError, ReplayMismatchError
 from ostinato.graphs.capture.tree import leaves_with_path
 
-# Private to torch; without it every check is a full one.
-_guards = getattr(torch._C._dynamo, "guards", None)
-TensorGuards: Any = getattr(_guards, "TensorGuards", None)
+# None where torch lacks it; then every check is a full one.
+TensorGuards: Any = tensor_guards.find()
 
 Matcher = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 

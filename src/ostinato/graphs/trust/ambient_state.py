@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
+from ostinato import compat
 from ostinato.graphs.trust.state_walk import SCALARS
-
-_C: Any = torch._C
 
 
 def _switches(device_type: str) -> list[Callable[[], Any]]:
@@ -22,37 +21,25 @@ def _switches(device_type: str) -> list[Callable[[], Any]]:
         lambda: _autocast_dtype(device_type),
         torch.get_default_dtype,
         torch.is_inference_mode_enabled,
-        _C._get_deterministic_algorithms,
-        _C._get_float32_matmul_precision,
+        compat.deterministic_algorithms,
+        compat.float32_matmul_precision,
         _function_modes,
     ]
     if device_type == "cuda":
-        switches += [
-            _C._get_cublas_allow_tf32,
-            _C._get_cudnn_allow_tf32,
-            _C._get_cublas_allow_fp16_reduced_precision_reduction,
-            _C._get_cublas_allow_bf16_reduced_precision_reduction,
-            _C._get_cudnn_enabled,
-            _C._get_cudnn_benchmark,
-            _C._get_cudnn_deterministic,
-            _C._get_flash_sdp_enabled,
-            _C._get_mem_efficient_sdp_enabled,
-            _C._get_math_sdp_enabled,
-            _C._get_cudnn_sdp_enabled,
-        ]
+        switches += compat.cuda_switches
     return switches
 
 
 def _autocast_dtype(device_type: str) -> torch.dtype | None:
-    return _C.get_autocast_dtype(device_type) if _C.is_autocast_enabled(device_type) else None
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 def _function_modes() -> tuple[Any, ...]:
     """Those in force, ``with torch.device(...)`` and the like: of what class, set to what."""
-    depth = _C._len_torch_function_stack()
+    depth = compat.function_stack_depth()
     if depth == 0:
         return ()
-    modes = [_C._get_function_stack_at(index) for index in range(depth)]
+    modes = [compat.function_mode_at(index) for index in range(depth)]
     return tuple((type(mode), _plain_attributes(mode)) for mode in modes)
 
 
@@ -65,8 +52,8 @@ def read_numerics(device_type: str) -> tuple[Any, ...]:
     """The few switches that change results, for callers that cannot spend more than a moment."""
     return (
         _autocast_dtype(device_type),
-        _C._get_deterministic_algorithms(),
-        _C._get_float32_matmul_precision(),
+        compat.deterministic_algorithms(),
+        compat.float32_matmul_precision(),
     )
 
 

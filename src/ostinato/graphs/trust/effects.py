@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ostinato.compat import OpOverload, TorchDispatchMode, storage_number
 from ostinato.errors import CaptureError
 from ostinato.graphs.capture.tree import tensors_in
 
@@ -86,7 +86,7 @@ class EffectsProbe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             for tensor in _written(func, args, kwargs):
                 self._keep(tensor)
             if torch.Tag.nondeterministic_seeded in func.tags:
@@ -248,7 +248,7 @@ class FixedDraws(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             if func is torch.ops.aten.native_dropout.default:
                 result[0].copy_(args[0])
                 result[1].fill_(True)
@@ -281,7 +281,7 @@ def storage_id(tensor: torch.Tensor) -> int:
     """A number for the memory behind a tensor; tensors that share memory have the same."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return id(tensor)
-    return int(tensor.untyped_storage()._cdata)
+    return storage_number(tensor.untyped_storage())
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -294,7 +294,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _written(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[torch.Tensor]:
     for index, name in _written_arguments(func):
         value = args[index] if index < len(args) else kwargs.get(name)
@@ -302,7 +302,7 @@ def _written(
 
 
 @cache
-def _written_arguments(func: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
+def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     """Position and name of the arguments that an operator writes to."""
     # Batch norm in training mode updates its statistics without saying so.
     unsaid = {"running_mean", "running_var"} if "batch_norm" in func.name() else set()

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 
+from ostinato.compat import forward_hooks
 from ostinato.errors import CaptureError
 from ostinato.graphs.capture.segments import is_eager_break
 
@@ -144,8 +144,8 @@ class StateWalk:
         for name, argument in arguments.items():
             self.slots += self._enter(argument, name, 0)
         if self.modules:
-            self.slots += self._hooks("all modules", torch_module._global_forward_hooks, 0)
-            self.slots += self._hooks("all modules", torch_module._global_forward_pre_hooks, 0)
+            for hooks in forward_hooks:
+                self.slots += self._hooks("all modules", hooks, 0)
 
     def _slot(self, name: str, container: Any, key: Any, path: str, depth: int) -> Iterator[Slot]:
         """A slot, and what the value in it refers to. ``path``: how that is called, in code."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ostinato.compat import compare_addresses, storage_number
 from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.capture.signature import same_value
 from ostinato.graphs.capture.tree import tensors_in
@@ -219,7 +220,7 @@ class _Pinned:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = tensor.untyped_storage()
-        self.storage_id = int(self._storage._cdata)
+        self.storage_id = storage_number(self._storage)
         self._address = tensor.data_ptr()
         self._looks = (tensor.shape, tensor.stride(), tensor.dtype)
 
@@ -258,15 +259,10 @@ def _same_value(now: Any, was: Any) -> bool:
     return _is_plain(was) and same_value(now, was)
 
 
-# Private, in CUDA builds of torch 2.1 to 2.13: compares addresses of many tensors in one call.
-# Where it is missing, each is asked for its own.
-_compare_addresses: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
-
-
 def _are_at(tensors: list[torch.Tensor], addresses: list[int], positions: list[int]) -> bool:
-    if _compare_addresses is None:
+    if not compare_addresses:
         return [*map(_address_of, tensors)] == addresses
-    return bool(_compare_addresses(tensors, addresses, positions))
+    return bool(compare_addresses(tensors, addresses, positions))
 
 
 def _read(slot: Slot) -> Any:

@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers.integrations.moe import (
-    ALL_EXPERTS_FUNCTIONS,
-    batched_mm_experts_forward,
-    grouped_mm_experts_forward,
-)
+
+from ostinato import compat
 
 EXPERTS = "ostinato"  # the name to ask transformers for
 
@@ -38,11 +35,11 @@ def experts_forward(
     expert modules: weights stacked by expert, with flags that say how they are laid out.
     """
     if _grouped_product_stays_on_device(experts):
-        forward: Any = grouped_mm_experts_forward
+        forward: Any = compat.experts_module.demand().grouped_mm_experts_forward
     elif 3 * top_k_index.numel() <= experts.num_experts:
         # So few tokens that copying the weights of the experts they use moves fewer bytes (read,
         # write, read) than reading all experts.
-        forward = batched_mm_experts_forward
+        forward = compat.experts_module.demand().batched_mm_experts_forward
     else:
         forward = every_expert_forward
     output: torch.Tensor = forward(experts, hidden_states, top_k_index, top_k_weights)
@@ -93,4 +90,5 @@ def _linear(experts: Any, name: str, expert: int, inputs: torch.Tensor) -> torch
     return F.linear(inputs, weight.T if experts.is_transposed else weight, bias)
 
 
-ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
+if (_module := compat.experts_module.find()) is not None:
+    _module.ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)

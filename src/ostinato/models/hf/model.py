@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.initialization import no_init_weights
 
+from ostinato import compat
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError, OstinatoError
 from ostinato.graphs.capture.context import set_forward_context
@@ -237,7 +237,7 @@ def _check_size(config: PretrainedConfig, most_bytes: int | None, dtype: torch.d
         return
     limit = most_bytes // dtype.itemsize
     reason = f"fits into the {most_bytes / 2**30:.2f} GiB that are free, in {dtype}"
-    with torch.device("meta"), no_init_weights(), no_larger_than(limit, reason):
+    with torch.device("meta"), compat.no_init_weights.demand()(), no_larger_than(limit, reason):
         _AUTO.from_config(_own_copy(config), trust_remote_code=False)
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ostinato.compat import rope_functions
 from ostinato.errors import ConfigError
 from ostinato.quoting import said, shown
 
@@ -61,9 +62,7 @@ class Rotary:
             if rope["rope_type"] == "llama3":
                 frequencies = _stretch_long_waves(frequencies, rope)
         else:
-            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-            compute = ROPE_INIT_FUNCTIONS[rope["rope_type"]]
+            compute = rope_functions.demand()[rope["rope_type"]]
             frequencies, scale = compute(config, torch.device("cpu"))
         return cls(inverse_frequencies=tuple(frequencies.tolist()), scale=float(scale))
 

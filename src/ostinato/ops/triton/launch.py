@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ostinato.compat import current_device, raw_stream, triton_launches
+
 
 class _Variant(NamedTuple):
     """A kernel as it was compiled for one kind of arguments and one device."""
@@ -42,11 +44,11 @@ def launch(
     first = tensors[0]
     assert first is not None, "a kernel's first argument is always there"
     device = first.get_device()
-    if first.is_cuda and device != torch._C._cuda_getDevice():
+    if first.is_cuda and device != current_device():
         with torch.cuda.device(device):
             launch(kernel, grid, tensors, numbers, **constants)
         return
-    knobs = _known_triton() if first.is_cuda else None
+    knobs = triton_launches() if first.is_cuda else None
     if knobs is None or knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:
         kernel[grid](*tensors, *numbers, **constants)
         return
@@ -65,7 +67,7 @@ def launch(
             _remember(key, compiled, tuple(constants[name] for name in names))
         return
     x, y, z = (*grid, 1, 1)[:3]
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = raw_stream(device)
     run, function, metadata, rest = variant
     run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *rest)
 
@@ -74,14 +76,6 @@ def _remember(key: tuple[Any, ...], compiled: Any, constants: tuple[Any, ...]) -
     if len(_variants) >= _MOST_VARIANTS:
         _variants.clear()
     _variants[key] = _Variant(compiled.run, compiled.function, compiled.packed_metadata, constants)
-
-
-@cache
-def _known_triton() -> Any:
-    """Triton's settings for launches, or None if it is no version whose launches we know."""
-    import triton
-
-    return triton.knobs.runtime if triton.__version__.startswith("3.6.") else None
 
 
 def next_power_of_2(number: int) -> int:

@@ -11,20 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-import torch
+from ostinato.compat import OpOverload, generated_functions
 
 Call = Callable[..., object]
 
-# Where torch has them. Not all are typed.
-_MODULES = [getattr(torch._C, name) for name in ("_VariableFunctions", "_nn", "_linalg")]
-
 
 @cache
-def out_calls(operator: torch._ops.OpOverload) -> tuple[Call, ...]:
+def out_calls(operator: OpOverload) -> tuple[Call, ...]:
     """Ways to call an out-variant with its arguments, the fastest first, the operator itself last.
 
     Whether a function takes the operator's arguments, and does the same, is for the caller to see.
     """
     name = operator.overloadpacket.__name__
-    functions = (getattr(module, name, None) for module in _MODULES)
+    functions = (getattr(module, name, None) for module in generated_functions)
     return (*(function for function in functions if function is not None), operator)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
+from ostinato.compat import replaceable
 from ostinato.graphs.backends.guard import HOST_COPY, HOST_READ, forbidden
 
 _Refuses = Callable[..., bool]
@@ -110,6 +111,7 @@ def _packed(*args: Any, **kwargs: Any) -> bool:
 # - _op is what an operator of torch.ops calls; those that are made of others are not dispatched.
 # A name that torch does not have is left out: its readers would have to use another one of these.
 _ops = torch.ops.aten
+_C, _VF = replaceable("torch._C"), replaceable("torch._VF")
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _READERS: list[tuple[Any, str, str, str, _Refuses]] = [
     (torch.Tensor, "tolist", "Tensor.tolist", HOST_READ, _always),
@@ -118,19 +120,16 @@ _READERS: list[tuple[Any, str, str, str, _Refuses]] = [
     (torch.Tensor, "_reduce_ex_internal", "Tensor.__reduce_ex__", HOST_READ, _always),
     (torch.Tensor, "tensor_split", "Tensor.tensor_split", HOST_READ, _by_tensor),
     (torch, "tensor_split", "torch.tensor_split", HOST_READ, _by_tensor),
-    (torch._tensor_str, "_str", "Tensor.__repr__", HOST_READ, _always),
-    (torch._C, "_to_dlpack", "Tensor.__dlpack__", HOST_READ, _always),
-    (torch._C, "_to_dlpack_versioned", "Tensor.__dlpack__", HOST_READ, _always),
+    (replaceable("torch._tensor_str"), "_str", "Tensor.__repr__", HOST_READ, _always),
+    (_C, "_to_dlpack", "Tensor.__dlpack__", HOST_READ, _always),
+    (_C, "_to_dlpack_versioned", "Tensor.__dlpack__", HOST_READ, _always),
     (torch.utils.dlpack, "to_dlpack", "torch.utils.dlpack.to_dlpack", HOST_READ, _always),
     (torch, "to_dlpack", "torch.to_dlpack", HOST_READ, _always),
     (torch.UntypedStorage, "__getitem__", "UntypedStorage.__getitem__", HOST_READ, _always),
     (torch.UntypedStorage, "tolist", "UntypedStorage.tolist", HOST_READ, _always),
     (torch.UntypedStorage, "__reduce__", "UntypedStorage.__reduce__", HOST_READ, _always),
-    (torch._VF, "_pad_packed_sequence", "torch._pad_packed_sequence", HOST_READ, _always),
-    *(
-        (torch._VF, name, f"torch.{name} of a PackedSequence", HOST_READ, _packed)
-        for name in _RECURRENT
-    ),
+    (_VF, "_pad_packed_sequence", "torch._pad_packed_sequence", HOST_READ, _always),
+    *((_VF, name, f"torch.{name} of a PackedSequence", HOST_READ, _packed) for name in _RECURRENT),
     (_ops.tensor_split, "_op", "aten.tensor_split", HOST_READ, _by_tensor),
     (_ops.tensor_split.tensor_indices_or_sections, "_op", "aten.tensor_split", HOST_READ, _always),
     (_ops._pad_packed_sequence, "_op", "aten._pad_packed_sequence", HOST_READ, _always),

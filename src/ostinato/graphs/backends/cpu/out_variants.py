@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-import torch
+from ostinato.compat import OpOverload
 
 # Factory arguments; an out-variant takes them from the tensor it writes into.
 _FACTORY_ARGUMENTS = frozenset({"dtype", "layout", "device", "pin_memory"})
@@ -14,13 +14,13 @@ _FACTORY_ARGUMENTS = frozenset({"dtype", "layout", "device", "pin_memory"})
 class OutVariant(NamedTuple):
     """The overload, the names of its outputs in order, and the keyword arguments to leave out."""
 
-    operator: torch._ops.OpOverload
+    operator: OpOverload
     output_names: tuple[str, ...]
     dropped: frozenset[str]
 
 
 @cache
-def out_variant_of(operator: torch._ops.OpOverload) -> OutVariant | None:
+def out_variant_of(operator: OpOverload) -> OutVariant | None:
     """The out-variant that takes the same arguments, or None.
 
     Only torch's own operators have one worth using: theirs write where they are told, while the

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ostinato.compat import OpOverload, has_internal_overlap, storage_number
 from ostinato.errors import CaptureError, ReplayMismatchError
 from ostinato.graphs.backends.alias import alias_of
 from ostinato.graphs.backends.cpu.arena import Arena
@@ -144,7 +145,7 @@ class Recorder(CaptureGuard):
     def _remember(
         self,
         key: Hashable,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         call: Call,
         placed: dict[int, torch.Tensor],
         one: bool,
@@ -196,13 +197,13 @@ class Recorder(CaptureGuard):
     def _place(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() == 0:
             return tensor
-        if torch._debug_has_internal_overlap(tensor):
+        if has_internal_overlap(tensor):
             tensor = tensor.contiguous()  # elements that share memory cannot be written one by one
         return self._arena.strong_like(tensor)
 
     def _step(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         outputs: list[torch.Tensor],
@@ -222,7 +223,7 @@ class Recorder(CaptureGuard):
 
     def _in_place_step(
         self,
-        func: torch._ops.OpOverload,
+        func: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         outputs: list[torch.Tensor],
@@ -255,7 +256,7 @@ class Recorder(CaptureGuard):
         storage = tensor.untyped_storage()
         offset = int(tensor.storage_offset())
         looks = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        key = (storage._cdata, offset, *looks)
+        key = (storage_number(storage), offset, *looks)
         if key not in self._pinned:  # the alias keeps the storage, so its number stays taken
             self._pinned[key] = alias_of(tensor, storage, offset)
         return self._pinned[key]
@@ -351,4 +352,4 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _storage_id(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    return storage_number(tensor.untyped_storage())

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 
+from ostinato import compat
 from ostinato.errors import (
     CaptureError,
     CaptureOutOfMemoryError,
@@ -68,7 +69,7 @@ class _MemoryPool:
         """Address and size of every piece of device memory the pool holds."""
         # Not MemPool.snapshot(): with torch 2.11 and Python 3.12, processes that called it a few
         # thousand times crashed in unrelated Python code. Listing all pools did not do that.
-        snapshot: list[dict[str, Any]] = torch.cuda.memory._snapshot()["segments"]
+        snapshot: list[dict[str, Any]] = compat.memory_snapshot()["segments"]
         return [
             (segment["address"], segment["total_size"])
             for segment in snapshot
@@ -241,9 +242,7 @@ class CudaBackend:
         if not self.owns(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        unowned = torch._C._construct_storage_from_data_pointer(
-            storage.data_ptr(), tensor.device, storage.nbytes()
-        )
+        unowned = compat.storage_from_address(storage.data_ptr(), tensor.device, storage.nbytes())
         return alias_of(tensor, unowned, int(tensor.storage_offset()))
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -280,7 +279,7 @@ class CudaBackend:
 
     def follow_stream(self) -> bool:
         # Its number is found in a moment; making an object of it takes longer than all else here.
-        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        raw = compat.raw_stream(self._index)
         if raw == self._last_raw_stream:
             return False
         stream = torch.cuda.current_stream(self.device)
@@ -328,8 +327,8 @@ class CudaBackend:
             # generator still believes in the capture. Both are put right, and the pool, which
             # torch would refuse to capture into again, is left to the graphs it already has.
             index, pool_id = self.device.index, self._pool_in_use.memory.id
-            torch._C._cuda_endAllocateToPool(index, pool_id)
-            torch._C._cuda_releasePool(index, pool_id)
+            compat.end_allocate_to_pool(index, pool_id)
+            compat.release_pool(index, pool_id)
             _broken_captures.append(graph)
             self._replace_pool()
             return graph, error

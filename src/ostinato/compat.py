@@ -1,0 +1,423 @@
+"""Every private name of torch, Triton and transformers that Ostinato uses, fenced in.
+
+Each says what it is for, where it was seen, and what happens without it. A missing name breaks no
+import: what takes its place does the same more slowly, does less, or raises when it is used.
+``ostinato doctor`` shows them all.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ostinato.errors import ConfigError
+
+_TORCH = "torch 2.11 and 2.13"
+_TRITON = "3.6."  # its versions begin with
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivateName:
+    """One private name: where it is, what for, and what happens without it."""
+
+    path: str
+    purpose: str
+    without: str
+    seen_in: str
+
+    def find(self) -> Any:
+        """The object; None where it is missing."""
+        parts = self.path.split(".")
+        found = None
+        for count in range(len(parts), 0, -1):
+            try:
+                found = importlib.import_module(".".join(parts[:count]))
+            except ImportError:
+                continue
+            for part in parts[count:]:
+                found = getattr(found, part, None)
+            return found
+        return found
+
+    def demand(self) -> Any:
+        """The object; raises where it is missing."""
+        found = self.find()
+        if found is None:
+            self.refuse()
+        return found
+
+    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Stands in for what cannot be done without."""
+        package = self.path.partition(".")[0]
+        raise ConfigError(
+            f"{self.path} is missing in this {package} ({_version(package)}), and without it "
+            f"{self.without}; use a version that has it, as {self.seen_in} do"
+        )
+
+
+private_names: list[PrivateName] = []
+
+
+def _name(path: str, *, purpose: str, without: str, seen_in: str = _TORCH) -> PrivateName:
+    name = PrivateName(path=path, purpose=purpose, without=without, seen_in=seen_in)
+    private_names.append(name)
+    return name
+
+
+def _private(path: str, instead: Any = None, **about: str) -> Any:
+    """The object of that name in torch, or what to use ``instead``; None: what raises when used."""
+    name = _name(path, **about)
+    found = name.find()
+    if found is None:
+        return name.refuse if instead is None else instead
+    return found
+
+
+def _version(package: str) -> str:
+    return str(getattr(importlib.import_module(package), "__version__", "of no version"))
+
+
+# --- operators and dispatch ---------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+
+    class _NoSuchClass:
+        """Has no instances, so nothing is one."""
+
+        def __init__(self) -> None:
+            raise ConfigError(
+                f"torch {torch.__version__} has no dispatch modes, which captures need"
+            )
+
+    _operators = {
+        "purpose": "operators are told from other callables, and asked for their schema",
+        "without": "captures refuse every operator as one that they do not know",
+    }
+    OpOverload = _private("torch._ops.OpOverload", _NoSuchClass, **_operators)
+    OpOverloadPacket = _private("torch._ops.OpOverloadPacket", _NoSuchClass, **_operators)
+    TorchDispatchMode = _private(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        _NoSuchClass,
+        purpose="captures and trials watch each operator that runs",
+        without="nothing can be captured",
+    )
+
+_composite_key: Any = _private(
+    "torch._C.DispatchKey.CompositeImplicitAutograd",
+    0,
+    purpose="operators made of others are taken apart, so that each is watched",
+    without="operators that are made of others cannot be captured",
+)
+_name(
+    "torch.ops.aten.mm.default._op_dk",
+    purpose="runs one kernel of an operator: what it is made of",
+    without="operators that are made of others cannot be captured",
+)
+
+
+def call_composite(operator: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Run what an operator is made of.
+
+    Not ``operator.decompose()``, which prefers what was written for tracing, in Python, to the
+    kernel that runs eagerly: bilinear upsampling and recurrent layers round otherwise there.
+    """
+    return operator._op_dk(_composite_key, *args, **kwargs)
+
+
+has_kernel_for_key: Callable[[str, str], bool] = _private(
+    "torch._C._dispatch_has_kernel_for_dispatch_key",
+    purpose="tells operators that are made of others from those that are not",
+    without="operators that are made of others cannot be captured",
+)
+
+inside_functorch_transform: Callable[[], Any] = _private(
+    "torch._C._functorch.peek_interpreter_stack",
+    lambda: None,
+    purpose="graphed() refuses to be called inside vmap, grad and their like",
+    without="such a call fails with an error of torch's own",
+)
+
+function_stack_depth: Callable[[], int] = _private(
+    "torch._C._len_torch_function_stack",
+    lambda: 0,
+    purpose="function modes (`with torch.device(...)`) are part of the key of graphed()",
+    without="a graph is replayed under another function mode than it was captured under",
+)
+function_mode_at: Callable[[int], Any] = _private(
+    "torch._C._get_function_stack_at",
+    purpose="what a function mode is set to is part of the key, too",
+    without="calls under a function mode are refused",
+)
+
+generated_functions: list[Any] = [
+    _private(
+        f"torch._C.{module}",
+        object(),
+        purpose="replays on the CPU call operators by the shortest way",
+        without="replays on the CPU take some microseconds longer per operator",
+    )
+    for module in ("_VariableFunctions", "_nn", "_linalg")
+]
+
+record_function: Callable[[str], Any] = _private(
+    "torch._C._profiler._RecordFunctionFast",
+    lambda name: nullcontext(),
+    purpose="profilers see the Python kernels of replays on the CPU",
+    without="profilers do not see them",
+)
+
+
+def replaceable(path: str) -> Any:
+    """What ``path`` names, to replace functions in it; an empty object where it is missing."""
+    found = _name(
+        path,
+        purpose="recordings on the CPU refuse reads of tensors that dispatch no operator",
+        without="the reads that go through it are not refused",
+    ).find()
+    return object() if found is None else found
+
+
+forward_hooks: list[dict[int, Any]] = [
+    _private(
+        f"torch.nn.modules.module.{name}",
+        {},
+        purpose="hooks of all modules that were added since a capture are found",
+        without="they are not found",
+    )
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
+]
+
+# --- tensors and their memory -------------------------------------------------------------------
+
+has_internal_overlap: Callable[[torch.Tensor], Any] = _private(
+    "torch._debug_has_internal_overlap",
+    lambda tensor: any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ),
+    purpose="expanded tensors are copied whole by recordings on the CPU",
+    without="strides are looked at instead, and overlaps other than expansion are missed",
+)
+
+neg_view: Callable[[torch.Tensor], torch.Tensor] = _private(
+    "torch._neg_view",
+    purpose="results that are lazily negated keep that property",
+    without="such results cannot be captured",
+)
+
+storage_from_address: Callable[[int, torch.device, int], Any] = _private(
+    "torch._C._construct_storage_from_data_pointer",
+    purpose="outputs of CUDA graphs are held without reserving their memory",
+    without="CUDA graphs cannot share memory, so nothing is captured",
+)
+
+compare_addresses: Any = _private(
+    "torch._C._tensors_data_ptrs_at_indices_equal",
+    0,  # asked for its truth before it is called; CPU builds have none
+    purpose="weights that moved are found by one call for all of them",
+    without="each weight is asked for its address (CPU builds of torch; some 20 us for 300)",
+    seen_in="CUDA builds of torch 2.1 to 2.13",
+)
+
+
+def storage_number(storage: torch.UntypedStorage) -> int:
+    """A number for a storage; other tensors that share it get the same."""
+    number: int = getattr(storage, "_cdata", None) or storage.data_ptr()
+    return number
+
+
+_name(
+    "torch.UntypedStorage._cdata",
+    purpose="tells whether tensors share memory",
+    without="the address of the memory is used",
+)
+
+
+def generator_number(generator: torch.Generator) -> int:
+    """The dispatcher hands out another Python object for a generator each time; not this."""
+    number: int = getattr(generator, "_cdata", None) or id(generator)
+    return number
+
+
+_name(
+    "torch.Generator._cdata",
+    purpose="captures know the generators that were registered",
+    without="draws from registered generators are refused",
+)
+
+# --- CUDA ---------------------------------------------------------------------------------------
+
+raw_stream: Callable[[int], int] = _private(
+    "torch._C._cuda_getCurrentRawStream",
+    lambda index: torch.cuda.current_stream(index).cuda_stream,
+    purpose="the current stream is asked for on every replay and launch",
+    without="the public way takes some microseconds longer",
+    seen_in="CUDA builds of torch 2.11 and 2.13",
+)
+
+current_device: Callable[[], int] = _private(
+    "torch._C._cuda_getDevice",
+    torch.cuda.current_device,
+    purpose="the current device is asked for on every launch",
+    without="the public way takes a microsecond longer",
+    seen_in="CUDA builds of torch 2.11 and 2.13",
+)
+
+end_allocate_to_pool: Callable[[int, Any], None] = _private(
+    "torch._C._cuda_endAllocateToPool",
+    purpose="a capture that broke gives the allocator back",
+    without="a process cannot go on after a capture that broke",
+    seen_in="CUDA builds of torch 2.11 and 2.13",
+)
+release_pool: Callable[[int, Any], None] = _private(
+    "torch._C._cuda_releasePool",
+    purpose="a capture that broke gives its memory back",
+    without="a process cannot go on after a capture that broke",
+    seen_in="CUDA builds of torch 2.11 and 2.13",
+)
+
+memory_snapshot: Callable[[], Any] = _private(
+    "torch.cuda.memory._snapshot",
+    lambda: {"segments": torch.cuda.memory_snapshot()},
+    purpose="which memory belongs to a pool",
+    without="the public function answers the same",
+)
+
+
+def answer_for_captures(is_recording: Callable[[], bool]) -> None:
+    """Have ``torch.cuda.is_current_stream_capturing()`` be true in recordings on the CPU as well.
+
+    Replaced for good, and below the public function, so that the answer is right also where that
+    one was imported by name. Where torch has no CUDA it raises, and goes on to do so otherwise.
+    """
+    torch_answers = _stream_is_capturing.find()
+    if torch_answers is not None:
+        torch.cuda.graphs._cuda_isCurrentStreamCapturing = (  # type: ignore[attr-defined]
+            lambda: is_recording() or bool(torch_answers())
+        )
+
+
+_stream_is_capturing = _name(
+    "torch.cuda.graphs._cuda_isCurrentStreamCapturing",
+    purpose="code that asks whether it is being captured gets the same answer on the CPU",
+    without="it believes that it runs eagerly, and its first read is refused",
+    seen_in="torch 2.0 to 2.13",
+)
+
+# --- switches, read on every call ---------------------------------------------------------------
+
+
+def _switch(name: str, instead: Callable[[], Any]) -> Callable[[], Any]:
+    read: Callable[[], Any] = _private(
+        f"torch._C.{name}",
+        instead,
+        purpose="a switch that changes results is read on every call",
+        without="the public way takes a little longer",
+    )
+    return read
+
+
+deterministic_algorithms = _switch(
+    "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+float32_matmul_precision = _switch(
+    "_get_float32_matmul_precision", torch.get_float32_matmul_precision
+)
+cuda_switches: list[Callable[[], Any]] = [
+    _switch("_get_cublas_allow_tf32", lambda: torch.backends.cuda.matmul.allow_tf32),
+    _switch("_get_cudnn_allow_tf32", lambda: torch.backends.cudnn.allow_tf32),
+    _switch(
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        lambda: torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+    ),
+    _switch(
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        lambda: torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+    ),
+    _switch("_get_cudnn_enabled", lambda: torch.backends.cudnn.enabled),
+    _switch("_get_cudnn_benchmark", lambda: torch.backends.cudnn.benchmark),
+    _switch("_get_cudnn_deterministic", lambda: torch.backends.cudnn.deterministic),
+    _switch("_get_flash_sdp_enabled", torch.backends.cuda.flash_sdp_enabled),
+    _switch("_get_mem_efficient_sdp_enabled", torch.backends.cuda.mem_efficient_sdp_enabled),
+    _switch("_get_math_sdp_enabled", torch.backends.cuda.math_sdp_enabled),
+    _switch("_get_cudnn_sdp_enabled", torch.backends.cuda.cudnn_sdp_enabled),
+]
+
+# --- torch.compile ------------------------------------------------------------------------------
+
+tensor_guards = _name(
+    "torch._C._dynamo.guards.TensorGuards",
+    purpose="a replay's arguments are checked by one call for all of them",
+    without="they are checked in Python, which takes some microseconds longer",
+)
+
+compile_fx = _name(
+    "torch._inductor.compile_fx.compile_fx",
+    purpose="GraphConfig(compile=True) has inductor compile the pieces of a model",
+    without="there is compile='eager' only",
+)
+
+_tracing = {
+    "purpose": "GraphConfig(compile=...) traces a model and splits it at attention",
+    "without": "there is no GraphConfig(compile=...)",
+}
+dynamo = _name("torch._dynamo", **_tracing)
+constant_source = _name("torch._dynamo.source.ConstantSource", **_tracing)
+fake_tensor_mode = _name("torch._subclasses.fake_tensor.FakeTensorMode", **_tracing)
+
+symbolic_shape_settings = _name(
+    "torch.fx.experimental._config",
+    purpose="a trace holds for sizes of 0 and 1 as well",
+    without="there is no GraphConfig(compile=...)",
+)
+
+# --- Triton -------------------------------------------------------------------------------------
+
+launch_settings = _name(
+    "triton.knobs.runtime",
+    purpose="kernels are launched without Triton's own look at every argument",
+    without="every launch takes some 20 us longer, so eager steps and captures are slower",
+    seen_in=f"Triton {_TRITON}x",
+)
+
+
+@cache
+def triton_launches() -> Any:
+    """Triton's settings for launches, or None if it is no version whose launches we know."""
+    triton = importlib.import_module("triton")
+    return launch_settings.find() if triton.__version__.startswith(_TRITON) else None
+
+
+# --- transformers -------------------------------------------------------------------------------
+
+_TRANSFORMERS = "transformers 5.17"
+
+no_init_weights = _name(
+    "transformers.initialization.no_init_weights",
+    purpose="the size of a model is known before memory is spent on it",
+    without="models of transformers' own modules are not loaded",
+    seen_in=_TRANSFORMERS,
+)
+
+rope_functions = _name(
+    "transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS",
+    purpose="frequencies of RoPE variants other than the plain and Llama 3's",
+    without="models with such a variant are not loaded",
+    seen_in=_TRANSFORMERS,
+)
+
+experts_module = _name(
+    "transformers.integrations.moe",
+    purpose="mixture-of-experts layers run without reading the routing on the host",
+    without="mixture-of-experts models are not loaded",
+    seen_in=_TRANSFORMERS,
+)

@@ -1,0 +1,151 @@
+"""Private names of other packages: in one module, each explained, no import without them broken."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import ostinato
+from ostinato import ConfigError, compat
+from ostinato.cli.app import app
+
+SOURCE = Path(ostinato.__file__).parent
+OTHERS = ("torch", "triton", "transformers")
+# Operators may be called _something; and what is asked about a module's name alone is no use of it.
+ALLOWED = ("torch.ops.", "torch.__")
+
+
+def private_names_in(file: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            names.add(dotted(node))
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {
+        name
+        for name in names
+        if name.startswith(OTHERS)
+        and any(part.startswith("_") for part in name.split("."))
+        and not name.startswith(ALLOWED)
+    }
+
+
+def dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else "?"
+
+
+@pytest.mark.parametrize(
+    "file", sorted(SOURCE.rglob("*.py")), ids=lambda file: str(file.relative_to(SOURCE))
+)
+def test_private_names_are_in_compat_alone(file: Path) -> None:
+    if file.name != "compat.py":
+        assert private_names_in(file) == set()
+
+
+def test_each_is_explained_and_listed_once() -> None:
+    paths = [name.path for name in compat.private_names]
+    assert len(paths) == len(set(paths)) > 30
+    for name in compat.private_names:
+        assert len(name.purpose) > 7
+        assert len(name.without) > 7
+        assert name.seen_in
+
+
+def test_a_missing_name_is_refused_when_it_is_used() -> None:
+    name = compat.PrivateName(
+        path="torch._C._gone", purpose="tests", without="nothing works", seen_in="no torch"
+    )
+    assert name.find() is None
+    message = r"torch\._C\._gone is missing in this torch \(.*\), and without it nothing works"
+    with pytest.raises(ConfigError, match=message):
+        name.demand()
+
+
+@pytest.mark.slow
+def test_no_missing_name_breaks_an_import() -> None:
+    """As if torch and its like had none of them; and then with those that captures need."""
+    program = """
+import importlib.util, pkgutil, sys, torch
+
+# What nothing can be captured without.
+NEEDED = (
+    "torch._ops.OpOverload", "torch._C._dispatch_has_kernel_for_dispatch_key", "torch.ops.aten",
+    "torch._C.DispatchKey.CompositeImplicitAutograd", "TorchDispatchMode",
+)
+
+def compat_without(kept):
+    spec = importlib.util.find_spec("ostinato.compat")
+    source = spec.loader.get_source("ostinato.compat")
+    start = "    def find(self) -> Any:"
+    assert start in source
+    early = f"{start}\\n        if not any(each in self.path for each in {kept!r}): return None\\n"
+    for name in [name for name in sys.modules if name.startswith("ostinato.")]:
+        del sys.modules[name]
+    module = sys.modules["ostinato.compat"] = importlib.util.module_from_spec(spec)
+    exec(compile(source.replace(start, early), "compat.py", "exec"), module.__dict__)
+    return module
+
+import ostinato
+compat = compat_without(())
+assert all(name.find() is None for name in compat.private_names)
+for module in pkgutil.walk_packages(ostinato.__path__, "ostinato."):
+    if ".triton" not in module.name and not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+
+compat_without(NEEDED)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+fast = ostinato.graphed(model, sizes=[4])
+with torch.no_grad():
+    for rows in (3, 4, 3):
+        x = torch.randn(rows, 4)
+        assert torch.equal(fast(x), model(x))
+print("done")
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.stdout == "done\n", result.stderr
+
+
+def test_doctor_says_what_is_on_and_why_not() -> None:
+    answer = CliRunner().invoke(app, ["doctor", "--json"])
+    assert answer.exit_code == 0, answer.output
+    found = json.loads(answer.stdout)
+    assert found["environment"]["torch"].startswith(torch.__version__.partition("+")[0])
+    paths = {path["name"]: path for path in found["fast_paths"]}
+    assert paths["CUDA graphs"]["on"] is torch.cuda.is_available()
+    assert all(path["on"] or path["why"] for path in found["fast_paths"])
+    listed = found["private_names"]["found"] + len(found["private_names"]["missing"])
+    assert listed == len(compat.private_names)
+    table = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"}).stdout
+    assert "Fast paths" in table
+    assert "Private names of torch, Triton and transformers:" in table
+
+
+def test_a_triton_of_another_version_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton")
+    monkeypatch.setattr(triton, "__version__", "3.7.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    compat.triton_launches.cache_clear()
+    try:
+        answer = CliRunner().invoke(app, ["doctor", "--json"])
+    finally:
+        compat.triton_launches.cache_clear()
+    paths = {path["name"]: path for path in json.loads(answer.stdout)["fast_paths"]}
+    launch = paths["short way to launch Triton kernels"]
+    assert launch["on"] is False
+    assert "takes some 20 us longer" in launch["why"]
