@@ -1,28 +1,18 @@
-"""How an operator of ours is made known to torch.
-
-Each takes the tensors it writes into and returns nothing, and reads its integers when it runs, so a
-graph replays it with new contents. ``Library`` costs a few microseconds a call less than
-``torch.library.custom_op``.
-"""
+"""Operators with a kernel for each device, and how replays on the CPU run them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch.library import Library, register_fake
-
 from ostinato.compat import OpOverload
+from ostinato.compile.operators import define_operator
 from ostinato.graphs.backends.python_kernels import replay_by_calling, replay_by_preparing
-
-# An operator is there for as long as the library object is.
-_LIBRARY = Library("ostinato", "FRAGMENT")
 
 
 def define(schema: str, *, cpu: Callable[..., None], cuda: Callable[..., None]) -> OpOverload:
     """The operator ``ostinato::name`` of ``schema`` (``name(Tensor a, Tensor(x!) out) -> ()``)."""
-    operator = _define(schema, CPU=cpu, CUDA=cuda)
+    operator = define_operator(schema, CPU=cpu, CUDA=cuda)
     replay_by_calling(operator, cpu)
     return operator
 
@@ -34,20 +24,6 @@ def define_for_cpu(schema: str, *, prepare: Callable[..., Callable[[], object]])
     def run(*args: Any) -> None:
         prepare(*args)()
 
-    operator = _define(schema, CPU=run)
+    operator = define_operator(schema, CPU=run)
     replay_by_preparing(operator, prepare)
     return operator
-
-
-def _define(schema: str, **kernels: Callable[..., None]) -> OpOverload:
-    name = schema[: schema.index("(")].strip()
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    for device, kernel in kernels.items():
-        _LIBRARY.impl(name, kernel, device)
-    register_fake(f"ostinato::{name}", _nothing_to_infer, lib=_LIBRARY)
-    operator: OpOverload = getattr(torch.ops.ostinato, name).default
-    return operator
-
-
-def _nothing_to_infer(*_: object) -> None:
-    """The operator under torch.compile: it makes no tensors, it writes into those it is given."""
