@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ostinato import (
     CUDAGraphMode,
@@ -108,6 +109,43 @@ def test_nested_wrappers_are_exact(pool: GraphPool) -> None:
                 with torch.no_grad():
                     expected = blocks(x)
                 assert torch.equal(example.run(model, mode, x), expected)
+
+
+def plain_next_token(example: ModuleType, model: torch.nn.Module, tokens: list[int]) -> int:
+    """Greedy, without cache, batch or graphs: attention is torch's over the whole sequence."""
+    ids = torch.tensor(tokens, device=model.head.weight.device)
+    x = model.tokens(ids) + model.places(torch.arange(len(ids), device=ids.device))
+    for layer in model.layers:
+        qkv = layer.qkv(layer.norm1(x)).view(len(ids), 3, example.HEADS, -1)
+        attended = F.scaled_dot_product_attention(*qkv.permute(1, 2, 0, 3), is_causal=True)
+        x = x + layer.out(attended.transpose(0, 1).flatten(1))
+        x = x + layer.down(F.gelu(layer.up(layer.norm2(x))))
+    return int(model.head(x[-1]).argmax())
+
+
+def test_own_runner_generates_what_a_plain_model_would(device: torch.device) -> None:
+    example = load("own_runner")
+    model = example.build(device)
+    for layer in model.layers:  # as drawn, attention hardly changes a token
+        layer.qkv.weight.data *= 4
+        layer.out.weight.data *= 8
+    runner = example.Runner(model, device, CUDAGraphMode.FULL)
+    # What padding writes, and all that no request has written yet, must not be read.
+    runner.caches[0][0].fill_(1e9)
+    sequences = runner.generate(example.PROMPTS, example.LENGTHS)
+    assert [len(sequence) for sequence in sequences] == example.LENGTHS
+    with torch.no_grad():
+        for prompt, sequence in zip(example.PROMPTS, sequences, strict=True):
+            tokens = list(prompt)
+            while len(tokens) < len(sequence):
+                tokens.append(plain_next_token(example, model, tokens))
+            assert sequence == tokens
+    modes = {mode for mode, _ in runner.choices}
+    assert modes == {"PIECEWISE", "FULL"}
+    # Pieces of every size, and a decode graph for each that a decode batch can have.
+    assert len(runner.plan.entries) == len(example.SIZES) + 3
+    assert runner.report.num_graphs == len(example.SIZES) * (example.LAYERS + 1) + 3
+    runner.close()
 
 
 def test_poison_is_seen_when_padding_matters(device: torch.device) -> None:
