@@ -2,6 +2,7 @@
 #   make demo      install into .venv and run the demo
 #   make test      install into .venv, lint, type-check, check layering, run all tests
 #   make quick     run the fast tests, and a few cases of every large sweep
+#   make docs      install into .venv and build the documentation into site/
 #   make test-gpu  run the tests of both backends with a Python that has a CUDA build of torch
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 # Small models gain nothing from threads: each core has a process instead.
 SPREAD := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test quick test-gpu lint bench clean
+.PHONY: demo test quick test-gpu lint docs bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/generate_text.py
@@ -36,6 +37,11 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Not --quiet, under which mkdocs does not count the warnings that --strict is about.
+docs: $(INSTALLED)
+	$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: $(INSTALLED)
 	$(BIN)/ostinato bench core
 
@@ -48,4 +54,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
