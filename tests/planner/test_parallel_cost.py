@@ -22,6 +22,16 @@ from ostinato.models.native.shapes import draw_weights, shape_config
 from ostinato.parallel.comm import CommCall, RecordingComm
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.sharded_decoder import build_base, build_shift
+from ostinato.planner.communication import (
+    MODELS,
+    Collective,
+    Interconnect,
+    Model,
+    head_counts,
+    layer_collectives,
+    outer_collectives,
+)
+from ostinato.planner.compute import Measured, Roofline, _attended, rank_weights
 from ostinato.planner.cost import (
     KINDS,
     Kind,
@@ -32,17 +42,7 @@ from ostinato.planner.cost import (
     default_layouts,
     layouts_of,
 )
-from ostinato.planner.cost_communication import (
-    MODELS,
-    Collective,
-    Interconnect,
-    Model,
-    head_counts,
-    layer_collectives,
-    outer_collectives,
-)
-from ostinato.planner.cost_compute import Measured, Roofline, _attended, rank_weights
-from ostinato.planner.cost_plan import predict, ways
+from ostinato.planner.predict import predict, ways
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (8, 1)]
 NVLINK = Interconnect(bandwidth=450e9, latency=10e-6)

@@ -35,8 +35,8 @@ from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import draw_weights, shape_config
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.sharded_decoder import ShardedDecoder, build_base, build_shift
+from ostinato.planner.communication import Model
 from ostinato.planner.cost import KINDS, Kind, check_layout, default_layouts
-from ostinato.planner.cost_communication import Model
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 EXCLUDED = (

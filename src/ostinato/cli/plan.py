@@ -61,7 +61,7 @@ def parallel(
 ) -> None:
     """Step times, thresholds and the best layout for TP, SP and shift on several GPUs."""
     from ostinato.bench import plot_parallel
-    from ostinato.bench.plan import Question, run
+    from ostinato.planner.forecast import Question, run
 
     drawn = parse_layouts(plot_layout, "--plot-layout")
     if plot is not None:

@@ -2,8 +2,8 @@
 
 Pure functions of a model's dimensions, a layout and a few numbers about the machine; nothing is
 measured and nothing runs here. What a rank computes takes a time that comes from a ``Compute``
-(``cost_compute.py``: a roofline, or a measurement), what the ranks tell each other one that comes
-from ``cost_communication.py``. The two are added: nothing overlaps, as nothing does in the decoder.
+(``compute.py``: a roofline, or a measurement), what the ranks tell each other one that comes
+from ``communication.py``. The two are added: nothing overlaps, as nothing does in the decoder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from ostinato.errors import ConfigError
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.planner.cost_communication import (
+from ostinato.planner.communication import (
     Interconnect,
     Model,
     layer_collectives,

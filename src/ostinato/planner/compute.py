@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato.errors import ConfigError
 from ostinato.parallel.layout import ParallelLayout, vocabulary
+from ostinato.planner.communication import MODELS, Model, check_number, head_counts
 from ostinato.planner.cost import KINDS, Kind
-from ostinato.planner.cost_communication import MODELS, Model, check_number, head_counts
 
 if TYPE_CHECKING:
     from ostinato.models.native.decoder_config import DecoderConfig

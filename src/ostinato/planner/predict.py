@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ostinato.planner.communication import MODELS, layer_collectives
+from ostinato.planner.compute import rank_weights
 from ostinato.planner.cost import KINDS, Kind, LayoutCost, Load, StepTime
-from ostinato.planner.cost_communication import MODELS, layer_collectives
-from ostinato.planner.cost_compute import rank_weights
 
 DECODE_HEAVY = Load(name="decode-heavy", num_reqs=32, prompt_tokens=128, output_tokens=512)
 PREFILL_HEAVY = Load(name="prefill-heavy", num_reqs=32, prompt_tokens=2048, output_tokens=32)

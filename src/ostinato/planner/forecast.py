@@ -17,10 +17,10 @@ from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import shape_config
 from ostinato.parallel.layout import ParallelLayout
+from ostinato.planner.communication import Interconnect
+from ostinato.planner.compute import Measured, Roofline
 from ostinato.planner.cost import Compute, LayoutCost, default_layouts, layouts_of
-from ostinato.planner.cost_communication import Interconnect
-from ostinato.planner.cost_compute import Measured, Roofline
-from ostinato.planner.cost_plan import loads, predict
+from ostinato.planner.predict import loads, predict
 
 MODEL, DTYPE, CONTEXT, MAX_TOKENS = "llama-3.1-8b", "bfloat16", 512, 2048
 # Of an H200, in GB/s and µs.
