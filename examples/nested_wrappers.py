@@ -35,7 +35,7 @@ def wrap(blocks: nn.Sequential, pool: GraphPool) -> CUDAGraphWrapper[torch.Tenso
             block,
             CUDAGraphMode.PIECEWISE,
             pool=pool,
-            options=CUDAGraphOptions(
+            cudagraph_options=CUDAGraphOptions(
                 gc_disable=index > 0, weak_ref_output=index == len(blocks) - 1
             ),
         )

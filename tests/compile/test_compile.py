@@ -285,7 +285,7 @@ def test_garbage_once_and_a_weak_last_output(
 ) -> None:
     compiled = eager(small(device), pool)
     compiled.trace(*bench.fill(2))
-    options = [wrapper.options for wrapper in compiled.wrappers]
+    options = [wrapper.cudagraph_options for wrapper in compiled.wrappers]
     assert [option.gc_disable for option in options] == [False, True, True]
     assert [option.weak_ref_output for option in options] == [False, False, True]
 

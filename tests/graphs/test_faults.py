@@ -108,7 +108,7 @@ def test_injected_out_of_memory(pool: GraphPool) -> None:
         for _ in range(2):
             with pytest.raises(CaptureOutOfMemoryError, match="out of memory during a capture"):
                 wrapper(x)
-        assert not wrapper.entries
+        assert not wrapper.concrete_cudagraph_entries
         good = CUDAGraphWrapper(double, FULL, pool=pool)
         good(x)
         assert torch.equal(good(x), x * 2)
@@ -124,8 +124,8 @@ def test_capture_inside_a_capture(pool: GraphPool) -> None:
     with set_forward_context(FULL, KEY):
         with pytest.raises(CaptureError, match="inside another capture"):
             outer(x)
-        assert not outer.entries
-        assert not inner.entries
+        assert not outer.concrete_cudagraph_entries
+        assert not inner.concrete_cudagraph_entries
         inner(x)
         assert torch.equal(inner(x), x * 2)
 
@@ -249,7 +249,7 @@ def test_contexts_of_threads_are_separate(pool: GraphPool) -> None:
     x = torch.ones(4, device=pool.device)
     with set_forward_context(FULL, KEY):
         assert in_thread(lambda: wrapper(x)) is None
-    assert not wrapper.entries  # the thread had no context, so it only called
+    assert not wrapper.concrete_cudagraph_entries  # the thread had no context, so it only called
 
 
 # --- wrong devices ------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         self.modes: list[CUDAGraphMode] = []
 
     def forward(self, x: torch.Tensor):
-        self.modes.append(get_forward_context().runtime_mode)
+        self.modes.append(get_forward_context().cudagraph_runtime_mode)
         hidden = []
         for linear in self.linears:
             out = torch.empty_like(x)
@@ -205,7 +205,7 @@ def test_a_size_that_turns_out_different_is_captured_with_all_care(pool: GraphPo
     failures = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        mode = get_forward_context().runtime_mode
+        mode = get_forward_context().cudagraph_runtime_mode
         if len(x) == 1 and mode is PIECEWISE and not failures:
             failures.append(mode)
             raise CaptureError("needs a warm-up")
@@ -388,7 +388,7 @@ def failing_forward(engine: Engine, tokens: int, error: Exception) -> Callable:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = engine.piecewise(x)
-        if x.shape[0] == tokens and get_forward_context().runtime_mode is not NONE:
+        if x.shape[0] == tokens and get_forward_context().cudagraph_runtime_mode is not NONE:
             raise error
         return y
 
@@ -426,7 +426,7 @@ def test_out_of_memory_names_the_entry_and_what_it_needed(pool: GraphPool) -> No
     with pytest.raises(CaptureOutOfMemoryError, match=r"num_tokens=4.*9\.00 GiB"):
         engine.capture(failing_forward(engine, 4, OUT_OF_MEMORY))
     assert engine.manager.dispatcher.captured == frozenset()
-    assert engine.piecewise.entries == {}
+    assert engine.piecewise.concrete_cudagraph_entries == {}
 
 
 @pytest.mark.parametrize("error", [ValueError("broken"), OUT_OF_MEMORY])
@@ -448,7 +448,7 @@ def test_a_failed_entry_gives_its_memory_back(pool: GraphPool) -> None:
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y = big.model(x)
-        if get_forward_context().runtime_mode is FULL:
+        if get_forward_context().cudagraph_runtime_mode is FULL:
             parts = [torch.ones(1 << 20, device=pool.device) for _ in range(4)]
             raise ValueError(f"{len(parts)} parts")
         return y
@@ -486,7 +486,7 @@ def test_offloader_is_synchronised_around_captures_and_replays(device: torch.dev
         engine = Engine(pool, DECODE_ONLY, [4])
 
         def forward(x: torch.Tensor) -> torch.Tensor:
-            log.calls.append(get_forward_context().runtime_mode.name)
+            log.calls.append(get_forward_context().cudagraph_runtime_mode.name)
             return engine.model(x)
 
         engine.capture(forward)

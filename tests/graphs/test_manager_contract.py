@@ -118,7 +118,7 @@ def test_a_size_that_is_captured_again_with_care_is_prepared_anew(pool: GraphPoo
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         result = reads_metadata(x)
-        if len(x) == 2 and get_forward_context().runtime_mode is FULL and not failures:
+        if len(x) == 2 and get_forward_context().cudagraph_runtime_mode is FULL and not failures:
             failures.append(True)
             raise CaptureError("needs a warm-up")
         return result
@@ -143,7 +143,7 @@ def test_without_warm_ups_the_first_output_is_made_by_one_run(pool: GraphPool) -
     modes = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        modes.append((get_forward_context().runtime_mode, len(x)))
+        modes.append((get_forward_context().cudagraph_runtime_mode, len(x)))
         return pieces(x)
 
     engine.capture(forward)

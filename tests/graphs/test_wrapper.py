@@ -56,7 +56,7 @@ def test_without_a_context_it_only_calls(pool: GraphPool) -> None:
     wrapper(x)
     wrapper(x.clone())
     assert model.runs == 2
-    assert not wrapper.entries
+    assert not wrapper.concrete_cudagraph_entries
 
 
 @pytest.mark.parametrize("other", [NONE, PIECEWISE])
@@ -66,7 +66,7 @@ def test_under_another_mode_it_only_calls(pool: GraphPool, other: CUDAGraphMode)
     with set_forward_context(other, KEY):
         wrapper(torch.ones(4, 2, device=pool.device))
     assert model.runs == 1
-    assert not wrapper.entries
+    assert not wrapper.concrete_cudagraph_entries
 
 
 def test_first_call_captures_and_later_calls_replay(pool: GraphPool) -> None:
@@ -118,7 +118,7 @@ def test_stored_output_is_weak_and_first_is_strong(pool: GraphPool) -> None:
 
 def test_weak_ref_output_frees_the_memory_at_once(pool: GraphPool) -> None:
     options = CUDAGraphOptions(weak_ref_output=True)
-    wrapper = CUDAGraphWrapper(Doubler(), FULL, pool=pool, options=options)
+    wrapper = CUDAGraphWrapper(Doubler(), FULL, pool=pool, cudagraph_options=options)
     x = torch.randn(64, 64, device=pool.device)
     with set_forward_context(FULL, KEY):
         held = wrapper(x)
@@ -195,7 +195,7 @@ def test_gc_option_decides_whether_garbage_is_collected(pool: GraphPool) -> None
         alive = weakref.ref(cycle)
         del cycle
         options = CUDAGraphOptions(gc_disable=gc_disable)
-        wrapper = CUDAGraphWrapper(Doubler(), FULL, pool=pool, options=options)
+        wrapper = CUDAGraphWrapper(Doubler(), FULL, pool=pool, cudagraph_options=options)
         with set_forward_context(FULL, BatchDescriptor(tokens)):
             wrapper(torch.ones(2, device=pool.device))
         return alive() is not None
@@ -215,7 +215,7 @@ def test_clear_graphs_drops_entries_and_captures_again(pool: GraphPool) -> None:
     with set_forward_context(FULL, KEY):
         wrapper(x)
         wrapper.clear_graphs()
-        assert not wrapper.entries
+        assert not wrapper.concrete_cudagraph_entries
         with compilation_counter.expect(num_cudagraph_captured=1):
             assert torch.equal(wrapper(refill(x)), x * 2 + 1)
 
@@ -247,7 +247,7 @@ def test_capture_that_raises_leaves_nothing_and_is_tried_again(pool: GraphPool) 
         ):
             wrapper(x)
         assert any("num_tokens=4" in note for note in error.value.__notes__)
-        assert not wrapper.entries
+        assert not wrapper.concrete_cudagraph_entries
         assert torch.rand(3, device=pool.device).shape == (3,)  # the stream is usable
         fail = False
         wrapper(x)
@@ -260,7 +260,7 @@ def test_capture_is_logged_unless_switched_off(
     with caplog.at_level(logging.DEBUG, logger="ostinato"):
         for tokens, log in ((1, True), (2, False)):
             options = CUDAGraphOptions(debug_log_enable=log)
-            wrapper = CUDAGraphWrapper(Doubler(), FULL, pool=pool, options=options)
+            wrapper = CUDAGraphWrapper(Doubler(), FULL, pool=pool, cudagraph_options=options)
             with set_forward_context(FULL, BatchDescriptor(tokens)):
                 wrapper(torch.ones(2, device=pool.device))
     assert [record.args[0].num_tokens for record in caplog.records] == [1]

@@ -105,7 +105,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Call]]:
 
     def spy(self: Any, spec: Any, query: torch.Tensor, *rest: Any) -> None:
         context = get_forward_context()
-        call = (context.runtime_mode.name, query.shape[0], context.num_tokens_across_dp)
+        call = (context.cudagraph_runtime_mode.name, query.shape[0], context.num_tokens_across_dp)
         calls[threading.get_ident()].append(call)
         forward(self, spec, query, *rest)
 

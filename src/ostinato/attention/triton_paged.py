@@ -276,7 +276,7 @@ def is_decode(metadata: AttentionMetadata, num_tokens: int) -> bool:
     if metadata.max_query_len != 1 or metadata.seq_lens.shape[0] != num_tokens:
         return False
     context = current_forward_context()
-    key = None if context is None else context.descriptor
+    key = None if context is None else context.batch_descriptor
     return key is None or key.num_reqs is None or key.uniform
 
 

@@ -73,7 +73,7 @@ def wrapper_microseconds(device: torch.device) -> dict[str, float]:
         wrapper = CUDAGraphWrapper(first_plus_one, CUDAGraphMode.FULL, pool=pool)
         with set_forward_context(CUDAGraphMode.FULL, descriptor):
             wrapper(*tensors)
-            replay = wrapper.entries[descriptor].tape.replay
+            replay = wrapper.concrete_cudagraph_entries[descriptor].tape.replay
             seconds = median_seconds(
                 {"wrapped": lambda: wrapper(*tensors), "bare": lambda: replay()},
                 repeats=301,

@@ -227,7 +227,9 @@ class PiecewiseModel:
         options = CUDAGraphOptions(
             debug_log_enable=first, gc_disable=not first, weak_ref_output=last
         )
-        return CUDAGraphWrapper(compiled, CUDAGraphMode.PIECEWISE, pool=self.pool, options=options)
+        return CUDAGraphWrapper(
+            compiled, CUDAGraphMode.PIECEWISE, pool=self.pool, cudagraph_options=options
+        )
 
 
 def compile_piecewise(

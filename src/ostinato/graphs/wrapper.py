@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from ostinato.errors import CaptureError, ClosedError, ConfigError, ReplayMismatchError
+from ostinato.errors import ConfigError, ReplayMismatchError
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.context import current_forward_context
 from ostinato.graphs.capture.pool import GraphPool
@@ -40,9 +40,10 @@ class CUDAGraphOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphEntry(Generic[R]):
+class CUDAGraphEntry(Generic[R]):
     """One captured key: what it was called with, what to replay, and where the output is."""
 
+    batch_descriptor: BatchDescriptor
     signature: CallSignature
     numerics: tuple[Any, ...]  # torch's switches that change results
     tape: Tape
@@ -71,7 +72,7 @@ class CUDAGraphWrapper(Generic[R]):
         runtime_mode: CUDAGraphMode,
         *,
         pool: GraphPool,
-        options: CUDAGraphOptions | None = None,
+        cudagraph_options: CUDAGraphOptions | None = None,
         split_at_breaks: bool = False,
     ) -> None:
         runtime_mode = CUDAGraphMode.parse(runtime_mode)
@@ -83,19 +84,19 @@ class CUDAGraphWrapper(Generic[R]):
         self.runnable = runnable
         self.runtime_mode = runtime_mode
         self.pool = pool
-        self.options = options or CUDAGraphOptions()
+        self.cudagraph_options = cudagraph_options or CUDAGraphOptions()
         self.split_at_breaks = split_at_breaks
-        self.entries: dict[BatchDescriptor, GraphEntry[R]] = {}
+        self.concrete_cudagraph_entries: dict[BatchDescriptor, CUDAGraphEntry[R]] = {}
         self._device_type = pool.device.type
         pool.register(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         context = current_forward_context()
-        if context is None or context.runtime_mode is not self.runtime_mode:
+        if context is None or context.cudagraph_runtime_mode is not self.runtime_mode:
             return self.runnable(*args, **kwargs)
-        descriptor = context.descriptor
+        descriptor = context.batch_descriptor
         assert descriptor is not None  # the context checks it
-        entry = self.entries.get(descriptor)
+        entry = self.concrete_cudagraph_entries.get(descriptor)
         if entry is None:
             return self._capture(descriptor, args, kwargs)
         if not entry.signature.matches(args, kwargs):
@@ -111,36 +112,31 @@ class CUDAGraphWrapper(Generic[R]):
     def _capture(
         self, descriptor: BatchDescriptor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> R:
-        if self.pool.closed:
-            raise ClosedError(f"cannot run {descriptor}: the graph pool is closed")
-        if not self.pool.capture_allowed:
-            raise CaptureError(
-                f"no graph was captured for {descriptor} and capturing is not enabled; add it to "
-                "the plan, switch lazy capture on, or run this batch under mode NONE"
-            )
+        self.pool.validate_cudagraph_capturing_enabled(descriptor)
         signature = CallSignature(self.runnable, args, kwargs)
         try:
             captured = self.pool.capture(
                 lambda: self.runnable(*args, **kwargs),
                 split_at_breaks=self.split_at_breaks,
-                collect_garbage=not self.options.gc_disable,
+                collect_garbage=not self.cudagraph_options.gc_disable,
             )
         except Exception as error:
             error.add_note(f"while capturing {descriptor} ({self.runtime_mode.name})")
             raise
         weak_output = self.pool.weak(captured.output)
-        self.entries[descriptor] = GraphEntry(
+        self.concrete_cudagraph_entries[descriptor] = CUDAGraphEntry(
+            batch_descriptor=descriptor,
             signature=signature,
             numerics=read_numerics(self._device_type),
             tape=captured.tape,
             output=weak_output,
             is_bare_tensor=isinstance(weak_output, torch.Tensor),
         )
-        if self.options.debug_log_enable:
+        if self.cudagraph_options.debug_log_enable:
             logger.debug("captured %s (%s)", descriptor, self.runtime_mode.name)
-        return weak_output if self.options.weak_ref_output else captured.output
+        return weak_output if self.cudagraph_options.weak_ref_output else captured.output
 
-    def _other_numerics(self, entry: GraphEntry[R]) -> ReplayMismatchError:
+    def _other_numerics(self, entry: CUDAGraphEntry[R]) -> ReplayMismatchError:
         now = read_numerics(self._device_type)
         name, was, is_now = next(
             (name, was, is_now)
@@ -157,16 +153,16 @@ class CUDAGraphWrapper(Generic[R]):
 
     def discard(self, serials: range) -> None:
         """Drop the graphs whose tapes have these numbers."""
-        for descriptor, entry in list(self.entries.items()):
+        for descriptor, entry in list(self.concrete_cudagraph_entries.items()):
             if entry.tape.serial in serials:
-                self.entries.pop(descriptor).tape.close()
+                self.concrete_cudagraph_entries.pop(descriptor).tape.close()
 
     def clear_graphs(self) -> None:
         """Drop all graphs; the next call of each key captures again."""
         try:
-            close_each(entry.tape.close for entry in self.entries.values())
+            close_each(entry.tape.close for entry in self.concrete_cudagraph_entries.values())
         finally:
-            self.entries.clear()
+            self.concrete_cudagraph_entries.clear()
 
     def __getattr__(self, name: str) -> Any:
         # Only reached for what the wrapper itself does not have.

@@ -17,7 +17,7 @@ import torch
 from ostinato.attention.base import AttentionMetadata
 from ostinato.compile.backend import PiecewiseModel, compile_piecewise
 from ostinato.config import GraphConfig
-from ostinato.graphs.capture.capture_inputs import CaptureInputs, prepare_capture_inputs
+from ostinato.graphs.capture.capture_inputs import CaptureInputs, prepare_inputs_to_capture
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.context import get_forward_context, set_forward_context
 from ostinato.graphs.capture.pool import GraphPool
@@ -176,7 +176,10 @@ class ModelGraphs:
     def _forward_captured(self, inputs: CaptureInputs) -> torch.Tensor:
         assert inputs.input_ids is not None
         context = get_forward_context()
-        descriptor, is_warm_up = context.descriptor, context.runtime_mode is CUDAGraphMode.NONE
+        descriptor, is_warm_up = (
+            context.batch_descriptor,
+            context.cudagraph_runtime_mode is CUDAGraphMode.NONE,
+        )
         # A compiled model has all of its layers, or might be traced with few of them.
         brief = is_warm_up and not isinstance(self.piecewise, PiecewiseModel)
         with with_few_layers(self._model) if brief else nullcontext():
@@ -198,7 +201,7 @@ class ModelGraphs:
     def _prepare_captured(self, entry: PlanEntry) -> PreparedBatch[CaptureInputs]:
         self._let_go_of_logits()
         max_model_len = self._memory.cache.max_model_len
-        inputs = prepare_capture_inputs(
+        inputs = prepare_inputs_to_capture(
             entry,
             self.plan,
             self._memory.buffers.tokens,
@@ -238,7 +241,11 @@ class ModelGraphs:
             else [self.piecewise]
         )
         key = entry.descriptor
-        tapes = [wrapper.entries[key].tape for wrapper in wrappers if key in wrapper.entries]
+        tapes = [
+            wrapper.concrete_cudagraph_entries[key].tape
+            for wrapper in wrappers
+            if key in wrapper.concrete_cudagraph_entries
+        ]
         counts = [tape.num_nodes for tape in tapes if tape.num_nodes is not None]
         return sum(counts) if len(counts) == len(tapes) else None
 

@@ -17,7 +17,7 @@ from ostinato.attention import create_attention
 from ostinato.attention.base import AttentionBackend
 from ostinato.config import CPU_KV_CACHE_BYTES, EngineConfig
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
-from ostinato.graphs.capture.capture_inputs import prepare_capture_inputs
+from ostinato.graphs.capture.capture_inputs import prepare_inputs_to_capture
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode, ResolvedMode, resolve_mode
@@ -240,7 +240,9 @@ def activation_bytes(
         mode=CUDAGraphMode.FULL,
         descriptor=BatchDescriptor(num_tokens, num_reqs=min(num_tokens, plan.max_num_seqs)),
     )
-    inputs = prepare_capture_inputs(entry, plan, buffers.tokens, max_model_len=cache.max_model_len)
+    inputs = prepare_inputs_to_capture(
+        entry, plan, buffers.tokens, max_model_len=cache.max_model_len
+    )
     inputs.seq_lens.clamp_(max=cache.max_model_len)
     metadata = buffers.metadata(
         num_reqs=inputs.num_reqs,

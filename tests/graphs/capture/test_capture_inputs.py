@@ -11,7 +11,7 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.capture.capture_inputs import (
     CaptureInputs,
     TokenBuffers,
-    prepare_capture_inputs,
+    prepare_inputs_to_capture,
 )
 from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
@@ -58,7 +58,7 @@ def prepare(
         for entry in plan.entries
         if (entry.descriptor.num_tokens, entry.descriptor.uniform) == (num_tokens, uniform)
     )
-    return prepare_capture_inputs(entry, plan, buffers, max_model_len=MAX_MODEL_LEN, **rest)
+    return prepare_inputs_to_capture(entry, plan, buffers, max_model_len=MAX_MODEL_LEN, **rest)
 
 
 # (mode, q, uniform, tokens): requests, query length, and the whole of query_start_loc.
@@ -102,7 +102,7 @@ def test_unfinished_last_request_of_a_decode_batch(device: torch.device) -> None
     key = BatchDescriptor(7, num_reqs=3, uniform=True)
     entry = PlanEntry(mode=CUDAGraphMode.FULL, descriptor=key)
     buffers = make_buffers(device)
-    inputs = prepare_capture_inputs(entry, plan, buffers, max_model_len=MAX_MODEL_LEN)
+    inputs = prepare_inputs_to_capture(entry, plan, buffers, max_model_len=MAX_MODEL_LEN)
     assert (inputs.num_reqs, inputs.max_query_len) == (3, 3)
     assert buffers.query_start_loc.tolist() == [0, 3, 6, 7, 7, 7, 7]
     assert buffers.seq_lens.tolist() == [7, 7, 7, 0, 0, 0]
@@ -114,7 +114,7 @@ def test_query_length_comes_from_the_key_when_there_are_several(device: torch.de
     by_query_len = {}
     for entry in plan.entries:
         if entry.descriptor.num_tokens == 2:
-            inputs = prepare_capture_inputs(entry, plan, buffers, max_model_len=MAX_MODEL_LEN)
+            inputs = prepare_inputs_to_capture(entry, plan, buffers, max_model_len=MAX_MODEL_LEN)
             by_query_len[inputs.max_query_len] = inputs.num_reqs
     assert by_query_len == {1: 2, 2: 1}
 

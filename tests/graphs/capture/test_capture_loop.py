@@ -105,7 +105,7 @@ def test_an_interrupt_passes_as_it_is_and_leaves_no_graph(pool: GraphPool) -> No
     interrupted = []
 
     def forward(x: torch.Tensor) -> torch.Tensor:
-        if get_forward_context().runtime_mode is CUDAGraphMode.FULL and not interrupted:
+        if get_forward_context().cudagraph_runtime_mode is CUDAGraphMode.FULL and not interrupted:
             interrupted.append(True)
             raise KeyboardInterrupt
         return x + 1

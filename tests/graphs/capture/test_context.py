@@ -55,8 +55,8 @@ def test_context_carries_the_running_batch() -> None:
     ) as entered:
         context = get_forward_context()
         assert context is entered is current_forward_context()
-        assert context.runtime_mode is CUDAGraphMode.FULL
-        assert context.descriptor == KEY
+        assert context.cudagraph_runtime_mode is CUDAGraphMode.FULL
+        assert context.batch_descriptor == KEY
         assert context.attn_metadata == {"layer": 1}
         assert context.slot_mapping is slots
         assert context.num_tokens_across_dp is across
@@ -65,7 +65,7 @@ def test_context_carries_the_running_batch() -> None:
 
 def test_default_is_an_eager_batch() -> None:
     with set_forward_context() as context:
-        assert context == ForwardContext(runtime_mode=CUDAGraphMode.NONE)
+        assert context == ForwardContext(cudagraph_runtime_mode=CUDAGraphMode.NONE)
 
 
 def test_nesting_restores_the_outer_context() -> None:
@@ -135,4 +135,4 @@ def test_context_is_frozen() -> None:
         set_forward_context() as context,
         pytest.raises(dataclasses.FrozenInstanceError),
     ):
-        context.runtime_mode = CUDAGraphMode.FULL  # type: ignore[misc]
+        context.cudagraph_runtime_mode = CUDAGraphMode.FULL  # type: ignore[misc]

@@ -15,7 +15,7 @@ from ostinato import (
     eager_break,
     set_forward_context,
 )
-from ostinato.errors import CaptureError, ConcurrentUseError
+from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
 KEY = BatchDescriptor(4)
@@ -90,3 +90,24 @@ def test_a_replay_while_another_thread_replays(pool: GraphPool) -> None:
         assert torch.equal(outer(x), x * 3 - 1)
     (error,) = errors
     assert "thread 'second' used graphs while another thread was" in str(error)
+
+
+def test_all_graphs_of_a_pool_are_dropped_at_once(device: torch.device) -> None:
+    x = torch.ones(2, 3, device=device)
+    with GraphPool(device, lazy_capture=True) as pool:
+        wrappers = [CUDAGraphWrapper(torch.neg, CUDAGraphMode.FULL, pool=pool) for _ in range(2)]
+        with set_forward_context("FULL", BatchDescriptor(2, num_reqs=2)):
+            for wrapper in wrappers:
+                wrapper(x)
+        for wrapper in wrappers:
+            ((key, entry),) = wrapper.concrete_cudagraph_entries.items()
+            assert entry.batch_descriptor == key
+        pool.clear_all_graphs()
+        assert [wrapper.concrete_cudagraph_entries for wrapper in wrappers] == [{}, {}]
+        pool.lazy_capture = False
+        with pytest.raises(CaptureError, match="capturing is not enabled"):
+            pool.validate_cudagraph_capturing_enabled(BatchDescriptor(2))
+    with pytest.raises(ClosedError, match="the graph pool is closed"):
+        pool.validate_cudagraph_capturing_enabled(BatchDescriptor(2))
+    with pytest.raises(ClosedError):
+        pool.clear_all_graphs()

@@ -107,7 +107,7 @@ def test_results_written_in_place_are_not_copied(pool: GraphPool) -> None:
     x = torch.randn(4, 3, device=pool.device)
     with set_forward_context(PIECEWISE, KEY):
         wrapper(x)
-    (entry,) = wrapper.entries.values()
+    (entry,) = wrapper.concrete_cudagraph_entries.values()
     break_call = next(step for step in entry.tape._steps if not hasattr(step, "num_nodes"))
     assert break_call.num_copies == 0
 
@@ -118,7 +118,7 @@ def test_a_returned_argument_is_not_copied_either(pool: GraphPool) -> None:
         return x.neg_()
 
     wrapper = check_replays(lambda x: negate(x * 2).view(-1) + 1, pool, graphs=2)
-    (entry,) = wrapper.entries.values()
+    (entry,) = wrapper.concrete_cudagraph_entries.values()
     break_call = next(step for step in entry.tape._steps if not hasattr(step, "num_nodes"))
     assert break_call.num_copies == 0
 
@@ -167,7 +167,7 @@ def test_a_break_that_raises_leaves_no_entry(pool: GraphPool) -> None:
     with set_forward_context(PIECEWISE, KEY):
         with pytest.raises(RuntimeError, match="no block left"):
             wrapper(x)
-        assert not wrapper.entries
+        assert not wrapper.concrete_cudagraph_entries
         fail = False
         wrapper(x)
         assert torch.equal(wrapper(refill(x)), (x + 1) * 2 + 1)

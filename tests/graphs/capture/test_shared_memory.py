@@ -64,7 +64,7 @@ def test_a_forward_whose_middle_failed_is_captured_anew_as_a_whole(pool: GraphPo
     forward.broken = ValueError("once")
     with pytest.raises(ValueError, match="once"):
         forward.run(x)
-    assert all(not piece.entries for piece in forward.pieces)
+    assert all(not piece.concrete_cudagraph_entries for piece in forward.pieces)
     forward.broken = None
     for _ in range(3):
         assert torch.equal(forward.run(x), torch.full_like(x, 11))
@@ -100,7 +100,7 @@ def test_an_interrupted_start_up_can_be_repeated(pool: GraphPool) -> None:
     forward.broken = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         capture()
-    assert all(not piece.entries for piece in forward.pieces)
+    assert all(not piece.concrete_cudagraph_entries for piece in forward.pieces)
     forward.broken = None
     capture()
     assert torch.equal(forward.run(x[:4]), torch.full_like(x[:4], 11))
@@ -114,7 +114,7 @@ def test_a_manager_can_be_cleared_and_captured_again(pool: GraphPool) -> None:
             capture()
         assert torch.equal(forward.run(x[:4]), torch.full_like(x[:4], 11))
         manager.clear_graphs()
-        assert all(not piece.entries for piece in forward.pieces)
+        assert all(not piece.concrete_cudagraph_entries for piece in forward.pieces)
 
 
 def test_a_failure_leaves_other_owners_of_the_pool_alone(pool: GraphPool) -> None:

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ostinato import CapturePlan, CUDAGraphMode
 from ostinato.errors import ConfigError
-from ostinato.graphs.policy.sizes import decode_sizes, default_sizes, padding_table, validate_sizes
+from ostinato.graphs.policy.sizes import (
+    decode_sizes,
+    default_sizes,
+    get_cudagraph_sizes,
+    padding_table,
+    validate_sizes,
+)
 
 MULTIPLES_OF_8 = [
     8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 88, 96, 104, 112, 120, 128,
@@ -125,3 +132,33 @@ def test_padding_table_agrees_with_a_search(size_set: set[int]) -> None:
 
 def test_padding_table_of_no_sizes_is_empty() -> None:
     assert padding_table(()) == []
+
+
+@given(
+    sizes=st.lists(st.integers(1, 64), min_size=1, max_size=8),
+    max_num_reqs=st.integers(1, 16),
+    query_len=st.integers(1, 4),
+)
+def test_the_sizes_that_vllm_asks_for_are_those_of_dispatch(
+    sizes: list[int], max_num_reqs: int, query_len: int
+) -> None:
+    mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    mixed, decode = get_cudagraph_sizes(
+        sizes, max_num_reqs, 256, mode, query_len, uniform_decode_cudagraph=True
+    )
+    plan = CapturePlan.build(
+        mode,
+        sizes,
+        max_num_seqs=max_num_reqs,
+        max_num_batched_tokens=256,
+        decode_query_lens=(query_len,),
+    )
+    assert mixed == {n: min(size for size in sizes if size >= n) for n in range(1, max(sizes) + 1)}
+    own = plan.decode_sizes_for(query_len)
+    largest = max(own, default=0)
+    assert decode == {
+        n: min(size for size in own if size >= n) for n in range(query_len, largest + 1)
+    }
+    assert get_cudagraph_sizes(sizes, max_num_reqs, 256, CUDAGraphMode.NONE) == ({}, {})
+    assert get_cudagraph_sizes(None, max_num_reqs, 256, mode) == ({}, {})
+    assert get_cudagraph_sizes(sizes, max_num_reqs, 256, mode)[1] == {}

@@ -60,7 +60,7 @@ class CaptureInputs:
     attn_metadata: Any = None
 
 
-def prepare_capture_inputs(
+def prepare_inputs_to_capture(
     entry: PlanEntry,
     plan: CapturePlan,
     buffers: TokenBuffers,

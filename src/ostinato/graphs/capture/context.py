@@ -1,4 +1,4 @@
-"""The forward context: what the running batch is, readable from inside anybody's modules.
+"""The forward context: what the running batch is, readable from inside any module.
 
 This is the one piece of scoped state in Ostinato, because attention is called from deep inside
 modules that other people wrote. It lives in a context variable, so every thread has its own.
@@ -22,20 +22,22 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 class ForwardContext:
     """The running batch. Frozen: a new batch is a new context."""
 
-    runtime_mode: CUDAGraphMode
-    descriptor: BatchDescriptor | None = None
+    cudagraph_runtime_mode: CUDAGraphMode
+    batch_descriptor: BatchDescriptor | None = None
     attn_metadata: Any = None
     slot_mapping: Any = None
     num_tokens_across_dp: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        if not self.runtime_mode.is_valid_runtime_mode():
+        if not self.cudagraph_runtime_mode.is_valid_runtime_mode():
             raise ConfigError(
-                f"a batch runs under NONE, PIECEWISE or FULL, not {self.runtime_mode.name}; use "
-                "its decode_mode() or mixed_mode()"
+                f"a batch runs under NONE, PIECEWISE or FULL, not "
+                f"{self.cudagraph_runtime_mode.name}; use its decode_mode() or mixed_mode()"
             )
-        if self.runtime_mode is not CUDAGraphMode.NONE and self.descriptor is None:
-            raise ConfigError(f"{self.runtime_mode.name} needs a descriptor to find its graph by")
+        if self.cudagraph_runtime_mode is not CUDAGraphMode.NONE and self.batch_descriptor is None:
+            raise ConfigError(
+                f"{self.cudagraph_runtime_mode.name} needs a descriptor to find its graph by"
+            )
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("ostinato_forward_context", default=None)
@@ -62,8 +64,8 @@ class set_forward_context:  # noqa: N801  (used like a function: `with set_forwa
 
     def __init__(
         self,
-        runtime_mode: CUDAGraphMode | str = CUDAGraphMode.NONE,
-        descriptor: BatchDescriptor | None = None,
+        cudagraph_runtime_mode: CUDAGraphMode | str = CUDAGraphMode.NONE,
+        batch_descriptor: BatchDescriptor | None = None,
         *,
         attn_metadata: Any = None,
         slot_mapping: Any = None,
@@ -71,8 +73,8 @@ class set_forward_context:  # noqa: N801  (used like a function: `with set_forwa
     ) -> None:
         self._token: Token[ForwardContext | None] | None = None
         self.context = ForwardContext(
-            runtime_mode=CUDAGraphMode.parse(runtime_mode),
-            descriptor=descriptor,
+            cudagraph_runtime_mode=CUDAGraphMode.parse(cudagraph_runtime_mode),
+            batch_descriptor=batch_descriptor,
             attn_metadata=attn_metadata,
             slot_mapping=slot_mapping,
             num_tokens_across_dp=num_tokens_across_dp,

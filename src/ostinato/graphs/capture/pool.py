@@ -26,6 +26,7 @@ from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.context import ForwardContext, current_forward_context
 from ostinato.graphs.capture.segments import Recording, Tape, open_recording
 from ostinato.graphs.capture.tree import map_tensors
+from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
 
 T = TypeVar("T")
@@ -159,6 +160,16 @@ class GraphPool:
     def capture_allowed(self) -> bool:
         return self._sessions > 0 or self.lazy_capture
 
+    def validate_cudagraph_capturing_enabled(self, descriptor: BatchDescriptor) -> None:
+        """Raise unless ``descriptor`` may be captured now."""
+        if self.closed:
+            raise ClosedError(f"cannot run {descriptor}: the graph pool is closed")
+        if not self.capture_allowed:
+            raise CaptureError(
+                f"no graph was captured for {descriptor} and capturing is not enabled; add it to "
+                "the plan, switch lazy capture on, or run this batch under mode NONE"
+            )
+
     def reserve(self, num_bytes: int) -> None:
         """Take memory for captures to come, in one piece.
 
@@ -240,7 +251,7 @@ class GraphPool:
         that runs in the middle of a replay, would take that memory for its own.
         """
         context = current_forward_context()
-        if context is not None and context.runtime_mode is CUDAGraphMode.NONE:
+        if context is not None and context.cudagraph_runtime_mode is CUDAGraphMode.NONE:
             context = None  # no wrapper acts on it, so it does not mark out one forward
         if self._replaying_breaks:
             raise CaptureError(
@@ -249,9 +260,9 @@ class GraphPool:
             )
         if context is not None and context is self._replay_context:
             raise CaptureError(
-                f"{context.descriptor} is captured for one part of the forward and not for another "
-                "that comes later; the parts of a forward share memory and must be captured "
-                "together: clear_graphs() of all its wrappers, and run it again"
+                f"{context.batch_descriptor} is captured for one part of the forward and not for "
+                "another that comes later; the parts of a forward share memory and must be "
+                "captured together: clear_all_graphs() of the pool, and run it again"
             )
         if context is None or context is not self._capture_context:
             self._capture_context = context
@@ -309,6 +320,17 @@ class GraphPool:
         for owner in list(self._owners):
             owner.discard(serials)
 
+    def clear_all_graphs(self) -> None:
+        """Drop all graphs of all wrappers, managers and graphed callables in the pool.
+
+        They capture again when next they may.
+        """
+        self._check_open()
+        self.exclusive_use.run(self._clear_all)
+
+    def _clear_all(self) -> None:
+        close_each(owner.clear_graphs for owner in list(self._owners))
+
     def release_unused(self) -> None:
         """Give back memory that no graph needs, as far as the device allows.
 
@@ -334,7 +356,7 @@ class GraphPool:
     def _close(self) -> None:
         self._closed = True
         try:
-            close_each(owner.clear_graphs for owner in list(self._owners))
+            self._clear_all()
         finally:
             self.backend.close()
 

@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
 from ostinato.errors import ConfigError
+from ostinato.graphs.policy.modes import CUDAGraphMode
 
 LARGEST_DEFAULT_SIZE = 512
 # On the CPU a larger batch is bound by arithmetic, and replaying it saves next to nothing.
@@ -67,6 +68,37 @@ def decode_sizes(
     largest = min(query_len * max_num_seqs, max_num_batched_tokens)
     rounded = {-(-size // query_len) * query_len for size in sizes}
     return tuple(sorted(size for size in rounded if size <= largest))
+
+
+def get_cudagraph_sizes(
+    capture_sizes: Sequence[int] | None,
+    max_num_reqs: int,
+    max_num_tokens: int,
+    cudagraph_mode: CUDAGraphMode,
+    uniform_decode_query_len: int = 1,
+    uniform_decode_cudagraph: bool = False,
+) -> tuple[dict[int, int], dict[int, int]]:
+    """Which size each number of tokens is padded to: in any batch, and in uniform decode batches.
+
+    Numbers that are missing run eagerly. The second is empty without ``uniform_decode_cudagraph``.
+    """
+    if not cudagraph_mode or not capture_sizes:
+        return {}, {}
+    sizes = validate_sizes(capture_sizes, max_num_batched_tokens=max_num_tokens)
+    decode: tuple[int, ...] = ()
+    if uniform_decode_cudagraph:
+        decode = decode_sizes(
+            sizes,
+            query_len=uniform_decode_query_len,
+            max_num_seqs=max_num_reqs,
+            max_num_batched_tokens=max_num_tokens,
+        )
+    return _padded(sizes, 1), _padded(decode, uniform_decode_query_len)
+
+
+def _padded(sizes: Sequence[int], smallest: int) -> dict[int, int]:
+    table = padding_table(sizes)
+    return {count: sizes[table[count]] for count in range(smallest, len(table))}
 
 
 def padding_table(sizes: Sequence[int]) -> list[int]:
