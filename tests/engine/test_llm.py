@@ -427,9 +427,9 @@ def test_bad_settings_are_refused(settings: dict[str, Any], message: str) -> Non
 
 
 def test_unknown_options_are_refused() -> None:
-    with pytest.raises(TypeError, match="max_num_seq"):
+    with pytest.raises(ConfigError, match="max_num_seq"):
         LLM("tiny", random_weights=True, max_num_seq=4)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(ConfigError, match="temprature"):
         SamplingParams(temprature=0.5)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="unknown graph mode 'fullish'"):
         GraphConfig(mode="fullish")
