@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -124,6 +125,27 @@ def test_two_attention_calls_and_two_sizes_capture_six_pieces(pool: GraphPool) -
     engine = Engine(pool, PIECEWISE, [1, 2])
     with compilation_counter.expect(num_cudagraph_captured=6):
         engine.capture()
+
+
+@pytest.mark.parametrize("mode", [DECODE_ONLY, PIECEWISE, BOTH, FULL])
+def test_dispatch_has_its_tables_when_the_capture_ends(
+    pool: GraphPool, mode: CUDAGraphMode
+) -> None:
+    engine = Engine(pool, mode, [1, 2, 4, 8, 16])
+    engine.capture()
+
+    def num_calls(shape: BatchShape) -> int:
+        calls = []
+        sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+        try:
+            engine.manager.dispatch(shape)
+        finally:
+            sys.setprofile(None)
+        return len(calls)
+
+    # The first batch of all is answered by a look-up, as every other.
+    first = num_calls(BatchShape(3, 3, 1))
+    assert first == num_calls(BatchShape(3, 3, 1)) <= 4
 
 
 def test_a_report_counts_the_graphs_of_its_own_pool(pool: GraphPool, device: torch.device) -> None:

@@ -200,6 +200,49 @@ def check_fits(choice: Choice, shape: BatchShape) -> None:
         assert choice.mode is not FULL
 
 
+@settings(max_examples=200, deadline=None)
+@given(setups(max_loras=2))
+def test_a_choice_says_whether_it_is_a_decode_step_and_of_how_many_rows(setup: Setup) -> None:
+    plan = planned(setup)
+    if plan is None:
+        return
+    dispatcher = captured(plan)
+    for query_len, num_reqs, blocked in product((1, 2, 3), (1, 2, 3, 5), (False, True)):
+        shape = BatchShape(query_len * num_reqs, num_reqs, query_len, 0, blocked)
+        if num_reqs > plan.max_num_seqs:
+            continue
+        choice, mixed = (dispatcher.dispatch(s) for s in (shape, shape._replace(has_prompts=True)))
+        assert not mixed.uniform_decode
+        if choice.mode is FULL:
+            assert choice.uniform_decode == choice.descriptor.uniform
+            assert choice.padded_num_reqs == choice.descriptor.num_reqs
+        else:
+            rows, rest = divmod(choice.padded_num_tokens, query_len)
+            fits = not rest and rows <= plan.max_num_seqs
+            assert choice.uniform_decode == (query_len in plan.decode_query_lens and fits)
+            assert choice.padded_num_reqs == (rows if choice.uniform_decode else None)
+        assert choice.padded_num_reqs is None or choice.padded_num_reqs >= num_reqs
+
+
+def test_pieces_may_have_a_fixed_number_of_rows() -> None:
+    plan = plan_of(PIECEWISE, max_num_seqs=3)
+    for fixed_reqs, rows in ((False, {2: None, 4: None, 8: None}), (True, {2: 2, 4: 3, 8: 3})):
+        dispatcher = Dispatcher(plan, fixed_reqs=fixed_reqs)
+        for entry in plan.entries:
+            dispatcher.mark_captured(entry)
+        for size, padded in rows.items():
+            assert dispatcher.dispatch(BatchShape(size, 1, size)).padded_num_reqs == padded
+        assert dispatcher.dispatch(BatchShape(9, 1, 9)).padded_num_reqs is None  # eager
+
+
+def test_a_choice_says_which_model_runs_it() -> None:
+    dispatcher = Dispatcher(plan_of(), model=1)
+    assert dispatcher.dispatch(BatchShape(2, 2, 1)).model == 1  # eager
+    for entry in dispatcher.plan.entries:
+        dispatcher.mark_captured(entry)
+    assert {dispatcher.dispatch(BatchShape(2, n, 2 // n)).model for n in (1, 2)} == {1}
+
+
 @pytest.mark.slow
 @settings(max_examples=10_000)
 @given(setups())
@@ -242,8 +285,8 @@ MIXED = BatchShape(num_tokens=3, num_reqs=2, max_query_len=2)
 
 
 def assert_eager(choice: Choice, num_tokens: int, reason: Reason) -> None:
-    expected = Choice(mode=NONE, descriptor=BatchDescriptor(num_tokens), reason=reason)
-    assert choice == expected
+    assert (choice.mode, choice.descriptor) == (NONE, BatchDescriptor(num_tokens))
+    assert choice.reason is reason
 
 
 @pytest.mark.parametrize("mode", [PIECEWISE, FULL, DECODE_ONLY, BOTH])

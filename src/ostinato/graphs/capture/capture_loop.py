@@ -68,7 +68,7 @@ def capture_entries(
     name: str,
     describe: Callable[[PlanEntry], str] = describe_entry,
 ) -> CaptureReport:
-    """Capture ``entries`` in order with ``capture`` and open each for dispatch.
+    """Capture ``entries`` in order with ``capture``, open each for dispatch, build its tables.
 
     If one fails, those before it stay usable, and what the failed one took is given back. With
     ``eager_fallback`` its batches run eagerly and the walk goes on; otherwise it stops there.
@@ -82,6 +82,7 @@ def capture_entries(
                 report.entries.append(
                     _capture_one(entry, capture, pool, dispatcher, eager_fallback, describe)
                 )
+    dispatcher.build()  # now, and not when the first batch waits for an answer
     return report
 
 

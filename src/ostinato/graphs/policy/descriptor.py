@@ -113,12 +113,19 @@ class Choice:
     It is made once, before the input buffers are filled, and travels with the batch; nothing
     downstream decides again. For an eager batch the descriptor holds its token count, padded no
     further than to the plan's ``token_multiple``.
+
+    ``uniform_decode``: the batch runs as a decode step, with the decode query length in every row,
+    padding rows included. ``padded_num_reqs`` are its rows; None: as many as the batch has
+    requests. ``model``: which one runs it, where several share the batches (``Dispatcher``).
     """
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
     reason: Reason
+    uniform_decode: bool = False
+    padded_num_reqs: int | None = None
+    model: int = 0
+    padded_num_tokens: int = field(init=False, repr=False, compare=False)  # read in every step
 
-    @property
-    def padded_num_tokens(self) -> int:
-        return self.descriptor.num_tokens
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "padded_num_tokens", self.descriptor.num_tokens)

@@ -2,13 +2,14 @@
 
 All answers are worked out beforehand, one table per kind of batch, so a dispatch is a few
 comparisons and an index whatever the number of graphs. The tables follow the plan and the state of
-its entries (captured, failed, disabled) and are rebuilt when that state changes, which after
-start-up is never.
+its entries (captured, failed, disabled). Whoever changes that state calls ``build`` when done;
+otherwise the next dispatch does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterator
 
 from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice, Reason
@@ -16,8 +17,8 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.policy.sizes import padding_table
 
-_Table = list[list[Choice]]  # [LoRA case][num_tokens]
-_Chain = Callable[[int, int], Iterator[tuple[PlanEntry, Reason]]]  # (size, adapters) -> preferences
+# By number of tokens: a graph, or why there is none.
+_Answers = list[Choice | Reason]
 
 
 class Dispatcher:
@@ -25,15 +26,24 @@ class Dispatcher:
 
     Not captured yet means eager, with that reason; ``mark_captured`` opens an entry. Preference is
     always FULL, then PIECEWISE, then eager with the reason why the first choice was not possible.
+
+    ``model`` is what its choices say about the model that runs them. ``fixed_reqs``: pieces too
+    have a fixed number of rows, that of a capture.
     """
 
-    def __init__(self, plan: CapturePlan) -> None:
+    def __init__(self, plan: CapturePlan, *, model: int = 0, fixed_reqs: bool = False) -> None:
         self.plan = plan
+        self._model = model
+        self._fixed_reqs = fixed_reqs
         self._planned = frozenset(plan.entries)
         self._captured: set[PlanEntry] = set()
         self._refused: dict[PlanEntry, Reason] = {}
-        self._eager: dict[tuple[int, Reason], Choice] = {}
+        self._eager: dict[tuple[int, Reason, int], Choice] = {}
         self._lora_case_index = padding_table(plan.lora_cases)
+        self._query_lens = frozenset(plan.decode_query_lens)
+        # By query length of uniform decode batches (0: mixed), by whether attention blocks FULL;
+        # then by LoRA case.
+        self._tables: dict[tuple[int, bool], list[_Answers]] = {}
         self._stale = True
 
     def dispatch(self, shape: BatchShape) -> Choice:
@@ -45,31 +55,31 @@ class Dispatcher:
                 "each, and no negative number of adapters; skip the step if there is nothing to run"
             )
         if self._stale:
-            self._rebuild()
-        if blocked:
-            table = self._blocked
-        elif (
-            max_query_len in self._decode
+            self.build()
+        is_decode = (
+            max_query_len in self._query_lens
             and num_tokens == max_query_len * num_reqs
             and not has_prompts
-        ):
-            table = self._decode[max_query_len]
-        else:
-            table = self._mixed
+        )
+        query_len = max_query_len if is_decode else 0
         if num_loras >= len(self._lora_case_index):
             why = Reason.TOO_MANY_LORAS if self.plan.entries else Reason.MODE_NONE
-            return self._eager_choice(num_tokens, why)
-        answers = table[self._lora_case_index[num_loras]]
-        if num_tokens < len(answers):
-            choice = answers[num_tokens]
-            limit = choice.descriptor.num_reqs
-            if limit is not None and num_reqs > limit:
-                raise BatchError(
-                    f"cannot dispatch {shape}: the plan is for at most {self.plan.max_num_seqs} "
-                    "requests"
-                )
-            return choice
-        return self._eager_choice(num_tokens, self._beyond_tables(shape))
+            return self._eager_choice(num_tokens, why, query_len)
+        answers = self._tables[query_len, blocked][self._lora_case_index[num_loras]]
+        if num_tokens >= len(answers):
+            return self._eager_choice(
+                num_tokens, self._beyond_tables(query_len, blocked), query_len
+            )
+        answer = answers[num_tokens]
+        if isinstance(answer, Reason):
+            return self._eager_choice(num_tokens, answer, query_len)
+        limit = answer.padded_num_reqs
+        if limit is not None and num_reqs > limit:
+            raise BatchError(
+                f"cannot dispatch {shape}: the plan is for at most {self.plan.max_num_seqs} "
+                "requests"
+            )
+        return answer
 
     def mark_captured(self, entry: PlanEntry) -> None:
         self._check_planned(entry)
@@ -106,66 +116,77 @@ class Dispatcher:
 
     # --- building the tables -------------------------------------------------------------------
 
-    def _rebuild(self) -> None:
-        plan, cases = self.plan, self.plan.lora_cases
-        self._mixed = [self._answers(self._mixed_chain, case) for case in cases]
-        self._blocked = [self._answers(self._blocked_chain, case) for case in cases]
-        # Without graphs of their own, decode batches are answered like any other.
-        self._decode: dict[int, _Table] = {}
-        if plan.mode.separate_routine():
-            for query_len in plan.decode_query_lens:
-                self._decode[query_len] = [self._decode_answers(query_len, case) for case in cases]
+    def build(self) -> None:
+        """Work out all answers, if the state of the plan has changed since that was done."""
+        if not self._stale:
+            return
+        for query_len in (0, *self.plan.decode_query_lens):
+            for blocked in (False, True):
+                self._tables[query_len, blocked] = [
+                    self._answers(query_len, blocked, case) for case in self.plan.lora_cases
+                ]
         self._stale = False
 
-    def _decode_answers(self, query_len: int, num_loras: int) -> list[Choice]:
-        own_sizes = self.plan.decode_sizes_for(query_len)
-        own = padding_table(own_sizes)
-        shared = padding_table(self.plan.sizes)
+    def _answers(self, query_len: int, blocked: bool, num_loras: int) -> _Answers:
+        """The answer for every number of tokens up to the largest size."""
+        plan = self.plan
+        # Without graphs of their own, decode batches are answered like any other.
+        separate = query_len > 0 and plan.mode.separate_routine() and not blocked
+        own_sizes = plan.decode_sizes_for(query_len) if separate else ()
+        fallback = Reason.TOO_LARGE if separate else self._no_graph_reason(blocked=blocked)
+        answers: _Answers = []
+        for size in sorted({*own_sizes, *plan.sizes}):  # from one to the next they are the same
+            chain = self._chain(size, own_sizes, query_len, blocked, num_loras)
+            answer = self._first_captured(chain, query_len, fallback)
+            answers += [answer] * (size + 1 - len(answers))
+        return answers
 
-        def chain(num_tokens: int) -> Iterator[tuple[PlanEntry, Reason]]:
-            if num_tokens < len(own):
-                size = own_sizes[own[num_tokens]]
-                descriptor = self.plan.decode_descriptor(size, query_len, num_loras)
-                yield (
-                    PlanEntry(mode=CUDAGraphMode.FULL, descriptor=descriptor),
-                    Reason.UNIFORM_DECODE,
-                )
-            if num_tokens < len(shared):
-                yield from self._mixed_chain(self.plan.sizes[shared[num_tokens]], num_loras)
-
-        return [
-            self._first_captured(count, chain(count), Reason.TOO_LARGE)
-            for count in range(max(len(own), len(shared)))
-        ]
-
-    def _answers(self, chain: _Chain, num_loras: int) -> list[Choice]:
-        fallback = self._no_graph_reason(blocked=chain == self._blocked_chain)
-        sizes = self.plan.sizes
-        return [
-            self._first_captured(count, chain(sizes[index], num_loras), fallback)
-            for count, index in enumerate(padding_table(sizes))
-        ]
-
-    def _mixed_chain(self, size: int, num_loras: int) -> Iterator[tuple[PlanEntry, Reason]]:
-        mode = self.plan.mode.mixed_mode()
-        if mode is not CUDAGraphMode.NONE:
-            descriptor = self.plan.mixed_descriptor(size, num_loras)
-            yield PlanEntry(mode=mode, descriptor=descriptor), Reason.MIXED
-
-    def _blocked_chain(self, size: int, num_loras: int) -> Iterator[tuple[PlanEntry, Reason]]:
-        for entry, _ in self._mixed_chain(size, num_loras):
-            if entry.mode is CUDAGraphMode.PIECEWISE:
-                yield entry, Reason.FULL_BLOCKED
+    def _chain(
+        self, num_tokens: int, own_sizes: tuple[int, ...], query_len: int, blocked: bool, loras: int
+    ) -> Iterator[tuple[PlanEntry, Reason]]:
+        """The entries that hold ``num_tokens``, best first."""
+        plan, mixed = self.plan, self.plan.mode.mixed_mode()
+        if own_sizes and num_tokens <= own_sizes[-1]:
+            own = own_sizes[bisect_left(own_sizes, num_tokens)]
+            descriptor = plan.decode_descriptor(own, query_len, loras)
+            entry = PlanEntry(mode=CUDAGraphMode.FULL, descriptor=descriptor)
+            yield entry, Reason.UNIFORM_DECODE
+        is_possible = (
+            mixed is CUDAGraphMode.PIECEWISE if blocked else mixed is not CUDAGraphMode.NONE
+        )
+        if is_possible and num_tokens <= plan.sizes[-1]:
+            shared = plan.sizes[bisect_left(plan.sizes, num_tokens)]
+            descriptor = plan.mixed_descriptor(shared, loras)
+            reason = Reason.FULL_BLOCKED if blocked else Reason.MIXED
+            yield PlanEntry(mode=mixed, descriptor=descriptor), reason
 
     def _first_captured(
-        self, num_tokens: int, chain: Iterator[tuple[PlanEntry, Reason]], fallback: Reason
-    ) -> Choice:
+        self, chain: Iterator[tuple[PlanEntry, Reason]], query_len: int, fallback: Reason
+    ) -> Choice | Reason:
         first_refusal: Reason | None = None
         for entry, reason in chain:
             if entry in self._captured:
-                return Choice(mode=entry.mode, descriptor=entry.descriptor, reason=reason)
+                return self._graph_choice(entry, reason, query_len)
             first_refusal = first_refusal or self._refused.get(entry, Reason.NOT_CAPTURED)
-        return self._eager_choice(max(num_tokens, 1), first_refusal or fallback)
+        return first_refusal or fallback
+
+    def _graph_choice(self, entry: PlanEntry, reason: Reason, query_len: int) -> Choice:
+        key, num_reqs = entry.descriptor, entry.descriptor.num_reqs
+        uniform = key.uniform
+        if entry.mode is CUDAGraphMode.PIECEWISE:
+            uniform = self.plan.is_uniform(key.num_tokens, query_len)
+            if uniform:
+                num_reqs = key.num_tokens // query_len
+            elif self._fixed_reqs:
+                num_reqs = min(key.num_tokens, self.plan.max_num_seqs)
+        return Choice(
+            mode=entry.mode,
+            descriptor=key,
+            reason=reason,
+            uniform_decode=uniform,
+            padded_num_reqs=num_reqs,
+            model=self._model,
+        )
 
     # --- eager answers -------------------------------------------------------------------------
 
@@ -174,23 +195,26 @@ class Dispatcher:
             return Reason.MODE_NONE
         return Reason.ATTENTION if blocked else Reason.MIXED_NOT_PLANNED
 
-    def _beyond_tables(self, shape: BatchShape) -> Reason:
+    def _beyond_tables(self, query_len: int, blocked: bool) -> Reason:
         """Why a batch larger than every table runs eagerly."""
         if self.plan.mode is CUDAGraphMode.NONE:
             return Reason.MODE_NONE
         mixed_has_graphs = self.plan.mode.mixed_mode() is not CUDAGraphMode.NONE
-        uniform = (
-            shape.max_query_len in self.plan.decode_query_lens
-            and shape.num_tokens == shape.max_query_len * shape.num_reqs
-            and not shape.has_prompts
-        )
-        if mixed_has_graphs or (uniform and not shape.attention_blocks_full):
+        if mixed_has_graphs or (query_len and not blocked):
             return Reason.TOO_LARGE
-        return self._no_graph_reason(blocked=shape.attention_blocks_full)
+        return self._no_graph_reason(blocked=blocked)
 
-    def _eager_choice(self, num_tokens: int, reason: Reason) -> Choice:
-        key = (num_tokens, reason)
+    def _eager_choice(self, num_tokens: int, reason: Reason, query_len: int) -> Choice:
+        key = (num_tokens, reason, query_len)
         if key not in self._eager:
-            descriptor = BatchDescriptor(self.plan.padded_tokens(num_tokens))
-            self._eager[key] = Choice(mode=CUDAGraphMode.NONE, descriptor=descriptor, reason=reason)
+            padded = self.plan.padded_tokens(num_tokens)
+            uniform = self.plan.is_uniform(padded, query_len)
+            self._eager[key] = Choice(
+                mode=CUDAGraphMode.NONE,
+                descriptor=BatchDescriptor(padded),
+                reason=reason,
+                uniform_decode=uniform,
+                padded_num_reqs=padded // query_len if uniform else None,
+                model=self._model,
+            )
         return self._eager[key]

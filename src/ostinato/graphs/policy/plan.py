@@ -132,6 +132,14 @@ class CapturePlan:
         """``num_tokens`` rounded up to what a batch may have, graph or not."""
         return -(-num_tokens // self.token_multiple) * self.token_multiple
 
+    def is_uniform(self, num_tokens: int, query_len: int) -> bool:
+        """Whether ``num_tokens`` are whole requests of ``query_len`` (0: not a decode batch)."""
+        return (
+            query_len > 0
+            and num_tokens % query_len == 0
+            and num_tokens <= query_len * self.max_num_seqs
+        )
+
     @cached_property
     def lora_cases(self) -> tuple[int, ...]:
         """Numbers of active adapters that have graphs: 0, powers of two, and the maximum."""
