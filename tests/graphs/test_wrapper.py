@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import weakref
+from types import FrameType
 
 import pytest
 import torch
@@ -80,6 +82,33 @@ def test_first_call_captures_and_later_calls_replay(pool: GraphPool) -> None:
             refill(x)
             assert torch.equal(wrapper(x), x * 2 + 1)
     assert model.runs == 1
+
+
+def test_the_first_replay_is_checked_as_fast_as_every_other(pool: GraphPool) -> None:
+    """A capture runs outside of inference mode; replays run inside, and some outside."""
+    wrapper = CUDAGraphWrapper(Doubler(), FULL, pool=pool)
+    x = torch.randn(8, 2, device=pool.device)
+
+    def python_calls(inference: bool) -> list[str]:
+        calls: list[str] = []
+
+        def note(frame: FrameType, event: str, _: object) -> None:
+            if event == "call":
+                calls.append(frame.f_code.co_qualname)
+
+        with torch.inference_mode(inference), set_forward_context(FULL, KEY):
+            batch = x[:4]
+            sys.setprofile(note)
+            try:
+                wrapper(batch)
+            finally:
+                sys.setprofile(None)
+        return calls
+
+    with torch.no_grad(), set_forward_context(FULL, KEY):
+        wrapper(x[:4])
+    first = python_calls(inference=True)
+    assert first == python_calls(inference=True) == python_calls(inference=False)
 
 
 def test_each_descriptor_has_its_own_graph(pool: GraphPool) -> None:

@@ -80,13 +80,11 @@ class CallSignature:
         only_tensors = all(isinstance(value, torch.Tensor) for value in flat)
         if TensorGuards is None or not flat or not only_tensors:
             return _never
-        same_layout = TensorGuards(
-            *flat,
-            dynamic_dims_sizes=[list(tensor.shape) for tensor in flat],
-            dynamic_dims_strides=[list(tensor.stride()) for tensor in flat],
-        ).check
+        # Graphs are captured outside of inference mode and mostly replayed inside, and the guards
+        # see a tensor's dispatch keys, to which the mode belongs.
+        same_layouts = _layout_guards(flat, inference=False), _layout_guards(flat, inference=True)
         num_args, keywords, addresses = self._num_args, self._keywords, self._addresses
-        address_of = torch.Tensor.data_ptr
+        address_of, is_inference = torch.Tensor.data_ptr, torch.is_inference_mode_enabled
 
         def matches(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             if kwargs or keywords:
@@ -95,7 +93,7 @@ class CallSignature:
                 args = (*args, *kwargs.values())
             return (
                 len(args) == num_args
-                and same_layout(*args)
+                and same_layouts[is_inference()](*args)
                 and [*map(address_of, args)] == addresses
             )
 
@@ -113,7 +111,7 @@ class CallSignature:
             )
         for path, value in now.items():
             compare_leaf(path, captured[path], value)
-        # The fast path said no for a reason that does not matter, such as inference mode.
+        # The fast path said no for a reason that does not matter, such as being a leaf of autograd.
         if tuple(kwargs) == self._keywords:
             self.matches = self._fast_path(args, kwargs)
 
@@ -126,6 +124,17 @@ class CallSignature:
         for name, value in kwargs.items():
             leaves.extend(leaves_with_path(value, name))
         return leaves
+
+
+def _layout_guards(tensors: tuple[torch.Tensor, ...], *, inference: bool) -> Callable[..., bool]:
+    """A check that others have type, shape and strides of these, in or out of inference mode."""
+    with torch.inference_mode(inference):
+        check: Callable[..., bool] = TensorGuards(
+            *tensors,
+            dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+            dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+        ).check
+    return check
 
 
 def compare_leaf(path: str, captured: Any, value: Any) -> None:
