@@ -40,10 +40,11 @@ from ostinato.graphs.capture.tree import map_tensors, tensors_in
 from ostinato.graphs.graph_set import GraphSet, GraphSetOptions
 from ostinato.graphs.graphed_call import BatchDim, CallLayout
 from ostinato.graphs.policy.descriptor import Choice, Reason
+from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.graphs.policy.sizes import default_sizes, validate_sizes
-from ostinato.graphs.policy.stats import DispatchStats, GraphedStats
+from ostinato.graphs.policy.stats import GraphedStats
 from ostinato.graphs.trust.ambient_state import AmbientState
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.counters import compilation_counter
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
+from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
-from ostinato.graphs.policy.stats import DispatchStats
 from ostinato.models.base import CausalLM
 from ostinato.ops.sampling import sample_rows
 from ostinato.parallel.agreed_dispatch import AgreedDispatch

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ostinato.graphs.policy.descriptor import BatchDescriptor, Choice, Reason
+from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
-from ostinato.graphs.policy.stats import DispatchStats
 
 EIGHT, FOUR = BatchDescriptor(8), BatchDescriptor(4)
 
@@ -16,6 +16,12 @@ def replay_of(descriptor: BatchDescriptor) -> Choice:
 def eager(num_tokens: int, reason: Reason) -> Choice:
     descriptor = BatchDescriptor(num_tokens)
     return Choice(mode=CUDAGraphMode.NONE, descriptor=descriptor, reason=reason)
+
+
+def is_empty(stats: DispatchStats) -> bool:
+    return not any(
+        (stats.replays, stats.eager, stats.replayed_tokens, stats.padding_tokens, stats.hits)
+    )
 
 
 def test_nothing_recorded() -> None:
@@ -50,10 +56,23 @@ def test_reset_starts_again() -> None:
     stats.record(replay_of(EIGHT), 5)
     stats.record(eager(9, Reason.TOO_LARGE), 9)
     stats.reset()
-    assert stats == DispatchStats()
+    assert is_empty(stats)
 
 
 def test_two_stats_share_nothing() -> None:
     one, other = DispatchStats(), DispatchStats()
     one.record(replay_of(EIGHT), 8)
-    assert other == DispatchStats()
+    assert is_empty(other)
+    assert not is_empty(one)
+
+
+def test_a_choice_that_comes_again_and_again_is_counted_whenever_one_looks() -> None:
+    stats, choice, other = DispatchStats(), replay_of(EIGHT), eager(9, Reason.TOO_LARGE)
+    for count in range(1, 4):
+        stats.record(choice, 5)
+        assert (stats.hits, stats.padding_tokens) == (count, 3 * count)
+    stats.record(other, 9)
+    stats.record(choice, 8)
+    stats.record(choice, 8)
+    assert (stats.replays, stats.eager) == ({EIGHT: 5}, {Reason.TOO_LARGE: 1})
+    assert (stats.replayed_tokens, stats.padding_tokens) == (31, 9)

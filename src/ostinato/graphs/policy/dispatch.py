@@ -1,4 +1,4 @@
-"""From the shape of a batch to the graph that runs it, in constant time.
+"""From the shape of a batch to the graph that runs it, in constant time; and what ran, counted.
 
 All answers are worked out beforehand, one table per kind of batch, so a dispatch is a few
 comparisons and an index whatever the number of graphs. The tables follow the plan and the state of
@@ -9,6 +9,7 @@ otherwise the next dispatch does.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 
 from ostinato.errors import BatchError, ConfigError
@@ -218,3 +219,75 @@ class Dispatcher:
                 model=self._model,
             )
         return self._eager[key]
+
+
+class DispatchStats:
+    """What ran: replays by key, tokens spent on padding, eager batches by reason.
+
+    A choice that comes again and again, as in decoding, costs two additions.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._replays: Counter[BatchDescriptor] = Counter()
+        self._eager: Counter[Reason] = Counter()
+        self._replayed_tokens = self._padding_tokens = 0
+        self._last: Choice | None = None
+        self._num_runs = self._num_tokens = 0  # of the last choice, not counted above yet
+
+    def record(self, choice: Choice, num_tokens: int) -> None:
+        if choice is not self._last:
+            self._count_last()
+            self._last = choice
+        self._num_runs += 1
+        self._num_tokens += num_tokens
+
+    def _count_last(self) -> None:
+        choice, num_runs, num_tokens = self._last, self._num_runs, self._num_tokens
+        self._num_runs = self._num_tokens = 0
+        if choice is None or num_runs == 0:
+            return
+        if choice.mode is CUDAGraphMode.NONE:
+            self._eager[choice.reason] += num_runs
+            return
+        self._replays[choice.descriptor] += num_runs
+        self._replayed_tokens += num_tokens
+        self._padding_tokens += choice.padded_num_tokens * num_runs - num_tokens
+
+    @property
+    def replays(self) -> Counter[BatchDescriptor]:
+        self._count_last()
+        return self._replays
+
+    @property
+    def eager(self) -> Counter[Reason]:
+        self._count_last()
+        return self._eager
+
+    @property
+    def replayed_tokens(self) -> int:
+        self._count_last()
+        return self._replayed_tokens
+
+    @property
+    def padding_tokens(self) -> int:
+        self._count_last()
+        return self._padding_tokens
+
+    @property
+    def hits(self) -> int:
+        """Batches that ran through a graph."""
+        return self.replays.total()
+
+    @property
+    def misses(self) -> int:
+        """Batches that ran eagerly."""
+        return self.eager.total()
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the replayed rows that was padding."""
+        total = self.replayed_tokens + self.padding_tokens
+        return self.padding_tokens / total if total else 0.0

@@ -1,52 +1,8 @@
-"""What the graphs did: hits per key, tokens spent on padding, eager runs by reason."""
+"""What ``graphed()`` reports; the counts come from ``DispatchStats``."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
-
-from ostinato.graphs.policy.descriptor import BatchDescriptor, Choice, Reason
-from ostinato.graphs.policy.modes import CUDAGraphMode
-
-
-@dataclass
-class DispatchStats:
-    """Counts of the choices that were run. Recording one costs two dictionary updates."""
-
-    replays: Counter[BatchDescriptor] = field(default_factory=Counter)
-    eager: Counter[Reason] = field(default_factory=Counter)
-    replayed_tokens: int = 0
-    padding_tokens: int = 0
-
-    def record(self, choice: Choice, num_tokens: int) -> None:
-        if choice.mode is CUDAGraphMode.NONE:
-            self.eager[choice.reason] += 1
-            return
-        descriptor = choice.descriptor
-        self.replays[descriptor] += 1
-        self.replayed_tokens += num_tokens
-        self.padding_tokens += descriptor.num_tokens - num_tokens
-
-    @property
-    def hits(self) -> int:
-        """Batches that ran through a graph."""
-        return self.replays.total()
-
-    @property
-    def misses(self) -> int:
-        """Batches that ran eagerly."""
-        return self.eager.total()
-
-    @property
-    def padding_fraction(self) -> float:
-        """Share of the replayed rows that was padding."""
-        total = self.replayed_tokens + self.padding_tokens
-        return self.padding_tokens / total if total else 0.0
-
-    def reset(self) -> None:
-        self.replays.clear()
-        self.eager.clear()
-        self.replayed_tokens = self.padding_tokens = 0
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
