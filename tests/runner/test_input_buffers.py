@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato import GraphPool, SamplingParams
+from ostinato import BatchShape, GraphPool, SamplingParams
 from ostinato.attention.base import AttentionSpec
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.runner.input_buffers import InputBuffers
@@ -308,6 +308,8 @@ def test_blocks_are_appended_in_the_steady_state(device: torch.device) -> None:
     state.update(plan_of(*items))
     expected = contents(state)
     plan = DecodePlan(
+        num_tokens=3,
+        shape=BatchShape(3, 3, 1),
         members=[item.request for item in items],
         slots=np.array([2, 4, 0]),
         starts=np.array([10, 10, 10]),

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import numpy as np
 
 from ostinato.errors import CollectiveError
+from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.request import Request
 from ostinato.scheduling.schedule_plan import (
@@ -125,7 +126,14 @@ class PlanDecoder:
             members, slots, starts = self._last.members, self._last.slots, self._last.starts + 1
             blocks = words
         triples = [(place, index, block) for place, index, block in blocks.reshape(-1, 3).tolist()]
-        self._last = DecodePlan(members=members, slots=slots, starts=starts, new_blocks=triples)
+        self._last = DecodePlan(
+            num_tokens=len(members),
+            shape=BatchShape(len(members), len(members), 1),
+            members=members,
+            slots=slots,
+            starts=starts,
+            new_blocks=triples,
+        )
         return self._last
 
     def _step(self, reader: _Reader) -> SchedulePlan:

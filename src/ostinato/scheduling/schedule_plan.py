@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.graphs.policy.descriptor import BatchShape
-from ostinato.scheduling.request import Request
+from ostinato.scheduling.request import Request, RequestStatus
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -37,6 +37,12 @@ class ScheduledRequest:
     samples: bool
     admission: int
 
+    @property
+    def holds_its_blocks(self) -> bool:
+        """Whether the request still has the blocks that this was computed into."""
+        request = self.request
+        return request.status is RequestStatus.RUNNING and request.num_preemptions == self.admission
+
 
 @dataclass(slots=True)
 class TokenEvent:
@@ -61,6 +67,23 @@ class SchedulePlan:
     max_query_len: int
     preempted: list[Request]
 
+    @classmethod
+    def of(
+        cls, rows: list[ScheduledRequest], num_tokens: int, preempted: list[Request]
+    ) -> SchedulePlan:
+        """The plan of these rows, which are in order of arrival."""
+        decodes = [row for row in rows if row.num_tokens == 1 and row.samples]
+        others: list[ScheduledRequest] = []
+        if len(decodes) < len(rows):
+            others = [row for row in rows if row.num_tokens > 1 or not row.samples]
+        return cls(
+            requests=decodes + others,
+            num_tokens=num_tokens,
+            num_samples=len(decodes) + sum(row.samples for row in others),
+            max_query_len=max((row.num_tokens for row in others), default=min(len(decodes), 1)),
+            preempted=preempted,
+        )
+
     @property
     def shape(self) -> BatchShape:
         # Whatever does not decode is in its prompt: without speculation, nothing else takes several
@@ -72,6 +95,11 @@ class SchedulePlan:
             has_prompts=not self.is_decode,
         )
 
+    @cached_property
+    def slots(self) -> list[int]:
+        """The rows of the requests, in their order."""
+        return [item.slot for item in self.requests]
+
     @property
     def is_decode(self) -> bool:
         """Whether every request computes one token and gets the next."""
@@ -82,11 +110,13 @@ class SchedulePlan:
 class DecodePlan:
     """One step of requests that were in the step before, in the same order: all decode.
 
-    The plan of the steady state, made without looking at the requests one by one. ``members``,
-    ``slots`` and ``starts`` are the same objects from step to step: ``starts`` are the positions
-    that the first step computes, and ``step`` counts on from there.
+    The plan of the steady state, made without looking at the requests one by one. All but the new
+    blocks and ``step`` are the same objects from step to step: ``starts`` are the positions that
+    the first step computes, and ``step`` counts on from there.
     """
 
+    num_tokens: int  # one for each of the members
+    shape: BatchShape
     members: list[Request]
     slots: IntArray
     starts: IntArray
@@ -97,18 +127,12 @@ class DecodePlan:
     is_decode = True
 
     @property
-    def num_tokens(self) -> int:
-        return len(self.members)
-
-    num_samples = num_tokens
+    def num_samples(self) -> int:
+        return self.num_tokens
 
     @property
     def preempted(self) -> list[Request]:
         return []
-
-    @property
-    def shape(self) -> BatchShape:
-        return BatchShape(len(self.members), len(self.members), 1)
 
     @cached_property
     def requests(self) -> list[ScheduledRequest]:

@@ -20,7 +20,8 @@ from heapq import heappop, heappush
 import numpy as np
 
 from ostinato.errors import ConfigError, SchedulingError
-from ostinato.scheduling.block_allocator import BlockAllocator, block_hash, root_hash
+from ostinato.scheduling.block_allocator import BlockAllocator
+from ostinato.scheduling.prefix_reuse import PrefixReuse
 from ostinato.scheduling.request import FinishReason, Request, RequestStatus
 from ostinato.scheduling.schedule_plan import (
     IntArray,
@@ -75,7 +76,7 @@ class Scheduler:
         self._free_slots = list(range(max_num_seqs))  # a heap
         self._open: deque[Plan] = deque()  # scheduled and not committed, oldest first
         self._steady: SteadyDecode | None = None
-        self._root = root_hash()
+        self._prefixes = PrefixReuse(allocator)
 
     @property
     def has_unfinished(self) -> bool:
@@ -172,7 +173,7 @@ class Scheduler:
         for row in rows:
             row.request.num_computed_tokens = row.start + row.num_tokens
             row.request.num_pending_tokens += row.samples
-        plan = _plan(rows, self.max_num_batched_tokens - budget, preempted)
+        plan = SchedulePlan.of(rows, self.max_num_batched_tokens - budget, preempted)
         if rows:
             self._open.append(plan)
             self._begin_steady()
@@ -186,29 +187,23 @@ class Scheduler:
         """
         if plan.num_tokens and not (self._open and plan is self._open[0]):
             raise SchedulingError("the plan is not the oldest one that is open; commit in order")
-        if len(tokens) != plan.num_samples:
+        steady = self._steady if plan.num_tokens else None
+        num_samples = plan.num_samples if steady is None else steady.num_reqs
+        if len(tokens) != num_samples:
             raise SchedulingError(
-                f"the plan samples {plan.num_samples} tokens, but {len(tokens)} came back"
+                f"the plan samples {num_samples} tokens, but {len(tokens)} came back"
             )
         if not plan.num_tokens:
             return []
         listed = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
-        events = self._commit_steady(self._steady, listed) if self._steady else None
-        if events is None:
+        events = None if steady is None else steady.commit(listed)
+        if steady is None or events is None:
             self._end_steady()
             events = self._commit_each(plan.requests, listed)
+        elif steady.completed:
+            for request, index in steady.some_completed():
+                self._prefixes.publish(request, index, index + 1)
         self._open.popleft()
-        return events
-
-    def _commit_steady(
-        self, steady: SteadyDecode, tokens: Sequence[int]
-    ) -> list[TokenEvent] | None:
-        """As ``commit``, while all open plans are of the steady state; None if it ends here."""
-        if steady.may_end(tokens):
-            return None
-        events = steady.commit(tokens)
-        for request, index in steady.some_completed():
-            self._publish(request, index, index + 1)
         return events
 
     def _commit_each(
@@ -224,8 +219,8 @@ class Scheduler:
             if request.status is finished:
                 continue
             end = start + row.num_tokens
-            if start // block_size != end // block_size and _holds_its_blocks(row):
-                self._publish(request, start // block_size, end // block_size)
+            if start // block_size != end // block_size and row.holds_its_blocks:
+                self._prefixes.publish(request, start // block_size, end // block_size)
             if row.samples:
                 token = tokens[index]
                 request.num_pending_tokens -= 1
@@ -246,15 +241,16 @@ class Scheduler:
                 return
             # Rows are in order of arrival, as the running requests are.
             for row, request in zip(plan.requests, self._running, strict=True):
-                if row.request is not request or not _holds_its_blocks(row):
+                if row.request is not request or not row.holds_its_blocks:
                     return
         self._steady = SteadyDecode(list(self._running), self.allocator)
 
     def _end_steady(self) -> None:
         if self._steady is not None:
             self._steady.flush()
-            for request, index in self._steady.all_completed():
-                self._publish(request, index, index + 1)
+            while self._steady.completed:
+                request, index = self._steady.completed.popleft()
+                self._prefixes.publish(request, index, index + 1)
             self._steady = None
 
     def rollback(self) -> None:
@@ -345,12 +341,7 @@ class Scheduler:
         if request.num_pending_tokens:
             return None
         allocator, total = self.allocator, request.num_tokens
-        shareable = (total - 1) // allocator.block_size  # one token at least must be computed
-        cached: list[int] = []
-        if allocator.prefix_reuse:
-            self._extend_hashes(request, shareable)
-            cached = allocator.match_prefix(request.block_hashes[:shareable])
-            allocator.take(cached)
+        cached = self._prefixes.take(request)
         if self._blocks_for(total) - len(cached) + promised > allocator.num_free_blocks:
             allocator.release(cached)
             return None
@@ -398,22 +389,6 @@ class Scheduler:
         heappush(self._free_slots, request.slot)
         request.slot = None
 
-    def _publish(self, request: Request, first: int, stop: int) -> None:
-        """Make the blocks ``first`` to ``stop`` of a request, just completed, findable."""
-        if not self.allocator.prefix_reuse:
-            return
-        self._extend_hashes(request, stop)
-        for index in range(first, stop):
-            self.allocator.publish(request.block_ids[index], request.block_hashes[index])
-
-    def _extend_hashes(self, request: Request, num_blocks: int) -> None:
-        """Make sure that the hashes of the first ``num_blocks`` blocks are known."""
-        hashes, size = request.block_hashes, self.allocator.block_size
-        parent = hashes[-1] if hashes else self._root
-        for index in range(len(hashes), num_blocks):
-            parent = block_hash(parent, request.token_ids(index * size, (index + 1) * size))
-            hashes.append(parent)
-
     def _end(self, request: Request, token: int) -> bool:
         """End the request if the token just appended ends it; whether it did."""
         params = request.params
@@ -426,24 +401,3 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.allocator.block_size)
-
-
-def _holds_its_blocks(row: ScheduledRequest) -> bool:
-    """Whether the request still has the blocks that the row was computed into."""
-    request = row.request
-    return request.status is RequestStatus.RUNNING and request.num_preemptions == row.admission
-
-
-def _plan(rows: list[ScheduledRequest], num_tokens: int, preempted: list[Request]) -> SchedulePlan:
-    """The plan of these rows, which are in order of arrival."""
-    decodes = [row for row in rows if row.num_tokens == 1 and row.samples]
-    others: list[ScheduledRequest] = []
-    if len(decodes) < len(rows):
-        others = [row for row in rows if row.num_tokens > 1 or not row.samples]
-    return SchedulePlan(
-        requests=decodes + others,
-        num_tokens=num_tokens,
-        num_samples=len(decodes) + sum(row.samples for row in others),
-        max_query_len=max((row.num_tokens for row in others), default=min(len(decodes), 1)),
-        preempted=preempted,
-    )

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.request import Request
 from ostinato.scheduling.schedule_plan import DecodePlan, TokenEvent
@@ -31,6 +32,8 @@ class SteadyDecode:
 
     def __init__(self, requests: list[Request], allocator: BlockAllocator) -> None:
         self.requests = requests
+        self.num_reqs = len(requests)
+        self._shape = BatchShape(self.num_reqs, self.num_reqs, 1)
         self._allocator = allocator
         self._slots = np.array([request.slot for request in requests], dtype=np.int64)
         self._outputs = [request.output_token_ids for request in requests]
@@ -47,7 +50,7 @@ class SteadyDecode:
         self._full: list[list[int]] = [[] for _ in range(size)]
         for position, computed in enumerate(self._computed):
             self._full[-computed % size].append(position)
-        self._completed: deque[tuple[Request, int]] = deque()
+        self.completed: deque[tuple[Request, int]] = deque()  # blocks, by request and index
         self._named_at_once = max(_FEWEST_NAMED_AT_ONCE, -(-len(requests) // size))
 
     def schedule(self) -> DecodePlan | None:
@@ -68,6 +71,8 @@ class SteadyDecode:
         self._num_pending += 1
         self._room -= 1
         return DecodePlan(
+            num_tokens=self.num_reqs,
+            shape=self._shape,
             members=self.requests,
             slots=self._slots,
             starts=self._starts,
@@ -75,12 +80,13 @@ class SteadyDecode:
             step=step,
         )
 
-    def may_end(self, tokens: Sequence[int]) -> bool:
-        """Whether a request may come to its end with these tokens, one for each."""
-        return self._room + self._num_pending < 2 or not self._stops.isdisjoint(tokens)
+    def commit(self, tokens: Sequence[int]) -> list[TokenEvent] | None:
+        """Take in one token for each request: events of watched ones.
 
-    def commit(self, tokens: Sequence[int]) -> list[TokenEvent]:
-        """Take in one token for each request, none of which ends any: events of watched ones."""
+        None, and nothing is taken in, if a request may come to its end with these tokens.
+        """
+        if self._room + self._num_pending < 2 or not self._stops.isdisjoint(tokens):
+            return None
         for output, token in zip(self._outputs, tokens, strict=True):
             output.append(token)
         self._num_pending -= 1
@@ -88,21 +94,18 @@ class SteadyDecode:
         size, num_done = self._allocator.block_size, self._num_steps - self._num_pending
         for position in self._full[num_done % size]:
             index = (self._computed[position] + num_done) // size - 1
-            self._completed.append((self.requests[position], index))
+            self.completed.append((self.requests[position], index))
+        if not self._watched:
+            return []
         return [TokenEvent(self.requests[i], tokens[i], i, False) for i in self._watched]
 
     def some_completed(self) -> Iterator[tuple[Request, int]]:
-        """Some of the blocks completed so far, by request and index, each of them once.
+        """Some of the blocks ``completed`` so far, each of them once.
 
         Asked after each step, it never leaves more than one block of a request.
         """
-        for _ in range(min(self._named_at_once, len(self._completed))):
-            yield self._completed.popleft()
-
-    def all_completed(self) -> Iterator[tuple[Request, int]]:
-        """All of the blocks completed so far that ``some_completed`` has not given out."""
-        while self._completed:
-            yield self._completed.popleft()
+        for _ in range(min(self._named_at_once, len(self.completed))):
+            yield self.completed.popleft()
 
     def flush(self) -> None:
         """Write the counts back to the requests."""

@@ -1,0 +1,47 @@
+"""Blocks that requests share: hashed when they are complete, found by requests that begin alike."""
+
+from __future__ import annotations
+
+from ostinato.scheduling.block_allocator import BlockAllocator, block_hash, root_hash
+from ostinato.scheduling.request import Request
+
+
+class PrefixReuse:
+    """Hashes the blocks of requests for ``allocator``; does nothing if that reuses no prefixes.
+
+    A request keeps its own hashes, so each block is hashed once however often it is looked for.
+    """
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self._allocator = allocator
+        self._root = root_hash()
+
+    def take(self, request: Request) -> list[int]:
+        """Blocks that hold the beginning of the request, now held by it too.
+
+        All of its tokens but one, at most: what is in the cache gives no logits.
+        """
+        allocator = self._allocator
+        if not allocator.prefix_reuse:
+            return []
+        shareable = (request.num_tokens - 1) // allocator.block_size
+        self._extend_hashes(request, shareable)
+        blocks = allocator.match_prefix(request.block_hashes[:shareable])
+        allocator.take(blocks)
+        return blocks
+
+    def publish(self, request: Request, first: int, stop: int) -> None:
+        """Make the blocks ``first`` to ``stop`` of a request, just completed, findable."""
+        if not self._allocator.prefix_reuse:
+            return
+        self._extend_hashes(request, stop)
+        for index in range(first, stop):
+            self._allocator.publish(request.block_ids[index], request.block_hashes[index])
+
+    def _extend_hashes(self, request: Request, num_blocks: int) -> None:
+        """Make sure that the hashes of the first ``num_blocks`` blocks are known."""
+        hashes, size = request.block_hashes, self._allocator.block_size
+        parent = hashes[-1] if hashes else self._root
+        for index in range(len(hashes), num_blocks):
+            parent = block_hash(parent, request.token_ids(index * size, (index + 1) * size))
+            hashes.append(parent)
