@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from test_torch_paged import MIXES, Batch, Layout, assert_same_bits, build, padded
 from torch import Tensor
 
-from ostinato import BatchDescriptor, CUDAGraphMode, GraphPool, set_forward_context
+from ostinato import GraphPool, set_forward_context
 from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, attend_qkv
 from ostinato.attention.rotation import Rotation
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.attention.triton.cuts import MAX_JOINED_SPLITS, decode_cut
-from ostinato.attention.triton_paged import TritonPagedAttention, is_decode
+from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.errors import ConfigError
 
 pytest.importorskip("triton")
@@ -60,8 +60,12 @@ class Case:
 
     def metadata(self, backend: AttentionBackend) -> AttentionMetadata:
         lens = self.batch.query_start_loc.diff()
+        longest = max(1, int(lens.max()))
         return replace(
-            self.batch.metadata(), backend=backend, max_query_len=max(1, int(lens.max()))
+            self.batch.metadata(),
+            backend=backend,
+            max_query_len=longest,
+            uniform_decode=longest == 1 and len(lens) == len(self.qkv),
         )
 
     def run(self, backend: AttentionBackend, metadata: AttentionMetadata | None = None) -> Tensor:
@@ -329,22 +333,12 @@ def test_rows_of_the_wrong_length_are_refused() -> None:
 # --- which batches are decode batches -------------------------------------------------------------
 
 
-def test_a_full_graph_of_mixed_batches_is_no_decode_batch() -> None:
-    """It is captured with one token for each request, and replayed with any split."""
+def test_a_decode_batch_has_a_token_for_each_request() -> None:
     one = case(Layout(requests=((1, 3), (1, 4))), torch.device("cpu"))
     metadata = one.metadata(TritonPagedAttention())
-    assert is_decode(metadata, 2)
-    assert not is_decode(metadata, 3)  # a padding token that belongs to no request
-    assert not is_decode(replace(metadata, max_query_len=2), 2)
-    keys = {
-        BatchDescriptor(2): True,  # eagerly, or between the pieces: the metadata is this batch's
-        BatchDescriptor(2, num_reqs=2): False,
-        BatchDescriptor(2, num_reqs=2, uniform=True): True,
-    }
-    for key, expected in keys.items():
-        for mode in (CUDAGraphMode.NONE, CUDAGraphMode.FULL):
-            with set_forward_context(mode, key):
-                assert is_decode(metadata, 2) == expected
+    assert metadata.uniform_decode
+    with pytest.raises(ConfigError, match=r"one token for each request.* 2 tokens and 1 requests"):
+        replace(metadata, seq_lens=metadata.seq_lens[:1])
 
 
 def decode_splits(num_reqs: int, **changed: int) -> int:
@@ -395,7 +389,8 @@ def test_replay_equals_eager_bit_for_bit(
     static.batch.slot_mapping.fill_(-1)
     static.batch.block_table.fill_(0)
     static.positions.clamp_(max=3)
-    metadata = replace(static.metadata(backend), max_query_len=num_tokens // 4)
+    decode = {"max_query_len": num_tokens // 4, "uniform_decode": num_tokens == 4}
+    metadata = replace(static.metadata(backend), **decode)
 
     def step() -> Tensor:
         return static.run(backend, metadata)
@@ -408,7 +403,7 @@ def test_replay_equals_eager_bit_for_bit(
         for target, source in zip(static.tensors(), one.tensors(), strict=True):
             target.copy_(source)
         pool.replay(captured.tape)
-        eager = one.run(backend, replace(one.metadata(backend), max_query_len=num_tokens // 4))
+        eager = one.run(backend, replace(one.metadata(backend), **decode))
         check_result(one, eager)
         assert_same_bits(captured.output, eager)
         assert_same_bits(static.batch.key_cache, one.batch.key_cache)

@@ -114,6 +114,7 @@ def stack(
             max_seq_len=max_keys,
             kv_caches=[(keys.to(CUDA), values.to(CUDA)) for keys, values in caches],
             backend=TritonPagedAttention(),
+            uniform_decode=len(lens) == len(slots) and max(query_len for query_len, _ in lens) <= 1,
         ),
         rotation=Rotation(
             table=torch.cat((angles.cos(), angles.sin()), dim=-1).to(CUDA),

@@ -1,10 +1,20 @@
-"""Which sizes of a plan are taken to launch the same kernels, so that one warms up for all."""
+"""What is captured of a model: which sizes warm up for others, and what a capture runs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from ostinato import BatchDescriptor, CUDAGraphMode
+from ostinato import (
+    LLM,
+    BatchDescriptor,
+    CUDAGraphMode,
+    GraphConfig,
+    SamplingParams,
+    get_forward_context,
+)
+from ostinato.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.graphs.policy.plan import PlanEntry
 from ostinato.runner.model_graphs import _kernels_of
 
@@ -29,3 +39,90 @@ def test_ranks_that_split_a_batch_have_the_products_of_their_share() -> None:
 def test_attention_has_all_tokens_whatever_a_ranks_share() -> None:
     assert kernels(CUDAGraphMode.FULL, 15, 3) != kernels(CUDAGraphMode.FULL, 24, 3)
     assert kernels(CUDAGraphMode.FULL, 17) == kernels(CUDAGraphMode.FULL, 32)
+
+
+# --- what a capture runs --------------------------------------------------------------------------
+
+
+def open_llm(mode: str, **options: Any) -> LLM:
+    return LLM(
+        "tiny",
+        random_weights=True,
+        device="cpu",
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_model_len=64,
+        kv_cache_memory="4M",
+        graphs=GraphConfig(mode=mode, capture_sizes=[2, 4, 16], **options),
+        show_progress=False,
+    )
+
+
+def watch_attention(llm: LLM) -> list[tuple[CUDAGraphMode, AttentionMetadata]]:
+    """Each forward from now on by its first layer's attention: mode and batch."""
+    seen: list[tuple[CUDAGraphMode, AttentionMetadata]] = []
+    backend = llm.engine.runner.backend
+    name = "forward_qkv" if hasattr(backend, "forward_qkv") else "forward"
+    forward = getattr(backend, name)
+
+    def watched(spec: AttentionSpec, *arguments: Any) -> None:
+        if spec.layer == 0:
+            context = get_forward_context()
+            seen.append((context.cudagraph_runtime_mode, context.attn_metadata))
+        forward(spec, *arguments)
+
+    setattr(backend, name, watched)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("mode", "num_warmups", "num_forwards"),
+    [
+        ("FULL_DECODE_ONLY", 0, 2),  # the sizes 2 and 4; their tokens are copied nowhere
+        ("FULL_AND_PIECEWISE", 0, 5),
+        ("FULL", 0, 4),  # of the largest size first, whose output is the model for the buffers
+    ],
+)
+def test_a_capture_runs_the_model_no_more_often_than_it_must(
+    mode: str, num_warmups: int, num_forwards: int
+) -> None:
+    with open_llm(mode, num_warmups=num_warmups) as llm:
+        runner = llm.engine.runner
+        num_nodes = [runner.num_nodes(entry) for entry in runner.plan.entries]
+        runner.graphs.clear_graphs()
+        forwards = watch_attention(llm)
+        runner.capture_model()
+        assert len(forwards) == num_forwards
+        assert [runner.num_nodes(entry) for entry in runner.plan.entries] == num_nodes
+
+
+def test_a_decode_graph_ends_with_the_state_and_copies_nothing_after() -> None:
+    """Its tokens are where the sampler wrote them, its logits where the head did."""
+    with open_llm("FULL_DECODE_ONLY") as llm:
+        runner = llm.engine.runner
+        for entry in runner.plan.entries:
+            output = runner.graphs.manager.run_fullgraph(entry.descriptor)
+            size = entry.descriptor.num_tokens
+            assert output.token_ids.data_ptr() == runner.buffers.sampled.data_ptr()
+            assert output.logits.shape == (size, llm.engine.model.vocab_size)
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY"])
+def test_attention_is_told_which_batches_decode(mode: str) -> None:
+    """A graph of mixed batches is captured with a token for each request, and replayed with any."""
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    with open_llm(mode) as llm:
+        runner = llm.engine.runner
+        runner.graphs.clear_graphs()
+        forwards = watch_attention(llm)
+        runner.capture_model()
+        for runtime_mode, batch in forwards:
+            if runtime_mode is CUDAGraphMode.FULL:
+                assert batch.uniform_decode == (mode == "FULL_DECODE_ONLY")
+        forwards.clear()
+        llm.generate([[1, 2, 3], [4]], params)
+        told = [batch.uniform_decode for _, batch in forwards]
+        # Decode steps run no Python where they have a graph of their own, or of mixed batches.
+        expected = {"NONE": 3, "PIECEWISE": 3, "FULL": 0, "FULL_DECODE_ONLY": 0}[mode]
+        assert told == ([] if mode == "FULL" else [False]) + [True] * expected

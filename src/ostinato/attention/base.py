@@ -53,7 +53,8 @@ class AttentionMetadata:
     go (block * block_size + offset), -1 for padding tokens, which are never written.
     ``max_seq_len`` is an upper limit known to the host. ``max_query_len`` describes the batch, but
     is no limit inside a graph: a graph of mixed batches is captured with an even split, and
-    replayed with any.
+    replayed with any. ``uniform_decode``: request r has token r and no other, or none and no keys,
+    in this batch and in every other that a graph of it is replayed with; as dispatch chose.
 
     ``logits_indices`` [S] int64: the tokens whose hidden states will be read, each at most once;
     -1 for padding. None: those of all tokens. Models may spare the others their last layers.
@@ -72,6 +73,15 @@ class AttentionMetadata:
     kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
     backend: AttentionBackend
     logits_indices: torch.Tensor | None = None
+    uniform_decode: bool = False
+
+    def __post_init__(self) -> None:
+        num_reqs, num_tokens = self.seq_lens.shape[0], self.slot_mapping.shape[0]
+        if self.uniform_decode and num_reqs != num_tokens:
+            raise ConfigError(
+                f"a decode batch has one token for each request, padding included, but this one "
+                f"has {num_tokens} tokens and {num_reqs} requests; set uniform_decode=False"
+            )
 
 
 class AttentionBackend(Protocol):

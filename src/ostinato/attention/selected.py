@@ -94,6 +94,7 @@ def _attend_selected_into(
         slot_mapping=selected.slot_mapping,
         max_query_len=1,
         logits_indices=None,
+        uniform_decode=True,
     )
     # Backends take keys and values to store. With no slot for them, nobody reads what is in them.
     num_rows, num_kv_heads = query.shape[0], spec.num_kv_heads

@@ -15,7 +15,6 @@ import torch
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.attention.rotation import Rotation
 from ostinato.attention.triton.cuts import cut, decode_cut
-from ostinato.graphs.capture.context import current_forward_context
 from ostinato.graphs.policy.modes import AttentionCGSupport
 from ostinato.ops.define import define
 from ostinato.ops.triton.launch import (
@@ -266,20 +265,6 @@ _operator = define(_SCHEMA, cpu=triton_paged_attention, cuda=triton_paged_attent
 _qkv_operator = define(_QKV_SCHEMA, cpu=triton_qkv_attention, cuda=triton_qkv_attention)
 
 
-def is_decode(metadata: AttentionMetadata, num_tokens: int) -> bool:
-    """Whether request r has token r and no other, or none, in this batch and in every other that a
-    graph of it may be replayed with.
-
-    A graph of mixed batches may be captured with one token for each request, but is replayed with
-    any split; the key of a FULL graph, which names its requests, says whether it is one.
-    """
-    if metadata.max_query_len != 1 or metadata.seq_lens.shape[0] != num_tokens:
-        return False
-    context = current_forward_context()
-    key = None if context is None else context.batch_descriptor
-    return key is None or key.num_reqs is None or key.uniform
-
-
 class TritonPagedAttention:
     """The ``AttentionBackend`` for CUDA. Never relies on ``max_seq_len``.
 
@@ -352,5 +337,5 @@ class TritonPagedAttention:
             spec.scale,
             spec.window,
             spec.soft_cap,
-            is_decode(metadata, qkv.shape[0]),
+            metadata.uniform_decode,
         )

@@ -112,6 +112,7 @@ def make_batch(
         max_seq_len=keys,
         kv_caches=cache.layers,
         backend=attention,
+        uniform_decode=decode,
     )
     ids = torch.arange(padded_tokens, device=device) % vocab_size
     return Batch(ids, positions.to(device), metadata)

@@ -17,9 +17,10 @@ from ostinato.errors import BatchError, CaptureError, CaptureOutOfMemoryError, C
 from ostinato.graphs.capture.capture_loop import CaptureReport, capture_entries
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.context import set_forward_context
-from ostinato.graphs.capture.output_buffers import Output, OutputBuffers
+from ostinato.graphs.capture.output_buffers import OutputBuffers
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
+from ostinato.graphs.capture.tree import map_tensors
 from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
@@ -30,12 +31,28 @@ Inputs = TypeVar("Inputs")
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedBatch(Generic[Inputs]):
-    """The inputs of one captured shape, and what the forward context carries along."""
+    """The inputs of one captured shape, and what the forward context carries along.
+
+    ``output_in_place``: what a FULL graph leaves stays in its own memory, valid until the next
+    replay in the pool, and is copied to no buffer; it may be of any structure.
+    """
 
     inputs: Inputs
     attn_metadata: Any = None
     slot_mapping: Any = None
     num_tokens_across_dp: torch.Tensor | None = None
+    output_in_place: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullGraph:
+    """A captured FULL graph: what to replay, and where its output is then.
+
+    ``output`` is an alias that reserves no memory; None if the graph copies it to the buffers.
+    """
+
+    tape: Tape
+    output: Any
 
 
 class CudaGraphManager(Generic[Inputs]):
@@ -43,8 +60,8 @@ class CudaGraphManager(Generic[Inputs]):
 
     PIECEWISE entries are captured by running the forward under a PIECEWISE context, so that the
     wrappers inside it capture; the manager keeps only that they exist. The outputs of FULL graphs
-    are copied, inside the graph, into buffers that are allocated once and do not move;
-    ``run_fullgraph`` returns views of them, valid until the next replay.
+    are copied, inside the graph, into buffers that are allocated once and do not move, unless they
+    stay in place (``PreparedBatch``); ``run_fullgraph`` returns views, valid until the next replay.
 
     Every entry is prepared outside the graphs, once for its warm-ups and anew for its capture: what
     a forward computes on first use of its inputs must be computed inside the graph. The forward
@@ -60,6 +77,7 @@ class CudaGraphManager(Generic[Inputs]):
         plan: CapturePlan,
         pool: GraphPool,
         *,
+        dispatcher: Dispatcher | None = None,
         num_warmups: int = 1,
         kernel_class: Callable[[PlanEntry], Hashable] | None = None,
         eager_fallback: bool = False,
@@ -68,7 +86,7 @@ class CudaGraphManager(Generic[Inputs]):
     ) -> None:
         self.plan = plan
         self.pool = pool
-        self.dispatcher = Dispatcher(plan)
+        self.dispatcher = Dispatcher(plan) if dispatcher is None else dispatcher
         self._num_warmups = num_warmups
         self._kernel_class = kernel_class
         # Classes of kernels, and kinds of entries, of which one was captured.
@@ -76,7 +94,7 @@ class CudaGraphManager(Generic[Inputs]):
         self._eager_fallback = eager_fallback
         self._show_progress = show_progress
         self._name = name
-        self._tapes: dict[BatchDescriptor, Tape] = {}
+        self._graphs: dict[BatchDescriptor, FullGraph] = {}
         self._captured: list[range] = []  # serials of all captures made for this plan
         full = [e.descriptor.num_tokens for e in plan.entries if e.mode is CUDAGraphMode.FULL]
         self._outputs = OutputBuffers(max_rows=max(full, default=0), device=pool.device)
@@ -127,16 +145,21 @@ class CudaGraphManager(Generic[Inputs]):
 
     def capture(
         self,
-        forward: Callable[[Inputs], Output],
+        forward: Callable[[Inputs], Any],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
+        *,
+        warm_up: Callable[[Inputs], Any] | None = None,
     ) -> CaptureReport:
         """Capture what is missing of the plan. ``prepare`` runs outside the graphs.
+
+        ``warm_up`` runs in place of ``forward`` where nothing is captured: it launches the same
+        kernels and returns a result of the same shape, but may do less.
 
         For start-up: what warm-ups took is given back (``GraphPool.release_unused``).
         """
         report = capture_entries(
             self._missing(),
-            lambda entry: self._capture(entry, forward, prepare),
+            partial(self._capture, forward, warm_up or forward, prepare),
             pool=self.pool,
             dispatcher=self.dispatcher,
             eager_fallback=self._eager_fallback,
@@ -151,105 +174,104 @@ class CudaGraphManager(Generic[Inputs]):
 
     def _capture(
         self,
-        entry: PlanEntry,
-        forward: Callable[[Inputs], Output],
+        forward: Callable[[Inputs], Any],
+        warm_up: Callable[[Inputs], Any],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
+        entry: PlanEntry,
     ) -> None:
+        """Capture one entry: watched and warmed up, unless one like it was before."""
         before = self.pool.serial
         num_warmups, kind, kernels = self._num_warmups, None, None
         if self._kernel_class is not None:
             kind = (entry.mode, entry.descriptor.uniform)
             kernels = (entry.mode, "kernels", self._kernel_class(entry))
             num_warmups = 0 if kernels in self._seen else num_warmups
-        if kind in self._seen:
-            self._capture_like_others(entry, forward, prepare, num_warmups=num_warmups)
+        capture = partial(self._capture_entry, forward, warm_up, prepare, entry)
+        if kind not in self._seen:
+            capture(num_warmups)
         else:
-            self._capture_entry(entry, forward, prepare, num_warmups=num_warmups)
+            try:
+                with self.pool.backend.trusting():
+                    capture(num_warmups)
+            except CaptureOutOfMemoryError:
+                raise
+            except CaptureError:
+                # It was not like the others. Once more with all care, if only for a better error.
+                capture(self._num_warmups)
         if kind is not None:  # those that failed do not speak for others
             self._seen |= {kind, kernels}
         self._captured.append(range(before + 1, self.pool.serial + 1))
 
-    def _capture_like_others(
-        self,
-        entry: PlanEntry,
-        forward: Callable[[Inputs], Output],
-        prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
-        *,
-        num_warmups: int,
-    ) -> None:
-        """Capture an entry whose forward is that of one before: nobody watches."""
-        try:
-            with self.pool.backend.trusting():
-                self._capture_entry(entry, forward, prepare, num_warmups=num_warmups)
-        except CaptureOutOfMemoryError:
-            raise
-        except CaptureError:
-            # It was not like the others. Once more with all care, if only for a better error.
-            self._capture_entry(entry, forward, prepare, num_warmups=self._num_warmups)
-
     def _capture_entry(
         self,
-        entry: PlanEntry,
-        forward: Callable[[Inputs], Output],
+        forward: Callable[[Inputs], Any],
+        warm_up: Callable[[Inputs], Any],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
-        *,
+        entry: PlanEntry,
         num_warmups: int,
     ) -> None:
         scope, num_tokens = self.pool.backend.capture_scope, entry.descriptor.num_tokens
-        needs_buffers = entry.mode is CUDAGraphMode.FULL and not self._outputs.allocated
+        batch = _prepared(prepare, entry)
+        copies = entry.mode is CUDAGraphMode.FULL and not batch.output_in_place
+        needs_buffers = copies and not self._outputs.allocated
         if num_warmups or needs_buffers:
-            batch = _prepared(prepare, entry)
             with scope():
                 for _ in range(max(num_warmups, 1)):
-                    output = _run(forward, batch, entry, CUDAGraphMode.NONE)
+                    output = _run(warm_up, batch, entry, CUDAGraphMode.NONE)
                 if needs_buffers:
                     self._outputs.allocate(output, num_tokens)
             del output, batch  # their memory can go before the capture takes its own
-        batch = _prepared(prepare, entry)
+            batch = _prepared(prepare, entry)
         if entry.mode is CUDAGraphMode.PIECEWISE:
             with scope():
                 _run(forward, batch, entry, CUDAGraphMode.PIECEWISE)
             return
-        captured = self.pool.capture(
-            lambda: self._outputs.copy_in(
-                _run(forward, batch, entry, CUDAGraphMode.FULL), num_tokens
-            )
-        )
-        self._tapes[entry.descriptor] = captured.tape
+
+        def full_forward() -> Any:
+            output = _run(forward, batch, entry, CUDAGraphMode.FULL)
+            return self._outputs.copy_in(output, num_tokens) if copies else output
+
+        captured = self.pool.capture(full_forward)
+        # Weak, so that other graphs may use the memory: nothing runs between replay and reading.
+        output = self.pool.weak(captured.output)
+        self._graphs[entry.descriptor] = FullGraph(tape=captured.tape, output=output)
 
     # --- replay --------------------------------------------------------------------------------
 
-    def replay_fullgraph(self, descriptor: BatchDescriptor) -> None:
-        """Replay a FULL graph whose results are found elsewhere."""
+    def full_graph(self, descriptor: BatchDescriptor) -> FullGraph:
+        """The FULL graph of a key; for those who replay it themselves, again and again."""
         if self.pool.closed:
             raise ClosedError(f"cannot replay {descriptor}: the graph pool is closed")
-        tape = self._tapes.get(descriptor)
-        if tape is None:
+        graph = self._graphs.get(descriptor)
+        if graph is None:
             raise BatchError(
                 f"no FULL graph was captured for {descriptor}; run what dispatch() chose"
             )
-        self.pool.replay(tape)
+        return graph
 
-    def run_fullgraph(self, descriptor: BatchDescriptor, num_tokens: int | None = None) -> Output:
+    def run_fullgraph(self, descriptor: BatchDescriptor, num_tokens: int | None = None) -> Any:
         """Replay a FULL graph; views of the first ``num_tokens`` rows of its output (all: None)."""
         rows = descriptor.num_tokens if num_tokens is None else num_tokens
         if not 1 <= rows <= descriptor.num_tokens:
             raise BatchError(f"{rows} rows were asked for of a graph of {descriptor.num_tokens}")
-        self.replay_fullgraph(descriptor)
-        return self._outputs.views(rows)
+        graph = self.full_graph(descriptor)
+        self.pool.replay(graph.tape)
+        if graph.output is None:
+            return self._outputs.views(rows)
+        return map_tensors(lambda tensor: tensor[:rows], graph.output)
 
     def num_nodes(self, entry: PlanEntry) -> int | None:
         """Nodes of an entry's FULL graph: operators on the CPU, kernels and copies on CUDA."""
-        tape = self._tapes.get(entry.descriptor)
-        return None if tape is None else tape.num_nodes
+        graph = self._graphs.get(entry.descriptor)
+        return None if graph is None else graph.tape.num_nodes
 
     # --- ownership -----------------------------------------------------------------------------
 
     def discard(self, serials: range) -> None:
         """Drop the FULL graphs whose tapes have these numbers."""
-        for descriptor, tape in list(self._tapes.items()):
-            if tape.serial in serials:
-                self._tapes.pop(descriptor).close()
+        for descriptor, graph in list(self._graphs.items()):
+            if graph.tape.serial in serials:
+                self._graphs.pop(descriptor).tape.close()
 
     def clear_graphs(self) -> None:
         """Drop all graphs of the plan, those of the wrappers in the forward too; everything
@@ -275,11 +297,11 @@ def _prepared(
 
 
 def _run(
-    forward: Callable[[Inputs], Output],
+    forward: Callable[[Inputs], Any],
     batch: PreparedBatch[Inputs],
     entry: PlanEntry,
     mode: CUDAGraphMode,
-) -> Output:
+) -> Any:
     with set_forward_context(
         mode,
         entry.descriptor,

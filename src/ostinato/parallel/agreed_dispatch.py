@@ -56,7 +56,7 @@ class AgreedDispatch:
         if mode is CUDAGraphMode.NONE:
             # One token is the least with which a rank without work joins every collective.
             across = [self._plan.padded_tokens(max(n, 1)) for n in agreed.tokens_by_rank]
-            choice = self._eager(own, agreed, across[self._comm.index])
+            choice = self._eager(shape, own, agreed, across[self._comm.index])
         else:
             across = [size] * self._comm.size
             choice = self._graph(shape, own, agreed, mode, size)
@@ -86,15 +86,22 @@ class AgreedDispatch:
             self._decode_sizes[query_lens] = tuple(sorted(common))
         return self._decode_sizes[query_lens]
 
-    def _eager(self, own: Choice | None, agreed: StepAgreement, num_tokens: int) -> Choice:
+    def _eager(
+        self,
+        shape: BatchShape | None,
+        own: Choice | None,
+        agreed: StepAgreement,
+        num_tokens: int,
+    ) -> Choice:
         if own is not None and own.mode is CUDAGraphMode.NONE:
             return own
         wished = agreed.mode is CUDAGraphMode.NONE
-        return Choice(
+        choice = Choice(
             mode=CUDAGraphMode.NONE,
             descriptor=BatchDescriptor(num_tokens),
             reason=Reason.EAGER_ON_ANOTHER_RANK if wished else Reason.NO_COMMON_SIZE,
         )
+        return self._as_decode_step(choice, shape)
 
     def _graph(
         self,
@@ -124,4 +131,18 @@ class AgreedDispatch:
         if own is None:
             return choice
         same_mode = own.mode is mode
-        return replace(choice, reason=own.reason if same_mode else Reason.PIECES_ON_ANOTHER_RANK)
+        choice = replace(choice, reason=own.reason if same_mode else Reason.PIECES_ON_ANOTHER_RANK)
+        return choice if mode is CUDAGraphMode.FULL else self._as_decode_step(choice, shape)
+
+    def _as_decode_step(self, choice: Choice, shape: BatchShape | None) -> Choice:
+        """The same, run as a decode step if ``shape`` is one and its rows can be padded so far."""
+        if shape is None or shape.num_tokens != shape.num_reqs * shape.max_query_len:
+            return choice
+        query_len, padded = shape.max_query_len, choice.padded_num_tokens
+        if (
+            shape.has_prompts
+            or query_len not in self._plan.decode_query_lens
+            or not self._plan.is_uniform(padded, query_len)
+        ):
+            return choice
+        return replace(choice, uniform_decode=True, padded_num_reqs=padded // query_len)

@@ -22,9 +22,8 @@ from ostinato.errors import SchedulingError
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.ranks.plan_message import Kind, PlanDecoder, PlanEncoder, to_bytes
 from ostinato.ranks.world import World, uninterrupted
-from ostinato.runner.host_copy import NoMailbox
 from ostinato.runner.model_runner import ModelRunner
-from ostinato.runner.step_result import StepResult
+from ostinato.runner.step_result import ResultRing, StepResult
 from ostinato.scheduling.schedule_plan import IntArray, Plan
 
 _NOTHING = np.empty(0, dtype=np.int64)
@@ -83,13 +82,20 @@ class _AwaitedResult(StepResult):
         return self._own.logprobs(row, num_top)
 
 
+class _NoResults(ResultRing):
+    """For ranks whose tokens nothing reads: nothing is sent."""
+
+    def send(self, *results: Any) -> StepResult:
+        return StepResult()
+
+
 class FollowingRunner(RankRunner):
     """Any other rank's runner: runs the plans that rank 0 sends."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._decoder = PlanDecoder()
-        self._mailbox = NoMailbox(self.plan.max_num_seqs, self.model.device)
+        self.results = _NoResults(self.plan.max_num_seqs, self.model.device)
 
     def run(self, plan: Plan) -> StepResult:
         raise SchedulingError(

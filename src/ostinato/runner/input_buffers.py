@@ -133,6 +133,7 @@ class InputBuffers:
         kv_cache: KVCache,
         backend: AttentionBackend,
         selected: bool = False,
+        uniform_decode: bool = False,
     ) -> AttentionMetadata:
         """The filled batch as attention sees it: views of these buffers.
 
@@ -150,6 +151,7 @@ class InputBuffers:
             kv_caches=kv_cache.layers,
             backend=backend,
             logits_indices=self.logits_indices[:num_reqs] if selected else None,
+            uniform_decode=uniform_decode,
         )
 
 

@@ -7,8 +7,6 @@ can run on them, one batch each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +17,11 @@ from ostinato.compile.backend import PiecewiseModel, compile_piecewise
 from ostinato.config import GraphConfig
 from ostinato.graphs.capture.capture_inputs import CaptureInputs, prepare_inputs_to_capture
 from ostinato.graphs.capture.capture_loop import CaptureReport
-from ostinato.graphs.capture.context import get_forward_context, set_forward_context
+from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.pool import GraphPool
-from ostinato.graphs.manager import CudaGraphManager, PreparedBatch
-from ostinato.graphs.policy.descriptor import BatchDescriptor, Choice
+from ostinato.graphs.manager import CudaGraphManager, FullGraph, PreparedBatch
+from ostinato.graphs.policy.descriptor import Choice
+from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.wrapper import CUDAGraphWrapper
@@ -58,9 +57,9 @@ def _samples(entry: PlanEntry) -> bool:
 class ModelGraphs:
     """The graphs of ``model`` by ``plan``, over ``memory``. ``head`` makes logits of its states.
 
-    ``name`` is what the progress bar calls the model. With ``num_ranks``, so many data-parallel
-    ranks run the same graphs at the same time, and the forward context says how many tokens each
-    has.
+    ``name`` is what the progress bar calls the model, ``index`` what choices call it. With
+    ``num_ranks``, so many data-parallel ranks run the same graphs at the same time, and the forward
+    context says how many tokens each has.
     """
 
     def __init__(
@@ -74,6 +73,7 @@ class ModelGraphs:
         graphs: GraphConfig,
         show_progress: bool = True,
         name: str = "model",
+        index: int = 0,
         num_ranks: int | None = None,
     ) -> None:
         self.plan = plan
@@ -81,31 +81,38 @@ class ModelGraphs:
         self._model = model
         self._head = head
         self._memory = memory
-        self._pool = pool
+        # Pieces that read which tokens are selected do so in the rows that they were captured with.
+        dispatcher = Dispatcher(plan, model=index, fixed_reqs=memory.selects)
         self.manager: CudaGraphManager[CaptureInputs] = CudaGraphManager(
             plan,
             pool,
+            dispatcher=dispatcher,
             num_warmups=graphs.warmups_on(memory.device),
             kernel_class=partial(_kernels_of, num_token_ranks(model)),
             eager_fallback=graphs.eager_fallback,
             show_progress=show_progress,
             name=name,
         )
-        self.dispatch = self.manager.dispatcher.dispatch
+        self.dispatch = dispatcher.dispatch
         # Captures and replays under PIECEWISE, in pieces around attention; otherwise it is the
         # model's own forward, or what was compiled from it.
         self.piecewise = _in_pieces(model, pool, graphs)
-        self._decode_outputs: dict[BatchDescriptor, DecodeOutput] = {}  # of the FULL graphs
 
     # --- one batch -----------------------------------------------------------------------------
+
+    def decode_graph(self, choice: Choice) -> FullGraph | None:
+        """The graph of a whole decode step, which leaves a ``DecodeOutput``; None: there is none.
+
+        Whoever replays it has put the rows into the buffers; all else is worked out inside.
+        """
+        if choice.mode is not CUDAGraphMode.FULL:
+            return None
+        return self.manager.full_graph(choice.descriptor)
 
     def decode(
         self, choice: Choice, num_tokens_across_dp: torch.Tensor | None = None
     ) -> DecodeOutput:
-        """One token for each row in the buffers, padding included; they are worked out inside."""
-        if choice.mode is CUDAGraphMode.FULL:
-            self.manager.replay_fullgraph(choice.descriptor)
-            return self._decode_outputs[choice.descriptor]
+        """The same step without such a graph: eagerly, or in pieces."""
         padded, in_pieces = choice.padded_num_tokens, choice.mode is CUDAGraphMode.PIECEWISE
         if in_pieces and self._memory.selects:
             # The pieces are those of mixed batches, which read what is selected.
@@ -116,6 +123,7 @@ class ModelGraphs:
             max_query_len=1,
             max_seq_len=self._memory.cache.max_model_len,
             selected=in_pieces,
+            uniform_decode=True,
         )
         with set_forward_context(
             choice.mode,
@@ -169,67 +177,50 @@ class ModelGraphs:
 
     def capture(self) -> CaptureReport:
         """Capture what is missing of the plan. The buffers must be as ``reset`` leaves them."""
-        report = self.manager.capture(self._forward_captured, self._prepare_captured)
-        self._let_go_of_logits()
-        return report
-
-    def _forward_captured(self, inputs: CaptureInputs) -> torch.Tensor:
-        assert inputs.input_ids is not None
-        context = get_forward_context()
-        descriptor, is_warm_up = (
-            context.batch_descriptor,
-            context.cudagraph_runtime_mode is CUDAGraphMode.NONE,
-        )
         # A compiled model has all of its layers, or might be traced with few of them.
-        brief = is_warm_up and not isinstance(self.piecewise, PiecewiseModel)
-        with with_few_layers(self._model) if brief else nullcontext():
-            if descriptor is None or not descriptor.uniform:
-                return self.piecewise(inputs.input_ids, inputs.positions)
-            output = self._decode(inputs.num_reqs)
-        self._decode_outputs[descriptor] = output
-        return output.token_ids
+        compiled = isinstance(self.piecewise, PiecewiseModel)
+        warm_up = None if compiled else self._forward_briefly
+        return self.manager.capture(self._forward, self._prepare, warm_up=warm_up)
 
-    def _let_go_of_logits(self) -> None:
-        """Keep the address of captured logits without their memory, which other graphs may use.
-
-        A replay leaves its logits there, and nothing else runs before they are read.
-        """
-        for descriptor, output in self._decode_outputs.items():
-            logits = self._pool.backend.weak(output.logits)
-            self._decode_outputs[descriptor] = replace(output, logits=logits)
-
-    def _prepare_captured(self, entry: PlanEntry) -> PreparedBatch[CaptureInputs]:
-        self._let_go_of_logits()
-        max_model_len = self._memory.cache.max_model_len
+    def _prepare(self, entry: PlanEntry) -> PreparedBatch[CaptureInputs]:
+        """The padded batch that ``entry`` is captured with, in the buffers."""
+        memory, max_model_len = self._memory, self._memory.cache.max_model_len
         inputs = prepare_inputs_to_capture(
-            entry,
-            self.plan,
-            self._memory.buffers.tokens,
-            max_model_len=max_model_len,
-            build_attn_metadata=partial(
-                self._captured_metadata, selected=not entry.descriptor.uniform
-            ),
+            entry, self.plan, memory.buffers.tokens, max_model_len=max_model_len
         )
         # More tokens than a request can have: the block table ends before.
         inputs.seq_lens.clamp_(max=max_model_len)
+        # Between pieces attention runs eagerly, now for this batch and later for others.
+        uniform = entry.descriptor.uniform or (
+            entry.mode is CUDAGraphMode.PIECEWISE and inputs.num_reqs == inputs.num_tokens
+        )
         across = None
         if self._num_ranks is not None:
             across = torch.full((self._num_ranks,), inputs.num_tokens, dtype=torch.int32)
         return PreparedBatch(
             inputs=inputs,
-            attn_metadata=inputs.attn_metadata,
+            attn_metadata=memory.metadata(
+                num_reqs=inputs.num_reqs,
+                num_tokens=inputs.num_tokens,
+                max_query_len=inputs.max_query_len,
+                max_seq_len=inputs.max_seq_len,
+                selected=not entry.descriptor.uniform,
+                uniform_decode=uniform,
+            ),
             slot_mapping=inputs.slot_mappings,
             num_tokens_across_dp=across,
+            output_in_place=_samples(entry),
         )
 
-    def _captured_metadata(self, inputs: CaptureInputs, *, selected: bool) -> AttentionMetadata:
-        return self._memory.metadata(
-            num_reqs=inputs.num_reqs,
-            num_tokens=inputs.num_tokens,
-            max_query_len=inputs.max_query_len,
-            max_seq_len=inputs.max_seq_len,
-            selected=selected,
-        )
+    def _forward(self, inputs: CaptureInputs) -> torch.Tensor | DecodeOutput:
+        if inputs.uniform_decode:
+            return self._decode(inputs.num_reqs)
+        assert inputs.input_ids is not None
+        return self.piecewise(inputs.input_ids, inputs.positions)
+
+    def _forward_briefly(self, inputs: CaptureInputs) -> torch.Tensor | DecodeOutput:
+        with with_few_layers(self._model):
+            return self._forward(inputs)
 
     def num_nodes(self, entry: PlanEntry) -> int | None:
         """Nodes of an entry's graphs together: operators on the CPU, kernels and copies on CUDA."""

@@ -21,22 +21,22 @@ from ostinato.config import GraphConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.manager import FullGraph
 from ostinato.graphs.policy.counters import compilation_counter
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
-from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.models.base import CausalLM
 from ostinato.ops.sampling import sample_rows
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.parallel.agreement import Reducer
 from ostinato.runner.autocast import without_autocast
-from ostinato.runner.host_copy import HostCopy, Mailbox
+from ostinato.runner.decode_step import DecodeOutput
+from ostinato.runner.filtered_rows import FilteredRows
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.step_memory import StepMemory
-from ostinato.runner.step_result import LogitsObserver, SampledLogits, StepResult
-from ostinato.sampling.sampler import SamplingFeatures, sample
+from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogits, StepResult
 from ostinato.scheduling.schedule_plan import DecodePlan, IntArray, Plan, ScheduledRequest
 
 logger = logging.getLogger(__name__)
@@ -59,24 +59,13 @@ class SmallBatchModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FilteredRows:
-    """The rows of a batch that need the full sampler: top-k and its kin, penalties, logprobs.
-
-    ``on_device`` has the same positions; None if it is all rows of the batch.
-    """
-
-    positions: list[int]
-    on_device: torch.Tensor | None
-    features: SamplingFeatures
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Members:
     """A decode batch whose rows are in the buffers; the same object from step to step."""
 
     slots: Sequence[int] | IntArray
-    num_reqs: int  # padded
-    filtered: _FilteredRows | None
+    choice: Choice
+    graph: FullGraph | None  # of the whole step, if it has one
+    filtered: FilteredRows | None
     sampled: torch.Tensor  # where a decode step leaves their tokens
 
 
@@ -112,31 +101,33 @@ class ModelRunner:
         self.memory = memory = StepMemory.allocate(model, plan, cache, backend)
         self.state, self.buffers, self.kv_cache = memory.state, memory.buffers, memory.kv_cache
         self.pool = GraphPool(model.device)
-
-        def graphs_of(model: CausalLM, plan: CapturePlan, name: str) -> ModelGraphs:
-            return ModelGraphs(
-                model,
-                plan,
-                head=self.model,
+        forms = [(model, plan, name)]
+        if small is not None:
+            forms.append((small.model, small.plan, small.name))
+        # By ``Choice.model``: the model, and where there is one, that of small batches.
+        self._all_graphs = [
+            ModelGraphs(
+                form,
+                its_plan,
+                head=model,
                 memory=memory,
                 pool=self.pool,
                 graphs=graphs,
                 show_progress=show_progress,
-                name=name,
+                name=its_name,
+                index=index,
                 num_ranks=None if agreement is None else agreement.size,
             )
-
-        self.graphs = graphs_of(model, plan, name)
-        self.small_graphs = (
-            self.graphs if small is None else graphs_of(small.model, small.plan, small.name)
-        )
+            for index, (form, its_plan, its_name) in enumerate(forms)
+        ]
+        self.graphs, self.small_graphs = self._all_graphs[0], self._all_graphs[-1]
         self.small_threshold = 0 if small is None else small.threshold
         self._agreed = (
             None if agreement is None else AgreedDispatch(agreement, plan, self.graphs.dispatch)
         )
         self._members: _Members | None = None
         self.on_logits: LogitsObserver | None = None
-        self._mailbox = Mailbox(plan.max_num_seqs, model.device)
+        self.results = ResultRing(plan.max_num_seqs, model.device)
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
@@ -144,15 +135,14 @@ class ModelRunner:
     # --- one step ------------------------------------------------------------------------------
 
     def dispatch(self, shape: BatchShape) -> Choice:
-        return self._graphs_for(shape.num_tokens).dispatch(shape)
+        """What runs ``shape``, by the model that is for so many tokens."""
+        small = shape.num_tokens <= self.small_threshold
+        return (self.small_graphs if small else self.graphs).dispatch(shape)
 
-    def _graphs_for(self, num_tokens: int) -> ModelGraphs:
-        return self.graphs if num_tokens > self.small_threshold else self.small_graphs
-
-    @without_autocast
     def run(self, plan: Plan) -> StepResult:
         """Start one step: all of its work is enqueued, and nothing is waited for."""
-        self._follow_stream()
+        if self.pool.follow_stream():
+            self._change_stream()
         across = None
         if self._agreed is None:
             choice = self.dispatch(plan.shape)
@@ -160,12 +150,25 @@ class ModelRunner:
             agreed = self._agreed.step(plan.shape)
             assert agreed is not None, "this rank has work"
             choice, across = agreed.choice, agreed.num_tokens_across_dp
-        graphs = self._graphs_for(plan.num_tokens)
-        self.state.update(plan)
+        if type(plan) is not DecodePlan or plan.new_blocks:
+            self.state.update(plan)
         self.stats.record(choice, plan.num_tokens)
-        if plan.is_decode and self._is_decode_batch(choice):
-            return self._run_decode(plan, choice, graphs, across)
-        return self._run_mixed(plan, choice, graphs, across)
+        if not choice.uniform_decode:
+            return self._run_mixed(plan, choice, across)
+        members = self._members
+        if members is None or members.slots is not plan.slots or members.choice is not choice:
+            members = self._set_members(plan, choice)
+        if members.graph is None:
+            logits = self._decode(choice, across).logits
+        else:  # a replay runs no Python that the caller's autocast could change
+            self.pool.replay(members.graph.tape)
+            logits = members.graph.output.logits
+        if self.on_logits is not None:
+            self._show_logits(plan, logits)
+        if members.filtered is None:
+            return self.results.send(members.sampled)
+        slots, seq_lens = self.buffers.slots, self.buffers.tokens.seq_lens
+        return self._sample_again(members.filtered, members.sampled, logits, slots, seq_lens)
 
     @without_autocast
     def run_idle(self) -> bool:
@@ -179,81 +182,71 @@ class ModelRunner:
         if agreed is None:
             return False
         choice, across = agreed.choice, agreed.num_tokens_across_dp
-        self._follow_stream()
+        if self.pool.follow_stream():
+            self._change_stream()
         self.forget_rows()
-        if self._is_decode_batch(choice):
+        if choice.uniform_decode:
             self.buffers.set_rows([], choice.padded_num_tokens)
-            self.graphs.decode(choice, across)
+            graph = self.graphs.decode_graph(choice)
+            if graph is None:
+                self.graphs.decode(choice, across)
+            else:
+                self.pool.replay(graph.tape)
         else:
             metadata = self._fill([], choice, max_query_len=1)
             self.graphs.hidden_states(choice, metadata, choice.padded_num_tokens, across)
         return True
 
-    def _follow_stream(self) -> None:
-        """Put this step behind the last one, if that was on another stream."""
-        if self.pool.follow_stream():
-            # Tensors of the members were made on the other stream, whose later work may be given
-            # their memory as soon as they are dropped, even if this stream still reads them.
-            self.forget_rows()
-            self.memory.record_stream(torch.cuda.current_stream(self.model.device))
+    def _change_stream(self) -> None:
+        """After the last step, which was on another stream and which this one is now behind."""
+        # Tensors of the members were made on the other stream, whose later work may be given
+        # their memory as soon as they are dropped, even if this stream still reads them.
+        self.forget_rows()
+        self.memory.record_stream(torch.cuda.current_stream(self.model.device))
 
     def forget_rows(self) -> None:
         """The next decode step writes its rows anew. Call it after writing to the buffers."""
         self._members = None
 
+    @without_autocast
     def _show_logits(self, plan: Plan, logits: torch.Tensor) -> None:
         """Tell the observer. ``logits`` may have more rows, which are padding."""
         if self.on_logits is not None:
             names = [item.request.request_id for item in plan.requests if item.samples]
             self.on_logits(SampledLogits(request_ids=names, logits=logits[: len(names)]))
 
-    def _is_decode_batch(self, choice: Choice) -> bool:
-        """Whether the chosen batch has one token for each of its rows, padding included."""
-        if choice.mode is CUDAGraphMode.FULL:
-            return choice.descriptor.uniform
-        return choice.padded_num_tokens <= self.plan.max_num_seqs
+    @without_autocast
+    def _decode(self, choice: Choice, across: torch.Tensor | None) -> DecodeOutput:
+        return self._all_graphs[choice.model].decode(choice, across)
 
-    def _run_decode(
-        self, plan: Plan, choice: Choice, graphs: ModelGraphs, across: torch.Tensor | None
-    ) -> StepResult:
-        members = self._set_members(plan, choice.padded_num_tokens)
-        logits = graphs.decode(choice, across).logits
-        self._show_logits(plan, logits)
-        slots, seq_lens = self.buffers.slots, self.buffers.tokens.seq_lens
-        return self._result(members.filtered, members.sampled, logits, slots, seq_lens)
-
-    def _set_members(self, plan: Plan, padded: int) -> _Members:
-        """Put the rows of a decode batch into the buffers, unless they are there already."""
+    def _set_members(self, plan: Plan, choice: Choice) -> _Members:
+        """Put the rows of a decode batch into the buffers, and find its graph."""
         members = self._members
-        if isinstance(plan, DecodePlan):
-            slots: Sequence[int] | IntArray = plan.slots
-            if members is not None and members.slots is slots and members.num_reqs == padded:
-                return members
-            listed: list[int] = plan.slots.tolist()
-        else:
-            slots = listed = [item.slot for item in plan.requests]
-        self.buffers.set_rows(listed, padded)
+        if members is not None and members.slots is plan.slots and members.choice == choice:
+            return members  # ranks that agree on each step make an equal choice anew
+        slots = plan.slots if isinstance(plan.slots, list) else plan.slots.tolist()
+        self.buffers.set_rows(slots, choice.padded_num_tokens)
         members = self._members = _Members(
-            slots=slots,
-            num_reqs=padded,
-            filtered=self._filtered_rows(listed),
-            sampled=self.buffers.sampled[: len(listed)],
+            slots=plan.slots,
+            choice=choice,
+            graph=self._all_graphs[choice.model].decode_graph(choice),
+            filtered=FilteredRows.among(slots, self.state),
+            sampled=self.buffers.sampled[: len(slots)],
         )
         return members
 
-    def _run_mixed(
-        self, plan: Plan, choice: Choice, graphs: ModelGraphs, across: torch.Tensor | None
-    ) -> StepResult:
+    @without_autocast
+    def _run_mixed(self, plan: Plan, choice: Choice, across: torch.Tensor | None) -> StepResult:
         """A batch with prompts in it: filled by the host's word on how many tokens each has."""
         self.forget_rows()
-        requests = plan.requests
+        requests, graphs = plan.requests, self._all_graphs[choice.model]
         num_reqs, buffers, state = len(requests), self.buffers, self.state
         metadata = self._fill(requests, choice, max_query_len=plan.max_query_len)
         hidden = graphs.hidden_states(choice, metadata, plan.num_tokens, across)
         state.advance(buffers.slots[:num_reqs], buffers.query_lens[:num_reqs])
         sampling = [item.slot for item in requests if item.samples]
         if not sampling:
-            return StepResult(HostCopy())
+            return StepResult()
         rows, slots = self._sampled_rows(plan)
         logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
         self._show_logits(plan, logits)
@@ -263,14 +256,17 @@ class ModelRunner:
         parameters = state.sampling
         sample_rows(logits, slots, parameters.temperature, parameters.seed_key, lengths, token_ids)
         state.append(slots, token_ids)
-        return self._result(self._filtered_rows(sampling), token_ids, logits, slots, lengths)
+        filtered = FilteredRows.among(sampling, state)
+        if filtered is None:
+            return self.results.send(token_ids)
+        return self._sample_again(filtered, token_ids, logits, slots, lengths)
 
     def _fill(
         self, requests: Sequence[ScheduledRequest], choice: Choice, *, max_query_len: int
     ) -> AttentionMetadata:
         """Put a batch into the buffers, padded as chosen; without requests it is all padding."""
         padded_tokens = choice.padded_num_tokens
-        padded_reqs = self._padded_reqs(choice, max(len(requests), 1))
+        padded_reqs = choice.padded_num_reqs or max(len(requests), 1)
         self.buffers.fill(
             self.state,
             [item.slot for item in requests],
@@ -286,15 +282,8 @@ class ModelRunner:
             max_query_len=max_query_len,
             max_seq_len=max((item.start + item.num_tokens for item in requests), default=1),
             selected=True,
+            uniform_decode=False,
         )
-
-    def _padded_reqs(self, choice: Choice, num_reqs: int) -> int:
-        if choice.mode is CUDAGraphMode.NONE:
-            return num_reqs
-        if self.memory.selects:
-            # Pieces too read which tokens are selected, in as many rows as they were captured with.
-            return min(choice.padded_num_tokens, self.plan.max_num_seqs)
-        return choice.descriptor.num_reqs or num_reqs
 
     def _sampled_rows(self, plan: Plan) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Tokens whose states are sampled from (None: all), and the slots they belong to."""
@@ -313,56 +302,27 @@ class ModelRunner:
         rows, slots = on_host.to(self.model.device, non_blocking=True)
         return rows, slots
 
-    def _filtered_rows(self, slots: Sequence[int]) -> _FilteredRows | None:
-        sampling = self.state.sampling
-        positions = sampling.filtered_rows(slots)
-        if not positions:
-            return None
-        on_device = None
-        if len(positions) < len(slots):
-            on_device = torch.tensor(positions).to(self.model.device, non_blocking=True)
-        features = sampling.features(slots[position] for position in positions)
-        return _FilteredRows(positions=positions, on_device=on_device, features=features)
-
-    def _result(
+    @without_autocast
+    def _sample_again(
         self,
-        filtered: _FilteredRows | None,
+        filtered: FilteredRows,
         token_ids: torch.Tensor,
         logits: torch.Tensor,
         slots: torch.Tensor,
         lengths: torch.Tensor,
     ) -> StepResult:
-        """Sample those rows again that ask for more than a temperature; send all tokens off.
-
-        The other tensors may have more rows than there are tokens.
-        """
-        if filtered is None:
-            return StepResult(self._mailbox.send(token_ids))
-        state, rows = self.state, filtered.on_device
-        chosen = slice(token_ids.shape[0]) if rows is None else rows
-        logits, slots, lengths = logits[chosen], slots[chosen], lengths[chosen]
-        output = sample(
-            logits.float(), slots, lengths, state.sampling, state.token_ids, filtered.features
-        )
-        state.token_ids[slots, lengths] = output.token_ids.to(torch.int32)
-        if rows is None:
-            token_ids = output.token_ids
-        else:
-            token_ids[rows] = output.token_ids
-        return StepResult.sampled(token_ids, output, filtered.positions)
+        """Sample the filtered rows again, then send all tokens off."""
+        token_ids, logprobs = filtered.sample(self.state, token_ids, logits, slots, lengths)
+        return self.results.send(token_ids, logprobs, filtered.positions)
 
     # --- capture -------------------------------------------------------------------------------
-
-    @property
-    def _all_graphs(self) -> list[ModelGraphs]:
-        small = self.small_graphs
-        return [self.graphs] if small is self.graphs else [self.graphs, small]
 
     @without_autocast
     @torch.inference_mode()
     def compile_model(self) -> None:
         """Trace and compile, if that was asked for; nothing is compiled after this."""
-        self._follow_stream()
+        if self.pool.follow_stream():
+            self._change_stream()
         for graphs in self._all_graphs:
             graphs.compile()
 
@@ -383,7 +343,8 @@ class ModelRunner:
             return 0
         compilation_counter.num_gpu_runner_capture_triggers += 1
         start, bytes_before = time.perf_counter(), self._used_bytes()
-        self._follow_stream()
+        if self.pool.follow_stream():
+            self._change_stream()
         self.forget_rows()
         self.pool.reserve(max(graphs.largest_tensor() for graphs in missing) + _BESIDE_LOGITS)
         report = self.capture_report = CaptureReport()
@@ -418,6 +379,8 @@ class ModelRunner:
             self.pool.close()
         finally:
             self.kv_cache.layers.clear()
+            self._members = None
+            self._all_graphs.clear()
             if hasattr(self, "model"):
                 del self.model, self.graphs, self.small_graphs
 

@@ -79,6 +79,7 @@ class StepMemory:
         max_query_len: int,
         max_seq_len: int,
         selected: bool,
+        uniform_decode: bool,
     ) -> AttentionMetadata:
         """The batch in the buffers as attention sees it.
 
@@ -92,6 +93,7 @@ class StepMemory:
             kv_cache=self.kv_cache,
             backend=self.backend,
             selected=selected and self.selects,
+            uniform_decode=uniform_decode,
         )
 
 

@@ -1,17 +1,19 @@
 """What a step gives the host: tokens, log-probabilities where a request asked for them, and to an
-observer the logits."""
+observer the logits.
+
+Tokens come back through the same few pieces of pinned memory over and over: finding pinned memory
+and an event anew takes torch longer than all else the host does to start a decode step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from ostinato.runner.host_copy import Awaited, HostCopy
-from ostinato.sampling.sampler import SamplerOutput
 from ostinato.scheduling.schedule_plan import IntArray
 
 
@@ -30,39 +32,103 @@ class SampledLogits:
 LogitsObserver: TypeAlias = Callable[[SampledLogits], None]
 
 
+class _Buffer(NamedTuple):
+    """Host memory for the tokens of one step, pinned on CUDA, and when they have arrived."""
+
+    tensor: torch.Tensor
+    array: IntArray  # the same memory
+    arrived: torch.cuda.Event | None
+
+
 class StepResult:
     """The results of one step on their way to the host; reading them waits for that step alone.
 
-    ``copies``: of the tokens [num_samples], in plan order, where any request gets one; then, of the
-    rows at ``filtered_rows``, the tokens and values of their logprobs, where anybody asked.
+    Made by ``ResultRing.send``; without a ring, of a step that gives no token to any request.
     """
 
-    def __init__(self, copies: Awaited, filtered_rows: Sequence[int] = ()) -> None:
-        self._copies = copies
+    def __init__(
+        self,
+        ring: ResultRing | None = None,
+        buffer: _Buffer | None = None,
+        num_tokens: int = 0,
+        logprobs: Sequence[torch.Tensor] = (),
+        filtered_rows: Sequence[int] = (),
+    ) -> None:
+        self._ring = ring
+        self._buffer = buffer
+        self._num_tokens = num_tokens
+        self._token_ids: IntArray | None = None
+        self._logprob_copies = logprobs
         self._filtered_rows = filtered_rows
         self._logprobs: dict[int, tuple[list[int], list[float]]] | None = None  # by row
 
-    @classmethod
-    def sampled(
-        cls, token_ids: torch.Tensor, filtered: SamplerOutput, filtered_rows: Sequence[int]
-    ) -> StepResult:
-        """Of a step with rows that went through the full sampler."""
-        tensors = [token_ids]
-        if filtered.logprobs is not None:
-            assert filtered.logprob_token_ids is not None
-            tensors += [filtered.logprob_token_ids, filtered.logprobs]
-        return cls(HostCopy(*tensors), filtered_rows)
-
     def token_ids(self) -> IntArray:
-        """The tokens, once the step is done."""
-        copies = self._copies.wait()
-        return copies[0].numpy() if copies else np.empty(0, dtype=np.int64)
+        """The tokens [num_samples], in plan order, once the step is done."""
+        buffer = self._buffer
+        if buffer is not None:
+            if buffer.arrived is not None:
+                buffer.arrived.synchronize()
+            self._token_ids = buffer.array[: self._num_tokens].copy()
+            assert self._ring is not None, "it lent the buffer"
+            self._ring.free.append(buffer)
+            self._buffer = None
+        elif self._token_ids is None:
+            self._token_ids = np.empty(0, dtype=np.int64)
+        return self._token_ids
 
     def logprobs(self, row: int, num_top: int) -> list[tuple[int, float]]:
         """The sampled token and the ``num_top`` most likely ones of one row, which asked."""
         if self._logprobs is None:
-            _, tokens, values = self._copies.wait()
+            self.token_ids()  # they arrive together
+            tokens, values = self._logprob_copies
             pairs = zip(tokens.tolist(), values.tolist(), strict=True)
             self._logprobs = dict(zip(self._filtered_rows, pairs, strict=True))
         tokens_of, values_of = self._logprobs[row]
         return list(zip(tokens_of[: 1 + num_top], values_of[: 1 + num_top], strict=True))
+
+
+class ResultRing:
+    """Lends host memory to the results of steps; it is free again when they have been read.
+
+    The memory of a result that is never read is not used again: its copy may still be on its way.
+    """
+
+    def __init__(self, max_num_tokens: int, device: torch.device) -> None:
+        self._max_num_tokens = max_num_tokens
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None  # the one that was current last
+        self.free: list[_Buffer] = []
+
+    def send(
+        self,
+        token_ids: torch.Tensor,
+        logprobs: tuple[torch.Tensor, torch.Tensor] | None = None,
+        filtered_rows: Sequence[int] = (),
+    ) -> StepResult:
+        """Start the copy of [N] int64, which later work on the stream may overwrite.
+
+        ``logprobs``: the tokens and values of the rows at ``filtered_rows``, copied as well.
+        """
+        buffer = self.free.pop() if self.free else self._new_buffer()
+        num_tokens = token_ids.shape[0]
+        buffer.tensor[:num_tokens].copy_(token_ids, non_blocking=True)
+        copies: Sequence[torch.Tensor] = ()
+        if logprobs is not None:
+            # Pinned by torch, which reuses such memory only once the copy is done.
+            copies = [tensor.to("cpu", non_blocking=True, copy=True) for tensor in logprobs]
+        if buffer.arrived is not None:
+            buffer.arrived.record(self._current_stream(token_ids.get_device()))
+        return StepResult(self, buffer, num_tokens, copies, filtered_rows)
+
+    def _current_stream(self, index: int) -> torch.cuda.Stream:
+        # Its number is found in a moment; making an object of it takes as long as the copy.
+        stream = self._stream
+        if stream is None or stream.cuda_stream != torch._C._cuda_getCurrentRawStream(index):
+            stream = self._stream = torch.cuda.current_stream(self._device)
+        return stream
+
+    @torch.inference_mode(False)  # it must be usable in and out of inference mode
+    def _new_buffer(self) -> _Buffer:
+        on_cuda = self._device.type == "cuda"
+        tensor = torch.empty(self._max_num_tokens, dtype=torch.int64, pin_memory=on_cuda)
+        return _Buffer(tensor, tensor.numpy(), torch.cuda.Event() if on_cuda else None)

@@ -45,6 +45,7 @@ class TokenBuffers:
 class CaptureInputs:
     """One captured shape: the static buffers cut to size."""
 
+    uniform_decode: bool
     num_reqs: int
     num_tokens: int
     max_query_len: int
@@ -80,6 +81,7 @@ def prepare_inputs_to_capture(
 
     ids, embeds, dcp = buffers.input_ids, buffers.inputs_embeds, buffers.dcp_local_seq_lens
     cut: dict[str, Any] = {
+        "uniform_decode": entry.descriptor.uniform,
         "num_reqs": num_reqs,
         "num_tokens": num_tokens,
         "max_query_len": query_len,

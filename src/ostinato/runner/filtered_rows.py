@@ -1,0 +1,64 @@
+"""Rows of a batch that need the full sampler: top-k and its kin, penalties, log-probabilities.
+
+A step samples every row by its temperature alone. These rows are sampled again behind it, from the
+same logits, and their tokens are written over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.runner.request_state import RequestState
+from ostinato.sampling.sampler import SamplingFeatures, sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class FilteredRows:
+    """``positions`` in the batch; ``on_device`` has the same, None if they are all of its rows."""
+
+    positions: list[int]
+    on_device: torch.Tensor | None
+    features: SamplingFeatures
+
+    @classmethod
+    def among(cls, slots: Sequence[int], state: RequestState) -> FilteredRows | None:
+        """Those of a batch of the requests in ``slots``; None if there are none."""
+        positions = state.sampling.filtered_rows(slots)
+        if not positions:
+            return None
+        on_device = None
+        if len(positions) < len(slots):
+            on_device = torch.tensor(positions).to(state.device, non_blocking=True)
+        features = state.sampling.features(slots[position] for position in positions)
+        return cls(positions=positions, on_device=on_device, features=features)
+
+    def sample(
+        self,
+        state: RequestState,
+        token_ids: torch.Tensor,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """The tokens of all rows, and the tokens and values of these rows' logprobs, if asked for.
+
+        ``token_ids`` [N] may be written to; the other tensors may have more rows.
+        """
+        rows = self.on_device
+        chosen = slice(token_ids.shape[0]) if rows is None else rows
+        logits, slots, lengths = logits[chosen], slots[chosen], lengths[chosen]
+        output = sample(
+            logits.float(), slots, lengths, state.sampling, state.token_ids, self.features
+        )
+        state.token_ids[slots, lengths] = output.token_ids.to(torch.int32)
+        if rows is None:
+            token_ids = output.token_ids
+        else:
+            token_ids[rows] = output.token_ids
+        if output.logprobs is None:
+            return token_ids, None
+        assert output.logprob_token_ids is not None
+        return token_ids, (output.logprob_token_ids, output.logprobs)
