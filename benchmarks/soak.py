@@ -33,7 +33,8 @@ import torch
 
 from ostinato import GraphConfig, SamplingParams
 from ostinato.config import EngineConfig
-from ostinato.engine.engine import Completion, Engine
+from ostinato.engine.completion import Completion
+from ostinato.engine.engine import Engine
 
 MAX_MODEL_LEN = 192
 MAX_PROMPT = 96

@@ -10,11 +10,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import torch
 from tqdm import tqdm
 
 from ostinato.config import EngineConfig
-from ostinato.engine.engine import CheckedRequest, Engine
-from ostinato.engine.submission import Submission
+from ostinato.engine.completion import CheckedRequest
+from ostinato.engine.engine import Engine, Submission
 from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.options import described, same_options_as
@@ -103,24 +104,26 @@ class LLM:
         shows_bar = self.config.show_progress if use_tqdm is None else use_tqdm
         return self.engine.sharing.call(lambda: self._complete(outputs, requests, shows_bar))
 
+    @torch.inference_mode()
     def _complete(
         self, outputs: list[RequestOutput], requests: list[CheckedRequest], shows_bar: bool
     ) -> list[RequestOutput]:
         submission = Submission(self.engine, requests, every_token=False)
+        self.use.cover()
         try:
             with _bar(submission.num_completions) if shows_bar else nullcontext() as bar:
                 while submission.num_left:
-                    for number, completion in submission.start_some():
-                        outputs[number].outputs.append(completion.output)
-                    self.engine.step()
-                    for number, completion in submission.news():
+                    for number, completion in submission.step():  # those that ended
+                        output = outputs[number]
+                        output.outputs.append(completion.output)
                         if completion.output.index == 0:
-                            cached = completion.request.num_cached_tokens
-                            outputs[number].num_cached_tokens = cached
-                        if bar is not None and completion.finished:
+                            output.num_cached_tokens = completion.request.num_cached_tokens
+                        if bar is not None:
                             bar.update()
         finally:
             submission.abort()
+        for output in outputs:
+            output.outputs.sort(key=lambda completed: completed.index)
         return outputs
 
     @one_thread()

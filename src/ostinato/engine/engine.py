@@ -5,110 +5,31 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from ostinato.config import EngineConfig
+from ostinato.engine.completion import NUM_SEEDS, CheckedRequest, Completion
 from ostinato.engine.start import start
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import ClosedError, RequestError
 from ostinato.loading.load import as_hf
-from ostinato.outputs import CompletionOutput, Logprob
+from ostinato.outputs import Logprob
 from ostinato.quoting import shown
 from ostinato.runner.step_result import StepResult
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.block_allocator import BlockAllocator
-from ostinato.scheduling.request import FinishReason, Request
+from ostinato.scheduling.request import FinishReason
 from ostinato.scheduling.schedule_plan import Plan, TokenEvent
 from ostinato.scheduling.scheduler import Scheduler
-from ostinato.text.detokenizer import Detokenizer
 from ostinato.text.prompts import check_num_tokens
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-_SEEDS = 2**63
-
-
-@dataclass(eq=False)
-class Completion:
-    """One sequence on its way through the engine, and what has come out of it so far.
-
-    ``output.token_ids`` grows with every step. ``output.text`` is complete when it has ended; until
-    then ``read_text`` brings it up to date. Sequences with stop strings are read at every step.
-
-    ``news``, if set, is told by the engine when it has ended, and with a watched request of every
-    token.
-    """
-
-    request: Request
-    output: CompletionOutput
-    detokenizer: Detokenizer | None
-    news: deque[Completion] | None = None
-
-    @property
-    def finished(self) -> bool:
-        return self.output.finished
-
-    def read_text(self, *, final: bool = False) -> str | None:
-        """Turn the tokens that came since it was last read into text; the stop string found."""
-        detokenizer = self.detokenizer
-        if detokenizer is None:
-            return None
-        found = detokenizer.read(self.output.token_ids, self.request.params.min_tokens)
-        if final and found is None:
-            detokenizer.finish()
-        self.output.text = detokenizer.text
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckedRequest:
-    """A request that the engine will take, of which ``params.n`` sequences can be made."""
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    max_total_tokens: int
-    seed: int
-    stop_token_ids: frozenset[int]
-    tokenizer: Any
-
-    def completion(self, index: int) -> Completion:
-        """Make one of its sequences."""
-        params = self.params
-        request = Request(
-            request_id=f"{self.request_id}.{index}",
-            prompt_token_ids=self.prompt_token_ids,
-            params=params,
-            max_total_tokens=self.max_total_tokens,
-            seed=_nth_seed(self.seed, index),
-            stop_token_ids=self.stop_token_ids,
-            watched=bool(params.stop) or params.logprobs is not None,
-        )
-        return Completion(
-            request=request,
-            output=CompletionOutput(
-                index=index,
-                token_ids=request.output_token_ids,  # one list: a token is written once
-                logprobs=None if params.logprobs is None else [],
-                cumulative_logprob=None if params.logprobs is None else 0.0,
-            ),
-            detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, params),
-        )
-
-
-def _nth_seed(seed: int, index: int) -> int:
-    """The seed of one of several sequences of a request: no other request's, as good as surely."""
-    if index == 0:
-        return seed
-    digest = blake2b(b"%d %d" % (seed, index), digest_size=8, person=b"sequence").digest()
-    return int.from_bytes(digest, "little") % _SEEDS
 
 
 class Engine:
@@ -187,7 +108,7 @@ class Engine:
             prompt_token_ids=prompt,
             params=params,
             max_total_tokens=limit,
-            seed=self._seeds.randrange(_SEEDS) if params.seed is None else params.seed,
+            seed=self._seeds.randrange(NUM_SEEDS) if params.seed is None else params.seed,
             stop_token_ids=frozenset(params.stop_token_ids) | eos,
             tokenizer=self.tokenizer,
         )
@@ -195,6 +116,9 @@ class Engine:
     @one_thread(is_part=True)
     def add(self, completion: Completion) -> None:
         """Put a prepared sequence in the queue."""
+        self._add(completion)
+
+    def _add(self, completion: Completion) -> None:
         self._check_open()
         self._completions[completion.request.request_id] = completion
         self.scheduler.add(completion.request)
@@ -202,12 +126,15 @@ class Engine:
     @one_thread(is_part=True)
     def abort(self, completion: Completion) -> None:
         """End a sequence now, whatever it is doing; its blocks are free again."""
+        self._abort(completion)
+
+    def _abort(self, completion: Completion) -> None:
         request = completion.request
         if self._completions.pop(request.request_id, None) is not None:
             self.scheduler.abort(request.request_id)
             completion.read_text(final=True)
             completion.output.finish_reason = FinishReason.ABORT.value
-            _tell(completion)
+            completion.tell()
 
     @property
     def has_unfinished(self) -> bool:
@@ -252,7 +179,11 @@ class Engine:
         one's tokens; without, the two are the same batch. If it raises or is interrupted, no token
         is lost: whatever was on its way is computed again.
         """
-        self._check_open()
+        return self._step()
+
+    def _step(self) -> list[Completion]:
+        if self._closed:
+            raise _closed()
         try:
             plan = self.scheduler.schedule()
             if plan.num_tokens:
@@ -267,7 +198,7 @@ class Engine:
             self.scheduler.rollback()
             self._end_unheard_of()
             raise
-        return self._emit(events, result)
+        return self._emit(events, result) if events else []
 
     def _end_unheard_of(self) -> None:
         """End what the scheduler ended in a step that was interrupted before it could say so."""
@@ -276,7 +207,7 @@ class Engine:
                 completion.read_text(final=True)
                 self._close(completion)
                 del self._completions[name]
-                _tell(completion)
+                completion.tell()
 
     def _emit(self, events: Sequence[TokenEvent], result: StepResult) -> list[Completion]:
         ended = []
@@ -289,7 +220,7 @@ class Engine:
             if completion.finished:
                 del self._completions[request.request_id]
                 ended.append(completion)
-            _tell(completion)
+            completion.tell()
         return ended
 
     def _take_in(self, completion: Completion, event: TokenEvent, result: StepResult) -> None:
@@ -364,9 +295,77 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the engine is closed; build a new one")
+            raise _closed()
 
 
-def _tell(completion: Completion) -> None:
-    if completion.news is not None:
-        completion.news.append(completion)
+def _closed() -> ClosedError:
+    return ClosedError("the engine is closed; build a new one")
+
+
+class Submission:
+    """The requests of one call on their way through the engine: started, heard of, ended.
+
+    They are done together, in their order. Their sequences are made as the engine can use them, so
+    that what waits costs little however much it is. With ``every_token`` there is news of each
+    token, otherwise only of ends.
+
+    For a call that is inside, and covers its parts (``ThreadUse.cover``): no step asks again.
+    """
+
+    def __init__(
+        self, engine: Engine, requests: Sequence[CheckedRequest], *, every_token: bool
+    ) -> None:
+        self._engine = engine
+        self._every_token = every_token
+        self._to_start: Iterator[tuple[int, CheckedRequest, int]] = (
+            (number, request, index)
+            for number, request in enumerate(requests)
+            for index in range(request.params.n)
+        )
+        self.num_completions = sum(request.params.n for request in requests)
+        self.num_left = self.num_completions
+        self._num_to_start = self.num_completions
+        self._started: dict[Completion, int] = {}  # unfinished ones, with their prompts' numbers
+        self._news: deque[Completion] = deque()
+
+    def step(self) -> Iterable[tuple[int, Completion]]:
+        """Start what may start, run one step of the engine; whom something happened to, with their
+        prompts' numbers. In inference mode."""
+        if self._num_to_start:
+            self._start_some()
+        self._engine._step()
+        return self._take_news() if self._news else ()
+
+    def _start_some(self) -> None:
+        """Start as many as the engine may admit in its next steps."""
+        scheduler = self._engine.scheduler
+        # It admits at most all its rows at once. What runs steadily is disturbed by every new
+        # request, so they come in bursts.
+        if scheduler.num_waiting >= scheduler.max_num_seqs:
+            return
+        for number, request, index in islice(self._to_start, 2 * scheduler.max_num_seqs):
+            self._num_to_start -= 1
+            completion = request.completion(index)
+            completion.news = self._news
+            completion.request.watched |= self._every_token
+            self._started[completion] = number
+            self._engine._add(completion)
+
+    def _take_news(self) -> Iterator[tuple[int, Completion]]:
+        while self._news:
+            completion = self._news.popleft()
+            number = self._started.get(completion)
+            if number is None:
+                continue  # its end was told already
+            if completion.finished:
+                del self._started[completion]
+                self.num_left -= 1
+            yield number, completion
+
+    def abort(self) -> None:
+        """End what is unfinished, and start nothing more."""
+        self._to_start = iter(())
+        for completion in list(self._started):
+            self._engine._abort(completion)
+        self._started.clear()
+        self.num_left = self._num_to_start = 0

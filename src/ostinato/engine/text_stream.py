@@ -7,8 +7,10 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import NoReturn
 
-from ostinato.engine.engine import CheckedRequest, Completion, Engine
-from ostinato.engine.submission import Submission
+import torch
+
+from ostinato.engine.completion import CheckedRequest, Completion
+from ostinato.engine.engine import Engine, Submission
 from ostinato.engine.thread_use import Hold, OpenStream
 from ostinato.errors import ConcurrentUseError
 from ostinato.outputs import TextDelta
@@ -28,7 +30,7 @@ class TextStream(Iterator[TextDelta]):
         self._submission = Submission(engine, requests, every_token=True)
         self._open = OpenStream()
         # Apart from this object, so that dropping it is dropping the last reference.
-        self._source = engine.sharing.iterate(_deltas(engine, self._submission))
+        self._source = engine.sharing.iterate(_deltas(self._submission))
 
     def __next__(self) -> TextDelta:
         use, hold, refused = self._engine.use, Hold("LLM.stream"), False
@@ -39,7 +41,9 @@ class TextStream(Iterator[TextDelta]):
                 refused = True  # it goes on when the other thread has left
                 raise
             self._ended = False
-            return next(self._source)
+            use.cover()
+            with torch.inference_mode():
+                return next(self._source)
         except BaseException:
             if not refused:
                 self._end()
@@ -90,13 +94,11 @@ class TextStream(Iterator[TextDelta]):
         )
 
 
-def _deltas(engine: Engine, submission: Submission) -> Iterator[TextDelta]:
+def _deltas(submission: Submission) -> Iterator[TextDelta]:
     shown: dict[Completion, tuple[int, int]] = {}  # characters and tokens
     # Other calls step the engine too, while the caller holds a delta.
     while submission.num_left:
-        submission.start_some()
-        engine.step()
-        for number, completion in submission.news():
+        for number, completion in submission.step():
             output = completion.output
             num_chars, num_tokens = shown.pop(completion, (0, 0))
             if not completion.finished:

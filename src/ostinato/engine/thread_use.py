@@ -90,6 +90,14 @@ class ThreadUse:
                 stream.thread = hold.thread
                 self._streams.add(weakref.ref(stream))
 
+    def cover(self) -> None:
+        """Have the call that is inside keep out even parts, to its end.
+
+        For calls that step the engine themselves: of the same thread, signal handlers, finalisers
+        and callbacks may come in between.
+        """
+        self._part = self._call
+
     def _check_streams(self, hold: Hold, stream: OpenStream | None) -> None:
         for reference in tuple(self._streams):
             other = reference()
