@@ -23,6 +23,7 @@ from ostinato.outputs import RequestOutput
 from ostinato.sampling_params import SamplingParams
 from ostinato.text.chat import Message, list_conversations, render_chat
 from ostinato.text.prompts import Prompt, list_params, list_prompts, read_prompt
+from ostinato.text.template_process import TemplateProcess
 
 _BAR_AFTER_SECONDS = 2.0  # a bar for what is over at once would only flicker
 
@@ -52,6 +53,7 @@ class LLM:
     def __init__(self, *args: Any, **options: Any) -> None:
         self.config = EngineConfig(*args, **options)
         self.engine = Engine(self.config)
+        self._templates = TemplateProcess()
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
@@ -164,7 +166,7 @@ class LLM:
 
     def _render(self, messages: Any, name: str = "messages") -> list[int]:
         engine = self.engine
-        return render_chat(engine.tokenizer, messages, engine.max_model_len, name)
+        return render_chat(self._templates, engine.tokenizer, messages, engine.max_model_len, name)
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -205,7 +207,10 @@ class LLM:
 
     @one_thread("LLM.close")
     def _close(self) -> None:
-        self.engine.close()
+        try:
+            self.engine.close()
+        finally:
+            self._templates.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -18,7 +18,7 @@ def shown(value: object) -> str:
         return f"an object of type {type(value).__name__}"
 
 
-def said(error: BaseException) -> str:
+def said(error: BaseException | str) -> str:
     """What another library's ``error`` says; such messages can quote whole files."""
     try:
         text = str(error)

@@ -14,10 +14,10 @@ import pytest
 import torch
 import transformers
 from broken_checkpoints import Change, cases, save_bases
+from time_limit import within_seconds
 
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.errors import OstinatoError
-from ostinato.text.time_limit import within_seconds
 
 BASES = ["llama", "qwen2", "gpt2", "mixtral"]
 PROMPT = [3, 5, 7, 11, 13, 17, 19, 23, 29, 31]  # longer than the window

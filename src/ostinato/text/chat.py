@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, TypeAlias
 
 from ostinato.errors import RequestError
-from ostinato.quoting import is_failure, said, shown
+from ostinato.quoting import said, shown
 from ostinato.text.prompts import check_text, encode
-from ostinato.text.time_limit import within_seconds
+from ostinato.text.template_process import TemplateProcess
 
 Message: TypeAlias = Mapping[str, Any]
-
-TIME_LIMIT_S = 10.0  # for a template, whatever it does
 
 _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
@@ -27,7 +24,11 @@ def list_conversations(messages: Any) -> list[tuple[str, Any]]:
 
 
 def render_chat(
-    tokenizer: Any, messages: Any, max_model_len: int, name: str = "messages"
+    templates: TemplateProcess,
+    tokenizer: Any,
+    messages: Any,
+    max_model_len: int,
+    name: str = "messages",
 ) -> list[int]:
     """The token ids of a conversation, up to where the answer begins."""
     _check_list(name, messages)
@@ -36,50 +37,31 @@ def render_chat(
         raise RequestError(
             "this model has no chat template, so it cannot take messages; use generate()"
         )
-    _check_template(tokenizer.chat_template)
-    try:
-        text: str = within_seconds(
-            TIME_LIMIT_S,
-            lambda: tokenizer.apply_chat_template(
-                plain, add_generation_prompt=True, tokenize=False
-            ),
-        )
-    except TimeoutError:
-        raise RequestError(
-            f"the model's chat template did not end within {TIME_LIMIT_S:g} s for {name}; render "
-            "the messages yourself and use generate()"
-        ) from None
-    except BaseException as error:  # templates are programs: they raise what they like
-        if not is_failure(error):
-            raise
-        raise RequestError(
-            f"the model's chat template cannot render {name}: {type(error).__name__}: "
-            f"{said(error)}; change the messages, or render them yourself and use generate()"
-        ) from error
+    text = templates.render(_template(tokenizer), _variables(tokenizer, plain), name)
     # The template has said the special ones.
     return encode(name, text, tokenizer, max_model_len, add_special_tokens=False)
 
 
-def _check_template(template: Any) -> None:
-    """Refuse powers: no time limit ends 9**9**9, one call that lets no other thread run."""
-    for each in template.values() if isinstance(template, Mapping) else [template]:
-        line = _first_power(str(each))
-        if line is not None:
-            raise RequestError(
-                f"the model's chat template computes a power (** in its line {line}), which may "
-                "take any time; render the messages yourself and use generate()"
-            )
-
-
-@lru_cache(maxsize=16)
-def _first_power(template: str) -> int | None:
-    from jinja2 import Environment, TemplateError
-
+def _template(tokenizer: Any) -> str:
+    """The one of the model's templates that is for conversations without tools."""
     try:
-        tokens = list(Environment(autoescape=True).lex(template))
-    except TemplateError:
-        return None  # the tokenizer says what is wrong with it
-    return next((line for line, kind, text in tokens if (kind, text) == ("operator", "**")), None)
+        return str(tokenizer.get_chat_template())
+    except Exception as error:
+        raise RequestError(
+            f"the model's chat template cannot be used: {said(error)}; render the messages "
+            "yourself and use generate()"
+        ) from error
+
+
+def _variables(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a template of transformers is given."""
+    return {
+        **{name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        "messages": messages,
+        "tools": None,
+        "documents": None,
+        "add_generation_prompt": True,
+    }
 
 
 def _is_list(value: object) -> bool:
