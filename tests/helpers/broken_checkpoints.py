@@ -185,6 +185,12 @@ def _other_files() -> Iterator[tuple[str, Change]]:
     yield "eos id is not in the vocabulary", _set("generation_config.json", "eos_token_id", "99999")
     token = '[{"id": 4294967295, "content": "far", "special": true}]'
     yield "added token far away", _set("tokenizer.json", "added_tokens", token)
+    doubles = '{"type": "Replace", "pattern": {"String": "w"}, "content": "ww"}'
+    steps = ", ".join([doubles] * 40)
+    for part in ("normalizer", "decoder"):
+        bomb = f'{{"type": "Sequence", "{part}s": [{steps}]}}'
+        yield f"{part} without end", _set("tokenizer.json", part, bomb)
+    yield "large template", _write("chat_template.jinja", "x" * (5 * 2**20))
     yield "special tokens map", _write("special_tokens_map.json", '{"eos_token": [[[1]]]}')
     yield "adapter", _write("adapter_config.json", '{"base_model_name_or_path": "/etc"}')
     yield "adapter of nothing", _write("adapter_config.json", "[")

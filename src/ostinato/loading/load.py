@@ -24,6 +24,7 @@ from ostinato.loading.description import (
     errors_named,
 )
 from ostinato.loading.locate import find_model
+from ostinato.loading.tokenizer_check import check_tokenizer
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.json_file import check_numbers, read_object
@@ -292,6 +293,7 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
 def _read_tokenizer(path: Path) -> Any | None:
     if not any((path / file).is_file() for file in _TOKENIZER_FILES):
         return None
+    check_tokenizer(path)
     try:
         if _tokenizer_class(path) in _PLAIN_TOKENIZERS:
             # Spares the import of every model's configuration, by which a class is looked up.

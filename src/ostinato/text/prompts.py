@@ -23,6 +23,10 @@ _A_PROMPT = "a prompt is text or a list of token ids"
 _CHARACTERS_PER_TOKEN = 8
 # A text that is cut may have more tokens at its end than it has there as a whole.
 _MORE_AT_A_CUT = 64
+# A tokenizer may rewrite texts, and so lengthen them: honest ones by a few times, where a character
+# stands for a phrase by 18. Long texts are tried by this many of their characters first.
+_NUM_TRIED = 500
+_MOST_EXPANSION = 32
 
 
 def list_prompts(prompts: Any) -> list[tuple[str, Any]]:
@@ -85,6 +89,7 @@ def encode(
 ) -> list[int]:
     """The tokens of a text, unless it is far longer than ``max_model_len`` of them."""
     try:
+        _check_expansion(name, text, tokenizer)
         _check_length(name, text, tokenizer, max_model_len)
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
     except RequestError:
@@ -95,6 +100,26 @@ def encode(
         raise RequestError(
             f"the model's tokenizer cannot read {name}: {said(error)}; give the prompt as token ids"
         ) from error
+
+
+def _check_expansion(name: str, text: str, tokenizer: Any) -> None:
+    """Refuse a long text that the tokenizer would make far longer, as it does with the start."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or len(text) < 4 * _NUM_TRIED:
+        return
+    start = text[:_NUM_TRIED]
+    if backend.normalizer is not None:
+        start = backend.normalizer.normalize_str(start)
+    length = len(start)
+    if backend.pre_tokenizer is not None:
+        length = sum(len(word) for word, _ in backend.pre_tokenizer.pre_tokenize_str(start))
+    length = max(length, len(backend.encode(text[:_NUM_TRIED]).ids))
+    if length > _MOST_EXPANSION * _NUM_TRIED:
+        raise RequestError(
+            f"the model's tokenizer makes {length:,} characters or tokens of the first "
+            f"{_NUM_TRIED} characters of {name}; {_MOST_EXPANSION} times as many is the most that "
+            "is taken: give the prompt as token ids"
+        )
 
 
 def _check_length(name: str, text: str, tokenizer: Any, max_model_len: int) -> None:
