@@ -8,6 +8,7 @@ buffers that old versions saved. Its renamings and conversions are applied as ev
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import threading
@@ -22,11 +23,14 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from ostinato.errors import ModelLoadError, OstinatoError
 from ostinato.models.checkpoint import FLOAT_TYPES, Checkpoint
-from ostinato.quoting import listed, said
+from ostinato.quoting import listed, said, shown
 
+_PLAIN_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_PACKED = 32  # weights in one number of a quantized checkpoint: a bit each
 _LARGEST_BUFFERS = 2**32  # bytes of tables, such as those of positions
 # Causal masks that old versions of transformers saved with each layer.
@@ -43,10 +47,10 @@ def load_weights(
     ``options`` are those of transformers' ``from_pretrained``.
     """
     model_class, config = _model_class(config)
-    quantized = getattr(config, "quantization_config", None) is not None
+    method = _quantization(checkpoint, config)
     _check_names(checkpoint, model_class)
     checkpoint.check_num_layers(config.get_text_config().num_hidden_layers)
-    limit = 2 * checkpoint.num_elements() * (_MOST_PACKED if quantized else 1)  # tied: built twice
+    limit = 2 * checkpoint.num_elements() * (_MOST_PACKED if method else 1)  # tied: built twice
     try:
         # Buffers are filled from constants; should one of them be drawn, then always the same.
         with (
@@ -71,12 +75,41 @@ def load_weights(
     except Exception as error:  # whatever transformers makes of a checkpoint, it is named
         raise ModelLoadError(
             f"transformers cannot load {checkpoint.path} as {model_class.__name__}: {said(error)}; "
-            "the checkpoint is damaged or belongs to another config"
+            + _advice(error, method)
         ) from error
     _check_loaded(checkpoint, info)
-    if not quantized:
+    if method is None:
         _check_types(checkpoint, model)
+    else:
+        _check_shapes(checkpoint, model, model_class, config)
     return model
+
+
+def _quantization(checkpoint: Checkpoint, config: Any) -> str | None:
+    """How the weights are quantized. transformers ignores methods that it does not know."""
+    stated = getattr(config, "quantization_config", None)
+    if stated is None:
+        return None
+    fields = stated if isinstance(stated, dict) else getattr(stated, "to_dict", dict)()
+    bits = bool(fields.get("load_in_4bit") or fields.get("load_in_8bit"))
+    method = fields.get("quant_method") or ("bitsandbytes" if bits else None)
+    if not isinstance(method, str):
+        raise ModelLoadError(
+            f"the quantization_config in the config.json of {checkpoint.path} has the quant_method "
+            f"{shown(method)}; it must be a name, such as 'mxfp4'"
+        )
+    return method if bits or method in AUTO_QUANTIZATION_CONFIG_MAPPING else None
+
+
+def _advice(error: Exception, method: str | None) -> str:
+    if method is None:
+        return "the checkpoint is damaged or belongs to another config"
+    quantized = f"its weights are quantized by {method}"
+    if isinstance(error, ImportError):
+        return f"{quantized}: install what that needs, or use an unquantized checkpoint"
+    return (
+        f"{quantized}, which may not run here, or the checkpoint is damaged: use an unquantized one"
+    )
 
 
 def _model_class(config: Any) -> tuple[Any, Any]:
@@ -183,6 +216,24 @@ def _check_loaded(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
             f"the tensor {listed([name])} in {path} has the shape {list(found)}; config.json asks "
             f"for {list(wanted)}"
         )
+
+
+def _check_shapes(checkpoint: Checkpoint, model: Any, model_class: Any, config: Any) -> None:
+    """Refuse shapes that are not the config's: transformers takes any where there is a quantizer.
+
+    Weights that stay quantized have shapes and types of their own.
+    """
+    with torch.device("meta"), no_init_weights():
+        wanted = model_class(copy.deepcopy(config)).state_dict()
+    for name, tensor in model.state_dict().items():
+        if tensor.dtype not in _PLAIN_TYPES or name not in wanted:
+            continue
+        if tensor.shape != wanted[name].shape:
+            raise ModelLoadError(
+                f"the tensor {listed([name])} in {checkpoint.path} has the shape "
+                f"{list(tensor.shape)} once its quantization is undone; config.json asks for "
+                f"{list(wanted[name].shape)}"
+            )
 
 
 def _check_types(checkpoint: Checkpoint, model: Any) -> None:
