@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -259,6 +261,26 @@ def test_switches_are_true_or_false(name: str, value: Any) -> None:
 def test_a_stop_string_that_no_model_says_is_refused() -> None:
     with pytest.raises(ConfigError, match="stop must be text without lone surrogates"):
         SamplingParams(stop=["a", "\ud800"])
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
+    file = save_talking(tmp_path, "{{ messages[0].content }}") / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    fields["model"]["vocab"] |= {"far": 70}
+    file.write_text(json.dumps(fields))
+    with open_llm(str(tmp_path)) as llm:
+        message = (
+            r"contains the token 70 \('far'\) at position 2, but the model has 64 tokens, with ids "
+            r"from 0 to 63, and its tokenizer has 65; leave that text out, or fetch the tokenizer"
+        )
+        for prompt in ("w1 w2 far", [1, 2, 70]):
+            with pytest.raises(RequestError, match="^the prompt " + message):
+                llm.generate(prompt)
+        with pytest.raises(RequestError, match="^messages " + message):
+            llm.chat([{"role": "user", "content": "w1 w2 far"}])
+        for odd in (69, 2**31, 2**70):  # not the tokenizer's either
+            with pytest.raises(RequestError, match=f"contains {odd}; token ids are integers from"):
+                llm.generate([1, odd])
 
 
 # --- conversations --------------------------------------------------------------------------------

@@ -102,6 +102,18 @@ def encode(
         ) from error
 
 
+def text_of(tokenizer: Any, token: object) -> str:
+    """The text of one token; empty if the tokenizer does not have it."""
+    if type(token) is not int or not 0 <= token < 2**31:
+        return ""
+    try:
+        return str(tokenizer.decode([token]))
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        return ""
+
+
 def _check_expansion(name: str, text: str, tokenizer: Any) -> None:
     """Refuse a long text that the tokenizer would make far longer, as it does with the start."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
