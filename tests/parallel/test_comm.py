@@ -427,6 +427,33 @@ def test_watchdog_lets_a_rank_leave() -> None:
         dog.check()
 
 
+@pytest.mark.slow
+def test_watchdog_forgives_a_beat_that_there_was_no_memory_for() -> None:
+    store = MemoryStore()
+    told: list[RankFailedError] = []
+    beats = 0
+
+    class Short(MemoryStore):
+        def set(self, key: str, value: str) -> None:
+            nonlocal beats
+            beats += 1
+            if 2 <= beats <= 4:
+                raise MemoryError
+            store.set(key, value)
+
+        get, check = store.get, store.check
+
+    with (
+        Watchdog(TIMEOUT_S, 0, Short(), world_size=2, on_failure=told.append) as dog,
+        Watchdog(TIMEOUT_S, 1, store, world_size=2, on_failure=told.append) as other,
+    ):
+        time.sleep(2 * TIMEOUT_S)
+        dog.check()
+        other.check()
+    assert beats > 4
+    assert not told
+
+
 def test_watchdog_names_the_host_of_a_store_that_is_gone() -> None:
     store = MemoryStore()
     dog = Watchdog(TIMEOUT_S, 1, store, world_size=2, store_rank=0)

@@ -161,6 +161,8 @@ class Watchdog:
             failure = None
             try:
                 self._pass()
+            except MemoryError:
+                pass  # perhaps over by the next beat; if not, this rank falls silent
             except RankFailedError as found:
                 failure = found
                 # If the store does not answer now, the other thread sees it: no failure is set yet.
@@ -173,12 +175,12 @@ class Watchdog:
                 self._failure = failure
                 self._tell(failure)
                 return
-            self._closing.wait(self.interval_s)
+            self._wait()
 
     def _watch_store(self) -> None:
         """Measure how long the store has not answered, counting only while this process ran."""
         answers, last = self._answers, time.monotonic()
-        while self._failure is None and not self._closing.wait(self.interval_s):
+        while self._failure is None and not self._wait():
             now = time.monotonic()
             passed, last = min(now - last, 2 * self.interval_s), now
             self._silent_s = self._silent_s + passed if answers == self._answers else 0.0
@@ -186,6 +188,14 @@ class Watchdog:
             silence = self._silence()
             if silence is not None:
                 self._tell(silence)
+
+    def _wait(self) -> bool:
+        """For an interval, or until ``close()``, which is True. Waiting takes memory as well."""
+        try:
+            return self._closing.wait(self.interval_s)
+        except MemoryError:
+            time.sleep(self.interval_s)
+            return self._closing.is_set()
 
     def _silence(self) -> RankFailedError | None:
         silent_s = self._silent_s
