@@ -172,7 +172,8 @@ def test_tensors_that_are_too_short_are_an_error(wrong: str) -> None:
     if wrong == "positions":
         one.positions = one.positions[:-1]
     else:
-        metadata = replace(metadata, **{wrong: getattr(metadata, wrong)[:-1]})
+        cut = {wrong: getattr(metadata, wrong)[:-1]}
+        metadata = replace(metadata, uniform_decode=False, **cut)
     with pytest.raises(BatchError, match=r"were given|was given"):
         one.run(backend, metadata)
 

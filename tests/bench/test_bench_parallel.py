@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ostinato import cli, set_forward_context
 from ostinato.attention import create_attention
-from ostinato.bench import parallel, plan, plot_parallel
+from ostinato.bench import parallel, plot_parallel
 from ostinato.bench.rank_step import BLOCK_SIZE, SilentComm, make_batch, make_cache
 from ostinato.cli.parallel_tables import plan_tables
 from ostinato.errors import ConfigError
@@ -25,6 +25,7 @@ from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.parallel.comm import Comm
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.sharded_decoder import build_base
+from ostinato.planner import forecast as plan
 from ostinato.testing.loopback import LoopbackWorld
 
 CPU = torch.device("cpu")

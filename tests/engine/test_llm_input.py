@@ -243,8 +243,8 @@ def test_integers_that_cannot_be_said_are_refused(
 
 
 def test_unknown_arguments_are_refused(llm: LLM) -> None:
-    with pytest.raises(TypeError, match="sampling_params"):
-        llm.generate([IDS], sampling_params=GREEDY)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="lora_request"):
+        llm.generate([IDS], lora_request=GREEDY)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="tools"):
         llm.chat([USER], tools=[])  # type: ignore[call-arg]
 

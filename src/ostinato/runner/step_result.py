@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from ostinato.compat import raw_stream
 from ostinato.scheduling.schedule_plan import IntArray
 
 
@@ -123,7 +124,7 @@ class ResultRing:
     def _current_stream(self, index: int) -> torch.cuda.Stream:
         # Its number is found in a moment; making an object of it takes as long as the copy.
         stream = self._stream
-        if stream is None or stream.cuda_stream != torch._C._cuda_getCurrentRawStream(index):
+        if stream is None or stream.cuda_stream != raw_stream(index):
             stream = self._stream = torch.cuda.current_stream(self._device)
         return stream
 
