@@ -13,7 +13,7 @@ from torch import nn
 
 from ostinato import GraphPool, compilation_counter, eager_break, graphed
 from ostinato.errors import BatchError, ConfigError, ReplayMismatchError
-from ostinato.graphs.graphed import GraphedCallable
+from ostinato.graphs.graphed_callable import GraphedCallable
 
 SIZES = [1, 2, 4, 8]
 

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ostinato.graphs.graphed import GraphedCallable
+from ostinato.graphs.graphed_callable import GraphedCallable
 
 # What is asked of the graphs. All else is asked of the model.
 _OF_GRAPHS = frozenset({"capture", "stats", "unwrap", "clear_graphs", "close"})

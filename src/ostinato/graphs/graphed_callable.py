@@ -1,0 +1,396 @@
+"""``GraphedCallable``: what ``graphed()`` makes of a callable: buffers, plan, dispatch, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Generic, NoReturn, ParamSpec, TypedDict, TypeVar, cast
+
+import torch
+
+from ostinato.compat import inside_functorch_transform
+from ostinato.errors import BatchError, CaptureError, ClosedError, ConfigError
+from ostinato.graphs.capture.capture_loop import CaptureReport
+from ostinato.graphs.capture.closing import close_each
+from ostinato.graphs.capture.pool import ExclusiveUse, GraphPool
+from ostinato.graphs.capture.segments import is_recording
+from ostinato.graphs.capture.tree import map_tensors, tensors_in
+from ostinato.graphs.graph_set import GraphSet, GraphSetOptions
+from ostinato.graphs.graphed_call import BatchDim, CallLayout
+from ostinato.graphs.graphed_method import BoundMethods
+from ostinato.graphs.policy.descriptor import Choice, Reason
+from ostinato.graphs.policy.dispatch import DispatchStats
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan
+from ostinato.graphs.policy.sizes import default_sizes, validate_sizes
+from ostinato.graphs.policy.stats import GraphedStats
+from ostinato.graphs.trust.ambient_state import AmbientState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_DEFAULT_LARGEST = 64
+
+
+class GraphedOptions(TypedDict, total=False):
+    """The options of ``graphed()``; its docstring says what each one does."""
+
+    sizes: Iterable[int] | None
+    mode: CUDAGraphMode | str
+    batch_dims: Mapping[str, BatchDim] | None
+    padding: float | Mapping[str, float]
+    copy_outputs: bool
+    num_warmups: int
+    lazy: bool
+    eager_fallback: bool
+    generators: Sequence[torch.Generator]
+    pool: GraphPool | None
+    verify: bool
+    check_state_every: int
+    show_progress: bool
+
+
+class GraphedCallable(Generic[P, R]):
+    """A callable with a graph per batch size. Made by ``graphed()``, which documents the options.
+
+    Owns its buffers and, unless one was passed in, its graph pool: ``close()`` it, or use it in
+    ``with``. One thread at a time; a second one gets ``ConcurrentUseError``.
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        *,
+        sizes: Iterable[int] | None = None,
+        mode: CUDAGraphMode | str = CUDAGraphMode.FULL,
+        batch_dims: Mapping[str, BatchDim] | None = None,
+        padding: float | Mapping[str, float] = 0,
+        copy_outputs: bool = False,
+        num_warmups: int = 1,
+        lazy: bool = False,
+        eager_fallback: bool = False,
+        generators: Sequence[torch.Generator] = (),
+        pool: GraphPool | None = None,
+        verify: bool = True,
+        check_state_every: int = 1,
+        show_progress: bool = False,
+    ) -> None:
+        if not callable(function):
+            raise ConfigError(f"graphed() needs a callable, got {function!r}")
+        runtime_mode = CUDAGraphMode.parse(mode)
+        if runtime_mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+            raise ConfigError(
+                f"graphed() runs FULL (one graph) or PIECEWISE (split at @eager_break), not "
+                f"{runtime_mode.name}"
+            )
+        for name, value in (("num_warmups", num_warmups), ("check_state_every", check_state_every)):
+            if type(value) is not int or value < 0:
+                raise ConfigError(f"{name} must be 0 or a positive integer, got {value!r}")
+        if sizes is not None:
+            sizes = validate_sizes(sizes, max_num_batched_tokens=None)
+        self._given = GraphedOptions(
+            sizes=sizes,
+            mode=mode,
+            batch_dims=batch_dims,
+            padding=padding,
+            copy_outputs=copy_outputs,
+            num_warmups=num_warmups,
+            lazy=lazy,
+            eager_fallback=eager_fallback,
+            generators=generators,
+            pool=pool,
+            verify=verify,
+            check_state_every=check_state_every,
+            show_progress=show_progress,
+        )
+        self._function = function
+        self._sizes = sizes
+        self._batch_dims = dict(batch_dims or {})
+        self._padding = padding
+        self._copy_outputs = copy_outputs
+        self._lazy = lazy
+        self._options = GraphSetOptions(
+            mode=runtime_mode,
+            num_warmups=num_warmups,
+            eager_fallback=eager_fallback,
+            verify=verify,
+            watch=check_state_every > 0,
+            show_progress=show_progress,
+        )
+        self._check_state_every = check_state_every
+        self._num_calls = 0
+        self._generators = generators
+        self._pool = pool
+        self._owns_pool = pool is None
+        self._closed = False
+        self._exclusive_use = ExclusiveUse()
+        self._stats = DispatchStats()
+        # Known once the first call has shown its arguments.
+        self._layout: CallLayout | None = None
+        self._plan: CapturePlan | None = None
+        # Graphs by the state of torch's switches that they were captured under.
+        self._ambient: AmbientState | None = None
+        self._graph_sets: dict[tuple[Any, ...], GraphSet] = {}
+        self._bound: BoundMethods[GraphedCallable[..., Any]] = BoundMethods()
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        self._check_usable()
+        return cast(R, self._exclusive_use.run(self._call, args, kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            if self._layout is None:
+                self._prepare(args, kwargs)
+            layout, pool = self._parts()
+            values = layout.values(args, kwargs)
+            rows = layout.batch_size(values)
+            return pool.exclusive_use.run(self._call_in_pool, rows, values, (args, kwargs))
+        except BaseException:
+            self._forget_if_nothing_captured()
+            raise
+
+    @torch.no_grad()
+    def _call_in_pool(self, rows: int, values: Sequence[Any], call: tuple[Any, Any]) -> Any:
+        layout, pool = self._parts()
+        args, kwargs = call
+        pool.follow_stream()
+        graphs = self._graph_set()
+        self._check_state(graphs)
+        choice = graphs.choose(rows)
+        if choice.reason is Reason.NOT_CAPTURED:
+            # Results of other graphs of the pool would not survive the capture.
+            call = map_tensors(pool.kept, call)
+            values = layout.values(*call)
+            entries = [graphs.entry_for(rows)] if self._lazy else graphs.missing()
+            graphs.capture(entries, values, self._name)
+            choice = graphs.choose(rows)
+        if choice.mode is CUDAGraphMode.NONE:
+            self._stats.record(choice, rows)
+            result = self._function(*args, **kwargs)
+            graphs.note_own_changes()
+            return result
+        return self._run(graphs, choice, rows, values, call)
+
+    def _run(
+        self,
+        graphs: GraphSet,
+        choice: Choice,
+        rows: int,
+        values: Sequence[Any],
+        call: tuple[Any, Any],
+    ) -> Any:
+        output, choice = graphs.run(choice, rows, values, call)
+        self._stats.record(choice, rows)
+        if self._copy_outputs:
+            output = map_tensors(torch.clone, output)
+        return output
+
+    def _check_state(self, graphs: GraphSet) -> None:
+        every = self._check_state_every
+        if every and self._num_calls % every == 0:
+            graphs.check_state()
+        self._num_calls += 1
+
+    # --- set-up --------------------------------------------------------------------------------
+
+    def capture(self, *args: P.args, **kwargs: P.kwargs) -> CaptureReport:
+        """Capture all sizes now, from arguments like those of later calls.
+
+        The callable runs on their rows, repeated as often as a size needs; what it writes in place
+        is put back afterwards.
+        """
+        self._check_usable()
+        return self._exclusive_use.run(self._capture, args, kwargs)
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureReport:
+        try:
+            if self._layout is None:
+                self._prepare(args, kwargs)
+            layout, pool = self._parts()
+            values = layout.values(*map_tensors(pool.kept, (args, kwargs)))
+            layout.batch_size(values)
+            return pool.exclusive_use.run(self._capture_in_pool, values)
+        except BaseException:
+            self._forget_if_nothing_captured()
+            raise
+
+    @torch.no_grad()
+    def _capture_in_pool(self, values: Sequence[Any]) -> CaptureReport:
+        self._parts()[1].follow_stream()
+        graphs = self._graph_set()
+        graphs.capture(graphs.missing(), values, self._name)
+        return graphs.report
+
+    def _graph_set(self) -> GraphSet:
+        """The graphs for the state that torch's switches are in."""
+        assert self._ambient is not None
+        assert self._plan is not None
+        key = self._ambient.read()
+        found = self._graph_sets.get(key)
+        if found is None:
+            layout, pool = self._parts()
+            found = GraphSet(self._function, layout, pool, self._plan, self._options)
+            self._graph_sets[key] = found
+        return found
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make buffers, plan and pool for arguments like these."""
+        device = self._common_device(args, kwargs)
+        sizes = self._sizes or default_sizes(
+            max_num_seqs=_DEFAULT_LARGEST // 2,
+            max_num_batched_tokens=_DEFAULT_LARGEST,
+            device_type=device.type,
+        )
+        layout = CallLayout(
+            self._function,
+            args,
+            kwargs,
+            max_rows=max(sizes),
+            batch_dims=self._batch_dims,
+            padding=self._padding,
+        )
+        if self._pool is None:
+            self._pool = GraphPool(device, generators=self._generators)
+        elif self._pool.device != device:
+            raise ConfigError(f"the pool is on {self._pool.device}, the arguments on {device}")
+        self._plan = CapturePlan.build(
+            self._options.mode, sizes, max_num_seqs=max(sizes), max_num_batched_tokens=max(sizes)
+        )
+        self._ambient = AmbientState(device.type)
+        self._layout = layout
+
+    def _common_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+        tensors = list(tensors_in((args, kwargs)))
+        if not tensors:
+            raise BatchError(
+                "graphed() found no tensor among the arguments, so there is no batch size to see"
+            )
+        if isinstance(self._function, torch.nn.Module):
+            tensors += [*self._function.parameters(), *self._function.buffers()]
+        devices = sorted({str(tensor.device) for tensor in tensors})
+        if len(devices) > 1:
+            raise ConfigError(
+                f"graphed() works on one device, but the model and its arguments are on "
+                f"{', '.join(devices)}; move them to one, or use one graphed() per device"
+            )
+        return tensors[0].device
+
+    # --- looking, and letting go ---------------------------------------------------------------
+
+    def stats(self) -> GraphedStats:
+        stats, graph_sets = self._stats, self._graph_sets.values()
+        return GraphedStats(
+            graphs=sum(graphs.num_graphs for graphs in graph_sets),
+            hits=stats.hits,
+            padding_rows=stats.padding_tokens,
+            padding_fraction=stats.padding_fraction,
+            eager_calls={reason.value: count for reason, count in stats.eager.items()},
+            pool_bytes=0 if self._pool is None or self._closed else self._pool.num_bytes,
+            buffer_bytes=self._layout.num_bytes if self._layout else 0,
+            capture_seconds=sum(graphs.report.seconds for graphs in graph_sets),
+        )
+
+    def unwrap(self) -> Callable[P, R]:
+        return self._function
+
+    def clear_graphs(self) -> None:
+        """Drop all graphs; the next call captures again."""
+        close_each(graphs.clear_graphs for graphs in self._graph_sets.values())
+
+    def close(self) -> None:
+        """Give graphs, buffers and pool back. Outputs returned earlier must not be used any more,
+        unless they are copies. Closing twice is harmless."""
+        if self._closed:
+            return
+        self._closed = True
+        self.forget()
+
+    def __enter__(self) -> GraphedCallable[P, R]:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def forget(self) -> None:
+        """Drop graphs, buffers and, if it is ours, the pool; the next call begins anew."""
+        pool = self._pool if self._owns_pool else None
+        try:
+            if pool is not None:
+                pool.free_spare()
+            self.clear_graphs()
+        finally:
+            self._graph_sets.clear()
+            self._layout = None
+            if pool is not None:
+                self._pool = None
+                pool.close()
+
+    def _forget_if_nothing_captured(self) -> None:
+        """After a failed call: arguments that no graph was captured with bind no later call."""
+        if self._layout is not None and not any(g.num_graphs for g in self._graph_sets.values()):
+            self.forget()
+
+    def __get__(self, instance: Any, owner: type | None = None) -> GraphedCallable[..., Any]:
+        """A decorated method, bound to its object: graphs of its own for each, since each has
+        state of its own. They live as long as the object."""
+        if instance is None:
+            return self
+        return self._bound.of(
+            instance, lambda method: GraphedCallable(method, **self._given), self._function
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # What the graphed callable does not have comes from the function: __name__, ...
+        function = self.__dict__.get("_function")
+        if hasattr(function, name):
+            return getattr(function, name)
+        raise AttributeError(
+            f"neither GraphedCallable nor its {type(function).__name__} has an attribute {name!r}"
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise _not_copied()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise _not_copied()
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._function, "__name__", type(self._function).__name__)
+
+    def _check_usable(self) -> None:
+        if torch.compiler.is_compiling():
+            raise CaptureError(
+                "torch.compile cannot look into a graphed callable; compile the model first and "
+                "graph the result: graphed(torch.compile(model))"
+            )
+        if inside_functorch_transform():
+            raise CaptureError(
+                "a graphed callable was called inside a transform of torch.func (vmap, grad, ...), "
+                "which cannot look into graphs; transform the plain function (unwrap()) and graph "
+                "the result: graphed(torch.vmap(function))"
+            )
+        if self._closed:
+            raise ClosedError("this graphed callable is closed; call graphed() again")
+        if is_recording():
+            raise CaptureError(
+                "a graphed callable was called inside another capture; capture the plain function "
+                "there (unwrap()), and its work becomes part of that graph"
+            )
+
+    def _parts(self) -> tuple[CallLayout, GraphPool]:
+        assert self._layout is not None
+        assert self._pool is not None
+        return self._layout, self._pool
+
+
+def _not_copied() -> ConfigError:
+    return ConfigError(
+        "a graphed callable cannot be copied or pickled, since its graphs hold addresses of this "
+        "process; copy what unwrap() returns, and call graphed() on the copy"
+    )

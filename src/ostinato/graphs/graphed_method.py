@@ -1,0 +1,51 @@
+"""A graphed method of an object: graphs of its own for each object, as long as the object lives."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from ostinato.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class BoundMethods(Generic[T]):
+    """What was made of a decorated method, object by object; each is gone with its object."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, T] = {}
+
+    def of(self, instance: Any, make: Callable[[WeakMethod], T], function: Callable[..., Any]) -> T:
+        """What was made of ``function`` as a method of ``instance``; made now, the first time."""
+        key = id(instance)  # equal objects are not the same
+        if key not in self._made:
+            try:
+                weakref.finalize(instance, self._made.pop, key, None).atexit = False
+            except TypeError as error:
+                raise ConfigError(
+                    f"a graphed method needs objects that can be referred to weakly, and a "
+                    f"{type(instance).__name__} cannot; add '__weakref__' to its __slots__"
+                ) from error
+            self._made[key] = make(WeakMethod(function, instance))
+        return self._made[key]
+
+
+class WeakMethod:
+    """A method of an object that it does not keep alive: who calls it holds the object."""
+
+    def __init__(self, function: Callable[..., Any], instance: Any) -> None:
+        self.__func__ = function
+        self._instance = weakref.ref(instance)
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        _, *others = inspect.signature(function).parameters.values()
+        self.__signature__ = inspect.Signature(others)
+
+    @property
+    def __self__(self) -> Any:
+        return self._instance()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._instance(), *args, **kwargs)
