@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ostinato.errors import BatchError
-from ostinato.graphs.capture.capture_loop import CaptureReport, capture_entries
+from ostinato.graphs.capture.capture_loop import CaptureLoop, CaptureReport
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.tree import map_tensors
@@ -236,19 +236,25 @@ class GraphSet:
 
     def capture(self, entries: Iterable[PlanEntry], values: Sequence[Any], name: str) -> None:
         """Capture with rows like ``values``. What the callable writes is put back afterwards."""
-        report = capture_entries(
-            list(entries),
-            partial(self._capture_one, values),
-            pool=self._pool,
-            dispatcher=self.dispatcher,
+        loop = CaptureLoop(
+            self._pool,
+            self.dispatcher,
             eager_fallback=self._options.eager_fallback,
             show_progress=self._options.show_progress,
             name=name,
             describe=lambda entry: f"size {entry.descriptor.num_tokens}",
         )
-        self.report.entries.extend(report.entries)
+        with loop:
+            for entry in loop.over(entries):
+                try:
+                    self._capture_one(entry, values)
+                except BaseException as error:
+                    loop.failed(entry, error)
+                else:
+                    loop.succeeded(entry)
+        self.report.entries.extend(loop.report.entries)
 
-    def _capture_one(self, values: Sequence[Any], entry: PlanEntry) -> None:
+    def _capture_one(self, entry: PlanEntry, values: Sequence[Any]) -> None:
         size = entry.descriptor.num_tokens
         self._layout.fill_repeated(values, size)
         args, kwargs = self._layout.static_call(size)

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ostinato.errors import BatchError, CaptureError, CaptureOutOfMemoryError, ClosedError
-from ostinato.graphs.capture.capture_loop import CaptureReport, capture_entries
+from ostinato.graphs.capture.capture_loop import CaptureLoop, CaptureReport
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.output_buffers import OutputBuffers
@@ -157,27 +157,33 @@ class CudaGraphManager(Generic[Inputs]):
 
         For start-up: what warm-ups took is given back (``GraphPool.release_unused``).
         """
-        report = capture_entries(
-            self._missing(),
-            partial(self._capture, forward, warm_up or forward, prepare),
-            pool=self.pool,
-            dispatcher=self.dispatcher,
+        loop = CaptureLoop(
+            self.pool,
+            self.dispatcher,
             eager_fallback=self._eager_fallback,
             show_progress=self._show_progress,
             name=self._name,
         )
+        with loop:
+            for entry in loop.over(self._missing()):
+                try:
+                    self._capture(entry, forward, warm_up or forward, prepare)
+                except BaseException as error:
+                    loop.failed(entry, error)
+                else:
+                    loop.succeeded(entry)
         self.pool.release_unused()
-        return report
+        return loop.report
 
     def _missing(self) -> list[PlanEntry]:
         return [entry for entry in self.plan.entries if self.dispatcher.is_open(entry)]
 
     def _capture(
         self,
+        entry: PlanEntry,
         forward: Callable[[Inputs], Any],
         warm_up: Callable[[Inputs], Any],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
-        entry: PlanEntry,
     ) -> None:
         """Capture one entry: watched and warmed up, unless one like it was before."""
         before = self.pool.serial
@@ -186,28 +192,29 @@ class CudaGraphManager(Generic[Inputs]):
             kind = (entry.mode, entry.descriptor.uniform)
             kernels = (entry.mode, "kernels", self._kernel_class(entry))
             num_warmups = 0 if kernels in self._seen else num_warmups
-        capture = partial(self._capture_entry, forward, warm_up, prepare, entry)
+        callables = forward, warm_up, prepare
         if kind not in self._seen:
-            capture(num_warmups)
+            self._capture_entry(entry, *callables, num_warmups=num_warmups)
         else:
             try:
                 with self.pool.backend.trusting():
-                    capture(num_warmups)
+                    self._capture_entry(entry, *callables, num_warmups=num_warmups)
             except CaptureOutOfMemoryError:
                 raise
             except CaptureError:
                 # It was not like the others. Once more with all care, if only for a better error.
-                capture(self._num_warmups)
+                self._capture_entry(entry, *callables, num_warmups=self._num_warmups)
         if kind is not None:  # those that failed do not speak for others
             self._seen |= {kind, kernels}
         self._captured.append(range(before + 1, self.pool.serial + 1))
 
     def _capture_entry(
         self,
+        entry: PlanEntry,
         forward: Callable[[Inputs], Any],
         warm_up: Callable[[Inputs], Any],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
-        entry: PlanEntry,
+        *,
         num_warmups: int,
     ) -> None:
         scope, num_tokens = self.pool.backend.capture_scope, entry.descriptor.num_tokens

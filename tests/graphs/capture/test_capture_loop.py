@@ -15,7 +15,7 @@ from ostinato import (
     get_forward_context,
 )
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError
-from ostinato.graphs.capture.capture_loop import CaptureReport, capture_entries
+from ostinato.graphs.capture.capture_loop import CaptureLoop, CaptureReport
 from ostinato.graphs.manager import PreparedBatch
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.plan import PlanEntry
@@ -29,16 +29,23 @@ def walk(
     **options: Callable[[PlanEntry], str],
 ) -> CaptureReport:
     plan = CapturePlan.build(CUDAGraphMode.FULL, [4], max_num_seqs=8, max_num_batched_tokens=8)
-    return capture_entries(
-        plan.entries,
-        capture,
-        pool=pool,
-        dispatcher=Dispatcher(plan),
+    loop = CaptureLoop(
+        pool,
+        Dispatcher(plan),
         eager_fallback=eager_fallback,
         show_progress=False,
         name="model",
         **options,
     )
+    with loop:
+        for entry in loop.over(plan.entries):
+            try:
+                capture(entry)
+            except BaseException as error:
+                loop.failed(entry, error)
+            else:
+                loop.succeeded(entry)
+    return loop.report
 
 
 def raising(error: Exception) -> Callable[[PlanEntry], None]:

@@ -7,8 +7,9 @@ import logging
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -53,80 +54,106 @@ class CaptureReport:
 
 
 def describe_entry(entry: PlanEntry) -> str:
-    """An entry as messages name it, unless the caller of ``capture_entries`` has its own words."""
+    """An entry as messages name it, unless who captures it has words of its own."""
     return f"{entry.descriptor} ({entry.phase})"
 
 
-def capture_entries(
-    entries: Sequence[PlanEntry],
-    capture: Callable[[PlanEntry], None],
-    *,
-    pool: GraphPool,
-    dispatcher: Dispatcher,
-    eager_fallback: bool,
-    show_progress: bool,
-    name: str,
-    describe: Callable[[PlanEntry], str] = describe_entry,
-) -> CaptureReport:
-    """Capture ``entries`` in order with ``capture``, open each for dispatch, build its tables.
+class CaptureLoop:
+    """A walk over entries of a plan: progress, a report, and one policy for failures.
 
-    If one fails, those before it stay usable, and what the failed one took is given back. With
-    ``eager_fallback`` its batches run eagerly and the walk goes on; otherwise it stops there.
-    The error says "capturing ``describe(entry)`` failed".
+        loop = CaptureLoop(pool, dispatcher, ...)
+        with loop:
+            for entry in loop.over(entries):
+                try:
+                    ...  # capture it
+                except BaseException as error:
+                    loop.failed(entry, error)
+                else:
+                    loop.succeeded(entry)
+
+    An entry that was captured is open for dispatch. If one fails, those before it stay usable, and
+    what the failed one took is given back. With ``eager_fallback`` its batches run eagerly and the
+    walk goes on; otherwise ``failed`` raises "capturing ``describe(entry)`` failed". The dispatch
+    tables are built at the end, and not when the first batch waits for an answer.
     """
-    report = CaptureReport()
-    with pool.capturing():
+
+    def __init__(
+        self,
+        pool: GraphPool,
+        dispatcher: Dispatcher,
+        *,
+        eager_fallback: bool,
+        show_progress: bool,
+        name: str,
+        describe: Callable[[PlanEntry], str] = describe_entry,
+    ) -> None:
+        self.report = CaptureReport()
+        self._pool = pool
+        self._dispatcher = dispatcher
+        self._eager_fallback = eager_fallback
+        self._show_progress = show_progress
+        self._name = name
+        self._describe = describe
+        self._capturing = pool.capturing()
+
+    def __enter__(self) -> None:
+        self._capturing.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        self._capturing.__exit__(*raised)
+        self._dispatcher.build()
+
+    def over(self, entries: Iterable[PlanEntry]) -> Iterator[PlanEntry]:
+        """The entries in order, each phase under a bar of its own."""
+        disable = not _shown(self._show_progress)
         for phase, group in itertools.groupby(entries, key=lambda entry: entry.phase):
-            bar = tqdm(list(group), desc=f"{name}: {phase}", disable=not _shown(show_progress))
-            for entry in bar:
-                report.entries.append(
-                    _capture_one(entry, capture, pool, dispatcher, eager_fallback, describe)
-                )
-    dispatcher.build()  # now, and not when the first batch waits for an answer
-    return report
+            for entry in tqdm(list(group), desc=f"{self._name}: {phase}", disable=disable):
+                pool = self._pool
+                self._outer_error = sys.exception()
+                self._start, self._serial_before = time.perf_counter(), pool.serial
+                self._bytes_before, self._graphs_before = pool.num_bytes, pool.num_graphs_captured
+                yield entry
 
-
-def _capture_one(
-    entry: PlanEntry,
-    capture: Callable[[PlanEntry], None],
-    pool: GraphPool,
-    dispatcher: Dispatcher,
-    eager_fallback: bool,
-    describe: Callable[[PlanEntry], str],
-) -> EntryReport:
-    start = time.perf_counter()
-    outer_error = sys.exception()
-    bytes_before, serial_before = pool.num_bytes, pool.serial
-    graphs_before = pool.num_graphs_captured
-    message: str | None = None
-    try:
-        capture(entry)
-        if pool.serial == serial_before:
-            raise CaptureError(
-                "the forward ran, but captured nothing: nothing in it is wrapped for "
-                f"{entry.mode.name} (CUDAGraphWrapper), so this size would always run eagerly"
+    def succeeded(self, entry: PlanEntry) -> None:
+        pool = self._pool
+        if pool.serial == self._serial_before:
+            self.failed(
+                entry,
+                CaptureError(
+                    "the forward ran, but captured nothing: nothing in it is wrapped for "
+                    f"{entry.mode.name} (CUDAGraphWrapper), so this size would always run eagerly"
+                ),
             )
-        dispatcher.mark_captured(entry)
-    except BaseException as error:
+            return
+        self._dispatcher.mark_captured(entry)
+        self._note(entry, pool.num_graphs_captured - self._graphs_before)
+
+    def failed(self, entry: PlanEntry, error: BaseException) -> None:
+        pool = self._pool
+        taken = range(self._serial_before + 1, pool.serial + 1)
         if not isinstance(error, Exception):  # an interrupt: nothing to explain
-            pool.discard(range(serial_before + 1, pool.serial + 1))
-            raise
-        wrapped = _describe_failure(describe(entry), error)
-        _drop_frames(error, until=outer_error)
-        pool.discard(range(serial_before + 1, pool.serial + 1))
+            pool.discard(taken)
+            raise error
+        wrapped = _describe_failure(self._describe(entry), error)
+        _drop_frames(error, until=self._outer_error)
+        pool.discard(taken)
         pool.release_unused()
-        if not eager_fallback:
+        if not self._eager_fallback:
             raise wrapped from error
-        dispatcher.mark_refused(entry, Reason.CAPTURE_FAILED)
-        message = str(wrapped)
-        logger.warning("%s; its batches will run eagerly", message)
-    return EntryReport(
-        entry=entry,
-        num_graphs=0 if message else pool.num_graphs_captured - graphs_before,
-        num_bytes=pool.num_bytes - bytes_before,
-        seconds=time.perf_counter() - start,
-        error=message,
-    )
+        self._dispatcher.mark_refused(entry, Reason.CAPTURE_FAILED)
+        logger.warning("%s; its batches will run eagerly", wrapped)
+        self._note(entry, 0, str(wrapped))
+
+    def _note(self, entry: PlanEntry, num_graphs: int, error: str | None = None) -> None:
+        self.report.entries.append(
+            EntryReport(
+                entry=entry,
+                num_graphs=num_graphs,
+                num_bytes=self._pool.num_bytes - self._bytes_before,
+                seconds=time.perf_counter() - self._start,
+                error=error,
+            )
+        )
 
 
 def _drop_frames(error: BaseException | None, *, until: BaseException | None) -> None:
