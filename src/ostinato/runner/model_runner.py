@@ -135,14 +135,13 @@ class ModelRunner:
     # --- one step ------------------------------------------------------------------------------
 
     def dispatch(self, shape: BatchShape) -> Choice:
-        """What runs ``shape``, by the model that is for so many tokens."""
+        """What runs ``shape``, of the model that is for that many tokens."""
         small = shape.num_tokens <= self.small_threshold
         return (self.small_graphs if small else self.graphs).dispatch(shape)
 
     def run(self, plan: Plan) -> StepResult:
         """Start one step: all of its work is enqueued, and nothing is waited for."""
-        if self.pool.follow_stream():
-            self._change_stream()
+        self._follow_stream()
         across = None
         if self._agreed is None:
             choice = self.dispatch(plan.shape)
@@ -182,27 +181,24 @@ class ModelRunner:
         if agreed is None:
             return False
         choice, across = agreed.choice, agreed.num_tokens_across_dp
-        if self.pool.follow_stream():
-            self._change_stream()
+        self._follow_stream()
         self.forget_rows()
-        if choice.uniform_decode:
+        graph = self.graphs.decode_graph(choice) if choice.uniform_decode else None
+        if graph is not None:
             self.buffers.set_rows([], choice.padded_num_tokens)
-            graph = self.graphs.decode_graph(choice)
-            if graph is None:
-                self.graphs.decode(choice, across)
-            else:
-                self.pool.replay(graph.tape)
+            self.pool.replay(graph.tape)
         else:
             metadata = self._fill([], choice, max_query_len=1)
             self.graphs.hidden_states(choice, metadata, choice.padded_num_tokens, across)
         return True
 
-    def _change_stream(self) -> None:
-        """After the last step, which was on another stream and which this one is now behind."""
-        # Tensors of the members were made on the other stream, whose later work may be given
-        # their memory as soon as they are dropped, even if this stream still reads them.
-        self.forget_rows()
-        self.memory.record_stream(torch.cuda.current_stream(self.model.device))
+    def _follow_stream(self) -> None:
+        """Put this step behind the last one, if that was on another stream."""
+        if self.pool.follow_stream():
+            # Tensors of the members were made on the other stream, whose later work may be given
+            # their memory as soon as they are dropped, even if this stream still reads them.
+            self.forget_rows()
+            self.memory.record_stream(torch.cuda.current_stream(self.model.device))
 
     def forget_rows(self) -> None:
         """The next decode step writes its rows anew. Call it after writing to the buffers."""
@@ -321,8 +317,7 @@ class ModelRunner:
     @torch.inference_mode()
     def compile_model(self) -> None:
         """Trace and compile, if that was asked for; nothing is compiled after this."""
-        if self.pool.follow_stream():
-            self._change_stream()
+        self._follow_stream()
         for graphs in self._all_graphs:
             graphs.compile()
 
@@ -343,8 +338,7 @@ class ModelRunner:
             return 0
         compilation_counter.num_gpu_runner_capture_triggers += 1
         start, bytes_before = time.perf_counter(), self._used_bytes()
-        if self.pool.follow_stream():
-            self._change_stream()
+        self._follow_stream()
         self.forget_rows()
         self.pool.reserve(max(graphs.largest_tensor() for graphs in missing) + _BESIDE_LOGITS)
         report = self.capture_report = CaptureReport()

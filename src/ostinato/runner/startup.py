@@ -252,6 +252,7 @@ def activation_bytes(
         kv_cache=kv_cache,
         backend=backend,
         selected=selects_tokens(model),
+        uniform_decode=inputs.num_reqs == num_tokens,
     )
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)

@@ -303,16 +303,9 @@ class Scheduler:
             request.block_ids += blocks
         slot = request.slot
         assert slot is not None, "a running request has a row"
+        times = request.num_preemptions
         return ScheduledRequest(
-            request,
-            slot,
-            start,
-            end - start,
-            blocks,
-            held,
-            False,
-            end == total,
-            request.num_preemptions,
+            request, slot, start, end - start, blocks, held, False, end == total, times
         )
 
     def _admit_waiting(self, rows: list[ScheduledRequest], budget: int) -> int:
@@ -360,16 +353,9 @@ class Scheduler:
         request.block_ids = list(blocks)
         del self._waiting[request.request_id]
         self._running.append(request)
+        times = request.num_preemptions
         return ScheduledRequest(
-            request,
-            slot,
-            start,
-            num_tokens,
-            blocks,
-            0,
-            True,
-            end == total,
-            request.num_preemptions,
+            request, slot, start, num_tokens, blocks, 0, True, end == total, times
         )
 
     def _preempt(self, request: Request) -> None:
