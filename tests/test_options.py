@@ -55,7 +55,7 @@ def test_an_llm_has_the_options_of_an_engine() -> None:
             lambda: GraphConfig(max_cudagraph_capture_size=8, capture_sizes=[1, 2]),
             "give one of the two",
         ),
-        (lambda: LLM(attention=object()), "has no name, support, forward"),
+        (lambda: LLM(attention=object()), "has no name, support, forward, forward_qkv"),
         (lambda: LLM(attention=TorchPagedAttention), "is a class: make one of it"),
         (lambda: LLM(attention=TorchPagedAttention(), tensor_parallel=2), "cannot be sent to 2"),
     ],

@@ -247,13 +247,13 @@ class EngineConfig:
                 known = ", ".join(ATTENTION_BACKENDS)
                 raise ConfigError(f"unknown attention {self.attention!r}; choose one of {known}")
             return
-        needed = ("name", "support", "forward")
+        needed = ("name", "support", "forward", "forward_qkv")
         missing = [each for each in needed if not hasattr(self.attention, each)]
         if missing or isinstance(self.attention, type):
+            problem = f"has no {', '.join(missing)}" if missing else "is a class: make one of it"
             raise ConfigError(
-                f"attention must be the name of a backend or an object like AttentionBackend, got "
-                f"{shown(self.attention)}, which "
-                + (f"has no {', '.join(missing)}" if missing else "is a class: make one of it")
+                "attention must be the name of a backend or an object whose class derives from "
+                f"AttentionBackend, got {shown(self.attention)}, which {problem}"
             )
 
     def _check_parallel(self) -> None:

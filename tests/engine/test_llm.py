@@ -23,6 +23,7 @@ from ostinato import (
     SamplingParams,
     compilation_counter,
 )
+from ostinato.attention.base import AttentionBackend
 from ostinato.engine.engine import Engine
 from ostinato.outputs import CompletionOutput
 from ostinato.runner.model_graphs import ModelGraphs
@@ -642,7 +643,8 @@ def test_attention_between_pieces_costs_no_copy(device: torch.device) -> None:
         runner = llm.engine.runner
         written: list[tuple[int, int, int]] = []
         # Queries, keys and values, or all of them in one tensor to be rotated.
-        name = "forward_qkv" if hasattr(runner.backend, "forward_qkv") else "forward"
+        own = type(runner.backend).forward_qkv is not AttentionBackend.forward_qkv
+        name = "forward_qkv" if own else "forward"
         forward = getattr(runner.backend, name)
 
         def recorded(spec: Any, *arguments: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ostinato.config import EngineConfig
+from ostinato.models.native.decoder import Decoder
 from ostinato.runner import startup
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -44,7 +45,7 @@ def test_a_step_of_few_layers_takes_the_memory_of_all(monkeypatch: pytest.Monkey
     monkeypatch.setattr(startup, "activation_bytes", spy)
     build()
     build()  # the first of a process also takes what is kept, such as workspaces
-    monkeypatch.setattr(startup, "with_few_layers", lambda model: nullcontext())
+    monkeypatch.setattr(Decoder, "few_layers", lambda self: nullcontext())
     build()
     assert measured[1] == measured[2]
     assert len(measured[1]) == 2

@@ -21,9 +21,9 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ostinato import set_forward_context
+from ostinato.attention.base import AttentionBackend
 from ostinato.errors import ConfigError
 from ostinato.loading.load import load_model
-from ostinato.models.base import with_few_layers
 from ostinato.models.native import decoder
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig, obstacle, supports
@@ -92,7 +92,7 @@ CONFIGS = {
 }
 
 
-class DenseCausal:
+class DenseCausal(AttentionBackend):
     """Attention over the batch itself, as one request."""
 
     def forward(
@@ -250,11 +250,11 @@ def test_few_layers_are_two_of_each_kind() -> None:
     )
     model = Decoder(config, device=torch.device("meta"), dtype=torch.float32)
     whole = list(model.decoder_layers())
-    with with_few_layers(model):
+    with model.few_layers():
         kept = [whole.index(layer) for layer in model.decoder_layers()]
     assert sorted(kept) == [0, 1, 2, 3, 6]
     assert list(model.decoder_layers()) == whole
-    with pytest.raises(KeyboardInterrupt), with_few_layers(model):
+    with pytest.raises(KeyboardInterrupt), model.few_layers():
         raise KeyboardInterrupt
     assert list(model.decoder_layers()) == whole
 
@@ -318,7 +318,7 @@ class CountWork(TorchDispatchMode):
 
 @pytest.mark.parametrize(("name", "most"), [("llama", 22), ("qwen3", 27)])
 def test_few_operators_per_layer(name: str, most: int) -> None:
-    class Free:
+    class Free(AttentionBackend):
         def forward(self, *args: Any) -> None:
             pass
 

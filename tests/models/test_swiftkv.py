@@ -37,6 +37,7 @@ from ostinato import (
     set_forward_context,
 )
 from ostinato.attention import store
+from ostinato.attention.base import AttentionBackend
 from ostinato.attention.selected import last_tokens, select_tokens
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.attention.triton_paged import TritonPagedAttention
@@ -222,7 +223,7 @@ def test_conversion_with_at_most_one_late_layer_is_the_original(
 ) -> None:
     decoder, reference = plain_decoder(name, device)
     model = convert(decoder, num_early)
-    assert model.runs_late_layers_apart == (num_early < LAYERS)
+    assert model.selects_tokens == (num_early < LAYERS)
     requests = PagedRequests(model.attention_specs, TOKENS, device=device)
     for pieces in STEPS:
         batch = requests.batch(pieces, num_selected=len(pieces))
@@ -276,12 +277,12 @@ def test_late_layers_see_only_the_selected_tokens(device: torch.device) -> None:
     batch = requests.batch(STEPS[0], padded_tokens=20, num_selected=4)
     inner = batch.metadata.backend
 
-    class Recording:
+    class Recording(AttentionBackend):
         def forward(self, spec: Any, query: Tensor, *rest: Any) -> None:
             calls.append((spec.layer, query.shape[0]))
             inner.forward(spec, query, *rest)
 
-    batch.metadata = replace(batch.metadata, backend=Recording())  # type: ignore[arg-type]
+    batch.metadata = replace(batch.metadata, backend=Recording())
     states_of(model, batch)
     early, late = range(EARLY), range(EARLY, LAYERS)
     assert calls == [(layer, 20) for layer in early] + [(layer, 4) for layer in late]

@@ -288,7 +288,7 @@ def test_no_late_layers(tmp_path: Path) -> None:
         names = {slot.name for slot in base.weight_slots()}
         assert names == {slot.name for slot in Decoder(config.decoder, **OPTIONS).weight_slots()}
         assert len(base.attention_specs) == LAYERS
-        return base.runs_late_layers_apart
+        return base.selects_tokens
 
     assert world.run(build) == [False, False]
 

@@ -124,7 +124,7 @@ def test_the_budget_on_the_cpu(given_memory: int | str | None, budget: int) -> N
     """A setting or a constant; the model is not run for it."""
     config = EngineConfig(device="cpu", kv_cache_memory=given_memory)
     device, backend = torch.device("cpu"), TorchPagedAttention()
-    plans = plan_graphs(config, device, backend, late_layers_apart=False)
+    plans = plan_graphs(config, device, backend, selects_tokens=False)
     model: Any = SimpleNamespace(device=device)
     assert kv_cache_budget(config, model, plans, backend) == budget
 
@@ -137,7 +137,7 @@ def test_a_gpu_without_memory_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> No
         device="cuda", gpu_memory_utilization=0.7, graphs=GraphConfig(mode="NONE")
     )
     device, backend = torch.device("cuda"), TorchPagedAttention()
-    plans = plan_graphs(config, device, backend, late_layers_apart=False)
+    plans = plan_graphs(config, device, backend, selects_tokens=False)
     model: Any = SimpleNamespace(device=device)
     with pytest.raises(ConfigError, match=r"of 1,000 bytes, 700 are in use, a step takes 40 and"):
         kv_cache_budget(config, model, plans, backend)

@@ -85,11 +85,7 @@ class AttentionMetadata:
 
 
 class AttentionBackend(Protocol):
-    """Attention over the paged cache.
-
-    A backend may have a method ``forward_qkv(spec, qkv, rotation, positions, metadata, out,
-    sinks)`` as well: ``forward`` after ``rotation.apply``, in fewer kernels.
-    """
+    """Attention over the paged cache. Backends derive from it, for its defaults."""
 
     @property
     def name(self) -> str: ...
@@ -115,6 +111,22 @@ class AttentionBackend(Protocol):
         Rows of tokens that belong to no request become zero. ``sinks`` [num_heads]: one more logit
         per head in the softmax, with no value.
         """
+
+    def forward_qkv(
+        self,
+        spec: AttentionSpec,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """``forward`` after ``rotation.apply``. Backends that can do both in fewer kernels do."""
+        query, key, value = rotation.apply(
+            qkv, positions, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
+        )
+        self.forward(spec, query, key, value, metadata, out, sinks)
 
 
 def attend(
@@ -199,14 +211,7 @@ def _attend_qkv_into(
     sinks: torch.Tensor | None,
 ) -> None:
     metadata: AttentionMetadata = get_forward_context().attn_metadata
-    forward_qkv = getattr(metadata.backend, "forward_qkv", None)
-    if forward_qkv is not None:
-        forward_qkv(spec, qkv, rotation, positions, metadata, out, sinks)
-        return
-    query, key, value = rotation.apply(
-        qkv, positions, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
-    )
-    metadata.backend.forward(spec, query, key, value, metadata, out, sinks)
+    metadata.backend.forward_qkv(spec, qkv, rotation, positions, metadata, out, sinks)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ostinato.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from ostinato.attention.paged_cpu import Rules, attend_requests, read_layout
 from ostinato.attention.rotation import Rotation
 from ostinato.attention.torch_paged import TorchPagedAttention
@@ -45,7 +45,7 @@ class _Batch(NamedTuple):
     soft_cap: float | None
 
 
-class NumbaPagedAttention:
+class NumbaPagedAttention(AttentionBackend):
     """The ``AttentionBackend`` for float32 on a CPU; what is neither goes to the torch backend."""
 
     name = "numba"
@@ -84,10 +84,7 @@ class NumbaPagedAttention:
         sinks: torch.Tensor | None = None,
     ) -> None:
         if not runs_compiled(out, *metadata.kv_caches[spec.layer]):
-            heads = rotation.apply(
-                qkv, positions, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
-            )
-            self._torch.forward(spec, *heads, metadata, out, sinks)
+            self._torch.forward_qkv(spec, qkv, rotation, positions, metadata, out, sinks)
             return
         _rotary_attention(
             qkv.contiguous(),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ostinato.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from ostinato.attention.paged_cpu import paged_attention_cpu
 from ostinato.attention.paged_cuda import paged_attention_cuda
 from ostinato.graphs.policy.modes import AttentionCGSupport
@@ -26,7 +26,7 @@ _SCHEMA = """paged_attention(
 _paged_attention = define(_SCHEMA, cpu=paged_attention_cpu, cuda=paged_attention_cuda)
 
 
-class TorchPagedAttention:
+class TorchPagedAttention(AttentionBackend):
     """The ``AttentionBackend`` that needs nothing but torch.
 
     A token's result is that of its own request: other requests, padding and ``max_seq_len`` do not

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ostinato.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from ostinato.attention.rotation import Rotation
 from ostinato.attention.triton.cuts import cut, decode_cut
 from ostinato.graphs.policy.modes import AttentionCGSupport
@@ -265,7 +265,7 @@ _operator = define(_SCHEMA, cpu=triton_paged_attention, cuda=triton_paged_attent
 _qkv_operator = define(_QKV_SCHEMA, cpu=triton_qkv_attention, cuda=triton_qkv_attention)
 
 
-class TritonPagedAttention:
+class TritonPagedAttention(AttentionBackend):
     """The ``AttentionBackend`` for CUDA. Never relies on ``max_seq_len``.
 
     A replay gives the bits of an eager call with the same padded shapes. Other shapes may be cut up

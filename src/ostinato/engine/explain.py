@@ -32,7 +32,7 @@ def explain_batch(
     device = config.torch_device()
     backend = create_attention(config.attention, device)
     swiftkv = config.swiftkv_layers is not None
-    plans = plan_graphs(config, device, backend, late_layers_apart=swiftkv)
+    plans = plan_graphs(config, device, backend, selects_tokens=swiftkv)
     plan, resolved = plans.for_batch(num_tokens), plans.resolved
     dispatcher = Dispatcher(plan)
     for entry in plan.entries:

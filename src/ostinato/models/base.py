@@ -12,7 +12,7 @@ from ostinato.attention.base import AttentionSpec
 
 
 class CausalLM(Protocol):
-    """A causal language model over a flat row of tokens.
+    """A causal language model over a flat row of tokens. Models derive from it, for its defaults.
 
     The tokens of all requests stand in one row; ``positions`` says where each belongs in its own
     sequence, and attention (``attend``) keeps the requests apart by the forward context.
@@ -31,17 +31,24 @@ class CausalLM(Protocol):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size], in float32 or the model's type, of states [B, hidden_size]."""
 
+    # --- what a model may offer besides -----------------------------------------------------------
 
-def num_token_ranks(model: CausalLM) -> int:
-    """Among how many ranks ``model`` splits the tokens of a batch."""
-    return int(getattr(model, "num_token_ranks", 1))
+    @property
+    def num_token_ranks(self) -> int:
+        """The number of ranks that the tokens of a batch are split over."""
+        return 1
 
+    @property
+    def selects_tokens(self) -> bool:
+        """Whether a batch should say, by ``AttentionMetadata.logits_indices``, which tokens' states
+        will be read. The model then runs only some of its layers for the others.
+        """
+        return False
 
-def with_few_layers(model: CausalLM) -> AbstractContextManager[None]:
-    """Inside, ``model`` leaves out the layers that are like others, if it can tell which are.
+    def few_layers(self) -> AbstractContextManager[None]:
+        """Inside, the model leaves out layers that are like others, if it can tell which are.
 
-    What a forward computes is wrong then, but it launches the same kernels and takes as much memory
-    at its peak: for warming up, and for measuring.
-    """
-    few_layers = getattr(model, "few_layers", None)
-    return nullcontext() if few_layers is None else few_layers()
+        What a forward computes is wrong then, but it launches the same kernels and takes as much
+        memory at its peak: for warming up, and for measuring.
+        """
+        return nullcontext()

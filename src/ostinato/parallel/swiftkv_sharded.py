@@ -77,8 +77,7 @@ class ShardedSwiftKV(ShardedDecoder):
             self.attention_specs = [*self.attention_specs, *self.late.attention_specs]
 
     @property
-    def runs_late_layers_apart(self) -> bool:
-        """As of ``SwiftKVDecoder``."""
+    def selects_tokens(self) -> bool:
         return self.late is not None
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

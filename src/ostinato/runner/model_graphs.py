@@ -25,7 +25,7 @@ from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.wrapper import CUDAGraphWrapper
-from ostinato.models.base import CausalLM, num_token_ranks, with_few_layers
+from ostinato.models.base import CausalLM
 from ostinato.ops.parts import MOST_ROWS
 from ostinato.ops.triton.launch import next_power_of_2
 from ostinato.ops.tuning import MAX_ROWS, row_class
@@ -88,7 +88,7 @@ class ModelGraphs:
             pool,
             dispatcher=dispatcher,
             num_warmups=graphs.warmups_on(memory.device),
-            kernel_class=partial(_kernels_of, num_token_ranks(model)),
+            kernel_class=partial(_kernels_of, model.num_token_ranks),
             eager_fallback=graphs.eager_fallback,
             show_progress=show_progress,
             name=name,
@@ -219,7 +219,7 @@ class ModelGraphs:
         return self.piecewise(inputs.input_ids, inputs.positions)
 
     def _forward_briefly(self, inputs: CaptureInputs) -> torch.Tensor | DecodeOutput:
-        with with_few_layers(self._model):
+        with self._model.few_layers():
             return self._forward(inputs)
 
     def num_nodes(self, entry: PlanEntry) -> int | None:

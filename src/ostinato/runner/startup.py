@@ -23,11 +23,10 @@ from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode, ResolvedMode, resolve_mode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry, sequence_parallel_sizes, shift_sizes
 from ostinato.loading.load import LoadedModel, load_model
-from ostinato.models.base import CausalLM, with_few_layers
+from ostinato.models.base import CausalLM
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
 from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
-from ostinato.runner.step_memory import selects_tokens
 
 if TYPE_CHECKING:
     from ostinato.parallel.place import RankPlace
@@ -76,11 +75,11 @@ def plan_graphs(
     device: torch.device,
     backend: AttentionBackend,
     *,
-    late_layers_apart: bool,
+    selects_tokens: bool,
 ) -> GraphPlans:
     """Which graphs there will be; needs no weights.
 
-    ``late_layers_apart``: of a SwiftKV model, whose late layers are split over all ranks for
+    ``selects_tokens``: of a SwiftKV model, whose late layers are split over all ranks for
     batches of every size; the shift model then has graphs of all sizes.
     """
     max_num_seqs, max_num_batched_tokens = config.batch_limits(device)
@@ -103,7 +102,7 @@ def plan_graphs(
     base_sizes = sequence_parallel_sizes(
         whole.sizes, sp=sp, threshold=threshold, max_num_batched_tokens=max_num_batched_tokens
     )
-    small = whole.sizes if late_layers_apart else shift_sizes(whole.sizes, threshold=threshold)
+    small = whole.sizes if selects_tokens else shift_sizes(whole.sizes, threshold=threshold)
     return GraphPlans(
         model=whole.with_sizes(base_sizes, token_multiple=sp),
         shift=whole.with_sizes(small) if threshold else None,
@@ -121,7 +120,7 @@ def build_runner(
     """Size the KV cache, allocate everything, capture the graphs."""
     model = loaded.model
     backend = create_attention(config.attention, model.device)
-    plans = plan_graphs(config, model.device, backend, late_layers_apart=selects_tokens(model))
+    plans = plan_graphs(config, model.device, backend, selects_tokens=model.selects_tokens)
     plan = plans.model
     if place is not None:
         place.check_same("the plan of the graphs", _digest(plans))
@@ -251,13 +250,13 @@ def activation_bytes(
         max_seq_len=cache.max_model_len,
         kv_cache=kv_cache,
         backend=backend,
-        selected=selects_tokens(model),
+        selected=model.selects_tokens,
         uniform_decode=inputs.num_reqs == num_tokens,
     )
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     assert inputs.input_ids is not None
-    with set_forward_context(attn_metadata=metadata), with_few_layers(model):
+    with set_forward_context(attn_metadata=metadata), model.few_layers():
         hidden = model.forward(inputs.input_ids, inputs.positions)
     model.compute_logits(hidden[: inputs.num_reqs])
     return torch.cuda.max_memory_allocated(model.device) - before

@@ -55,7 +55,7 @@ class StepMemory:
             ),
             cache=cache,
             backend=backend,
-            selects=selects_tokens(model),
+            selects=model.selects_tokens,
         )
 
     @property
@@ -95,8 +95,3 @@ class StepMemory:
             selected=selected and self.selects,
             uniform_decode=uniform_decode,
         )
-
-
-def selects_tokens(model: CausalLM) -> bool:
-    """Whether ``model`` wants to know which tokens' states will be read."""
-    return bool(getattr(model, "runs_late_layers_apart", False))

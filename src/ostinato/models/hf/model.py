@@ -24,6 +24,7 @@ from ostinato import compat
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError, OstinatoError
 from ostinato.graphs.capture.context import set_forward_context
+from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.finite_check import FiniteCheck
 from ostinato.models.hf.attention import (
@@ -48,7 +49,7 @@ _AUTO: Any = AutoModelForCausalLM  # has no types
 _NUM_PROBE_TOKENS = 16
 
 
-class HFCausalLM:
+class HFCausalLM(CausalLM):
     """A ``CausalLM`` around a model of transformers, which it owns and has changed.
 
     ``forward`` and ``compute_logits`` read nothing on the host, so they can be captured; the

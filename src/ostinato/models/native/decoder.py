@@ -20,6 +20,7 @@ from torch import nn
 from ostinato.attention.base import AttentionSpec, attend, attend_qkv
 from ostinato.attention.rotation import Rotation, angles_at, rotate
 from ostinato.errors import ConfigError
+from ostinato.models.base import CausalLM
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.norm import RMSNorm
@@ -174,7 +175,7 @@ class DecoderLayer(nn.Module):
                 yield WeightSlot(f"{prefix}.self_attn.{name}.weight", target, shape)
 
 
-class Decoder(nn.Module):
+class Decoder(nn.Module, CausalLM):
     """A ``CausalLM``. Its parameters hold no values until they are loaded or drawn.
 
     ``max_position`` limits the table of angles to the sequences that will be run; the default is
@@ -280,7 +281,7 @@ class Decoder(nn.Module):
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
-        """For ``with_few_layers``. Two layers of a kind: the very first has nothing to add up."""
+        """Two layers of a kind stay: the very first has nothing to add up."""
         whole, kinds = self.layers, dict[AttentionSpec, list[DecoderLayer]]()
         for layer in self.decoder_layers():
             kinds.setdefault(replace(layer.spec, layer=0), []).append(layer)

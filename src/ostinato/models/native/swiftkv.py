@@ -44,12 +44,7 @@ class SwiftKVDecoder(Decoder):
             self.attention_specs = [*self.attention_specs, *self.late.attention_specs]
 
     @property
-    def runs_late_layers_apart(self) -> bool:
-        """Whether a batch should say, by ``logits_indices``, which tokens need all layers.
-
-        Late layers are sharded over all ranks whatever the early ones are, so with shift
-        parallelism graphs of the shift model are planned for all sizes.
-        """
+    def selects_tokens(self) -> bool:
         return self.late is not None
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
