@@ -137,7 +137,7 @@ def native(device: torch.device) -> Callable[..., Any]:
     for parameter in model.parameters():
         parameter.data.normal_(0.0, 0.3)
     # torch.compile sees the model written out, and only that can equal it to the bit.
-    model._forward_fused = model._forward_plain  # type: ignore[method-assign]
+    model._runs_fused = lambda hidden: False  # type: ignore[method-assign]
     return model.forward
 
 

@@ -24,7 +24,7 @@ from ostinato import set_forward_context
 from ostinato.attention.base import AttentionBackend
 from ostinato.errors import ConfigError
 from ostinato.loading.load import load_model
-from ostinato.models.native import decoder
+from ostinato.models.native import layer_kernels
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig, obstacle, supports
 from ostinato.models.native.rotary import Rotary
@@ -151,7 +151,7 @@ def test_fused_operators_with_products_in_parts(
     name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way of CUDA for many tokens, on any device."""
-    monkeypatch.setattr(decoder, "product_in_parts", lambda x, weight: in_parts(x, weight, 2))
+    monkeypatch.setattr(layer_kernels, "product_in_parts", lambda x, weight: in_parts(x, weight, 2))
     monkeypatch.setattr(Decoder, "_runs_fused", lambda self, hidden: True)
     theirs = reference(CONFIGS[name], tmp_path).to(device)
     model = load_model(str(tmp_path), device=device, dtype=torch.float32, show_progress=False).model

@@ -76,8 +76,7 @@ def test_a_graph_whose_group_was_closed_says_so(
 class AlwaysSummed(TensorExchange):
     """Sums over the group even if it has one member."""
 
-    def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        return self._tensor.all_reduce(partial)
+    sums = True
 
 
 @pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])

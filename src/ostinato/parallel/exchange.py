@@ -14,8 +14,12 @@ class TensorExchange(Exchange):
     def __init__(self, tensor: Comm) -> None:
         self._tensor = tensor
 
+    @property
+    def sums(self) -> bool:
+        return self._tensor.size > 1
+
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        return partial if self._tensor.size == 1 else self._tensor.all_reduce(partial)
+        return self._tensor.all_reduce(partial) if self.sums else partial
 
 
 class UlyssesExchange(TensorExchange):

@@ -76,20 +76,8 @@ class ShardedDecoder(Decoder):
         count = num_tokens // num_ranks
         own = slice(self._sequence.index * count, (self._sequence.index + 1) * count)
         hidden = self._embed(input_ids[own])
-        if self._runs_fused(hidden):
-            hidden = self._forward_fused(hidden, positions)
-        else:
-            hidden = self._forward_plain(hidden, positions[own])
+        hidden = self._run_layers(hidden, positions[own], positions)
         return hidden if num_ranks == 1 else self._sequence.all_gather(hidden)
-
-    def _forward_fused(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if self._tensor.size == 1:
-            return super()._forward_fused(hidden, positions)
-        # Layers for few tokens would add the residual before the sum over the ranks.
-        delta: torch.Tensor | None = None
-        for layer in self.decoder_layers():
-            hidden, delta = layer.forward_many(hidden, delta, positions, self.rotary_table)
-        return hidden if delta is None else hidden + delta
 
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self._tensor.size == 1:

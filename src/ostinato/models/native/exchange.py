@@ -8,6 +8,11 @@ import torch
 class Exchange:
     """Of a decoder that has all of its weights: every method gives back what it is given."""
 
+    @property
+    def sums(self) -> bool:
+        """Whether ``sum`` has anything to add."""
+        return False
+
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks that hold a part of the product ``partial`` comes from."""
         return partial

@@ -22,12 +22,14 @@ class RMSNorm(nn.Module):
         self.register_buffer("_eps", torch.full((1,), eps, device=device), persistent=False)
         self._eps: torch.Tensor
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, heads: slice | None = None) -> torch.Tensor:
+        """``heads``: which rows of the weight ``x`` is for; None for all."""
+        weight = self.weight if heads is None else self.weight[heads]
         if x.is_cuda:
-            if self.weight.dim() == 1:
-                return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-            return F.rms_norm(x, self.weight.shape[-1:], eps=self.eps) * self.weight
+            if weight.dim() == 1:
+                return F.rms_norm(x, weight.shape, weight, self.eps)
+            return F.rms_norm(x, weight.shape[-1:], eps=self.eps) * weight
         # On the CPU torch has no fused kernel; these are fewer operators than F.rms_norm's.
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        return (x * scale).to(x.dtype) * self.weight
+        return (x * scale).to(x.dtype) * weight

@@ -6,97 +6,77 @@ reads the layer's own input, and the keys' and values' the hidden state before a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from ostinato.attention.base import AttentionSpec, attend
-from ostinato.attention.rotation import angles_at, rotate
+from ostinato.attention.base import AttentionSpec
 from ostinato.attention.selected import SelectedTokens, attend_selected, select_tokens
 from ostinato.attention.store import store_kv
 from ostinato.graphs.capture.context import get_forward_context
-from ostinato.models.native.decoder import DecoderLayer
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
+from ostinato.models.native.layer import DecoderLayer
+from ostinato.models.native.layer_kernels import AnyKernels, Plain, SmallM
 from ostinato.models.native.norm import RMSNorm
 from ostinato.models.native.swiftkv_config import SwiftKVConfig
 from ostinato.models.weight_slot import WeightSlot
-from ostinato.ops.linear import Norm, linear
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _NORM = "model.norm_swiftkv.weight"
 
 
+class _Projection(NamedTuple):
+    """Rows of a linear module."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
 class LateLayer(DecoderLayer):
-    """One block after the early ones. ``source`` is always their normed hidden state."""
+    """A layer after the early ones: its keys and values are made of ``source``, not of its input.
 
-    def keys_values(
-        self, source: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated keys, and values, of all tokens: [T, num_kv_heads, head_dim] each."""
-        num_heads, num_kv_heads = self._head_counts
-        _, (weight, bias) = self._projections()
-        key, value = self._heads(F.linear(source, weight, bias)).split(num_kv_heads, dim=1)
-        return self._turn(key, slice(num_heads, None), cos, signed_sin), value
+    ``source`` is the normed state after the early layers, the same for all late ones. A strategy
+    without one is for tokens whose keys and values are in the cache.
+    """
 
-    def forward_plain(
-        self,
-        hidden: torch.Tensor,
-        cos: torch.Tensor,
-        signed_sin: torch.Tensor,
-        attention: Callable[[torch.Tensor], torch.Tensor],
-    ) -> torch.Tensor:
-        """The block for any tokens; ``attention`` mixes their rotated queries."""
-        (weight, bias), _ = self._projections()
-        query = self._heads(F.linear(self.input_norm(hidden), weight, bias))
-        mixed = attention(self._turn(query, slice(self._head_counts[0]), cos, signed_sin))
-        hidden = hidden + self.exchange.sum(self.o_proj(mixed.flatten(1)))
-        gate, up = self.gate_up_proj(self.post_attention_norm(hidden)).chunk(2, dim=-1)
-        return hidden + self.exchange.sum(self.down_proj(F.silu(gate) * up))
-
-    def forward_fused(
-        self,
-        hidden: torch.Tensor,
-        source: torch.Tensor,
-        positions: torch.Tensor,
-        table: torch.Tensor,
-    ) -> torch.Tensor:
-        """The block for all tokens on one device, in few operators."""
-
-        def norm(module: RMSNorm) -> Norm:
-            return Norm(module.weight, module.eps)
-
+    def qkv(self, x: Any, run: AnyKernels) -> torch.Tensor:
         queries, keys_values = self._projections()
-        qkv = torch.cat(
-            (linear(hidden, *queries, norm=norm(self.input_norm)), linear(source, *keys_values)),
-            dim=1,
-        )
-        mixed = self._mix(qkv, positions, table)
-        hidden = linear(mixed, self.o_proj.weight, self.o_proj.bias, residual=hidden)
-        up, down = self.gate_up_proj, self.down_proj
-        gated = linear(hidden, up.weight, up.bias, norm=norm(self.post_attention_norm), gated=True)
-        return linear(gated, down.weight, down.bias, residual=hidden)
+        query = run.project(queries, x)
+        if run.source is None:
+            return query
+        return torch.cat((query, run.project(keys_values, run.source)), dim=1)
 
-    def _projections(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Weight and bias of the queries', then of the keys' and values' projection: views."""
-        boundary = self._head_counts[0] * self.spec.head_dim
+    def store(self, source: torch.Tensor, run: Plain) -> None:
+        """Keys and values of all tokens into the cache."""
+        num_heads, num_kv_heads = self.head_counts
+        _, projection = self._projections()
+        heads = run.project(projection, source).unflatten(-1, (-1, self.spec.head_dim))
+        key, value = heads.split(num_kv_heads, dim=1)
+        store_kv(self.spec, run.rotated(self, key, slice(num_heads, None)), value)
+
+    def _projections(self) -> tuple[_Projection, _Projection]:
+        """Of the queries, and of the keys and values: views."""
+        boundary = self.head_counts[0] * self.spec.head_dim
         weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
-        for part in (slice(boundary), slice(boundary, None)):
-            yield weight[part], None if bias is None else bias[part]
+        parts = (slice(boundary), slice(boundary, None))
+        first, second = (_Projection(weight[p], None if bias is None else bias[p]) for p in parts)
+        return first, second
 
-    def _heads(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.view(rows.shape[0], -1, self.spec.head_dim)
 
-    def _turn(
-        self, heads: torch.Tensor, part: slice, cos: torch.Tensor, signed_sin: torch.Tensor
-    ) -> torch.Tensor:
-        if self.qk_norm is not None:
-            normed = F.rms_norm(heads, (self.spec.head_dim,), eps=self.qk_norm.eps)
-            heads = normed * self.qk_norm.weight[part]
-        return rotate(heads, cos, signed_sin)
+class _Selected(Plain):
+    """For selected tokens, whose keys and values are in the cache."""
+
+    def __init__(self, every: Plain, selected: SelectedTokens) -> None:
+        self._angles = selected.of(every._angles[0]), selected.of(every._angles[1])
+        self._selected = selected
+
+    def attend(self, layer: DecoderLayer, qkv: torch.Tensor) -> torch.Tensor:
+        heads = qkv.unflatten(-1, (-1, layer.spec.head_dim))  # of queries alone
+        query = self.rotated(layer, heads, slice(layer.head_counts[0]))
+        return attend_selected(layer.spec, query, self._selected).flatten(1)
 
 
 class LateLayers(nn.Module):
@@ -126,7 +106,7 @@ class LateLayers(nn.Module):
         self.norm_swiftkv = (
             RMSNorm((decoder.hidden_size,), decoder.rms_norm_eps, device=device, dtype=dtype)
             if config.trained
-            else first.input_norm  # one module in two roles, so that it is loaded once
+            else first.attention_norm  # one module in two roles, so that it is loaded once
         )
 
     @property
@@ -153,35 +133,26 @@ class LateLayers(nn.Module):
             if torch.compiler.is_compiling()
             else select_tokens(get_forward_context().attn_metadata, hidden.shape[0])
         )
-        if selected is not None:
-            return self._forward_selected(hidden, source, positions, table, selected)
-        if self._fused and not torch.compiler.is_compiling():
-            for layer in self.late_layers():
-                hidden = layer.forward_fused(hidden, source, positions, table)
-            return hidden
-        angles = angles_at(table, positions, self.dtype)
-        for layer in self.late_layers():
-            key, value = layer.keys_values(source, *angles)
-            attention = partial(attend, layer.spec, key=key, value=value)
-            hidden = layer.forward_plain(hidden, *angles, attention)
-        return hidden
-
-    def _forward_selected(
-        self,
-        hidden: torch.Tensor,
-        source: torch.Tensor,
-        positions: torch.Tensor,
-        table: torch.Tensor,
-        selected: SelectedTokens,
-    ) -> torch.Tensor:
-        cos, signed_sin = angles_at(table, positions, self.dtype)
+        if selected is None:
+            run: AnyKernels = self._kernels(positions, table)
+            run.source = source
+            return self._run(hidden, run)
+        every = Plain(table, positions, self.dtype)
         for layer in self.late_layers():  # one after another: all at once would take memory
-            store_kv(layer.spec, *layer.keys_values(source, cos, signed_sin))
-        rows, cos, signed_sin = (selected.of(tensor) for tensor in (hidden, cos, signed_sin))
-        for layer in self.late_layers():
-            attention = partial(attend_selected, layer.spec, selected=selected)
-            rows = layer.forward_plain(rows, cos, signed_sin, attention)
+            layer.store(source, every)
+        rows = self._run(selected.of(hidden), _Selected(every, selected))
         return selected.put_back(rows, hidden)
+
+    def _kernels(self, positions: torch.Tensor, table: torch.Tensor) -> AnyKernels:
+        if self._fused and not torch.compiler.is_compiling():
+            return SmallM(table, positions)
+        return Plain(table, positions, self.dtype)
+
+    def _run(self, hidden: torch.Tensor, run: AnyKernels) -> torch.Tensor:
+        x, residual = hidden, None
+        for layer in self.late_layers():
+            x, residual = layer(x, residual, run)
+        return run.add(x, residual)
 
     def plain_slots(self) -> Iterator[WeightSlot]:
         """The layers' tensors as a plain decoder's checkpoint names them."""

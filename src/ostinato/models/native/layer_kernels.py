@@ -1,0 +1,215 @@
+"""Which kernels run a layer: the strategies that ``DecoderLayer``'s one body is written over.
+
+A fusion across two lines of the body is a value. What ``norm`` returns may be a norm that the GEMM
+which reads it applies; what ``output`` returns may be a GEMM that adds the residual, or the partial
+sums of a split-K GEMM, which the next ``norm`` adds up. Each strategy consumes its own values, so
+the body never looks at them. A strategy is made for one forward: it knows the batch's positions.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+
+from ostinato.attention.base import attend, attend_qkv
+from ostinato.attention.rotation import Rotation, angles_at, rotate
+from ostinato.models.native.norm import RMSNorm
+from ostinato.ops.activation import silu_and_mul
+from ostinato.ops.linear import Norm, linear
+from ostinato.ops.norm import add_rms_norm, rms_norm
+from ostinato.ops.parts import product_in_parts
+
+if TYPE_CHECKING:
+    from ostinato.models.native.layer import DecoderLayer
+
+Tensor = torch.Tensor
+Normed = TypeVar("Normed")  # what a sublayer reads
+Delta = TypeVar("Delta")  # what a sublayer adds to the residual
+
+
+class Linear(Protocol):
+    """A linear module, or views of one."""
+
+    @property
+    def weight(self) -> Tensor: ...
+
+    @property
+    def bias(self) -> Tensor | None: ...
+
+
+class LayerKernels(Generic[Normed, Delta]):
+    """The operations of a layer. ``residual`` is the stream that sublayers add to."""
+
+    # What keys and values are made of, in layers that do not make them of their input (SwiftKV).
+    source: Tensor | None = None
+
+    def norm(
+        self, norm: RMSNorm, x: Delta | Tensor, residual: Tensor | None
+    ) -> tuple[Normed, Tensor]:
+        """The norm of ``residual + x``, and the sum; ``residual`` None: ``x`` is all of it."""
+        raise NotImplementedError
+
+    def project(self, projection: Linear, x: Normed | Tensor) -> Tensor:
+        """``x @ weight.T + bias``."""
+        raise NotImplementedError
+
+    def gated(self, projection: Linear, x: Normed) -> Tensor:
+        """SwiGLU: silu of the projection's first half, times the second half."""
+        raise NotImplementedError
+
+    def output(self, projection: Linear, x: Tensor) -> Delta:
+        """``project``, of what goes to ``norm`` or ``add`` next, whole on this rank."""
+        raise NotImplementedError
+
+    def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
+        """RoPE and attention: ``qkv`` [T, all heads * head_dim] -> [T, num_heads * head_dim]."""
+        raise NotImplementedError
+
+    def add(self, x: Delta | Tensor, residual: Tensor | None) -> Tensor:
+        """The sum of both."""
+        raise NotImplementedError
+
+
+class Plain(LayerKernels[Tensor, Tensor]):
+    """torch's operators, line by line: the reference, and what torch.compile sees.
+
+    ``positions`` are those of the rows that the layer works on.
+    """
+
+    def __init__(self, table: Tensor, positions: Tensor, dtype: torch.dtype) -> None:
+        self._angles = angles_at(table, positions, dtype)
+
+    def norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        residual = self.add(x, residual)
+        return norm(residual), residual
+
+    def project(self, projection: Linear, x: Tensor) -> Tensor:
+        return F.linear(x, projection.weight, projection.bias)
+
+    def gated(self, projection: Linear, x: Tensor) -> Tensor:
+        gate, up = self.project(projection, x).chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def output(self, projection: Linear, x: Tensor) -> Tensor:
+        return self.project(projection, x)
+
+    def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
+        num_heads, num_kv_heads = layer.head_counts
+        heads = qkv.unflatten(-1, (-1, layer.spec.head_dim))
+        queries_keys, value = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
+        query, key = self.rotated(layer, queries_keys).split(layer.head_counts, dim=1)
+        query, key, value = layer.exchange.tokens_for_heads(query, key, value)
+        return layer.exchange.heads_for_tokens(attend(layer.spec, query, key, value)).flatten(1)
+
+    def rotated(self, layer: DecoderLayer, heads: Tensor, which: slice | None = None) -> Tensor:
+        """``heads`` with their norm, if they have one, and RoPE. ``which`` of the queries and keys
+        they are; None: all.
+        """
+        if layer.qk_norm is not None:
+            heads = layer.qk_norm(heads, which)
+        return rotate(heads, *self._angles)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        return x if residual is None else residual + x
+
+
+class _Fused(LayerKernels[Normed, Delta]):
+    """Attention from the raw QKV GEMM, RoPE included.
+
+    ``positions`` are those of all tokens that attention sees, if they are split over ranks.
+    """
+
+    def __init__(self, table: Tensor, positions: Tensor) -> None:
+        self._table = table
+        self._positions = positions
+
+    def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
+        (num_heads, _), spec = layer.head_counts, layer.spec
+        qkv = layer.exchange.qkv_for_heads(qkv, *layer.head_counts)
+        qk_norm: Tensor | None = None if layer.qk_norm is None else layer.qk_norm.weight
+        if qk_norm is not None and spec.num_heads < num_heads:
+            # Attention has a part of these heads. All queries have one weight, and all keys.
+            qk_norm = qk_norm[num_heads - spec.num_heads : num_heads + spec.num_kv_heads]
+        rotation = Rotation(table=self._table, qk_norm=qk_norm, eps=layer.rms_norm_eps)
+        mixed = attend_qkv(spec, qkv, rotation, self._positions)
+        return layer.exchange.heads_for_tokens(mixed).flatten(1)
+
+
+class PendingNorm(NamedTuple):
+    """The norm of ``x``, which the GEMM that reads it applies."""
+
+    x: Tensor
+    norm: Norm
+
+
+class PendingGemm(NamedTuple):
+    """A projection of ``x``, to be run where it is added to the residual."""
+
+    projection: Linear
+    x: Tensor
+
+
+class SmallM(_Fused[PendingNorm | Tensor, PendingGemm | Tensor]):
+    """For a decode step's few rows: norms, SwiGLU and residuals inside the GEMMs.
+
+    Five operators a layer. What a GEMM cannot hold inside (many rows, other devices) ``linear``
+    does with operators of torch.
+    """
+
+    def norm(
+        self, norm: RMSNorm, x: PendingGemm | Tensor, residual: Tensor | None
+    ) -> tuple[PendingNorm | Tensor, Tensor]:
+        if residual is not None and isinstance(x, Tensor):  # a sum over ranks
+            return add_rms_norm(x, residual, norm.weight, norm.eps)
+        residual = self.add(x, residual)
+        return PendingNorm(residual, Norm(norm.weight, norm.eps)), residual
+
+    def project(self, projection: Linear, x: PendingNorm | Tensor) -> Tensor:
+        rows, norm = x if isinstance(x, PendingNorm) else (x, None)
+        return linear(rows, projection.weight, projection.bias, norm=norm)
+
+    def gated(self, projection: Linear, x: PendingNorm | Tensor) -> Tensor:
+        rows, norm = x if isinstance(x, PendingNorm) else (x, None)
+        return linear(rows, projection.weight, projection.bias, norm=norm, gated=True)
+
+    def output(self, projection: Linear, x: Tensor) -> PendingGemm:
+        return PendingGemm(projection, x)
+
+    def add(self, x: PendingGemm | Tensor, residual: Tensor | None) -> Tensor:
+        if isinstance(x, PendingGemm):
+            projection, rows = x
+            return linear(rows, projection.weight, projection.bias, residual=residual)
+        return x if residual is None else residual + x
+
+
+class LargeM(_Fused[Tensor, Tensor]):
+    """For many rows: GEMMs of torch, and small operators between them.
+
+    A GEMM that a GPU would be too large for is split-K: [P, T, N], added up by the next norm.
+    """
+
+    def norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return rms_norm(x, norm.weight, norm.eps), x
+        return add_rms_norm(x, residual, norm.weight, norm.eps)
+
+    def project(self, projection: Linear, x: Tensor) -> Tensor:
+        return F.linear(x, projection.weight, projection.bias)
+
+    def gated(self, projection: Linear, x: Tensor) -> Tensor:
+        return silu_and_mul(self.project(projection, x))
+
+    def output(self, projection: Linear, x: Tensor) -> Tensor:
+        if projection.bias is not None:
+            return self.project(projection, x)
+        return product_in_parts(x, projection.weight)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        if residual is None:
+            return x
+        return residual + (x.sum(0) if x.dim() > residual.dim() else x)
+
+
+AnyKernels = LayerKernels[Any, Any]
