@@ -85,6 +85,11 @@ def _phi3() -> PretrainedConfig:
     return transformers.Phi3Config(**_GROUPED, sliding_window=WINDOW)
 
 
+def _phi4_mini() -> PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+    return transformers.Phi3Config(**_GROUPED, rope_parameters=rope, tie_word_embeddings=True)
+
+
 def _stablelm() -> PretrainedConfig:
     return transformers.StableLmConfig(**_GROUPED, qk_layernorm=True, use_qkv_bias=True)
 
@@ -204,14 +209,9 @@ TINY_GENERIC: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": _gpt2,
     "opt": _opt,
     "gpt_neox": _gpt_neox,
-    "gemma2": _gemma2,
     "gemma3": _gemma3,
-    "phi3": _phi3,
     "stablelm": _stablelm,
-    "olmo2": _olmo2,
-    "granite": _granite,
     "cohere": _cohere,
-    "glm4": _glm4,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
@@ -259,6 +259,16 @@ TINY_HOST_READING: dict[str, Callable[[], PretrainedConfig]] = {
     "aria_text": _aria_text,
 }
 
+# Run by the native decoder with options that Llama has not: soft caps, norms elsewhere, ...
+TINY_WITH_OPTIONS: dict[str, Callable[[], PretrainedConfig]] = {
+    "gemma2": _gemma2,
+    "phi3": _phi3,
+    "phi4_mini": _phi4_mini,
+    "olmo2": _olmo2,
+    "granite": _granite,
+    "glm4": _glm4,
+}
+
 # Run by the native decoder.
 TINY_NATIVE: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama,
@@ -266,6 +276,7 @@ TINY_NATIVE: dict[str, Callable[[], PretrainedConfig]] = {
     "mistral": _mistral,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
+    **TINY_WITH_OPTIONS,
 }
 
 

@@ -13,8 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
+    Glm4Config,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    Olmo2Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
 )
@@ -89,6 +94,48 @@ CONFIGS = {
         sliding_window=4,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=20.0,
+        sliding_window=4,
+        tie_word_embeddings=False,
+    ),
+    "olmo2": Olmo2Config(**SIZES),
+    "olmo2, biases": Olmo2Config(**SIZES, attention_bias=True),
+    "granite": GraniteConfig(
+        **SIZES,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.2,
+        logits_scaling=0.5,
+        attention_bias=True,
+    ),
+    "phi3, window": Phi3Config(**SIZES, pad_token_id=0, sliding_window=5),
+    "phi3, partial rope": Phi3Config(
+        **SIZES, pad_token_id=0, rope_parameters=rope("default", partial_rotary_factor=0.67)
+    ),
+    "phi3, partial longrope": Phi3Config(
+        **SIZES,
+        pad_token_id=0,
+        original_max_position_embeddings=32,
+        rope_parameters=rope(
+            "longrope",
+            short_factor=[1.0, 1.1, 1.2, 1.3],
+            long_factor=[2.0] * 4,
+            partial_rotary_factor=0.67,
+        ),
+    ),
+    "glm4": Glm4Config(**SIZES, pad_token_id=0, head_dim=16),
+    "glm4, all of each head": Glm4Config(
+        **SIZES,
+        pad_token_id=0,
+        head_dim=16,
+        attention_bias=False,
+        rope_parameters=rope("default", partial_rotary_factor=1.0),
+    ),
 }
 
 
@@ -101,6 +148,8 @@ class DenseCausal(AttentionBackend):
         groups = spec.num_heads // spec.num_kv_heads
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key).float() * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
         positions = torch.arange(query.shape[0], device=query.device)
         distance = positions[:, None] - positions
         seen = (distance >= 0) & (distance < (spec.window or query.shape[0]))
@@ -170,9 +219,20 @@ def test_llama3_frequencies_are_transformers_to_the_bit(name: str) -> None:
     assert rotary.scale == scale
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype, tmp_path: Path, device: torch.device) -> None:
-    theirs = reference(CONFIGS["qwen3, tied"], tmp_path).to(device)
+@pytest.mark.parametrize("name", ["qwen3, tied", "gemma2", "olmo2", "granite", "glm4"])
+def test_half_precision(
+    name: str,
+    dtype: torch.dtype,
+    fused: bool,
+    tmp_path: Path,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Fused, with the kernels for few tokens, or operators of torch in their place."""
+    monkeypatch.setattr(Decoder, "_runs_fused", lambda self, hidden: fused)
+    theirs = reference(CONFIGS[name], tmp_path).to(device)
     model = load_model(str(tmp_path), device=device, dtype=dtype, show_progress=False).model
     ids = torch.randint(0, SIZES["vocab_size"], (20,), device=device)
     # Some virtual machines report AMX and stop oneDNN with an illegal instruction when it is used.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import TINY_GENERIC, TINY_NATIVE, VOCAB_SIZE, WINDOW, save_tiny
+from tiny_models import TINY_GENERIC, TINY_NATIVE, TINY_WITH_OPTIONS, VOCAB_SIZE, WINDOW, save_tiny
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ostinato import GraphPool
@@ -25,6 +25,9 @@ CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 CheckpointFinder = Callable[[str], Path]
+
+
+THROUGH_MODULES = {**TINY_GENERIC, **TINY_WITH_OPTIONS}
 
 
 class DenseAttention:
@@ -120,7 +123,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFinder:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", [*TINY_GENERIC, "llama", "mistral"])
+@pytest.mark.parametrize("name", [*THROUGH_MODULES, "llama", "mistral"])
 def test_logits_are_those_of_transformers(
     name: str, checkpoint: CheckpointFinder, device: torch.device
 ) -> None:
@@ -136,7 +139,7 @@ def test_logits_are_those_of_transformers(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", TINY_GENERIC)
+@pytest.mark.parametrize("name", THROUGH_MODULES)
 def test_prompts_in_one_row_do_not_meet(
     name: str, checkpoint: CheckpointFinder, device: torch.device
 ) -> None:
@@ -147,7 +150,7 @@ def test_prompts_in_one_row_do_not_meet(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", TINY_GENERIC)
+@pytest.mark.parametrize("name", THROUGH_MODULES)
 def test_forward_and_head_can_be_captured(
     name: str, checkpoint: CheckpointFinder, device: torch.device, pool: GraphPool
 ) -> None:
@@ -256,7 +259,7 @@ def test_random_weights_are_the_seeds_alone(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_follows_transformers(name: str, dtype: torch.dtype) -> None:
     device = torch.device("cuda", 0)
-    model = HFCausalLM.from_config(TINY_GENERIC[name](), device=device, dtype=dtype, seed=3)
+    model = HFCausalLM.from_config(THROUGH_MODULES[name](), device=device, dtype=dtype, seed=3)
     expected = copy.deepcopy(model.model)
     expected.set_attn_implementation("eager")
     ids = prompt(24)
@@ -425,7 +428,7 @@ def test_refused_without_safetensors(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ModelLoadError, match=r"pickle files only \(pytorch_model.bin\)"):
         HFCausalLM.from_pretrained(
-            tmp_path, config=TINY_GENERIC["olmo2"](), device=CPU, dtype=torch.float32
+            tmp_path, config=TINY_NATIVE["olmo2"](), device=CPU, dtype=torch.float32
         )
 
 

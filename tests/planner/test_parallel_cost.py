@@ -18,6 +18,7 @@ from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.bench.rank_step import SilentComm, make_batch, make_cache
 from ostinato.errors import ConfigError
 from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.families import FAMILIES
 from ostinato.models.native.shapes import draw_weights, shape_config
 from ostinato.parallel.comm import CommCall, RecordingComm
 from ostinato.parallel.layout import ParallelLayout
@@ -121,7 +122,8 @@ CONFIGS = {
     "llama": TINY,
     "tied": replace(TINY, tied_head=True),
     "biases": replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True),
-    "qk_norm": replace(TINY, qk_norm=True, num_kv_heads=1),
+    "qk_norm": replace(TINY, qk_norm="head", num_kv_heads=1),
+    "four norms": replace(TINY, names=FAMILIES["gemma2"].names),
 }
 
 

@@ -179,7 +179,7 @@ class Checkpoint:
             if slot.parts == ():
                 slot.target.zero_()
         slots = [slot for slot in everything if slot.parts != ()]
-        targets = {slot.name: slot.target for slot in slots}
+        targets = {slot.name: slot for slot in slots}
         parts = {slot.name: (slot.parts, slot.dim) for slot in slots if slot.parts is not None}
         tensors = self.read(targets, device, parts)
         finite = FiniteCheck()
@@ -190,8 +190,11 @@ class Checkpoint:
             total=len(targets),
             disable=not show_progress,
         ):
-            finite.add(name, tensor, dtype=targets[name].dtype)
-            targets[name].copy_(tensor)
+            slot = targets[name]
+            finite.add(name, tensor, dtype=slot.target.dtype)
+            slot.target.copy_(tensor)
+            if slot.offset:
+                slot.target.add_(slot.offset)
         finite.verify(self.path)
 
 
@@ -202,7 +205,7 @@ def _read(reader: Any, name: str, wanted: Parts | None) -> torch.Tensor:
     stretches, dim = wanted
     part = reader.get_slice(name)
     if dim == 0:
-        return torch.cat([part[r.start : r.stop] for r in stretches])
+        return torch.cat([part[r.start : r.stop][:: r.step] for r in stretches])
     return torch.cat([part[:, r.start : r.stop] for r in stretches], dim=1)
 
 

@@ -1,10 +1,13 @@
 """The gated activation of a feed-forward layer: SiLU of the first half times the second half.
 
-In float32 from end to end, and rounded once. On CUDA one Triton kernel; on the CPU one that Numba
-compiles, or plain torch operators, which graphs there know how to replay in place.
+SwiGLU is computed in float32 from end to end, and rounded once. On CUDA it is one Triton kernel; on
+the CPU one that Numba compiles, or plain torch operators, which graphs there know how to replay in
+place. Others (GeGLU) are operators of torch everywhere.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +17,20 @@ from ostinato.ops.numba import MOST_ROWS, prepare_kernel, runs_compiled
 from ostinato.ops.triton.launch import launch, overlap
 
 _BLOCK = 1024
+Activation = Literal["silu", "gelu_tanh"]
+
+
+def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """SiLU, or GELU as it is approximated by tanh."""
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+
+
+def activate_and_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``silu_and_mul``, or the same with another activation, by operators of torch."""
+    if activation == "silu":
+        return silu_and_mul(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activate(gate, activation) * up
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm of ``x`` [..., D] over its last dimension; ``weight`` [D], of the same type.
+    """The norm of ``x`` [..., D] over its last dimension; ``weight`` [D], of its type or float32.
 
     A new, dense tensor. Rows may lie anywhere: slices of a fused projection are not copied.
     """
@@ -27,7 +27,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return out
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
     scale: torch.Tensor = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return (x * scale).to(x.dtype) * weight
+    return ((x * scale).to(x.dtype) * weight).to(x.dtype)
 
 
 def add_rms_norm(
@@ -35,8 +35,9 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(rms_norm(x + residual), x + residual)``, both new tensors.
 
-    All three inputs are of one type. What is normed is the sum as it is rounded to that type. ``x``
-    may come in parts (``product_in_parts``): with one dimension more than ``residual``, the first.
+    Both terms are of one type, and ``weight`` too, unless it is float32. What is normed is the sum
+    as it is rounded to that type. ``x`` may come in parts (``product_in_parts``): with one more
+    dimension than ``residual``, the first.
     """
     if x.is_cuda:
         return triton_add_rms_norm(x, residual, weight, eps)

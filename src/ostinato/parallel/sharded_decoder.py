@@ -90,14 +90,14 @@ class ShardedDecoder(Decoder):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] of hidden states [B, hidden_size], on every rank."""
-        logits = F.linear(self.norm(hidden), self.head_weight)
+        logits = self._scaled_logits(F.linear(self.norm(hidden), self.head_weight))
         if self._tensor.size == 1:
             return logits
         return self._tensor.all_gather(logits, dim=1)[:, : self.vocab_size]
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """The tensors of a checkpoint, and which part of each is this rank's."""
-        return sharded_slots(super().weight_slots(), self.shard)
+        return sharded_slots(self._own_slots(), self.shard)
 
 
 def build_base(

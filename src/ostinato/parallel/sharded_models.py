@@ -19,6 +19,8 @@ from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.norm import RMSNorm
 from ostinato.models.native.shapes import draw_parameters
+from ostinato.models.native.weight_rows import WeightRows
+from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.place import RankPlace
 from ostinato.parallel.sharded_decoder import ShardedDecoder, build_base, build_shift
 
@@ -79,25 +81,35 @@ def draw_sharded_weights(models: Sequence[ShardedDecoder], seed: int) -> None:
         max_position=1,
     )
     (layer,) = whole.decoder_layers()
-    outside = {slot.name: slot.target for slot in whole.weight_slots()}
+    outside = {slot.name: slot for slot in whole.weight_slots()}
+    whole_rows = WeightRows.whole(config)
 
-    def keep(name: str, drawn: torch.Tensor) -> None:
+    def keep(part_of_whole: WeightSlot) -> None:
+        drawn = _as_in_checkpoint(whole_rows.place(part_of_whole))
         for own in slots:
-            slot = own.get(name)
+            slot = own.get(part_of_whole.name)
             if slot is not None and slot.parts:
-                parts = [drawn.narrow(slot.dim, part.start, len(part)) for part in slot.parts]
-                slot.target.copy_(torch.cat(parts, dim=slot.dim))
+                rows = torch.tensor([row for part in slot.parts for row in part], device=device)
+                slot.target.copy_(drawn.index_select(slot.dim, rows))
 
     # In the order of a whole decoder's modules.
     draw_parameters(whole.embed_tokens, generator)
-    keep("model.embed_tokens.weight", outside["model.embed_tokens.weight"])
+    keep(outside["model.embed_tokens.weight"])
     for index in range(config.num_layers):
         draw_parameters(layer, generator)
         for slot in layer.weight_slots(f"model.layers.{index}"):
-            keep(slot.name, slot.target)
+            keep(slot)
     if whole.lm_head is not None:
         draw_parameters(whole.lm_head, generator)
-        keep("lm_head.weight", outside["lm_head.weight"])
+        keep(outside["lm_head.weight"])
+
+
+def _as_in_checkpoint(slot: WeightSlot) -> torch.Tensor:
+    """The target of ``slot``, which reads all of its tensor, in the order of that tensor's rows."""
+    if not slot.parts or len(slot.parts) == 1:
+        return slot.target
+    rows = torch.tensor([row for part in slot.parts for row in part], device=slot.target.device)
+    return torch.empty_like(slot.target).index_copy_(slot.dim, rows, slot.target)
 
 
 def weights_fingerprint(model: CausalLM, path: Path | None) -> str:

@@ -7,18 +7,16 @@ products that are summed over the ranks are added once, by the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-
-import torch
 
 from ostinato.errors import ConfigError
 from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.layout import ParallelLayout, vocabulary
 
-_COLUMNS = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
-_ADDED_ONCE = ("self_attn.o_proj.bias", "mlp.down_proj.bias")
+_SUMMED = (("output",), ("down",))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +35,12 @@ class Shard:
             raise ConfigError(
                 f"feed-forward layers of width {width} cannot be split evenly over {self.size} "
                 f"ranks; choose a number of ranks that divides {width}"
+            )
+        if self.size > 1 and self.config.qk_norm == "full":
+            raise ConfigError(
+                f"this model's norms of queries and keys are over all heads, which cannot be split "
+                f"over {self.size} ranks; use sequence_parallel without a shift threshold, or one "
+                "rank"
             )
 
     @property
@@ -90,48 +94,17 @@ def shift_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Sha
 def sharded_slots(slots: Iterable[WeightSlot], shard: Shard) -> Iterator[WeightSlot]:
     """``slots`` of a model built from ``shard.local_config``, with what each reads of its tensor.
 
-    Fills the end of a vocabulary that is not even with zeros. Biases that another rank adds have
-    nothing to read.
+    Biases that another rank adds have nothing to read.
     """
+    rows = WeightRows(
+        config=shard.config,
+        query_heads=shard.query_heads,
+        kv_heads=shard.kv_heads,
+        width=shard.width,
+        vocabulary=shard.vocabulary,
+    )
     for slot in slots:
-        if slot.name.endswith(_ADDED_ONCE):
+        if slot.roles in _SUMMED and slot.target.dim() == 1:
             yield slot if shard.index == 0 else slot._replace(parts=())
-            continue
-        parts, dim, whole = _place(slot.name, shard)
-        if parts is None:
-            yield slot
-            continue
-        target, shape = slot.target, list(slot.shape)
-        num_read = sum(map(len, parts))
-        if num_read < target.shape[dim]:
-            target[num_read:].zero_()
-            target = target[:num_read]
-        shape[dim] = whole
-        yield WeightSlot(slot.name, target, torch.Size(shape), parts, dim)
-
-
-def _place(name: str, shard: Shard) -> tuple[tuple[range, ...] | None, int, int]:
-    """The stretches of a checkpoint's tensor, of which dimension, and how long that one is."""
-    config = shard.config
-    part, _, _ = name.rpartition(".")
-    dim = 1 if name.endswith(_COLUMNS) else 0
-    if part.endswith(("q_proj", "o_proj")):
-        return _heads(shard.query_heads, config.head_dim), dim, config.num_heads * config.head_dim
-    if part.endswith(("k_proj", "v_proj")):
-        return _heads(shard.kv_heads, config.head_dim), 0, config.num_kv_heads * config.head_dim
-    if part.endswith(("gate_proj", "up_proj", "down_proj")):
-        return (shard.width,), dim, config.intermediate_size
-    if part.endswith(("embed_tokens", "lm_head")):
-        return (shard.vocabulary,), 0, config.vocab_size
-    return None, 0, 0  # norms: every rank has them whole
-
-
-def _heads(heads: Sequence[int], head_dim: int) -> tuple[range, ...]:
-    """The rows of ``heads``; neighbours are read together."""
-    stretches: list[range] = []
-    for head in heads:
-        rows = range(head * head_dim, (head + 1) * head_dim)
-        if stretches and stretches[-1].stop == rows.start:
-            rows = range(stretches.pop().start, rows.stop)
-        stretches.append(rows)
-    return tuple(stretches)
+        else:
+            yield rows.place(slot)

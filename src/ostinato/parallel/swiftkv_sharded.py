@@ -42,8 +42,7 @@ class LatePart:
     shard: Shard
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        # Sharded under their plain names, by which their places are known.
-        return self.layers.named_slots(sharded_slots(self.layers.plain_slots(), self.shard))
+        return sharded_slots(self.layers.weight_slots(), self.shard)
 
 
 class ShardedSwiftKV(ShardedDecoder):

@@ -43,9 +43,9 @@ def rank_weights(config: DecoderConfig, layout: ParallelLayout, model: Model) ->
     num_heads, num_kv_heads = head_counts(config, layout, model)
     hidden, width, size = config.hidden_size, config.intermediate_size // parts, config.head_dim
     queries, keys = num_heads * size, num_kv_heads * size
-    layer = hidden * (2 * queries + 2 * keys + 3 * width + 2)  # 2: the norms
+    layer = hidden * (2 * queries + 2 * keys + 3 * width + config.names.num_norms)
     layer += (queries + 2 * keys) * config.qkv_bias + hidden * config.output_bias
-    layer += (2 * width + hidden) * config.mlp_bias + (queries + keys) * config.qk_norm
+    layer += (2 * width + hidden) * config.mlp_bias + (queries + keys) * bool(config.qk_norm)
     table = len(vocabulary(config.vocab_size, parts, 0)) * hidden
     no_head = config.tied_head or model == "shift"
     return RankWeights(

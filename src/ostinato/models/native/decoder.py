@@ -22,9 +22,9 @@ from ostinato.errors import ConfigError
 from ostinato.models.base import CausalLM
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
-from ostinato.models.native.layer import DecoderLayer, empty_linear, whole_slot
+from ostinato.models.native.layer import DecoderLayer, empty_linear, empty_norm, norm_slot
 from ostinato.models.native.layer_kernels import AnyKernels, LargeM, Plain, SmallM
-from ostinato.models.native.norm import RMSNorm
+from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.ops.linear import Norm, linear
 from ostinato.ops.numba import runs_compiled
@@ -64,7 +64,7 @@ class Decoder(nn.Module, CausalLM):
             DecoderLayer(config, layer, device=device, dtype=dtype, exchange=exchange)
             for layer in range(config.num_layers)
         )
-        self.norm = RMSNorm((config.hidden_size,), config.rms_norm_eps, device=device, dtype=dtype)
+        self.norm = empty_norm(config, config.hidden_size, device=device, dtype=dtype)
         self.lm_head = (
             None
             if config.tied_head
@@ -72,6 +72,8 @@ class Decoder(nn.Module, CausalLM):
                 config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
             )
         )
+        # As exact as the states that it scales, as in the models that have one.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         # float32 whatever the dtype: a position of 100,000 does not exist in bfloat16.
         table = config.rotary.table(self.max_position, device)
         self.register_buffer("rotary_table", table, persistent=False)
@@ -92,10 +94,12 @@ class Decoder(nn.Module, CausalLM):
         self, hidden: torch.Tensor, positions: torch.Tensor, all_positions: torch.Tensor
     ) -> torch.Tensor:
         """``positions`` are those of ``hidden``, ``all_positions`` of all tokens in attention."""
+        if self._embedding_scale != 1.0:
+            hidden = hidden * self._embedding_scale
         run = self._kernels(hidden, positions, all_positions)
         x, residual = hidden, None
         for layer in self.decoder_layers():
-            x, residual = layer(x, residual, run)
+            x, residual = layer.forward(x, residual, run)
         return run.add(x, residual)
 
     def _kernels(
@@ -116,8 +120,17 @@ class Decoder(nn.Module, CausalLM):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] of hidden states [B, hidden_size]."""
         if hidden.is_cuda:
-            return linear(hidden, self.head_weight, norm=Norm(self.norm.weight, self.norm.eps))
-        return F.linear(self.norm(hidden), self.head_weight)
+            logits = linear(hidden, self.head_weight, norm=Norm(self.norm.weight, self.norm.eps))
+        else:
+            logits = F.linear(self.norm(hidden), self.head_weight)
+        return self._scaled_logits(logits)
+
+    def _scaled_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """``logits``, in place, as the family scales and caps them."""
+        if self.config.logit_scale != 1.0:
+            logits = logits.mul_(self.config.logit_scale)
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -125,12 +138,19 @@ class Decoder(nn.Module, CausalLM):
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """Every tensor that a checkpoint of this model must have, and where it goes."""
-        yield whole_slot("model.embed_tokens.weight", self.embed_tokens.weight)
+        rows = WeightRows.whole(self.config)
+        reorders = len(self.config.rotary.head_rows) > 1
+        for slot in self._own_slots():
+            yield rows.place(slot) if reorders else slot
+
+    def _own_slots(self) -> Iterator[WeightSlot]:
+        """The same, if the model were all of what the checkpoint has."""
+        yield _vocabulary_slot("model.embed_tokens.weight", self.embed_tokens.weight)
         for index, layer in enumerate(self.decoder_layers()):
             yield from layer.weight_slots(f"model.layers.{index}")
-        yield whole_slot("model.norm.weight", self.norm.weight)
+        yield norm_slot("model.norm.weight", self.norm)
         if self.lm_head is not None:
-            yield whole_slot("lm_head.weight", self.lm_head.weight)
+            yield _vocabulary_slot("lm_head.weight", self.lm_head.weight)
 
     def ignored_names(self) -> list[str]:
         """Tensors that a checkpoint may have besides those of ``weight_slots``."""
@@ -163,3 +183,7 @@ def _checked_max_position(config: DecoderConfig, asked: int | None) -> int:
             f"right from 1 to {config.max_position} tokens; choose a length in that range"
         )
     return asked
+
+
+def _vocabulary_slot(name: str, parameter: torch.Tensor) -> WeightSlot:
+    return WeightSlot(name, parameter.detach(), parameter.shape, roles=("vocabulary",))

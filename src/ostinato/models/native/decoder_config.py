@@ -1,25 +1,37 @@
 """What the native decoder needs to know of a model, read once from its transformers config.
 
-A frozen record of plain values: dimensions, flags, one window per layer and the rotary
-frequencies. Which models the decoder can run is decided here too, so that a model it would get
-wrong goes to the generic path with a reason, not to wrong numbers.
+A frozen record of plain values: dimensions, options, one window per layer and the rotary
+frequencies. What a family of models has for options is in ``families.py``. Which models the decoder
+can run is decided here, so that a model it would get wrong goes to the generic path with a reason,
+not to wrong numbers.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ostinato.errors import ConfigError
+from ostinato.models.native.families import FAMILIES, LLAMA_NAMES, Family, WeightNames
 from ostinato.models.native.rotary import LONGEST_SEQUENCE, Rotary, rotary_obstacle
-from ostinato.quoting import shown
+from ostinato.ops.activation import Activation
+from ostinato.quoting import said, shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ostinato.models.native.stated_config import StatedConfig
 
-_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_SCALES = (
+    "attention_scale",
+    "attention_soft_cap",
+    "embedding_scale",
+    "residual_scale",
+    "logit_scale",
+    "logit_soft_cap",
+)
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Beyond those of any model, and small enough that nothing made of them exhausts the memory.
 _LARGEST = {
@@ -36,10 +48,11 @@ _LARGEST = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """One dense decoder: pre-norm attention and SwiGLU blocks with rotary positions.
+    """One dense decoder: attention and a gated MLP in each layer, RMSNorm, rotary positions.
 
     ``windows`` has one entry per layer: the keys that a query sees, itself included, or None for
-    all. ``max_position`` is the longest sequence for which ``rotary`` is right.
+    all. ``max_position`` is the longest sequence for which ``rotary`` is right. Options that are
+    not given are Llama's.
     """
 
     vocab_size: int
@@ -50,14 +63,23 @@ class DecoderConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    qkv_bias: bool
-    output_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
     tied_head: bool
     windows: tuple[int | None, ...]
     rotary: Rotary
     max_position: int
+    names: WeightNames = LLAMA_NAMES  # and with them, where a layer has norms
+    activation: Activation = "silu"  # of the gate
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: Literal["head", "full"] | None = None  # over each head, or over all of them at once
+    norm_offset: float = 0.0  # added to the weights of norms, which are kept in float32 then
+    attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
+    attention_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -68,6 +90,10 @@ class DecoderConfig:
             raise ConfigError(
                 f"rms_norm_eps must be a number from 0, below 1, not {shown(self.rms_norm_eps)}"
             )
+        for name in _SCALES:
+            scale = getattr(self, name)
+            if scale is not None and not (type(scale) in (int, float) and 0 < scale < math.inf):
+                raise ConfigError(f"{name} must be a positive number, not {shown(scale)}")
         for window in self.windows:
             if window is not None and (type(window) is not int or window < 1):
                 raise ConfigError(f"sliding_window must be an integer from 1, not {shown(window)}")
@@ -93,26 +119,27 @@ class DecoderConfig:
         if reason is not None:
             raise ConfigError(f"the native decoder cannot run this model: {reason}")
         _check_sizes(config)
-        family = config.model_type
-        attention_bias = bool(getattr(config, "attention_bias", False))
+        family = FAMILIES[config.model_type]
+        num_layers: int = config.num_hidden_layers
+        try:
+            options = {"windows": (None,) * num_layers, **family.options(config)}
+        except (ArithmeticError, TypeError, ValueError) as error:
+            raise ConfigError(f"{config.model_type}: {said(error)}") from error
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers,
+            num_layers=num_layers,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=_head_dim(config),
             rms_norm_eps=config.rms_norm_eps,
-            # The biases that each family's modules have; Mistral's ignore attention_bias.
-            qkv_bias=family == "qwen2" or (family in ("llama", "qwen3") and attention_bias),
-            output_bias=family in ("llama", "qwen3") and attention_bias,
-            mlp_bias=family == "llama" and bool(config.mlp_bias),
-            qk_norm=family == "qwen3",
             tied_head=bool(config.tie_word_embeddings),
-            windows=_windows(config),
-            rotary=Rotary.from_hf(config, _head_dim(config)),
+            rotary=Rotary.from_hf(config, _head_dim(config), interleaved=family.interleaved),
             max_position=_max_position(config),
+            names=family.names,
+            activation=_ACTIVATIONS[getattr(config, family.activation)],
+            **options,
         )
 
 
@@ -130,16 +157,19 @@ def _check_sizes(config: PretrainedConfig | StatedConfig) -> None:
 
 def obstacle(config: PretrainedConfig | StatedConfig) -> str | None:
     """Why the native decoder cannot run a model with this config; None where it can."""
-    if config.model_type not in _FAMILIES:
-        return f"its model_type is {shown(config.model_type)}, not one of {', '.join(_FAMILIES)}"
-    if config.hidden_act != "silu":
-        return f"its hidden_act is {shown(config.hidden_act)}, not 'silu'"
+    family: Family | None = FAMILIES.get(config.model_type)
+    if family is None:
+        return f"its model_type is {shown(config.model_type)}, not one of {', '.join(FAMILIES)}"
+    activation = getattr(config, family.activation)
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        known = ", ".join(map(repr, _ACTIVATIONS))
+        return f"its {family.activation} is {shown(activation)}, not one of {known}"
     if getattr(config, "quantization_config", None) is not None:
         return "its weights are quantized (it has a quantization_config)"
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         return f"it has layers of the types {shown(sorted(unknown))}"
-    return rotary_obstacle(config)
+    return rotary_obstacle(config, partial=family.partial_rotary)
 
 
 def supports(config: PretrainedConfig | StatedConfig) -> bool:
@@ -150,17 +180,6 @@ def supports(config: PretrainedConfig | StatedConfig) -> bool:
 def _head_dim(config: PretrainedConfig | StatedConfig) -> int:
     head_dim: int | None = getattr(config, "head_dim", None)
     return head_dim or config.hidden_size // config.num_attention_heads
-
-
-def _windows(config: PretrainedConfig | StatedConfig) -> tuple[int | None, ...]:
-    num_layers: int = config.num_hidden_layers
-    window: int | None = getattr(config, "sliding_window", None)
-    if config.model_type == "llama" or window is None:
-        return (None,) * num_layers
-    if config.model_type == "mistral":
-        return (window,) * num_layers
-    # transformers works layer_types out from use_sliding_window and max_window_layers.
-    return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
 def _max_position(config: PretrainedConfig | StatedConfig) -> int:

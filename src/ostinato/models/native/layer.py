@@ -6,7 +6,9 @@ ranks trade inside it, the exchange's (``exchange.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -17,11 +19,15 @@ from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.layer_kernels import AnyKernels, Linear
 from ostinato.models.native.norm import RMSNorm
-from ostinato.models.weight_slot import WeightSlot
+from ostinato.models.weight_slot import Role, WeightSlot
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then SwiGLU, each behind a norm and added to the residual stream."""
+    """Attention, then a gated MLP, each added to the residual stream.
+
+    There is a norm before each (pre-norm), behind each (post-norm), or both: as the family's names
+    say (``families.py``). A norm that is not there is None.
+    """
 
     def __init__(
         self,
@@ -40,11 +46,15 @@ class DecoderLayer(nn.Module):
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             value_dim=config.head_dim,
-            scale=config.head_dim**-0.5,
+            scale=config.attention_scale or config.head_dim**-0.5,
             window=config.windows[layer],
+            soft_cap=config.attention_soft_cap,
         )
         self.head_counts = (config.num_heads, config.num_kv_heads)
         self.rms_norm_eps = config.rms_norm_eps
+        self._config = config
+        self._activation = config.activation
+        self._residual_scale = config.residual_scale
         hidden, width = config.hidden_size, config.intermediate_size
         queries = config.num_heads * config.head_dim
         keys = config.num_kv_heads * config.head_dim
@@ -52,16 +62,20 @@ class DecoderLayer(nn.Module):
         def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
             return empty_linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
 
-        def norm(*shape: int) -> RMSNorm:
-            return RMSNorm(shape, config.rms_norm_eps, device=device, dtype=dtype)
+        def norm(there: object, *shape: int) -> RMSNorm | None:
+            return empty_norm(config, *shape, device=device, dtype=dtype) if there else None
 
-        self.attention_norm = norm(hidden)
+        names, full = config.names, config.qk_norm == "full"
+        self.attention_norm = norm(names.attention_norm, hidden)
         self.qkv_proj = linear(hidden, queries + 2 * keys, config.qkv_bias)
-        self.qk_norm = norm(sum(self.head_counts), config.head_dim) if config.qk_norm else None
+        self.qk_norm = norm(config.qk_norm == "head", sum(self.head_counts), config.head_dim)
+        self.query_norm, self.key_norm = norm(full, queries), norm(full, keys)
         self.o_proj = linear(queries, hidden, config.output_bias)
-        self.mlp_norm = norm(hidden)
+        self.attention_output_norm = norm(names.attention_output_norm, hidden)
+        self.mlp_norm = norm(names.mlp_norm, hidden)
         self.gate_up_proj = linear(hidden, 2 * width, config.mlp_bias)
         self.down_proj = linear(width, hidden, config.mlp_bias)
+        self.mlp_output_norm = norm(names.mlp_output_norm, hidden)
 
     def forward(
         self, x: Any, residual: torch.Tensor | None, run: AnyKernels
@@ -77,45 +91,74 @@ class DecoderLayer(nn.Module):
         return x, residual
 
     def attention(self, x: Any, run: AnyKernels) -> Any:
-        return self._output(self.o_proj, run.attend(self, self.qkv(x, run)), run)
+        x = run.attend(self, self.qkv(x, run))
+        return self._output(self.o_proj, x, self.attention_output_norm, run)
 
     def mlp(self, x: Any, run: AnyKernels) -> Any:
-        return self._output(self.down_proj, run.gated(self.gate_up_proj, x), run)
+        x = run.gated(self.gate_up_proj, x, self._activation)
+        return self._output(self.down_proj, x, self.mlp_output_norm, run)
 
     def qkv(self, x: Any, run: AnyKernels) -> torch.Tensor:
-        return run.project(self.qkv_proj, x)
+        qkv = run.project(self.qkv_proj, x)
+        if self.query_norm is None or self.key_norm is None:
+            return qkv
+        queries, keys = self.query_norm.weight.shape[0], self.key_norm.weight.shape[0]
+        query, key, value = qkv.split((queries, keys, keys), dim=1)
+        query = run.output_norm(self.query_norm, query)
+        key = run.output_norm(self.key_norm, key)
+        return torch.cat((query, key, value), dim=1)
 
-    def _output(self, projection: Linear, x: torch.Tensor, run: AnyKernels) -> Any:
+    def _output(
+        self, projection: Linear, x: torch.Tensor, norm: RMSNorm | None, run: AnyKernels
+    ) -> Any:
         """What a sublayer adds to the residual stream."""
-        if not self.exchange.sums:
+        if norm is None and self._residual_scale == 1.0 and not self.exchange.sums:
             return run.output(projection, x)
-        return self.exchange.sum(run.project(projection, x))
+        x = self.exchange.sum(run.project(projection, x))
+        if norm is not None:
+            x = run.output_norm(norm, x)
+        return x if self._residual_scale == 1.0 else x * self._residual_scale
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """The layer's tensors as checkpoints name them."""
-        num_heads, num_kv_heads = self.head_counts
-        head_dim = self.spec.head_dim
-        sizes = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim}
-        sizes["v"] = sizes["k"]
-        qkv = {f"self_attn.{name}_proj": size for name, size in sizes.items()}
-        half = self.down_proj.in_features
-        yield from _linear_slots(prefix, self.qkv_proj, qkv)
-        yield from _linear_slots(
-            prefix, self.o_proj, {"self_attn.o_proj": self.o_proj.out_features}
+        config, names = self._config, self._config.names
+        head_dim, width = config.head_dim, self.down_proj.in_features
+        queries, keys = (count * head_dim for count in self.head_counts)
+        hidden = self.o_proj.out_features
+        linears: list[tuple[nn.Linear, list[_Stretch]]] = [
+            (
+                self.qkv_proj,
+                [
+                    (names.query, "query", queries),
+                    (names.key, "key", keys),
+                    (names.value, "value", keys),
+                ],
+            ),
+            (self.o_proj, [(names.output, "output", hidden)]),
+            (self.gate_up_proj, [(names.gate, "gate", width), (names.up, "up", width)]),
+            (self.down_proj, [(names.down, "down", hidden)]),
+        ]
+        for linear, stretches in linears:
+            yield from _linear_slots(prefix, linear, stretches)
+        norms = (
+            (names.attention_norm, self.attention_norm),
+            (names.attention_output_norm, self.attention_output_norm),
+            (names.mlp_norm, self.mlp_norm),
+            (names.mlp_output_norm, self.mlp_output_norm),
+            (names.query_norm, self.query_norm),
+            (names.key_norm, self.key_norm),
         )
-        yield from _linear_slots(
-            prefix, self.gate_up_proj, {"mlp.gate_proj": half, "mlp.up_proj": half}
-        )
-        yield from _linear_slots(
-            prefix, self.down_proj, {"mlp.down_proj": self.down_proj.out_features}
-        )
-        yield whole_slot(f"{prefix}.input_layernorm.weight", self.attention_norm.weight)
-        yield whole_slot(f"{prefix}.post_attention_layernorm.weight", self.mlp_norm.weight)
+        for name, norm in norms:
+            if norm is not None:
+                yield norm_slot(f"{prefix}.{name}.weight", norm)
         if self.qk_norm is not None:  # one weight for all heads, repeated for each
             per_head = self.qk_norm.weight.detach().split(self.head_counts)
-            for name, target in zip(("q_norm", "k_norm"), per_head, strict=True):
+            for name, target in zip((names.query_norm, names.key_norm), per_head, strict=True):
                 shape = torch.Size([head_dim])
-                yield WeightSlot(f"{prefix}.self_attn.{name}.weight", target, shape)
+                yield WeightSlot(f"{prefix}.{name}.weight", target, shape)
+
+
+_Stretch = tuple[str, Role, int]  # of a fused linear: the name of its tensor, its role, its rows
 
 
 class _EmptyLinear(nn.Linear):
@@ -138,16 +181,33 @@ def empty_linear(
     return linear
 
 
-def whole_slot(name: str, parameter: torch.Tensor) -> WeightSlot:
-    """A parameter that is one tensor of a checkpoint."""
-    return WeightSlot(name, parameter.detach(), parameter.shape)
+def empty_norm(
+    config: DecoderConfig, *shape: int, device: torch.device, dtype: torch.dtype
+) -> RMSNorm:
+    """A norm whose weight holds no values yet; in float32 if the family adds an offset to it."""
+    dtype = torch.float32 if config.norm_offset else dtype
+    norm = RMSNorm(shape, config.rms_norm_eps, device=device, dtype=dtype)
+    norm.offset = config.norm_offset
+    return norm
 
 
-def _linear_slots(prefix: str, linear: nn.Linear, sizes: dict[str, int]) -> Iterator[WeightSlot]:
-    """The parts of a fused linear, which stand in it in the order of ``sizes``."""
+def norm_slot(name: str, norm: RMSNorm) -> WeightSlot:
+    """The weight of a norm, which every rank has whole."""
+    weight = norm.weight.detach()
+    return WeightSlot(name, weight, weight.shape, offset=norm.offset)
+
+
+def _linear_slots(
+    prefix: str, linear: nn.Linear, stretches: Iterable[_Stretch]
+) -> Iterator[WeightSlot]:
+    """The tensors that a linear is made of, in the order of ``stretches``."""
     start = 0
-    for name, size in sizes.items():
-        yield whole_slot(f"{prefix}.{name}.weight", linear.weight[start : start + size])
-        if linear.bias is not None:
-            yield whole_slot(f"{prefix}.{name}.bias", linear.bias[start : start + size])
-        start += size
+    for name, group in groupby(stretches, key=itemgetter(0)):
+        _, roles, sizes = zip(*group, strict=True)
+        rows = slice(start, start + sum(sizes))
+        for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
+            if parameter is not None:
+                target = parameter.detach()[rows]
+                slot = WeightSlot(f"{prefix}.{name}.{kind}", target, target.shape, roles=roles)
+                yield slot
+        start = rows.stop

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ostinato.attention.base import attend, attend_qkv
 from ostinato.attention.rotation import Rotation, angles_at, rotate
 from ostinato.models.native.norm import RMSNorm
-from ostinato.ops.activation import silu_and_mul
+from ostinato.ops.activation import Activation, activate, activate_and_mul
 from ostinato.ops.linear import Norm, linear
 from ostinato.ops.norm import add_rms_norm, rms_norm
 from ostinato.ops.parts import product_in_parts
@@ -46,17 +46,24 @@ class LayerKernels(Generic[Normed, Delta]):
     source: Tensor | None = None
 
     def norm(
-        self, norm: RMSNorm, x: Delta | Tensor, residual: Tensor | None
-    ) -> tuple[Normed, Tensor]:
-        """The norm of ``residual + x``, and the sum; ``residual`` None: ``x`` is all of it."""
+        self, norm: RMSNorm | None, x: Delta | Tensor, residual: Tensor | None
+    ) -> tuple[Normed | Tensor, Tensor]:
+        """The norm of ``residual + x``, and the sum; ``residual`` None: ``x`` is all of it.
+
+        ``norm`` None: the sum, and the sum.
+        """
+        raise NotImplementedError
+
+    def output_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        """The norm of a projection's result, or of some columns of it."""
         raise NotImplementedError
 
     def project(self, projection: Linear, x: Normed | Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
         raise NotImplementedError
 
-    def gated(self, projection: Linear, x: Normed) -> Tensor:
-        """SwiGLU: silu of the projection's first half, times the second half."""
+    def gated(self, projection: Linear, x: Normed, activation: Activation) -> Tensor:
+        """``activation`` of the projection's first half, times the second half."""
         raise NotImplementedError
 
     def output(self, projection: Linear, x: Tensor) -> Delta:
@@ -81,16 +88,22 @@ class Plain(LayerKernels[Tensor, Tensor]):
     def __init__(self, table: Tensor, positions: Tensor, dtype: torch.dtype) -> None:
         self._angles = angles_at(table, positions, dtype)
 
-    def norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def norm(
+        self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         residual = self.add(x, residual)
-        return norm(residual), residual
+        return (residual if norm is None else norm(residual)), residual
+
+    def output_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        normed: Tensor = norm(x)
+        return normed
 
     def project(self, projection: Linear, x: Tensor) -> Tensor:
         return F.linear(x, projection.weight, projection.bias)
 
-    def gated(self, projection: Linear, x: Tensor) -> Tensor:
+    def gated(self, projection: Linear, x: Tensor, activation: Activation) -> Tensor:
         gate, up = self.project(projection, x).chunk(2, dim=-1)
-        return F.silu(gate) * up
+        return activate(gate, activation) * up
 
     def output(self, projection: Linear, x: Tensor) -> Tensor:
         return self.project(projection, x)
@@ -124,6 +137,9 @@ class _Fused(LayerKernels[Normed, Delta]):
     def __init__(self, table: Tensor, positions: Tensor) -> None:
         self._table = table
         self._positions = positions
+
+    def output_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        return rms_norm(x, norm.weight, norm.eps)
 
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         (num_heads, _), spec = layer.head_counts, layer.spec
@@ -159,18 +175,23 @@ class SmallM(_Fused[PendingNorm | Tensor, PendingGemm | Tensor]):
     """
 
     def norm(
-        self, norm: RMSNorm, x: PendingGemm | Tensor, residual: Tensor | None
+        self, norm: RMSNorm | None, x: PendingGemm | Tensor, residual: Tensor | None
     ) -> tuple[PendingNorm | Tensor, Tensor]:
-        if residual is not None and isinstance(x, Tensor):  # a sum over ranks
+        if norm is not None and residual is not None and isinstance(x, Tensor):
+            # Summed over ranks, normed or scaled: no GEMM could add it to the residual.
             return add_rms_norm(x, residual, norm.weight, norm.eps)
         residual = self.add(x, residual)
+        if norm is None:
+            return residual, residual
         return PendingNorm(residual, Norm(norm.weight, norm.eps)), residual
 
     def project(self, projection: Linear, x: PendingNorm | Tensor) -> Tensor:
         rows, norm = x if isinstance(x, PendingNorm) else (x, None)
         return linear(rows, projection.weight, projection.bias, norm=norm)
 
-    def gated(self, projection: Linear, x: PendingNorm | Tensor) -> Tensor:
+    def gated(self, projection: Linear, x: PendingNorm | Tensor, activation: Activation) -> Tensor:
+        if activation != "silu":
+            return activate_and_mul(self.project(projection, x), activation)
         rows, norm = x if isinstance(x, PendingNorm) else (x, None)
         return linear(rows, projection.weight, projection.bias, norm=norm, gated=True)
 
@@ -190,7 +211,12 @@ class LargeM(_Fused[Tensor, Tensor]):
     A GEMM that a GPU would be too large for is split-K: [P, T, N], added up by the next norm.
     """
 
-    def norm(self, norm: RMSNorm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    def norm(
+        self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if norm is None:
+            residual = self.add(x, residual)
+            return residual, residual
         if residual is None:
             return rms_norm(x, norm.weight, norm.eps), x
         return add_rms_norm(x, residual, norm.weight, norm.eps)
@@ -198,8 +224,8 @@ class LargeM(_Fused[Tensor, Tensor]):
     def project(self, projection: Linear, x: Tensor) -> Tensor:
         return F.linear(x, projection.weight, projection.bias)
 
-    def gated(self, projection: Linear, x: Tensor) -> Tensor:
-        return silu_and_mul(self.project(projection, x))
+    def gated(self, projection: Linear, x: Tensor, activation: Activation) -> Tensor:
+        return activate_and_mul(self.project(projection, x), activation)
 
     def output(self, projection: Linear, x: Tensor) -> Tensor:
         if projection.bias is not None:

@@ -8,13 +8,17 @@ from torch import nn
 
 
 class RMSNorm(nn.Module):
-    """The norm over the last dimension. Its weight broadcasts: [D], or one row per head."""
+    """The norm over the last dimension. Its weight broadcasts: [D], or one row per head.
+
+    A weight in float32 multiplies rows of any type before they are rounded.
+    """
 
     def __init__(
         self, shape: tuple[int, ...], eps: float, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = 0.0  # what is added to the weight of a checkpoint
         self.weight = nn.Parameter(
             torch.empty(shape, device=device, dtype=dtype), requires_grad=False
         )
@@ -25,6 +29,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: torch.Tensor, heads: slice | None = None) -> torch.Tensor:
         """``heads``: which rows of the weight ``x`` is for; None for all."""
         weight = self.weight if heads is None else self.weight[heads]
+        if weight.dtype != x.dtype:
+            return (F.rms_norm(x.float(), weight.shape[-1:], eps=self.eps) * weight).to(x.dtype)
         if x.is_cuda:
             if weight.dim() == 1:
                 return F.rms_norm(x, weight.shape, weight, self.eps)

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from ostinato.models.native.stated_config import StatedConfig
 
-# Keys that say that only a part of each head is turned.
-_PARTIAL = ("partial_rotary_factor",)
+_PARTIAL = "partial_rotary_factor"
 # Tables have a row for every position.
 LONGEST_SEQUENCE = 2**27
 _TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
@@ -31,49 +30,83 @@ _TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """The frequencies of a head's pairs (head_dim / 2 of them) and the scale of cos and sin."""
+    """The frequencies of a head's rotated pairs and the scale of their cos and sin.
+
+    Here pairs are (i, i + head_dim / 2), those that are not rotated (``num_fixed``) behind those
+    that are. Models that pair otherwise have the rows of their queries and keys read in another
+    order, ``head_rows``; scores do not depend on it.
+    """
 
     inverse_frequencies: tuple[float, ...]
     scale: float
+    num_fixed: int = 0
+    interleaved: bool = False  # the model pairs (2i, 2i + 1)
 
     @classmethod
-    def from_hf(cls, config: PretrainedConfig | StatedConfig, head_dim: int) -> Rotary:
+    def from_hf(
+        cls, config: PretrainedConfig | StatedConfig, head_dim: int, *, interleaved: bool = False
+    ) -> Rotary:
         """The frequencies that transformers computes for this config."""
         rope: dict[str, Any] = config.rope_parameters
+        rotated, odd = divmod(int(head_dim * rope.get(_PARTIAL, 1.0)), 2)
+        if _PARTIAL in rope and (odd or not rotated):
+            raise ConfigError(f"rope_parameters {shown(rope)} rotate no whole pairs of {head_dim}")
         try:
-            rotary = cls._from_hf(config, head_dim)
+            frequencies, scale = _frequencies(config, 2 * rotated)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"rope_parameters {shown(rope)}: {said(error)}") from error
-        numbers = (*rotary.inverse_frequencies, rotary.scale)
-        if len(numbers) != head_dim // 2 + 1 or not all(map(math.isfinite, numbers)):
+        if len(frequencies) != rotated or not all(map(math.isfinite, (*frequencies, scale))):
             raise ConfigError(
                 f"rope_parameters {shown(rope)} do not give a finite frequency to each of the "
-                f"{head_dim // 2} pairs of a head"
+                f"{rotated} pairs of a head"
             )
-        return rotary
+        return cls(
+            inverse_frequencies=frequencies,
+            scale=scale,
+            num_fixed=head_dim // 2 - rotated,
+            interleaved=interleaved,
+        )
 
-    @classmethod
-    def _from_hf(cls, config: PretrainedConfig | StatedConfig, head_dim: int) -> Rotary:
-        rope: dict[str, Any] = config.rope_parameters
-        # The two most common kinds without transformers, whose import takes a second.
-        if rope["rope_type"] in ("default", "llama3") and rope.keys().isdisjoint(_PARTIAL):
-            exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-            frequencies, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0
-            if rope["rope_type"] == "llama3":
-                frequencies = _stretch_long_waves(frequencies, rope)
+    @property
+    def head_rows(self) -> tuple[range, ...]:
+        """The rows of a head, of queries or keys, in the order that pairs them as above."""
+        half, fixed = len(self.inverse_frequencies), self.num_fixed
+        end = 2 * half
+        if self.interleaved:
+            first, second = range(0, end, 2), range(1, end, 2)
         else:
-            compute = rope_functions.demand()[rope["rope_type"]]
-            frequencies, scale = compute(config, torch.device("cpu"))
-        return cls(inverse_frequencies=tuple(frequencies.tolist()), scale=float(scale))
+            first, second = range(half), range(half, end)
+        rows = (first, range(end, end + fixed), second, range(end + fixed, end + 2 * fixed))
+        return tuple(part for part in rows if part)
 
     def table(self, max_position: int, device: torch.device) -> torch.Tensor:
         """Cosines, then sines, of positions 0 to max_position - 1: [max_position, head_dim]."""
         if device.type == "meta":  # computing without memory would import all of Dynamo
-            return torch.empty((max_position, 2 * len(self.inverse_frequencies)), device=device)
+            pairs = len(self.inverse_frequencies) + self.num_fixed
+            return torch.empty((max_position, 2 * pairs), device=device)
         frequencies = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device=device)
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
         angles = torch.outer(positions, frequencies)
-        return torch.cat((angles.cos(), angles.sin()), dim=-1) * self.scale
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        fixed = angles.new_zeros(max_position, self.num_fixed)
+        return torch.cat((cos, fixed + 1, sin, fixed), dim=-1)
+
+
+def _frequencies(
+    config: PretrainedConfig | StatedConfig, rotary_dim: int
+) -> tuple[tuple[float, ...], float]:
+    """Of the pairs of a head's first ``rotary_dim`` rows, and the scale of cos and sin."""
+    rope: dict[str, Any] = config.rope_parameters
+    # The two most common kinds without transformers, whose import takes a second.
+    if rope["rope_type"] in ("default", "llama3"):
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        frequencies, scale = 1.0 / rope["rope_theta"] ** exponents, 1.0
+        if rope["rope_type"] == "llama3":
+            frequencies = _stretch_long_waves(frequencies, rope)
+    else:
+        compute = rope_functions.demand()[rope["rope_type"]]
+        frequencies, scale = compute(config, torch.device("cpu"))
+    return tuple(frequencies.tolist()), float(scale)
 
 
 def _stretch_long_waves(frequencies: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
@@ -89,12 +122,18 @@ def _stretch_long_waves(frequencies: torch.Tensor, rope: dict[str, Any]) -> torc
     return torch.where(wavelengths < context / high, frequencies, stretched)
 
 
-def rotary_obstacle(config: PretrainedConfig | StatedConfig) -> str | None:
-    """Why the native decoder cannot give this model its positions; None where it can."""
+def rotary_obstacle(
+    config: PretrainedConfig | StatedConfig, *, partial: bool = False
+) -> str | None:
+    """Why the native decoder cannot give this model its positions; None where it can.
+
+    ``partial``: its family may rotate a part of each head.
+    """
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type")
     if kind not in _TYPES:
         return f"its rotary positions are of type {shown(kind)}, not one of {', '.join(_TYPES)}"
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return f"it rotates only a part ({shown(rope['partial_rotary_factor'])}) of each head"
+    part = rope.get(_PARTIAL, 1.0)
+    if part != 1.0 and not (partial and type(part) in (int, float) and 0 < part < 1):
+        return f"it rotates only a part ({shown(part)}) of each head"
     return None

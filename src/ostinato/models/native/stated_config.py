@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ostinato.models.native.families import FAMILIES
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -24,13 +26,6 @@ _COMMON: dict[str, tuple[type, ...]] = {
     "hidden_act": (str,),
     "tie_word_embeddings": (bool,),
     "rope_parameters": (dict,),
-}
-_FAMILIES: dict[str, dict[str, tuple[type, ...]]] = {
-    "llama": {"head_dim": (int,), "attention_bias": (bool,), "mlp_bias": (bool,)},
-    "mistral": {"head_dim": (int,), "sliding_window": (int, type(None))},
-    # With a window there is a rule for which layers have it, which is transformers' to apply.
-    "qwen2": {"sliding_window": (type(None),)},
-    "qwen3": {"head_dim": (int,), "sliding_window": (type(None),), "attention_bias": (bool,)},
 }
 _ROPE = {
     "default": {"rope_type", "rope_theta"},
@@ -71,11 +66,12 @@ class StatedConfig:
 
 def stated_config(fields: Any) -> StatedConfig | None:
     """``fields`` of a config as they stand, or None where transformers must say what they mean."""
-    if not isinstance(fields, dict) or fields.get("model_type") not in _FAMILIES:
+    family = FAMILIES.get(fields.get("model_type", "")) if isinstance(fields, dict) else None
+    if family is None or family.fields is None:
         return None
     if any(fields.get(name) is not None for name in _DOUBTFUL):
         return None
-    for name, types in (_COMMON | _FAMILIES[fields["model_type"]]).items():
+    for name, types in {**_COMMON, **family.fields}.items():
         if name not in fields or type(fields[name]) not in types:
             return None
     rope = fields["rope_parameters"]

@@ -54,10 +54,10 @@ class SwiftKVDecoder(Decoder):
         result: torch.Tensor = self.late(hidden, positions, self.rotary_table)
         return result
 
-    def weight_slots(self) -> Iterator[WeightSlot]:
-        yield from super().weight_slots()
+    def _own_slots(self) -> Iterator[WeightSlot]:
+        yield from super()._own_slots()
         if self.late is not None:
-            yield from self.late.named_slots(self.late.plain_slots())
+            yield from self.late.weight_slots()
 
     def ignored_names(self) -> list[str]:
         return [] if self.late is None else self.late.ignored_names()

@@ -74,6 +74,11 @@ class SwiftKVConfig:
                 f"num_key_value_layers must be an int from 1 to the model's {num_layers} layers, "
                 f"got {shown(num_early)}"
             )
+        if self.decoder.names.attention_norm is None or self.decoder.qk_norm == "full":
+            raise ConfigError(
+                "SwiftKV is for models with a norm before attention, and none over all heads at "
+                "once; leave swiftkv_layers out"
+            )
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SwiftKVConfig:

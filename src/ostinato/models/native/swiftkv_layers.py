@@ -6,7 +6,7 @@ reads the layer's own input, and the keys' and values' the hidden state before a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +18,12 @@ from ostinato.attention.store import store_kv
 from ostinato.graphs.capture.context import get_forward_context
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
-from ostinato.models.native.layer import DecoderLayer
+from ostinato.models.native.layer import DecoderLayer, empty_norm, norm_slot
 from ostinato.models.native.layer_kernels import AnyKernels, Plain, SmallM
 from ostinato.models.native.norm import RMSNorm
 from ostinato.models.native.swiftkv_config import SwiftKVConfig
 from ostinato.models.weight_slot import WeightSlot
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _NORM = "model.norm_swiftkv.weight"
 
 
@@ -102,11 +101,12 @@ class LateLayers(nn.Module):
             LateLayer(decoder, index, device=device, dtype=dtype, exchange=exchange)
             for index in config.late_layers
         )
-        first = next(self.late_layers())
-        self.norm_swiftkv = (
-            RMSNorm((decoder.hidden_size,), decoder.rms_norm_eps, device=device, dtype=dtype)
+        first = next(self.late_layers()).attention_norm
+        assert first is not None, "checked by SwiftKVConfig"
+        self.norm_swiftkv: RMSNorm = (
+            empty_norm(decoder, decoder.hidden_size, device=device, dtype=dtype)
             if config.trained
-            else first.attention_norm  # one module in two roles, so that it is loaded once
+            else first  # one module in two roles, so that it is loaded once
         )
 
     @property
@@ -151,31 +151,29 @@ class LateLayers(nn.Module):
     def _run(self, hidden: torch.Tensor, run: AnyKernels) -> torch.Tensor:
         x, residual = hidden, None
         for layer in self.late_layers():
-            x, residual = layer(x, residual, run)
+            x, residual = layer.forward(x, residual, run)
         return run.add(x, residual)
 
-    def plain_slots(self) -> Iterator[WeightSlot]:
-        """The layers' tensors as a plain decoder's checkpoint names them."""
-        for layer in self.late_layers():
-            yield from layer.weight_slots(f"model.layers.{layer.spec.layer}")
-
-    def named_slots(self, plain: Iterable[WeightSlot]) -> Iterator[WeightSlot]:
-        """``plain``, or a rank's part of it, by the names in this model's checkpoint."""
-        if not self._trained:
-            yield from plain
-            return
-        for slot in plain:
-            yield slot._replace(name=_trained_name(slot.name))
-        weight = self.norm_swiftkv.weight.detach()
-        yield WeightSlot(_NORM, weight, weight.shape)
+    def weight_slots(self) -> Iterator[WeightSlot]:
+        """The layers' tensors as the model's checkpoint names them."""
+        for slot in self._plain_slots():
+            yield slot._replace(name=_trained_name(slot)) if self._trained else slot
+        if self._trained:
+            yield norm_slot(_NORM, self.norm_swiftkv)
 
     def ignored_names(self) -> list[str]:
         """Tensors that a checkpoint may have and that are not used: the teacher's projections."""
-        names = [slot.name for slot in self.plain_slots()] if self._trained else []
-        return [name for name in names if _trained_name(name) != name]
+        slots = self._plain_slots() if self._trained else ()
+        return [slot.name for slot in slots if _trained_name(slot) != slot.name]
+
+    def _plain_slots(self) -> Iterator[WeightSlot]:
+        """As a plain decoder's checkpoint names them."""
+        for layer in self.late_layers():
+            yield from layer.weight_slots(f"model.layers.{layer.spec.layer}")
 
 
-def _trained_name(plain: str) -> str:
+def _trained_name(slot: WeightSlot) -> str:
     """What a plain decoder's tensor of a late layer is called in a SwiftKV checkpoint."""
-    module, _, kind = plain.rpartition(".")
-    return f"{module}_swiftkv.{kind}" if module.endswith(_PROJECTIONS) else plain
+    module, _, kind = slot.name.rpartition(".")
+    own = slot.roles and {"query", "key", "value"}.issuperset(slot.roles)
+    return f"{module}_swiftkv.{kind}" if own else slot.name

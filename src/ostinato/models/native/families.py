@@ -1,0 +1,170 @@
+"""The families of dense models that the native decoder runs: a table of options and names each.
+
+A family says in which options of ``DecoderConfig`` its models differ from Llama's, and what their
+checkpoints call the weights. Which norms a layer has follows from the names: one before attention
+and one before the MLP (pre-norm, as in Llama), one behind each (post-norm, as in OLMo 2), or both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Types = tuple[type, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightNames:
+    """A layer's weights as its checkpoint names them. A norm without a name is not there.
+
+    Weights of one name are one tensor, in this order: a fused projection.
+    """
+
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    output: str = "self_attn.o_proj"
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    query_norm: str = "self_attn.q_norm"
+    key_norm: str = "self_attn.k_norm"
+    attention_norm: str | None = "input_layernorm"
+    attention_output_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_output_norm: str | None = None
+
+    @property
+    def num_norms(self) -> int:
+        """Of a layer, those of queries and keys apart."""
+        norms = (self.attention_norm, self.attention_output_norm)
+        return sum(name is not None for name in (*norms, self.mlp_norm, self.mlp_output_norm))
+
+
+LLAMA_NAMES = WeightNames()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """``options``: fields of ``DecoderConfig``, from a model's config, where they are not Llama's.
+
+    ``activation``: where its config has the name of the activation. ``interleaved``: RoPE pairs
+    neighbours (2i, 2i + 1) instead of halves. ``partial_rotary``: it heeds partial_rotary_factor.
+    ``fields``: what a config.json must state for it to be read without transformers, besides what
+    all must; None: transformers reads it.
+    """
+
+    options: Callable[[Any], dict[str, Any]] = lambda config: {}
+    names: WeightNames = LLAMA_NAMES
+    activation: str = "hidden_act"
+    interleaved: bool = False
+    partial_rotary: bool = False
+    fields: Mapping[str, Types] | None = field(default=None, hash=False)
+
+
+# --- options that several families share --------------------------------------------------------
+
+
+def attention_bias(config: Any) -> dict[str, Any]:
+    """On all projections of attention, if the config says so."""
+    return {"qkv_bias": bool(config.attention_bias), "output_bias": bool(config.attention_bias)}
+
+
+def window_everywhere(config: Any) -> dict[str, Any]:
+    """The same window in every layer."""
+    return {"windows": (config.sliding_window,) * config.num_hidden_layers}
+
+
+def window_by_layer(config: Any) -> dict[str, Any]:
+    """A window in the layers whose type says so. transformers works the types out."""
+    window = config.sliding_window
+    if window is None:
+        return {}
+    kinds = config.layer_types
+    return {"windows": tuple(window if kind == "sliding_attention" else None for kind in kinds)}
+
+
+# --- the families -------------------------------------------------------------------------------
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        options=lambda config: {**attention_bias(config), "mlp_bias": bool(config.mlp_bias)},
+        fields={"head_dim": (int,), "attention_bias": (bool,), "mlp_bias": (bool,)},
+    ),
+    "mistral": Family(
+        options=window_everywhere,
+        fields={"head_dim": (int,), "sliding_window": (int, type(None))},
+    ),
+    "qwen2": Family(
+        options=lambda config: {"qkv_bias": True, **window_by_layer(config)},
+        # With a window there is a rule for which layers have it, which is transformers' to apply.
+        fields={"sliding_window": (type(None),)},
+    ),
+    "qwen3": Family(
+        options=lambda config: {
+            "qk_norm": "head",
+            **attention_bias(config),
+            **window_by_layer(config),
+        },
+        fields={"head_dim": (int,), "sliding_window": (type(None),), "attention_bias": (bool,)},
+    ),
+    "granite": Family(
+        options=lambda config: {
+            "embedding_scale": config.embedding_multiplier,
+            "attention_scale": config.attention_multiplier,
+            "residual_scale": config.residual_multiplier,
+            "logit_scale": 1 / config.logits_scaling,
+            "mlp_bias": bool(config.mlp_bias),
+            **attention_bias(config),
+        },
+    ),
+    "olmo2": Family(
+        options=lambda config: {"qk_norm": "full", **attention_bias(config)},
+        names=WeightNames(
+            attention_norm=None,
+            attention_output_norm="post_attention_layernorm",
+            mlp_norm=None,
+            mlp_output_norm="post_feedforward_layernorm",
+        ),
+    ),
+    "gemma2": Family(
+        options=lambda config: {
+            "norm_offset": 1.0,
+            "embedding_scale": config.hidden_size**0.5,
+            "attention_scale": config.query_pre_attn_scalar**-0.5,
+            "attention_soft_cap": config.attn_logit_softcapping,
+            "logit_soft_cap": config.final_logit_softcapping,
+            **attention_bias(config),
+            **window_by_layer(config),
+        },
+        names=WeightNames(
+            attention_output_norm="post_attention_layernorm",
+            mlp_norm="pre_feedforward_layernorm",
+            mlp_output_norm="post_feedforward_layernorm",
+        ),
+        activation="hidden_activation",
+    ),
+    "phi3": Family(
+        options=window_everywhere,
+        names=WeightNames(
+            query="self_attn.qkv_proj",
+            key="self_attn.qkv_proj",
+            value="self_attn.qkv_proj",
+            gate="mlp.gate_up_proj",
+            up="mlp.gate_up_proj",
+        ),
+        partial_rotary=True,
+    ),
+    "glm4": Family(
+        options=lambda config: {"qkv_bias": bool(config.attention_bias)},
+        names=WeightNames(
+            gate="mlp.gate_up_proj",
+            up="mlp.gate_up_proj",
+            attention_output_norm="post_self_attn_layernorm",
+            mlp_output_norm="post_mlp_layernorm",
+        ),
+        interleaved=True,
+        partial_rotary=True,
+    ),
+}
