@@ -48,8 +48,8 @@ from ostinato.graphs.policy.counters import compilation_counter
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
-from ostinato.models.native.swiftkv import SwiftKVDecoder, convert
-from ostinato.models.native.swiftkv_config import SwiftKVConfig
+from ostinato.models.native.swiftkv.config import SwiftKVConfig
+from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder, convert
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,

@@ -23,8 +23,8 @@ from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import draw_weights
-from ostinato.models.native.swiftkv import SwiftKVDecoder, convert
-from ostinato.models.native.swiftkv_config import SwiftKVConfig
+from ostinato.models.native.swiftkv.config import SwiftKVConfig
+from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder, convert
 from ostinato.parallel.comm import Comm, RecordingComm
 from ostinato.parallel.distributed import DistributedComm
 from ostinato.parallel.layout import ParallelLayout

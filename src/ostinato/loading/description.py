@@ -19,7 +19,7 @@ from ostinato.models.json_file import check_numbers, read_object
 from ostinato.models.native.decoder_config import DecoderConfig, obstacle
 from ostinato.models.native.shapes import SHAPES, shape_config
 from ostinato.models.native.stated_config import StatedConfig, stated_config
-from ostinato.models.native.swiftkv_config import SwiftKVConfig, is_swiftkv, plain_config
+from ostinato.models.native.swiftkv.config import SwiftKVConfig, is_swiftkv, plain_config
 from ostinato.quoting import said
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import draw_weights
 from ostinato.models.native.stated_config import StatedConfig
-from ostinato.models.native.swiftkv import SwiftKVDecoder
-from ostinato.models.native.swiftkv_config import SwiftKVConfig
+from ostinato.models.native.swiftkv.config import SwiftKVConfig
+from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.quoting import is_failure, said, shown
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ostinato.models.native.decoder_config import DecoderConfig
-from ostinato.models.native.swiftkv_config import SwiftKVConfig, first_layers
-from ostinato.models.native.swiftkv_layers import LateLayers
+from ostinato.models.native.swiftkv.config import SwiftKVConfig, first_layers
+from ostinato.models.native.swiftkv.layers import LateLayers
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.comm import Comm
 from ostinato.parallel.exchange import TensorExchange

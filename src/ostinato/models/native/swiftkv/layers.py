@@ -21,7 +21,7 @@ from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.layer import DecoderLayer, empty_norm, norm_slot
 from ostinato.models.native.layer_kernels import AnyKernels, Plain, SmallM
 from ostinato.models.native.norm import RMSNorm
-from ostinato.models.native.swiftkv_config import SwiftKVConfig
+from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.weight_slot import WeightSlot
 
 _NORM = "model.norm_swiftkv.weight"

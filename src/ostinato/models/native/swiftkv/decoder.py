@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import torch
 
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.swiftkv_config import SwiftKVConfig
-from ostinato.models.native.swiftkv_layers import LateLayers
+from ostinato.models.native.swiftkv.config import SwiftKVConfig
+from ostinato.models.native.swiftkv.layers import LateLayers
 from ostinato.models.weight_slot import WeightSlot
 
 
