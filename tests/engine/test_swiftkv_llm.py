@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from swiftkv_statement import Statement, untrained
 from test_workloads import poison_every_step
@@ -147,17 +148,25 @@ def test_with_at_most_one_late_layer_it_is_the_plain_model(
         assert tokens_of(llm, params) == expected
 
 
-def test_late_layers_run_for_one_token_of_a_request(plain: Path) -> None:
+def test_late_layers_run_for_one_token_of_a_request(
+    plain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = LIMITS | {"device": "cpu", "graphs": GraphConfig(mode="NONE")}
     with LLM(plain, swiftkv_layers=EARLY, **options) as llm:
         model: Any = llm.engine.model
         rows: dict[str, set[int]] = {"early": set(), "late": set()}
         layers = {"early": model.decoder_layers(), "late": model.late.late_layers()}
-        for name, its in layers.items():
-            for layer in its:
-                layer.o_proj.register_forward_pre_hook(
-                    lambda _, inputs, name=name: rows[name].add(inputs[0].shape[0])
-                )
+        kinds = {
+            layer.o_proj.weight.data_ptr(): name for name, its in layers.items() for layer in its
+        }
+        linear = F.linear
+
+        def recording(x: torch.Tensor, weight: torch.Tensor, *bias: Any) -> torch.Tensor:
+            if weight.data_ptr() in kinds:
+                rows[kinds[weight.data_ptr()]].add(x.shape[0])
+            return linear(x, weight, *bias)
+
+        monkeypatch.setattr(F, "linear", recording)
         tokens_of(llm)
     assert max(rows["early"]) == LIMITS["max_num_batched_tokens"]
     assert max(rows["late"]) <= LIMITS["max_num_seqs"]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import Qwen3Config
+from transformers import Gemma2Config, Qwen3Config
 
 from ostinato import ConfigError
 from ostinato.config import EngineConfig
@@ -45,6 +45,24 @@ def test_every_product_of_the_model_is_there(tied: bool) -> None:
     assert len(weights) == 5 * len(ROW_CLASSES)
     head = next(w[0] for s, w in weights.items() if s.n == 100)
     assert (head is model.embed_tokens.weight) == tied
+
+
+def test_what_is_fused_with_a_product_is_measured_with_it() -> None:
+    config = DecoderConfig.from_hf(
+        Gemma2Config(
+            vocab_size=100,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+        )
+    )
+    weights = linear_weights(Decoder(config, device=torch.device("meta"), dtype=torch.bfloat16))
+    assert {s.n for s in weights} == {256, 64, 192, 100}
+    # Norms behind attention and MLP, and GeGLU, are no part of a GEMM.
+    assert not any(s.norm or s.gated or s.residual for s in weights)
 
 
 def test_a_known_shape_has_entries_for_an_h200() -> None:

@@ -112,6 +112,25 @@ def test_norm_of_a_sum(
 
 
 @few
+@given(rows=st.integers(1, 5), dim=st.integers(1, 300), dtype=dtypes)
+def test_norm_with_a_weight_in_float32(
+    find: Any, device: torch.device, rows: int, dim: int, dtype: torch.dtype
+) -> None:
+    """As Gemma has it: 1 + w would be rounded otherwise."""
+    from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+
+    dtype = known(dtype, find, device)
+    x, residual = (torch.randn(rows, dim).to(device, dtype) for _ in range(2))
+    weight = torch.randn(dim, device=device).to(dtype).float()
+    module = Gemma2RMSNorm(dim, 1e-6).to(device)
+    module.weight.data = weight
+    got = find(norm, "rms_norm")(x, 1 + weight, 1e-6)
+    assert_rounded(got, module(x).detach(), dtype)
+    got, total = find(norm, "add_rms_norm")(x, residual, 1 + weight, 1e-6)
+    assert_rounded(got, module(total).detach(), dtype)
+
+
+@few
 @given(parts=st.integers(1, 5), rows=st.integers(1, 5), dim=st.integers(1, 300), dtype=dtypes)
 def test_norm_of_a_sum_that_comes_in_parts(
     find: Any, device: torch.device, parts: int, rows: int, dim: int, dtype: torch.dtype

@@ -38,16 +38,22 @@ def linear_weights(model: Decoder) -> dict[LinearShape, list[torch.Tensor]]:
     """The weights of every kind of product that a decode step of few rows makes."""
     kinds: dict[LinearShape, list[torch.Tensor]] = {}
 
-    def add(weight: torch.Tensor, *, norm: bool, gated: bool = False) -> None:
+    def add(
+        weight: torch.Tensor, *, norm: bool = False, gated: bool = False, residual: bool = False
+    ) -> None:
         n, k = weight.shape
         for num_rows in ROW_CLASSES:
-            shape = LinearShape(num_rows, n, k, model.dtype, norm, gated, residual=not norm)
+            shape = LinearShape(num_rows, n, k, model.dtype, norm, gated, residual)
             kinds.setdefault(shape, []).append(weight)
 
+    # As ``SmallM`` fuses them. A norm behind a sublayer, or a scale, stands between GEMM and sum.
+    config, names = model.config, model.config.names
+    pre_norm = names.attention_norm is not None and names.attention_output_norm is None
+    fused = pre_norm and config.residual_scale == 1.0
     for layer in model.decoder_layers():
-        add(layer.qkv_proj.weight, norm=True)
-        add(layer.o_proj.weight, norm=False)
-        add(layer.gate_up_proj.weight, norm=True, gated=True)
-        add(layer.down_proj.weight, norm=False)
-    add(model.head_weight, norm=True)
+        add(layer.qkv_proj.weight, norm=fused)
+        add(layer.o_proj.weight, residual=fused)
+        add(layer.gate_up_proj.weight, norm=fused, gated=config.activation == "silu")
+        add(layer.down_proj.weight, residual=fused)
+    add(model.head_weight, norm=config.norm_offset == 0.0)
     return kinds

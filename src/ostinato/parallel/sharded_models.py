@@ -122,7 +122,7 @@ def weights_fingerprint(model: CausalLM, path: Path | None) -> str:
     stated = {
         field.name: getattr(model.shard.config, field.name) for field in fields(DecoderConfig)
     }
-    stated["early_layers"] = getattr(model.shard, "num_layers", None)  # of a SwiftKV model
+    stated["early_layers"] = model.shard.num_layers  # of a SwiftKV model
     del stated["rotary"]  # computed, and the last bit is the machine's
     digest = hashlib.sha256(repr(stated).encode())
     if path is not None:

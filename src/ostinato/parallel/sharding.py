@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ostinato.errors import ConfigError
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.decoder_config import DecoderConfig, first_layers
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.layout import ParallelLayout, vocabulary
@@ -21,13 +21,17 @@ _SUMMED = (("output",), ("down",))
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Part ``index`` of ``size`` of a decoder: these heads, in this order, in global numbers."""
+    """Part ``index`` of ``size`` of a decoder: these heads, in this order, in global numbers.
+
+    ``num_layers``: of its first layers alone; None: of all. ``config`` is that of the whole.
+    """
 
     config: DecoderConfig
     query_heads: tuple[int, ...]
     kv_heads: tuple[int, ...]
     index: int
     size: int
+    num_layers: int | None = None
 
     def __post_init__(self) -> None:
         width = self.config.intermediate_size
@@ -47,7 +51,7 @@ class Shard:
     def local_config(self) -> DecoderConfig:
         """The config of the part as if it were a model of its own."""
         return replace(
-            self.config,
+            first_layers(self.config, self.num_layers or self.config.num_layers),
             num_heads=len(self.query_heads),
             num_kv_heads=len(self.kv_heads),
             intermediate_size=self.config.intermediate_size // self.size,

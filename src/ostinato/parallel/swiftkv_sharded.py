@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ostinato.models.native.decoder_config import DecoderConfig
-from ostinato.models.native.swiftkv.config import SwiftKVConfig, first_layers
+from ostinato.models.native.swiftkv.config import SwiftKVConfig
+from ostinato.models.native.swiftkv.decoder import WithLateLayers
 from ostinato.models.native.swiftkv.layers import LateLayers
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.comm import Comm
@@ -21,17 +21,6 @@ from ostinato.parallel.exchange import TensorExchange
 from ostinato.parallel.place import RankPlace
 from ostinato.parallel.sharded_decoder import ShardedDecoder
 from ostinato.parallel.sharding import Shard, base_shard, sharded_slots, shift_shard
-
-
-@dataclass(frozen=True, kw_only=True)
-class EarlyShard(Shard):
-    """A part of a decoder's first ``num_layers`` layers. ``config`` is that of all layers."""
-
-    num_layers: int
-
-    @property
-    def local_config(self) -> DecoderConfig:
-        return first_layers(super().local_config, self.num_layers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,15 +34,16 @@ class LatePart:
         return sharded_slots(self.layers.weight_slots(), self.shard)
 
 
-class ShardedSwiftKV(ShardedDecoder):
+class ShardedSwiftKV(WithLateLayers, ShardedDecoder):
     """One rank's part of a SwiftKV model. A ``CausalLM``, as ``SwiftKVDecoder`` is one.
 
-    ``late`` is None if there are no late layers. ``shard`` is the part of the early ones.
+    ``late`` is None if there are no late layers. ``shard`` is the part of the early ones. Behind
+    these, all tokens are on every rank.
     """
 
     def __init__(
         self,
-        shard: EarlyShard,
+        shard: Shard,
         late: LatePart | None,
         *,
         tensor: Comm,
@@ -71,29 +61,12 @@ class ShardedSwiftKV(ShardedDecoder):
             max_position=max_position,
         )
         self._late_part = late
-        self.late = None if late is None else late.layers
-        if self.late is not None:
-            self.attention_specs = [*self.attention_specs, *self.late.attention_specs]
-
-    @property
-    def selects_tokens(self) -> bool:
-        return self.late is not None
-
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, hidden_size] of all T tokens, on every rank; see ``LateLayers``."""
-        hidden = super().forward(input_ids, positions)  # gathered: all tokens are here
-        if self.late is None:
-            return hidden
-        result: torch.Tensor = self.late(hidden, positions, self.rotary_table)
-        return result
+        self.add_late_layers(None if late is None else late.layers)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         yield from super().weight_slots()
         if self._late_part is not None:
             yield from self._late_part.weight_slots()
-
-    def ignored_names(self) -> list[str]:
-        return [] if self.late is None else self.late.ignored_names()
 
 
 def build_swiftkv_models(
@@ -122,7 +95,7 @@ def build_swiftkv_models(
 
     def model(shard: Shard, tensor: tuple[int, ...], sequence: tuple[int, ...]) -> ShardedSwiftKV:
         return ShardedSwiftKV(
-            _early(shard, config.num_key_value_layers),
+            replace(shard, num_layers=config.num_key_value_layers),
             late,
             tensor=comm_of(tensor),
             sequence=comm_of(sequence),
@@ -136,14 +109,3 @@ def build_swiftkv_models(
         headless = replace(shift, config=replace(shift.config, tied_head=True))  # the base has one
         models.append(model(headless, layout.shift_group, (rank,)))
     return models
-
-
-def _early(shard: Shard, num_layers: int) -> EarlyShard:
-    return EarlyShard(
-        config=shard.config,
-        query_heads=shard.query_heads,
-        kv_heads=shard.kv_heads,
-        index=shard.index,
-        size=shard.size,
-        num_layers=num_layers,
-    )

@@ -9,7 +9,7 @@ not to wrong numbers.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ostinato.errors import ConfigError
@@ -141,6 +141,11 @@ class DecoderConfig:
             activation=_ACTIVATIONS[getattr(config, family.activation)],
             **options,
         )
+
+
+def first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:
+    """The decoder that ends after ``num_layers`` layers."""
+    return replace(config, num_layers=num_layers, windows=config.windows[:num_layers])
 
 
 def _check_sizes(config: PretrainedConfig | StatedConfig) -> None:

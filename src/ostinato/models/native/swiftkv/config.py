@@ -7,11 +7,11 @@ decoder, whose weights then take the places of the trained ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ostinato.errors import ConfigError
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.decoder_config import DecoderConfig, first_layers
 from ostinato.models.native.stated_config import StatedConfig, stated_config
 from ostinato.quoting import said, shown
 
@@ -45,11 +45,6 @@ def plain_config(fields: Mapping[str, Any]) -> PretrainedConfig | StatedConfig:
             f"model_type {shown(kind)}: SwiftKV of an unknown family ({said(error)})"
         ) from error
     return config
-
-
-def first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:
-    """The decoder that ends after ``num_layers`` layers."""
-    return replace(config, num_layers=num_layers, windows=config.windows[:num_layers])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,30 +18,20 @@ from ostinato.models.native.swiftkv.layers import LateLayers
 from ostinato.models.weight_slot import WeightSlot
 
 
-class SwiftKVDecoder(Decoder):
-    """A ``CausalLM`` on one device. ``decoder_layers`` are the early layers.
+class WithLateLayers(Decoder):
+    """A decoder of the early layers, and the late ones behind it. None: there are none.
 
     ``forward`` returns states of all tokens; those of tokens that ``logits_indices`` left out are
     not for logits. ``compute_logits`` is the plain decoder's.
     """
 
-    def __init__(
-        self,
-        config: SwiftKVConfig,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_position: int | None = None,
-    ) -> None:
-        super().__init__(config.early, device=device, dtype=dtype, max_position=max_position)
-        self.config = config.decoder
-        self.late = (
-            LateLayers(config, config.decoder, device=device, dtype=dtype)
-            if config.late_layers
-            else None
-        )
-        if self.late is not None:
-            self.attention_specs = [*self.attention_specs, *self.late.attention_specs]
+    late: LateLayers | None
+
+    def add_late_layers(self, late: LateLayers | None) -> None:
+        """To be called once."""
+        self.late = late
+        if late is not None:
+            self.attention_specs = [*self.attention_specs, *late.attention_specs]
 
     @property
     def selects_tokens(self) -> bool:
@@ -54,13 +44,33 @@ class SwiftKVDecoder(Decoder):
         result: torch.Tensor = self.late(hidden, positions, self.rotary_table)
         return result
 
+    def ignored_names(self) -> list[str]:
+        return [] if self.late is None else self.late.ignored_names()
+
+
+class SwiftKVDecoder(WithLateLayers):
+    """A ``CausalLM`` on one device. ``decoder_layers`` are the early layers."""
+
+    def __init__(
+        self,
+        config: SwiftKVConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_position: int | None = None,
+    ) -> None:
+        super().__init__(config.early, device=device, dtype=dtype, max_position=max_position)
+        self.config = config.decoder
+        self.add_late_layers(
+            LateLayers(config, config.decoder, device=device, dtype=dtype)
+            if config.late_layers
+            else None
+        )
+
     def _own_slots(self) -> Iterator[WeightSlot]:
         yield from super()._own_slots()
         if self.late is not None:
             yield from self.late.weight_slots()
-
-    def ignored_names(self) -> list[str]:
-        return [] if self.late is None else self.late.ignored_names()
 
 
 @torch.no_grad()
