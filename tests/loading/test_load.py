@@ -403,7 +403,7 @@ def test_shapes_mean_what_transformers_takes_them_for(name: str) -> None:
     assert config.to_hf().eos_token_id == config.eos_token_id
 
 
-@pytest.mark.parametrize("name", TINY_NATIVE.keys() - TINY_WITH_OPTIONS)
+@pytest.mark.parametrize("name", sorted(TINY_NATIVE.keys() - TINY_WITH_OPTIONS))
 def test_a_config_that_states_everything_is_read_without_transformers(
     tmp_path: Path, name: str
 ) -> None:

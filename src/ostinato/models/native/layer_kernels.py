@@ -8,6 +8,7 @@ the body never looks at them. A strategy is made for one forward: it knows the b
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -39,12 +40,13 @@ class Linear(Protocol):
     def bias(self) -> Tensor | None: ...
 
 
-class LayerKernels(Generic[Normed, Delta]):
+class LayerKernels(ABC, Generic[Normed, Delta]):
     """The operations of a layer. ``residual`` is the stream that sublayers add to."""
 
     # What keys and values are made of, in layers that do not make them of their input (SwiftKV).
     source: Tensor | None = None
 
+    @abstractmethod
     def norm(
         self, norm: RMSNorm | None, x: Delta | Tensor, residual: Tensor | None
     ) -> tuple[Normed | Tensor, Tensor]:
@@ -52,31 +54,30 @@ class LayerKernels(Generic[Normed, Delta]):
 
         ``norm`` None: the sum, and the sum.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def output_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
         """The norm of a projection's result, or of some columns of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def project(self, projection: Linear, x: Normed | Tensor) -> Tensor:
         """``x @ weight.T + bias``."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gated(self, projection: Linear, x: Normed, activation: Activation) -> Tensor:
         """``activation`` of the projection's first half, times the second half."""
-        raise NotImplementedError
 
+    @abstractmethod
     def output(self, projection: Linear, x: Tensor) -> Delta:
         """``project``, of what goes to ``norm`` or ``add`` next, whole on this rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         """RoPE and attention: ``qkv`` [T, all heads * head_dim] -> [T, num_heads * head_dim]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def add(self, x: Delta | Tensor, residual: Tensor | None) -> Tensor:
         """The sum of both."""
-        raise NotImplementedError
 
 
 class Plain(LayerKernels[Tensor, Tensor]):
