@@ -15,6 +15,8 @@ import torch.nn.functional as F
 
 from ostinato import compat
 
+# Found once: torch.compile traces what is below. Without it no model asks for these functions.
+_transformers: Any = compat.experts_module.find()
 EXPERTS = "ostinato"  # the name to ask transformers for
 
 # The grouped product reads its group sizes on the device for bfloat16 on these chips; for other
@@ -35,11 +37,11 @@ def experts_forward(
     expert modules: weights stacked by expert, with flags that say how they are laid out.
     """
     if _grouped_product_stays_on_device(experts):
-        forward: Any = compat.experts_module.demand().grouped_mm_experts_forward
+        forward: Any = _transformers.grouped_mm_experts_forward
     elif 3 * top_k_index.numel() <= experts.num_experts:
         # So few tokens that copying the weights of the experts they use moves fewer bytes (read,
         # write, read) than reading all experts.
-        forward = compat.experts_module.demand().batched_mm_experts_forward
+        forward = _transformers.batched_mm_experts_forward
     else:
         forward = every_expert_forward
     output: torch.Tensor = forward(experts, hidden_states, top_k_index, top_k_weights)
@@ -90,5 +92,5 @@ def _linear(experts: Any, name: str, expert: int, inputs: torch.Tensor) -> torch
     return F.linear(inputs, weight.T if experts.is_transposed else weight, bias)
 
 
-if (_module := compat.experts_module.find()) is not None:
-    _module.ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
+if _transformers is not None:
+    _transformers.ALL_EXPERTS_FUNCTIONS.register(EXPERTS, experts_forward)
