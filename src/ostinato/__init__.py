@@ -12,45 +12,72 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
-    "ReplayMismatchError": "errors",
-    "RequestError": "errors",
-    "OutOfBlocksError": "errors",
-    "ModelLoadError": "errors",
-    "OstinatoError": "errors",
-    "ContextError": "errors",
-    "ConfigError": "errors",
-    "ConcurrentUseError": "errors",
-    "ClosedError": "errors",
-    "CaptureOutOfMemoryError": "errors",
-    "CaptureError": "errors",
-    "BatchError": "errors",
+    "AttentionBackend": "attention.base",
     "AttentionCGSupport": "graphs.policy.modes",
+    "AttentionMetadata": "attention.base",
+    "AttentionSpec": "attention.base",
     "BatchDescriptor": "graphs.policy.descriptor",
+    "BatchError": "errors",
     "BatchShape": "graphs.policy.descriptor",
+    "CaptureError": "errors",
+    "CaptureInputs": "graphs.capture.capture_inputs",
+    "CaptureOutOfMemoryError": "errors",
+    "CapturePlan": "graphs.policy.plan",
+    "CaptureReport": "graphs.capture.capture_loop",
+    "Choice": "graphs.policy.descriptor",
+    "ClosedError": "errors",
+    "compilation_counter": "graphs.policy.counters",
+    "CompletionOutput": "outputs",
+    "ConcurrentUseError": "errors",
+    "ConfigError": "errors",
+    "ContextError": "errors",
+    "CUDAGraphEntry": "graphs.wrapper",
+    "CudaGraphManager": "graphs.manager",
     "CUDAGraphMode": "graphs.policy.modes",
     "CUDAGraphOptions": "graphs.wrapper",
     "CUDAGraphWrapper": "graphs.wrapper",
-    "CapturePlan": "graphs.policy.plan",
-    "Choice": "graphs.policy.descriptor",
-    "CudaGraphManager": "graphs.manager",
-    "GraphPool": "graphs.capture.pool",
-    "Reason": "graphs.policy.descriptor",
-    "compilation_counter": "graphs.policy.counters",
+    "default_sizes": "graphs.policy.sizes",
+    "Dispatcher": "graphs.policy.dispatch",
     "eager_break": "graphs.capture.segments",
+    "EngineConfig": "config",
+    "ForwardContext": "graphs.capture.context",
+    "get_cudagraph_sizes": "graphs.policy.sizes",
     "get_forward_context": "graphs.capture.context",
     "GraphConfig": "config",
-    "LLM": "llm",
-    "RequestOutput": "outputs",
-    "SamplingParams": "sampling_params",
     "graphed": "graphs.graphed",
+    "GraphedCallable": "graphs.graphed_callable",
+    "GraphedModule": "graphs.graphed_module",
+    "GraphedStats": "graphs.policy.stats",
+    "GraphPool": "graphs.capture.pool",
+    "LLM": "llm",
+    "Logprob": "outputs",
+    "ModelLoadError": "errors",
+    "OstinatoError": "errors",
+    "OutOfBlocksError": "errors",
+    "PlanEntry": "graphs.policy.plan",
+    "prepare_inputs_to_capture": "graphs.capture.capture_inputs",
+    "PreparedBatch": "graphs.manager",
+    "Reason": "graphs.policy.descriptor",
+    "ReplayMismatchError": "errors",
+    "RequestError": "errors",
+    "RequestOutput": "outputs",
     "resolve_mode": "graphs.policy.modes",
+    "ResolvedMode": "graphs.policy.modes",
+    "SamplingParams": "sampling_params",
     "set_forward_context": "graphs.capture.context",
+    "TextDelta": "outputs",
+    "TokenBuffers": "graphs.capture.capture_inputs",
+    "WeightOffloader": "graphs.capture.pool",
 }
 
 # What `pip install ostinato` leaves out, and `ostinato[llm]` brings.
 _OF_THE_RUNTIME = ("transformers", "tokenizers", "safetensors", "numpy", "filelock")
 
 if TYPE_CHECKING:
+    from ostinato.attention.base import AttentionBackend as AttentionBackend
+    from ostinato.attention.base import AttentionMetadata as AttentionMetadata
+    from ostinato.attention.base import AttentionSpec as AttentionSpec
+    from ostinato.config import EngineConfig as EngineConfig
     from ostinato.config import GraphConfig as GraphConfig
     from ostinato.errors import BatchError as BatchError
     from ostinato.errors import CaptureError as CaptureError
@@ -64,25 +91,46 @@ if TYPE_CHECKING:
     from ostinato.errors import OutOfBlocksError as OutOfBlocksError
     from ostinato.errors import ReplayMismatchError as ReplayMismatchError
     from ostinato.errors import RequestError as RequestError
+    from ostinato.graphs.capture.capture_inputs import CaptureInputs as CaptureInputs
+    from ostinato.graphs.capture.capture_inputs import TokenBuffers as TokenBuffers
+    from ostinato.graphs.capture.capture_inputs import (
+        prepare_inputs_to_capture as prepare_inputs_to_capture,
+    )
+    from ostinato.graphs.capture.capture_loop import CaptureReport as CaptureReport
+    from ostinato.graphs.capture.context import ForwardContext as ForwardContext
     from ostinato.graphs.capture.context import get_forward_context as get_forward_context
     from ostinato.graphs.capture.context import set_forward_context as set_forward_context
     from ostinato.graphs.capture.pool import GraphPool as GraphPool
+    from ostinato.graphs.capture.pool import WeightOffloader as WeightOffloader
     from ostinato.graphs.capture.segments import eager_break as eager_break
     from ostinato.graphs.graphed import graphed as graphed
+    from ostinato.graphs.graphed_callable import GraphedCallable as GraphedCallable
+    from ostinato.graphs.graphed_module import GraphedModule as GraphedModule
     from ostinato.graphs.manager import CudaGraphManager as CudaGraphManager
+    from ostinato.graphs.manager import PreparedBatch as PreparedBatch
     from ostinato.graphs.policy.counters import compilation_counter as compilation_counter
     from ostinato.graphs.policy.descriptor import BatchDescriptor as BatchDescriptor
     from ostinato.graphs.policy.descriptor import BatchShape as BatchShape
     from ostinato.graphs.policy.descriptor import Choice as Choice
     from ostinato.graphs.policy.descriptor import Reason as Reason
+    from ostinato.graphs.policy.dispatch import Dispatcher as Dispatcher
     from ostinato.graphs.policy.modes import AttentionCGSupport as AttentionCGSupport
     from ostinato.graphs.policy.modes import CUDAGraphMode as CUDAGraphMode
+    from ostinato.graphs.policy.modes import ResolvedMode as ResolvedMode
     from ostinato.graphs.policy.modes import resolve_mode as resolve_mode
     from ostinato.graphs.policy.plan import CapturePlan as CapturePlan
+    from ostinato.graphs.policy.plan import PlanEntry as PlanEntry
+    from ostinato.graphs.policy.sizes import default_sizes as default_sizes
+    from ostinato.graphs.policy.sizes import get_cudagraph_sizes as get_cudagraph_sizes
+    from ostinato.graphs.policy.stats import GraphedStats as GraphedStats
+    from ostinato.graphs.wrapper import CUDAGraphEntry as CUDAGraphEntry
     from ostinato.graphs.wrapper import CUDAGraphOptions as CUDAGraphOptions
     from ostinato.graphs.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
     from ostinato.llm import LLM as LLM
+    from ostinato.outputs import CompletionOutput as CompletionOutput
+    from ostinato.outputs import Logprob as Logprob
     from ostinato.outputs import RequestOutput as RequestOutput
+    from ostinato.outputs import TextDelta as TextDelta
     from ostinato.sampling_params import SamplingParams as SamplingParams
 
 __all__ = ["__version__", *_HOME]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -85,7 +87,7 @@ class Engine:
             max_num_batched_tokens=128,
             decode_query_lens=(query_len,),
         )
-        self.manager: CudaGraphManager[torch.Tensor] = CudaGraphManager(
+        self.manager: CudaGraphManager[torch.Tensor, Any] = CudaGraphManager(
             self.plan, pool, show_progress=False, **options
         )
         self.prepared: list[PlanEntry] = []
@@ -516,3 +518,32 @@ def test_offloader_is_synchronised_around_captures_and_replays(device: torch.dev
         log.calls.clear()
         engine.manager.run_fullgraph(BatchDescriptor(4, num_reqs=4, uniform=True))
         assert log.calls == ["sync"]
+
+
+def test_one_entry_is_captured_by_itself(pool: GraphPool) -> None:
+    engine = Engine(pool, CUDAGraphMode.FULL_DECODE_ONLY, [1, 2, 4])
+    small, middle = sorted(engine.plan.entries, key=lambda entry: entry.descriptor.num_tokens)[:2]
+    report = engine.manager.capture_graph(middle, engine.piecewise, engine.prepare)
+    assert [each.entry for each in report.entries] == [middle]
+    assert engine.manager.get_cudagraph_size(1, uniform_decode=True) is None
+    assert engine.manager.get_cudagraph_size(2, uniform_decode=True) == 2
+    again = engine.manager.capture_graph(middle, engine.piecewise, engine.prepare)
+    assert again.entries == []
+    assert engine.manager.needs_capture()
+    engine.capture()
+    assert engine.manager.get_cudagraph_size(1, uniform_decode=True) == 1
+    assert not engine.manager.needs_capture()
+    odd = replace(small, descriptor=BatchDescriptor(3, num_reqs=3, uniform=True))
+    with pytest.raises(CaptureError, match=r"not in the plan, so no batch could ever choose it"):
+        engine.manager.capture_graph(odd, engine.piecewise, engine.prepare)
+
+
+def test_a_full_graph_is_run_by_its_number_of_tokens(pool: GraphPool) -> None:
+    engine = Engine(pool, CUDAGraphMode.FULL_DECODE_ONLY, [2, 4])
+    engine.capture()
+    engine.buffer.copy_(torch.randn(128, WIDTH))
+    expected = engine.eager(4)
+    torch.testing.assert_close(engine.manager.run_fullgraph(4), expected)
+    torch.testing.assert_close(engine.manager.run_fullgraph(4, 3), expected[:3])
+    with pytest.raises(BatchError, match=r"no FULL graph has 3 tokens.*captured sizes: \[2, 4\]"):
+        engine.manager.run_fullgraph(3)

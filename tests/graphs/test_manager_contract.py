@@ -59,7 +59,7 @@ class Engine:
         self.x = torch.ones(16, WIDTH, device=pool.device)
         self.lengths = torch.ones(16, device=pool.device)
         self.plan = CapturePlan.build(mode, sizes, max_num_seqs=16, max_num_batched_tokens=16)
-        self.manager: CudaGraphManager[torch.Tensor] = CudaGraphManager(
+        self.manager: CudaGraphManager[torch.Tensor, Any] = CudaGraphManager(
             self.plan, pool, show_progress=False, **options
         )
         self.prepared: list[int] = []

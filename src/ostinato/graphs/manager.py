@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -27,6 +27,7 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 
 Inputs = TypeVar("Inputs")
+Output = TypeVar("Output")  # of the forward: hidden states [num_tokens, ...], or a tree of those
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ class FullGraph:
     output: Any
 
 
-class CudaGraphManager(Generic[Inputs]):
+class CudaGraphManager(Generic[Inputs, Output]):
     """Owns the FULL graphs of one forward, and the dispatch over its whole plan.
 
     PIECEWISE entries are captured by running the forward under a PIECEWISE context, so that the
@@ -145,10 +146,10 @@ class CudaGraphManager(Generic[Inputs]):
 
     def capture(
         self,
-        forward: Callable[[Inputs], Any],
+        forward: Callable[[Inputs], Output],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
         *,
-        warm_up: Callable[[Inputs], Any] | None = None,
+        warm_up: Callable[[Inputs], Output] | None = None,
     ) -> CaptureReport:
         """Capture what is missing of the plan. ``prepare`` runs outside the graphs.
 
@@ -157,6 +158,32 @@ class CudaGraphManager(Generic[Inputs]):
 
         For start-up: what warm-ups took is given back (``GraphPool.release_unused``).
         """
+        return self._capture_each(self._missing(), forward, prepare, warm_up or forward)
+
+    def capture_graph(
+        self,
+        entry: PlanEntry,
+        forward: Callable[[Inputs], Output],
+        prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
+        *,
+        warm_up: Callable[[Inputs], Output] | None = None,
+    ) -> CaptureReport:
+        """Capture one entry of the plan, as ``capture`` does all; nothing if it was before."""
+        if entry not in self.plan.entries:
+            raise CaptureError(
+                f"{entry} is not in the plan, so no batch could ever choose it; capture one of "
+                "plan.entries"
+            )
+        entries = [entry] if self.dispatcher.is_open(entry) else []
+        return self._capture_each(entries, forward, prepare, warm_up or forward)
+
+    def _capture_each(
+        self,
+        entries: list[PlanEntry],
+        forward: Callable[[Inputs], Output],
+        prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
+        warm_up: Callable[[Inputs], Output],
+    ) -> CaptureReport:
         loop = CaptureLoop(
             self.pool,
             self.dispatcher,
@@ -165,9 +192,9 @@ class CudaGraphManager(Generic[Inputs]):
             name=self._name,
         )
         with loop:
-            for entry in loop.over(self._missing()):
+            for entry in loop.over(entries):
                 try:
-                    self._capture(entry, forward, warm_up or forward, prepare)
+                    self._capture(entry, forward, warm_up, prepare)
                 except BaseException as error:
                     loop.failed(entry, error)
                 else:
@@ -181,8 +208,8 @@ class CudaGraphManager(Generic[Inputs]):
     def _capture(
         self,
         entry: PlanEntry,
-        forward: Callable[[Inputs], Any],
-        warm_up: Callable[[Inputs], Any],
+        forward: Callable[[Inputs], Output],
+        warm_up: Callable[[Inputs], Output],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
     ) -> None:
         """Capture one entry: watched and warmed up, unless one like it was before."""
@@ -211,8 +238,8 @@ class CudaGraphManager(Generic[Inputs]):
     def _capture_entry(
         self,
         entry: PlanEntry,
-        forward: Callable[[Inputs], Any],
-        warm_up: Callable[[Inputs], Any],
+        forward: Callable[[Inputs], Output],
+        warm_up: Callable[[Inputs], Output],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
         *,
         num_warmups: int,
@@ -256,16 +283,36 @@ class CudaGraphManager(Generic[Inputs]):
             )
         return graph
 
-    def run_fullgraph(self, descriptor: BatchDescriptor, num_tokens: int | None = None) -> Any:
-        """Replay a FULL graph; views of the first ``num_tokens`` rows of its output (all: None)."""
-        rows = descriptor.num_tokens if num_tokens is None else num_tokens
-        if not 1 <= rows <= descriptor.num_tokens:
-            raise BatchError(f"{rows} rows were asked for of a graph of {descriptor.num_tokens}")
-        graph = self.full_graph(descriptor)
+    def run_fullgraph(
+        self, descriptor: BatchDescriptor | int, num_tokens: int | None = None
+    ) -> Output:
+        """Replay a FULL graph; views of the first ``num_tokens`` rows of its output (all: None).
+
+        ``descriptor`` may be the padded number of tokens, if one graph alone has it.
+        """
+        key = self._key_of(descriptor) if isinstance(descriptor, int) else descriptor
+        rows = key.num_tokens if num_tokens is None else num_tokens
+        if not 1 <= rows <= key.num_tokens:
+            raise BatchError(f"{rows} rows were asked for of a graph of {key.num_tokens}")
+        graph = self.full_graph(key)
         self.pool.replay(graph.tape)
-        if graph.output is None:
-            return self._outputs.views(rows)
-        return map_tensors(lambda tensor: tensor[:rows], graph.output)
+        output: Any = (
+            self._outputs.views(rows)
+            if graph.output is None
+            else map_tensors(lambda tensor: tensor[:rows], graph.output)
+        )
+        return cast(Output, output)
+
+    def _key_of(self, num_tokens: int) -> BatchDescriptor:
+        keys = [key for key in self._graphs if key.num_tokens == num_tokens]
+        if len(keys) != 1:
+            sizes = sorted({key.num_tokens for key in self._graphs})
+            found = f"{len(keys)} FULL graphs have" if keys else "no FULL graph has"
+            raise BatchError(
+                f"{found} {num_tokens} tokens; pass the descriptor that dispatch() chose "
+                f"(captured sizes: {sizes})"
+            )
+        return keys[0]
 
     def num_nodes(self, entry: PlanEntry) -> int | None:
         """Nodes of an entry's FULL graph: operators on the CPU, kernels and copies on CUDA."""
@@ -304,11 +351,11 @@ def _prepared(
 
 
 def _run(
-    forward: Callable[[Inputs], Any],
+    forward: Callable[[Inputs], Output],
     batch: PreparedBatch[Inputs],
     entry: PlanEntry,
     mode: CUDAGraphMode,
-) -> Any:
+) -> Output:
     with set_forward_context(
         mode,
         entry.descriptor,

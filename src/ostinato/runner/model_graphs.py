@@ -83,7 +83,7 @@ class ModelGraphs:
         self._memory = memory
         # Pieces that read which tokens are selected do so in the rows that they were captured with.
         dispatcher = Dispatcher(plan, model=index, fixed_reqs=memory.selects)
-        self.manager: CudaGraphManager[CaptureInputs] = CudaGraphManager(
+        self.manager: CudaGraphManager[CaptureInputs, Any] = CudaGraphManager(
             plan,
             pool,
             dispatcher=dispatcher,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -107,7 +108,7 @@ def test_with_eager_fallback_the_report_has_the_text(pool: GraphPool) -> None:
 
 def test_an_interrupt_passes_as_it_is_and_leaves_no_graph(pool: GraphPool) -> None:
     plan = CapturePlan.build(CUDAGraphMode.FULL, [4], max_num_seqs=8, max_num_batched_tokens=8)
-    manager: CudaGraphManager[torch.Tensor] = CudaGraphManager(plan, pool, show_progress=False)
+    manager: CudaGraphManager[torch.Tensor, Any] = CudaGraphManager(plan, pool, show_progress=False)
     x = torch.ones(4, 2, device=pool.device)
     interrupted = []
 
@@ -146,7 +147,7 @@ def test_progress_names_the_model_and_the_phase_on_the_first_rank_only(
     plan = CapturePlan.build(mode, [2, 4], max_num_seqs=4, max_num_batched_tokens=8)
     x = torch.ones(4, 2, device=pool.device)
     for show_progress in (True, False):
-        manager: CudaGraphManager[torch.Tensor] = CudaGraphManager(
+        manager: CudaGraphManager[torch.Tensor, Any] = CudaGraphManager(
             plan, pool, show_progress=show_progress, name="base model"
         )
         manager.capture(
