@@ -22,7 +22,13 @@ from ostinato.errors import ConfigError
 from ostinato.models.base import CausalLM
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
-from ostinato.models.native.layer import DecoderLayer, empty_linear, empty_norm, norm_slot
+from ostinato.models.native.layer import (
+    DecoderLayer,
+    empty_linear,
+    empty_norm,
+    norm_slot,
+    run_layers,
+)
 from ostinato.models.native.layer_kernels import AnyKernels, LargeM, Plain, SmallM
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
@@ -97,10 +103,7 @@ class Decoder(nn.Module, CausalLM):
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         run = self._kernels(hidden, positions, all_positions)
-        x, residual = hidden, None
-        for layer in self.decoder_layers():
-            x, residual = layer.forward(x, residual, run)
-        return run.add(x, residual)
+        return run_layers(self.decoder_layers(), hidden, run)
 
     def _kernels(
         self, hidden: torch.Tensor, positions: torch.Tensor, all_positions: torch.Tensor

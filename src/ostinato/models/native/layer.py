@@ -161,6 +161,16 @@ class DecoderLayer(nn.Module):
 _Stretch = tuple[str, Role, int]  # of a fused linear: the name of its tensor, its role, its rows
 
 
+def run_layers(
+    layers: Iterable[DecoderLayer], hidden: torch.Tensor, run: AnyKernels
+) -> torch.Tensor:
+    """What ``layers`` make of ``hidden``, one after another."""
+    stream: list[Any] = [hidden, None]
+    for layer in layers:  # handed over, not kept here: a layer's values end with their last reader
+        stream += layer.forward(stream.pop(0), stream.pop(0), run)
+    return run.add(*stream)
+
+
 class _EmptyLinear(nn.Linear):
     """Draws no weights. torch's skip_init draws them on ``meta``, which imports all of Dynamo."""
 

@@ -18,7 +18,7 @@ from ostinato.attention.store import store_kv
 from ostinato.graphs.capture.context import get_forward_context
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
-from ostinato.models.native.layer import DecoderLayer, empty_norm, norm_slot
+from ostinato.models.native.layer import DecoderLayer, empty_norm, norm_slot, run_layers
 from ostinato.models.native.layer_kernels import AnyKernels, Plain, SmallM
 from ostinato.models.native.norm import RMSNorm
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
@@ -136,23 +136,18 @@ class LateLayers(nn.Module):
         if selected is None:
             run: AnyKernels = self._kernels(positions, table)
             run.source = source
-            return self._run(hidden, run)
+            return run_layers(self.late_layers(), hidden, run)
         every = Plain(table, positions, self.dtype)
         for layer in self.late_layers():  # one after another: all at once would take memory
             layer.store(source, every)
-        rows = self._run(selected.of(hidden), _Selected(every, selected))
+        rows = selected.of(hidden)
+        rows = run_layers(self.late_layers(), rows, _Selected(every, selected))
         return selected.put_back(rows, hidden)
 
     def _kernels(self, positions: torch.Tensor, table: torch.Tensor) -> AnyKernels:
         if self._fused and not torch.compiler.is_compiling():
             return SmallM(table, positions)
         return Plain(table, positions, self.dtype)
-
-    def _run(self, hidden: torch.Tensor, run: AnyKernels) -> torch.Tensor:
-        x, residual = hidden, None
-        for layer in self.late_layers():
-            x, residual = layer.forward(x, residual, run)
-        return run.add(x, residual)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """The layers' tensors as the model's checkpoint names them."""
