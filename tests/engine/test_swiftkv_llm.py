@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from swiftkv_statement import Statement, untrained
 from test_workloads import poison_every_step
-from tiny_models import TINY_GENERIC, save_tiny
+from tiny_models import TINY_GENERIC, TINY_NATIVE, save_tiny
 from transformers import AutoConfig, LlamaConfig
 
 from ostinato import LLM, GraphConfig, SamplingParams
@@ -146,6 +146,23 @@ def test_with_at_most_one_late_layer_it_is_the_plain_model(
     with LLM("tiny", swiftkv_layers=num_early, prefill_chunk=7, **options) as llm:
         assert llm.engine.runner.memory.selects == (num_early == 1)
         assert tokens_of(llm, params) == expected
+
+
+@pytest.mark.parametrize("name", ["gemma2", "granite", "phi3", "glm4"])
+def test_a_late_layer_of_any_family(name: str, tmp_path: Path) -> None:
+    """Of two: it is the plain model."""
+    path, options = save_tiny(TINY_NATIVE[name](), tmp_path), LIMITS | {"device": "cpu"}
+    with LLM(path, **options) as llm:
+        expected = tokens_of(llm)
+    with LLM(path, swiftkv_layers=1, **options) as llm:
+        assert llm.engine.runner.memory.selects
+        assert tokens_of(llm) == expected
+
+
+def test_models_without_a_norm_before_attention(tmp_path: Path) -> None:
+    path = save_tiny(TINY_NATIVE["olmo2"](), tmp_path)
+    with pytest.raises(ConfigError, match="SwiftKV is for models with a norm before attention"):
+        LLM(path, swiftkv_layers=1, **LIMITS)
 
 
 def test_late_layers_run_for_one_token_of_a_request(

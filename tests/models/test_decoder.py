@@ -362,6 +362,34 @@ def test_impossible_configs(change: dict[str, Any], message: str) -> None:
         dataclasses.replace(config, **change)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GraniteConfig(**SIZES, logits_scaling=0.0), "granite: .*division"),
+        (GraniteConfig(**SIZES, residual_multiplier=-1.0), "residual_scale .* not -1.0"),
+        (Gemma2Config(**SIZES, attn_logit_softcapping=-5.0), "attention_soft_cap .* not -5.0"),
+        (
+            Glm4Config(
+                **SIZES, head_dim=16, rope_parameters=rope("default", partial_rotary_factor=0.2)
+            ),
+            "rotate no whole pairs of 16",
+        ),
+    ],
+)
+def test_impossible_options(config: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DecoderConfig.from_hf(config)
+
+
+def test_heads_that_are_rotated_in_part_are_read_in_pairs() -> None:
+    rotary = DecoderConfig.from_hf(CONFIGS["glm4"]).rotary
+    rows = [row for part in rotary.head_rows for row in part]
+    assert rows == [0, 2, 4, 6, 8, 9, 10, 11, 1, 3, 5, 7, 12, 13, 14, 15]
+    table = rotary.table(5, torch.device("cpu"))
+    assert torch.equal(table[:, 4:8], torch.ones(5, 4))
+    assert not table[:, 12:].any()
+
+
 class CountWork(TorchDispatchMode):
     """Counts the operators that do work; views do none."""
 

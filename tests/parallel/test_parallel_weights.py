@@ -71,6 +71,30 @@ def test_parts_of_random_weights(
         assert models[1].lm_head is None  # the head is the base model's
 
 
+@pytest.mark.parametrize("name", ["glm4", "phi4_mini"])
+def test_random_weights_whose_rows_are_read_in_another_order(name: str) -> None:
+    """As the tensors of a checkpoint, which the whole model would have read."""
+    config, device = DecoderConfig.from_hf(TINY_NATIVE[name]()), torch.device("cpu")
+    whole = Decoder(config, device=device, dtype=torch.float32)
+    draw_weights(whole, 5)
+    tensors = {}
+    for slot in whole.weight_slots():
+        tensors[slot.name] = slot.target.clone()
+        if slot.parts:
+            rows = torch.tensor([row for part in slot.parts for row in part])
+            tensors[slot.name].index_copy_(slot.dim, rows, slot.target)
+    for rank in range(2):
+        place = place_of(1, 2, rank, device)
+        models = build_models(config, place, device=device, dtype=torch.float32)
+        draw_sharded_weights(models, 5)
+        for model in models:
+            for slot in model.weight_slots():
+                if slot.parts:
+                    rows = torch.tensor([row for part in slot.parts for row in part])
+                    expected = tensors[slot.name].index_select(slot.dim, rows)
+                    assert torch.equal(slot.target, expected), (rank, slot.name)
+
+
 def saved(directory: Path, seed: int) -> Path:
     return save_tiny(TINY_NATIVE["qwen3"](), directory, seed=seed)
 
