@@ -1,1 +1,1 @@
-"""The decoder that we wrote: fused parameters, one class for many families."""
+"""The native decoder: one layer body, families as tables, kernels as strategies."""

@@ -1,4 +1,4 @@
-"""What the ranks of a sharded decoder trade inside a layer. Alone there is nobody to trade with."""
+"""What the ranks of a sharded decoder trade inside a layer; on one rank, nothing."""
 
 from __future__ import annotations
 
