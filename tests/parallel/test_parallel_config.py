@@ -48,7 +48,7 @@ def test_bad_settings(options: dict[str, Any], message: str) -> None:
 def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="takes 2 GPUs, but torch finds 1"):
+    with pytest.raises(ConfigError, match="needs 2 GPUs, but torch finds 1"):
         LLM("tiny", random_weights=True, device="cuda", tensor_parallel=2)
 
 
@@ -59,7 +59,7 @@ def test_a_world_of_the_wrong_size(
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", world_size)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    message = f"sequence_parallel 1 takes 2 ranks, but this world has {world_size}"
+    message = f"sequence_parallel 1 needs 2 ranks, but this world has {world_size}"
     with pytest.raises(ConfigError, match=message):
         LLM("tiny", random_weights=True, device="cpu", tensor_parallel=2)
 

@@ -73,7 +73,7 @@ def test_a_rank_that_hangs_in_a_step_is_named(
             llm.generate(PROMPTS)
     assert gone(pid)
     log = capfd.readouterr().err
-    assert re.search(r"rank 1 has held the others up for .* here:(\n.*)*in sleepy\n", log)
+    assert re.search(r"rank 1 has held up the others for .* here:(\n.*)*in sleepy\n", log)
 
 
 def test_of_many_ranks_the_one_that_does_not_come_is_named(
@@ -129,8 +129,8 @@ def test_rank_0_that_hangs_in_a_step_ends_with_the_others(tmp_path: Path) -> Non
             process.kill()
     assert process.returncode == 1
     assert gone(pid)
-    assert "this process ends because rank 0 has been in step 7 for" in said
-    assert re.search(r"rank 0 has held the others up for .* here:(\n.*)*in hangs\n", said)
+    assert "this process exits because rank 0 has been in step 7 for" in said
+    assert re.search(r"rank 0 has held up the others for .* here:(\n.*)*in hangs\n", said)
 
 
 def comes_late() -> str:
@@ -155,4 +155,4 @@ def test_a_rank_that_is_elsewhere_in_the_script_is_named(gloo_pool: GlooPool) ->
         results = died.results
     assert 1 in results
     for said in results.values():
-        assert re.match(r"rank 1 has not come to step \d+ for .* while rank 0 waits for it", said)
+        assert re.match(r"rank 1 has not reached step \d+ for .* while rank 0 waits for it", said)

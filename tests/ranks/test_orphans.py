@@ -196,7 +196,7 @@ def test_forks_neither_use_the_ranks_nor_keep_them_alive(tmp_path: Path) -> None
     (elsewhere / "queue.py").write_text("raise RuntimeError('the current directory was imported')")
     with Script(FORKED, tmp_path, elsewhere) as script:
         said = script.wait_for("error: ")
-        assert said.startswith("this is a fork of rank 0, whose connections to the other ranks")
+        assert said.startswith("this is a fork of rank 0, which cannot use its connections to the")
         script.wait_for("forked")
         assert script.wait_for("tokens: ") == "True"
         assert len(script.living()) == 3  # rank 0, rank 1, the fork
@@ -254,7 +254,7 @@ def test_a_rank_whose_parent_is_gone_ends_before_it_imports_torch() -> None:
         with process:
             assert process.stderr is not None
             said = process.stderr.read().decode()  # until it has ended: its pipe is open
-    assert said == f"ostinato: rank 1 ends because rank 0, {os.getpid() + 1}, has\n"
+    assert said == f"ostinato: rank 1 exits because rank 0 (pid {os.getpid() + 1}) ended\n"
     assert process.returncode == 1
 
 
@@ -281,8 +281,8 @@ def test_a_rank_that_dies_before_it_connects_is_named(
 
 def test_a_rank_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
-    with pytest.raises(RankFailedError, match="rank 1 could not be started: ") as error:
+    with pytest.raises(RankFailedError, match="could not start the process of rank 1: ") as error:
         LLM(**TINY, tensor_parallel=2)
     assert error.value.rank == 1
-    with pytest.raises(RankFailedError, match="rank 1 could not be started"):
+    with pytest.raises(RankFailedError, match="could not start the process of rank 1"):
         LLM(**TINY, tensor_parallel=2)  # the first has let go of everything

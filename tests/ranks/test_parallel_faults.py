@@ -62,7 +62,7 @@ def test_one_world_at_a_time_on_this_machine_alone() -> None:
         ranks: Any = llm.engine.runner._world._dead_rank.__self__  # type: ignore[attr-defined]
         port = ranks._store.port
         assert listening_on(port) == {"0100007F"}
-        with pytest.raises(ConfigError, match="another LLM of this process runs on 2 ranks; close"):
+        with pytest.raises(ConfigError, match="another LLM in this process runs on 2 ranks; close"):
             LLM(**TWO)
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(pickle.dumps("what a stranger says") * 1000)
@@ -202,7 +202,7 @@ def test_a_rank_that_cannot_join_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuses(connection: Any, rank: int) -> None:
-        raise ConfigError("rank 1 of this machine has no GPU of its own")
+        raise ConfigError("no GPU is left for rank 1 of this machine")
 
     monkeypatch.setattr(launch, "join_started", refuses)
     here, there = socket.socketpair()
@@ -228,7 +228,7 @@ def steps_on_its_own() -> tuple[str, list[int]]:
 
 def test_only_rank_0_takes_requests(gloo_pool: GlooPool) -> None:
     (_, first), (said, second) = gloo_pool.run(steps_on_its_own)
-    assert said.startswith("this is rank 1, and requests are for rank 0")
+    assert said.startswith("this is rank 1, but only rank 0 takes requests")
     assert first == second  # and the ranks are in step
 
 

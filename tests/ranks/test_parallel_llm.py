@@ -205,7 +205,7 @@ def refused(path: str, options: list[dict[str, Any]]) -> str:
         ),
         (
             [{"tensor_parallel": 2, "sequence_parallel": 2}],
-            "tensor_parallel 2 x sequence_parallel 2 takes 4 ranks, but this world has 2",
+            "tensor_parallel 2 x sequence_parallel 2 needs 4 ranks, but this world has 2",
         ),
     ],
 )

@@ -178,7 +178,7 @@ def test_a_steady_state_may_be_joined_at_any_step() -> None:
 
 
 def test_a_plan_without_the_one_before_is_refused() -> None:
-    with pytest.raises(CollectiveError, match="refers to one before it that did not arrive"):
+    with pytest.raises(CollectiveError, match="refers to an earlier plan that did not arrive"):
         PlanDecoder().decode(Kind.DECODE_AGAIN, np.empty(0, dtype=np.int64))
 
 
@@ -223,7 +223,7 @@ def test_a_cut_message_is_refused() -> None:
     kind, words = PlanEncoder().encode(scheduler.schedule())
     assert PlanDecoder().decode(kind, words).num_tokens == 5
     for length in range(len(words)):
-        with pytest.raises(CollectiveError, match=f"a message of {length} words is no plan"):
+        with pytest.raises(CollectiveError, match=f"a message of {length} words is not a plan"):
             PlanDecoder().decode(kind, words[:length])
 
 
@@ -269,7 +269,7 @@ def test_bytes_survive_as_words(data: bytes) -> None:
 def test_messages_of_other_versions_are_refused(kind: int, count: int) -> None:
     wire = Wire()
     wire.sent.append(torch.tensor([kind, count] + [0] * 62))
-    with pytest.raises(CollectiveError, match=f"of kind {kind} with {count} words came from rank"):
+    with pytest.raises(CollectiveError, match=f"of kind {kind} with {count} words from rank"):
         Channel(wire.ends[1]).receive()
 
 

@@ -114,7 +114,7 @@ def test_other_errors_are_described(error: BaseException) -> None:
     ],
 )
 def test_anything_else_is_refused(data: bytes) -> None:
-    with pytest.raises(CollectiveError, match=f"a message of {len(data)} bytes is no result"):
+    with pytest.raises(CollectiveError, match=f"a message of {len(data)} bytes is not a result"):
         decode_result(data)
 
 

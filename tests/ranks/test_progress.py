@@ -289,7 +289,7 @@ def test_none_is_blamed_while_one_is_silent() -> None:
     watch.hear(0, "1 2 5")
     look(watch, 0.0)
     look(watch, 2 * AFTER_S, beating=False)
-    with pytest.raises(RankFailedError, match="rank 1 has not come to step 1"):
+    with pytest.raises(RankFailedError, match="rank 1 has not reached step 1"):
         look(watch, 2 * AFTER_S)
 
 
@@ -314,7 +314,7 @@ def test_a_rank_tells_its_log_where_it_is_once(caplog: pytest.LogCaptureFixture)
         for now in range(int(AFTER_S)):
             look(watch, now)
     (record,) = caplog.records
-    assert "rank 1 has held the others up for 5.0 s or more, here:" in record.getMessage()
+    assert "rank 1 has held up the others for 5.0 s or more, here:" in record.getMessage()
     assert "in test_a_rank_tells_its_log_where_it_is_once" in record.getMessage()
 
 

@@ -1,7 +1,7 @@
 """The graphs of one callable under one state of torch's switches: captured, tried, replayed.
 
-``graphed()`` makes them when it first needs them. Before a result is trusted it was compared with
-an eager call, once for each number of rows; see ``trial`` for what that shows.
+``graphed()`` creates a set when it first needs it. Each number of rows is compared with an eager
+call once before its results are trusted; ``trial`` describes what that shows.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from ostinato.graphs.trust.watched_state import WatchedState
 
 logger = logging.getLogger(__name__)
 
-# A graph whose results are near an eager call's, but not quite, is tried again this often.
+# How often to retry a graph whose results are close to an eager call's but not equal.
 _MOST_UNCLEAR = 8
-# So many trials are enough of a number of rows, even if the rows of each were all alike.
+# Trials of one number of rows after which it is trusted, even if all rows in each were alike.
 _ENOUGH_TRIALS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphSetOptions:
-    """Those options of ``graphed()`` that concern its graphs; documented there."""
+    """The options of ``graphed()`` that concern its graphs; documented there."""
 
     mode: CUDAGraphMode
     num_warmups: int
     eager_fallback: bool
     verify: bool
-    watch: bool  # what the callable refers to, in captures and calls
+    watch: bool  # check the state that the callable refers to, in captures and calls
     show_progress: bool
 
 
 class GraphSet:
-    """Owns graphs in ``pool``, over the buffers of ``layout``. One thread at a time."""
+    """Owns graphs in ``pool``, over the buffers of ``layout``. For one thread at a time."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class GraphSet:
         self.dispatcher = Dispatcher(plan)
         self.report = CaptureReport()
         self._graphs: dict[BatchDescriptor, CapturedSize] = {}
-        self._watched: WatchedState | None = None  # what the callable refers to
-        # What it writes in place: arguments by position, and other memory.
+        self._watched: WatchedState | None = None  # state that the callable refers to
+        # State that it writes in place: arguments by position, and other memory.
         self._written: set[int] = set()
         self._written_state: frozenset[int] = frozenset()
         self._read_state: frozenset[int] = frozenset()  # memory that it refers to
-        # What trials have shown.
+        # Results of trials.
         self._outputs: OutputLayout | None = None
         self._trusted: set[tuple[int, int]] = set()  # (size, rows)
         self._refused: dict[tuple[int, int], Choice] = {}
@@ -92,12 +92,12 @@ class GraphSet:
         return choice
 
     def check_state(self) -> None:
-        """Raise if a weight moved, or a value that graphs hold was changed."""
+        """Raise if a weight moved, or a value that graphs hold has changed."""
         if self._watched is not None:
             self._watched.check()
 
     def note_own_changes(self) -> Sequence[str]:
-        """After the callable ran: plain values that it set itself are not watched from now on.
+        """After a run, stop watching the plain values that the callable sets itself.
 
         Returns their names.
         """
@@ -111,7 +111,7 @@ class GraphSet:
     def run(
         self, choice: Choice, rows: int, values: Sequence[Any], call: tuple[Any, Any]
     ) -> tuple[Any, Choice]:
-        """Replay the chosen graph; its result, and what it turned out to run after all.
+        """Replay the chosen graph; return its result and the choice that actually ran.
 
         ``values``: the leaves of ``call``, which is (args, kwargs).
         """
@@ -127,7 +127,7 @@ class GraphSet:
         return self._cut(graph, rows, size), choice
 
     def _needs_trial(self, rows: int, size: int) -> bool:
-        """Unverified results need none, once it is known where their rows are."""
+        """Whether to compare with an eager call. Without ``verify``, only to locate the rows."""
         return self._options.verify or (rows < size and self._outputs is None)
 
     def _replay(self, graph: CapturedSize, size: int, values: Sequence[Any]) -> None:
@@ -138,7 +138,7 @@ class GraphSet:
 
     def _cut(self, graph: CapturedSize, rows: int, size: int) -> Any:
         if rows == size:
-            # Containers are made anew even where nothing is cut: the caller may change them.
+            # Containers are copied even if nothing is cut: the caller may change them.
             bare = isinstance(graph.output, torch.Tensor)
             return graph.output if bare else map_tensors(_itself, graph.output)
         assert self._outputs is not None, "found by the trial of these rows"
@@ -154,9 +154,9 @@ class GraphSet:
         values: Sequence[Any],
         call: tuple[Any, Any],
     ) -> tuple[Any, Choice]:
-        """The first call of a number of rows: run eagerly and replayed, and both compared.
+        """Run the first call of a number of rows both eagerly and by replay, and compare.
 
-        The call takes effect once. If it is refused, it takes none.
+        The call takes effect once, or not at all if it is refused.
         """
         size = choice.padded_num_tokens
         trial = Trial(self._function, self._layout, self._pool, graph, call, rows=rows, size=size)
@@ -184,7 +184,7 @@ class GraphSet:
             if self._outputs is not None and self._outputs != outputs:
                 raise BatchError(
                     f"the result of {rows} rows follows the batch in other dimensions than that of "
-                    "earlier batches; return results of one layout, or graph them apart"
+                    "earlier batches; return results with one layout, or use separate graphed()s"
                 )
             self._outputs = outputs
         if not self._options.verify:
@@ -202,16 +202,16 @@ class GraphSet:
         return agreement
 
     def _trust(self, rows: int, size: int, trial: Trial) -> None:
-        """Compare no more batches of this size, if this one would have shown a mix-up."""
+        """Stop comparing batches of this size, if this one would have exposed a mix-up."""
         key, values = (size, rows), trial.values
         if rows < size and not self._layout.differs_from_padding(values):
             if key not in self._trials:
                 logger.warning(
-                    "all rows in a batch of %d are the same as padding, so comparing the batch "
-                    "with an eager call shows little; such batches are compared every time",
+                    "all rows in a batch of %d equal the padding, so comparing the batch with an "
+                    "eager call proves little; such batches are compared every time",
                     rows,
                 )
-            self._trials.setdefault(key, 0)  # said once
+            self._trials.setdefault(key, 0)  # warn once
             return
         self._trials[key] += 1
         often = self._trials[key] >= _ENOUGH_TRIALS
@@ -235,7 +235,7 @@ class GraphSet:
         return min(fitting, key=lambda entry: entry.descriptor.num_tokens)
 
     def capture(self, entries: Iterable[PlanEntry], values: Sequence[Any], name: str) -> None:
-        """Capture with rows like ``values``. What the callable writes is put back afterwards."""
+        """Capture with rows like ``values``. The callable's writes are undone afterwards."""
         loop = CaptureLoop(
             self._pool,
             self.dispatcher,
@@ -281,7 +281,7 @@ class GraphSet:
         self._written_state |= written - self._layout.storages
         if self._watched is not None:
             self.note_own_changes()
-            self._watched.check()  # a size may have replaced what graphs of others read
+            self._watched.check()  # one size may have replaced state that other graphs read
         elif self._options.watch:
             self._watched = self._watch()
             self._read_state = self._watched.storages
@@ -289,7 +289,7 @@ class GraphSet:
         self._graphs[entry.descriptor] = CapturedSize(tape=captured.tape, output=output)
 
     def _apart_from_buffers(self, result: Any) -> Any:
-        """Results that are arguments, as copies: the next call is copied in where these are."""
+        """Copy results that are arguments: the next call overwrites their buffers."""
         buffers = self._layout.storages
         return map_tensors(lambda t: t.clone() if storage_id(t) in buffers else t, result)
 
@@ -305,13 +305,13 @@ class GraphSet:
         return sum(len(graph.tape.graphs) for graph in self._graphs.values())
 
     def discard(self, serials: range) -> None:
-        """Drop the graphs whose tapes have these numbers."""
+        """Drop the graphs whose tapes have these serial numbers."""
         for descriptor, graph in list(self._graphs.items()):
             if graph.tape.serial in serials:
                 self._graphs.pop(descriptor).tape.close()
 
     def clear_graphs(self) -> None:
-        """Drop all graphs, and what was found out about them."""
+        """Drop all graphs and the results of their trials."""
         try:
             close_each(graph.tape.close for graph in self._graphs.values())
         finally:

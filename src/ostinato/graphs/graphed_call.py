@@ -1,4 +1,4 @@
-"""How the arguments of a graphed call map onto static memory."""
+"""Maps the arguments of a graphed call onto static memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ostinato.graphs.capture.signature import TensorSpec, compare_leaf, fixed, p
 from ostinato.graphs.capture.tree import leaves_with_path, map_tensors
 from ostinato.graphs.trust.effects import storage_id
 
-# That are tried in place of others, of a call with many arguments.
+# At most this many rows are tried in place of others.
 _MOST_ROWS = 4
 
 BatchDim: TypeAlias = int | Literal["static"] | None
@@ -35,16 +35,16 @@ class _WholeBuffer:
             if was != now:
                 raise BatchError(
                     f"argument {self.name!r} has {what} {now}, but the graphs were captured with "
-                    f"{was}; convert it first, or make another graphed() for it"
+                    f"{was}; convert it first, or use a separate graphed() for it"
                 )
         self.tensor.copy_(value)
 
 
 class CallLayout:
-    """The arguments of a graphed call: which tensors are batched, and the buffers behind them.
+    """The arguments of a graphed call: which tensors are batched, and their buffers.
 
     Built from the first call. Every leaf of the arguments is one of: a batched tensor with a
-    ``StaticBuffer``; a whole tensor that is copied; a static tensor, read in place; a constant.
+    ``StaticBuffer``; a tensor copied as a whole; a static tensor, read in place; a constant.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CallLayout:
         if isinstance(padding, Mapping):
             self._check_names("padding", padding)
         self._paths: list[str] = []
-        # Buffers whose padding the caller chose: it means something to the callable.
+        # Buffers whose padding the caller chose, because it has meaning to the callable.
         self._chosen_padding: set[int] = set()
         self._targets: list[StaticBuffer | _WholeBuffer | TensorSpec | Any] = []
         for name, value in self._arguments.items():
@@ -80,7 +80,7 @@ class CallLayout:
                     self._chosen_padding.add(len(self._paths))
                 self._paths.append(path)
                 self._targets.append(_target(path, leaf, batch_dim, pad, max_rows))
-        # A copy of the structure: the caller's containers may change, and its tensors may go.
+        # Copy the structure: the caller may change its containers and drop its tensors.
         self._arguments = {
             name: value
             if batch_dims.get(name, 0) == "static"
@@ -94,14 +94,14 @@ class CallLayout:
         ]
         if not self._buffers:
             raise ConfigError(
-                "no argument has a batch dimension (all are static or without one), so there is "
-                f"no batch size to choose a graph by; arguments: {list(self._arguments)}"
+                "no argument has a batch dimension (each is static or has batch_dims None), so "
+                f"there is no batch size to choose a graph by; arguments: {list(self._arguments)}"
             )
 
     # --- per call ------------------------------------------------------------------------------
 
     def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The leaves of a call, in the order of the first call's."""
+        """The leaves of a call, in the same order as the first call's."""
         named = self._named(args, kwargs)
         if named.keys() != self._arguments.keys():
             raise BatchError(
@@ -121,13 +121,13 @@ class CallLayout:
                     paths.append(path)
         if paths != self._paths:
             raise BatchError(
-                f"the arguments have another structure than at capture: {paths} instead of "
+                f"the arguments have a different structure than at capture: {paths} instead of "
                 f"{self._paths}"
             )
         return values
 
     def batch_size(self, values: Sequence[Any]) -> int:
-        """The number of rows of a call, after checking every leaf against the captured ones."""
+        """The number of rows in a call. Checks every leaf against the captured ones."""
         rows: int | None = None
         first = ""
         for index, buffer in self._buffers:
@@ -151,7 +151,7 @@ class CallLayout:
         return rows
 
     def fill(self, values: Sequence[Any], size: int) -> None:
-        """Copy a call's tensors into the buffers, padded to ``size``; check what is not copied."""
+        """Copy a call's tensors into the buffers, padded to ``size``; check the other leaves."""
         for path, target, value in zip(self._paths, self._targets, values, strict=True):
             if isinstance(target, StaticBuffer):
                 target.fill(value, size)
@@ -161,8 +161,8 @@ class CallLayout:
                 compare_leaf(path, target, value)
 
     def write_back(self, values: Sequence[Any], size: int, written: Iterable[int]) -> None:
-        """Copy what a graph wrote into arguments back to the caller's tensors, as eager code would
-        have written it there. ``written``: which of them, as ``written_by`` says."""
+        """Copy arguments that a graph wrote back to the caller's tensors, as eager code would
+        have written them. ``written``: their positions, from ``written_by``."""
         for index in written:
             target, value = self._targets[index], values[index]
             if isinstance(target, StaticBuffer):
@@ -178,11 +178,11 @@ class CallLayout:
         written_state: frozenset[int],
         read_state: frozenset[int],
     ) -> None:
-        """Refuse arguments that share memory with what the callable writes, or, if it writes them,
-        with what it reads.
+        """Refuse arguments that share memory with what the callable writes, or, if they are
+        written, with what it reads.
 
-        A graph works on copies of them, which share none. ``written``: arguments, by position; the
-        others: memory that is no argument, by ``storage_id``.
+        A graph works on copies, which share no memory. ``written``: arguments, by position; the
+        others: memory outside the arguments, by ``storage_id``.
         """
         writes = set(written)
         spans = {i: _span(value) for i, value in enumerate(values) if _has_memory(value)}
@@ -200,14 +200,14 @@ class CallLayout:
             if other:
                 raise BatchError(
                     f"argument {self._paths[index]!r} shares memory with {other} that the callable "
-                    "reads or writes, and one of them is written in place; a graph works on a copy "
-                    "that shares none, so pass a clone"
+                    "reads or writes, and one of them is written in place; a graph works on "
+                    "copies that share no memory, so pass a clone"
                 )
 
     # --- for capture and trials ----------------------------------------------------------------
 
     def fill_repeated(self, values: Sequence[Any], size: int) -> None:
-        """Fill the buffers with a call's rows, over and over, so that ``size`` rows are real."""
+        """Fill ``size`` rows of the buffers with a call's rows, repeated as needed."""
         for target, value in zip(self._targets, values, strict=True):
             if isinstance(target, StaticBuffer):
                 target.fill_repeated(value, size)
@@ -215,12 +215,12 @@ class CallLayout:
                 target.fill(value)
 
     def varies(self, values: Sequence[Any], *, floats: bool) -> bool:
-        """Whether padding rows of such arguments, or of integer ones, may be given other values:
-        where the caller chose what they hold, that means something to the callable."""
+        """Whether padding rows of floating-point (or else integer) arguments may be varied: not
+        where the caller chose their contents, which have meaning to the callable."""
         return any(values[index].is_floating_point() is floats for index, _ in self._free_buffers)
 
     def vary_padding(self, values: Sequence[Any], size: int, noise: float) -> None:
-        """Like ``fill``, with other numbers in the padding rows of floating-point arguments."""
+        """Like ``fill``, with other numbers in padding rows of floating-point arguments."""
         self.fill(values, size)
         for index, buffer in self._free_buffers:
             if values[index].is_floating_point():
@@ -229,15 +229,15 @@ class CallLayout:
     def fill_with_row(
         self, values: Sequence[Any], size: int, row: int, padding: int | None = None
     ) -> None:
-        """Like ``fill``, with one row of the batch in place of each, and another one, ``padding``,
-        in place of padding rows where they are free to vary."""
+        """Like ``fill``, with all real rows replaced by ``row``, and padding rows that may vary
+        replaced by the row ``padding``."""
         self.fill(values, size)
         free = dict(self._free_buffers)
         for index, buffer in self._buffers:
             buffer.fill_with_row(values[index], size, row, padding if index in free else None)
 
     def extreme_rows(self, values: Sequence[Any]) -> list[int]:
-        """Rows of the batch that are smallest or largest in an integer argument. Synchronises."""
+        """Rows that are smallest or largest in an integer argument. Synchronises."""
         found: dict[int, None] = {}
         for index, buffer in self._free_buffers:
             if not values[index].is_floating_point():
@@ -253,15 +253,15 @@ class CallLayout:
         return bool(self._chosen_padding)
 
     def differs_from_padding(self, values: Sequence[Any]) -> bool:
-        """Whether taking padding for a row of this batch would show in results."""
+        """Whether confusing a row of this batch with padding would show in the results."""
         return any(buffer.differs_from_padding(values[index]) for index, buffer in self._buffers)
 
     def has_distinct_rows(self, values: Sequence[Any]) -> bool:
-        """Whether taking one row of this batch for another would show in results."""
+        """Whether confusing two rows of this batch would show in the results."""
         return any(buffer.has_distinct_rows(values[index]) for index, buffer in self._buffers)
 
     def written_by(self, storages: Iterable[int]) -> tuple[int, ...]:
-        """Which leaves have buffers among this memory (numbers of ``storage_id``)."""
+        """The leaves whose buffers are among ``storages`` (``storage_id`` numbers)."""
         found = set(storages)
         return tuple(
             index
@@ -276,14 +276,14 @@ class CallLayout:
         return frozenset(t.storage_id for t in self._targets if isinstance(t, held))
 
     def name_of(self, storage: int, values: Sequence[Any]) -> str | None:
-        """The argument that is a view of this memory."""
+        """The name of the argument that is a view of this memory."""
         for path, value in zip(self._paths, values, strict=True):
             if isinstance(value, torch.Tensor) and storage_id(value) == storage:
                 return f"argument {path!r}"
         return None
 
     def static_call(self, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments made of the static memory, as graphs of ``size`` rows see it."""
+        """The arguments as graphs of ``size`` rows see them: views of static memory."""
         return self._call(lambda buffer: buffer.view(size))
 
     def _call(
@@ -303,7 +303,7 @@ class CallLayout:
 
     @property
     def callables(self) -> dict[str, Any]:
-        """Modules and functions among the arguments, by name: they refer to state of their own."""
+        """Modules and functions among the arguments, by name; they refer to further state."""
         pairs = zip(self._paths, self._targets, strict=True)
         return {path: target for path, target in pairs if callable(target)}
 
@@ -346,8 +346,8 @@ def _target(
         return _WholeBuffer(path, leaf)
     if leaf.dim() == 0:
         raise ConfigError(
-            f"argument {path!r} is a scalar tensor and has no batch dimension; set "
-            f"batch_dims[...] to None (copied on every call) or 'static' for it"
+            f"argument {path!r} is a scalar tensor and has no batch dimension; set its "
+            f"batch_dims[...] to None (copied on every call) or 'static'"
         )
     return StaticBuffer(path, leaf, max_rows=max_rows, batch_dim=batch_dim, padding=padding)
 
@@ -357,7 +357,7 @@ def _has_memory(value: Any) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The memory that a tensor reaches: which storage, first byte, and the one after the last."""
+    """The memory range of a tensor: its storage, first byte, and end (exclusive)."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     last = sum((extent - 1) * step for extent, step in steps)
     start = int(tensor.storage_offset()) * tensor.itemsize
@@ -375,5 +375,5 @@ def _is_constant(target: Any) -> bool:
 def _autograd(name: str) -> BatchError:
     return BatchError(
         f"argument {name!r} requires grad, but graphs are for inference and compute no gradients; "
-        "call inside torch.no_grad(), pass it detached, or use the plain model for training"
+        "call inside torch.no_grad(), detach it, or use the plain model for training"
     )

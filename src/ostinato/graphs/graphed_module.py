@@ -1,4 +1,4 @@
-"""A graphed ``nn.Module``: still a module, and the model's own in all but how it is called."""
+"""A graphed ``nn.Module`` that still behaves as the model in everything but calls."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from ostinato.graphs.graphed_callable import GraphedCallable
 
-# What is asked of the graphs. All else is asked of the model.
+# Attributes looked up on the graphs. All others are looked up on the model.
 _OF_GRAPHS = frozenset({"capture", "stats", "unwrap", "clear_graphs", "close"})
-# What Python itself looks up on the object.
+# Attributes that Python looks up on the object itself.
 _OWN = frozenset({"__class__", "__deepcopy__", "__reduce_ex__", "__enter__", "__exit__"})
-# Methods that change the model as a whole and return it. An outer module reaches its children by
-# the last of them.
+# Methods that change the model as a whole and return it. An outer module applies changes to its
+# children through the last one.
 _CHANGES_MODEL = frozenset(
     {"eval", "train", "to", "cuda", "cpu", "half", "float", "double", "bfloat16", "requires_grad_"}
     | {"_apply"}
@@ -26,15 +26,15 @@ _CHANGES_MODEL = frozenset(
 class GraphedModule(torch.nn.Module):
     """Runs ``model`` through graphs; made by ``graphed()``, which documents the options.
 
-    Attributes are the model's, for reading and for writing, and so are its parameters, buffers and
-    children: an outer module sees them under the names they would have without graphs. Changing the
-    model as a whole (``to()``, ``half()``, ``train()``, ...) drops the graphs, and the next call
-    captures again. ``capture``, ``stats``, ``clear_graphs``, ``unwrap`` and ``close`` are those of
+    Attributes are read from and written to the model, as are its parameters, buffers and children:
+    an outer module sees them under the same names as without graphs. Changing the model as a whole
+    (``to()``, ``half()``, ``train()``, ...) drops the graphs, and the next call captures again.
+    ``capture``, ``stats``, ``clear_graphs``, ``unwrap`` and ``close`` work as on
     ``GraphedCallable``.
     """
 
     def __init__(self, graphs: GraphedCallable[..., Any]) -> None:
-        # Not nn.Module.__init__: it would give the model fresh, empty tables.
+        # Skip nn.Module.__init__: it would give the model new, empty tables.
         object.__setattr__(self, "_graphs", graphs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,7 +50,7 @@ class GraphedModule(torch.nn.Module):
         return partial(_change, self, value) if name in _CHANGES_MODEL else value
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Python comes here when the model has no such attribute.
+        # Reached only if the model has no such attribute.
         raise AttributeError(
             f"neither GraphedModule nor its {type(_model_of(self)).__name__} has an attribute "
             f"{name!r}"
@@ -98,7 +98,7 @@ def _model_of(module: GraphedModule) -> Callable[..., Any]:
 def _change(
     module: GraphedModule, method: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> GraphedModule:
-    """Have the model changed as a whole. Its graphs hold the old state, and go."""
+    """Change the model as a whole, and drop its graphs, which hold the old state."""
     method(*args, **kwargs)
     _graphs_of(module).forget()
     return module

@@ -1,4 +1,4 @@
-"""Where the real rows of a padded result are: found by comparing shapes of two numbers of rows."""
+"""Locates the real rows in a padded result by comparing output shapes of two batch sizes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ostinato.graphs.capture.tree import leaves_with_path, map_tensors
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """Which dimensions of which results follow the batch."""
+    """Which dimensions of each result scale with the batch."""
 
     scaling: tuple[tuple[tuple[int, int], ...], ...]  # per tensor: (dimension, rows per batch row)
 
     @classmethod
     def infer(cls, padded: Any, reference: Any, size: int, rows: int) -> OutputLayout:
-        """Compare the result of ``size`` rows with that of fewer, ``rows``."""
+        """Compare the result of ``size`` rows with one of fewer rows, ``rows``."""
         large, small = (list(leaves_with_path(each, "output")) for each in (padded, reference))
         if [path for path, _ in large] != [path for path, _ in small]:
             raise BatchError(
-                f"the result has another structure for a batch of {size} than for one of {rows}"
+                f"the result has a different structure for a batch of {size} than for one of {rows}"
             )
         scaling = []
         for (path, of_size), (_, of_rows) in zip(large, small, strict=True):
@@ -39,7 +39,7 @@ class OutputLayout:
         return cls(tuple(scaling))
 
     def cut(self, output: Any, rows: int) -> Any:
-        """Views of the real rows of a padded result. Containers are made anew."""
+        """Views of the real rows of a padded result, in new containers."""
         scaling = iter(self.scaling)
 
         def cut_one(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""The processes of several ranks: started, connected, watched, and told what to run."""
+"""The processes of a multi-rank model: started, connected, watched, and told what to run."""

@@ -1,6 +1,6 @@
-"""What the ranks tell one another through the store: beats, errors, findings, and that they leave.
+"""Messages between ranks through the store: heartbeats, errors, findings and goodbyes.
 
-Knows nothing of time, nor of what a beat says besides that it is another one.
+This module measures no time and does not interpret a beat; it only tells that it changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Store(Protocol):
 
 
 class Beats:
-    """Those of all ranks, as ``rank`` writes and reads them. Raises and waits as the store does."""
+    """The beats of all ranks, as ``rank`` sees them. Raises and blocks as the store does."""
 
     def __init__(self, rank: int, store: Store) -> None:
         self._rank = rank
@@ -33,21 +33,21 @@ class Beats:
         self._store.set(_beat_key(self._rank), beat)
 
     def say_goodbye(self) -> None:
-        """This rank's last beat, if it leaves on purpose."""
+        """Write this rank's last beat when it leaves on purpose."""
         self.beat(GOODBYE)
 
     def tell_finding(self, failure: RankFailedError) -> None:
-        """This rank's last beat, if it leaves because another has failed."""
+        """Write this rank's last beat when it leaves because another rank failed."""
         rank = "" if failure.rank is None else str(failure.rank)
         self.beat(f"{_FINDING}{rank}:{failure}")
 
     def tell_error(self, message: str) -> None:
-        """This rank has failed."""
+        """Report that this rank failed."""
         self._store.set(_error_key(self._rank), message)
 
     def of(self, rank: int) -> str:
-        """The last beat of ``rank``; empty before its first. Raises what it told of a failure."""
-        # In this order: a rank that leaves because of an error tells the error first.
+        """The last beat of ``rank``; empty before its first. Raises a failure that it reported."""
+        # In this order: a rank that leaves because of an error reports the error first.
         beat = self._read(_beat_key(rank))
         error = self._read(_error_key(rank))
         if error:
@@ -58,7 +58,7 @@ class Beats:
         return beat
 
     def _read(self, key: str) -> str:
-        # get() would wait for a key that is not there yet.
+        # get() would block on a key that does not exist yet.
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
 

@@ -1,8 +1,8 @@
-"""The channel from rank 0 to all others: one small message for each step, through the CPU.
+"""The channel from rank 0 to all others: one small message per step, through the CPU.
 
-It never touches the GPU's communicators, so no rank waits for a device to learn what comes next.
-Waiting for a message has no time limit: a server may be idle for days. That rank 0 is gone ends the
-wait; that it, or another rank, hangs is the watchdog's to find out, by the progress noted here.
+It never uses the GPU's communicators, so no rank waits for a device to learn what comes next.
+Waiting for a message has no time limit, because a server may be idle for days. The wait ends if
+rank 0 is gone; the watchdog detects hung ranks from the progress recorded here.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ostinato.ranks.plan_message import Kind, Message
 from ostinato.ranks.progress import Progress
 from ostinato.scheduling.schedule_plan import IntArray
 
-# Words of the message that always goes out. A steady step says which blocks were added, three words
-# each; with room for 20 of them, hardly any takes a second message.
+# Words in the message that is always sent. A steady step lists the blocks that were added, three
+# words each; with room for 20 of them, few steps need a second message.
 _WORDS = 64
 _HEAD = 2  # kind, number of words that follow
 _KINDS = frozenset(Kind)
 
 
 class Broadcaster(Protocol):
-    """The part of a communicator that a channel needs: rank 0's tensor to everybody's."""
+    """The part of a communicator that a channel needs: a broadcast from rank 0."""
 
     def broadcast(self, tensor: torch.Tensor) -> None: ...
 
@@ -32,7 +32,7 @@ class Broadcaster(Protocol):
 class Channel:
     """Messages from rank 0, which calls ``send``, to all others, which call ``receive``.
 
-    ``progress`` is told where in that this rank is; rank 0 has announced the step to it before.
+    Records in ``progress`` where this rank is; rank 0 must have announced the step before.
     """
 
     def __init__(self, group: Broadcaster, progress: Progress | None = None) -> None:
@@ -47,20 +47,20 @@ class Channel:
         fits = count <= _WORDS - _HEAD
         if fits:
             self._words[_HEAD : _HEAD + count] = words
-        self._progress.run()  # before: sending waits until the others receive
+        self._progress.run()  # first, because sending blocks until the others receive
         self._group.broadcast(self._buffer)
         if not fits:
             self._group.broadcast(torch.from_numpy(words.copy()))
 
     def receive(self) -> Message:
-        """The next message. What it holds is valid until the one after it."""
+        """The next message. Its words are valid until the following call."""
         self._progress.expect()
         self._group.broadcast(self._buffer)
         kind, count = self._words[:_HEAD].tolist()
         if kind not in _KINDS or count < 0:
             raise CollectiveError(
-                f"a message of kind {kind} with {count} words came from rank 0; all ranks must run "
-                "the same version"
+                f"received a message of kind {kind} with {count} words from rank 0; all ranks must "
+                "run the same version"
             )
         words = self._words[_HEAD : _HEAD + count]
         if count > _WORDS - _HEAD:

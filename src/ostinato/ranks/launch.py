@@ -1,9 +1,9 @@
-"""How a world comes together: ranks that exist already, or ranks that are started here.
+"""Assembles the world: joins ranks that already exist, or starts them.
 
-Under ``torchrun``, or where ``torch.distributed`` is initialised, the ranks exist and all run the
-same script. In a plain process this one becomes rank 0 and starts the others (``processes.py``).
-They run ``ostinato.ranks.worker`` and not the user's script, which so needs no
-``if __name__ == "__main__"``. Several nodes are torchrun's business.
+Under ``torchrun``, or if ``torch.distributed`` is initialised, the ranks exist and all run the same
+script. A plain process becomes rank 0 and starts the others (``processes.py``). They run
+``ostinato.ranks.worker`` and not the user's script, which therefore needs no
+``if __name__ == "__main__"``. Several nodes require torchrun.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ostinato.ranks.processes import RankConnection, RankProcesses
 from ostinato.ranks.world import World
 
 _HOST = "127.0.0.1"
-_START_S = 300.0  # for all ranks to import torch, whatever else the machine does
-_CONNECT_S = 10.0  # for ranks that have, to connect to what listens already
+_START_S = 300.0  # for all ranks to import torch, even on a busy machine
+_CONNECT_S = 10.0  # for ranks that have, to connect to a listening socket
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
-# How many ranks the world has that this process started, while it is open.
+# Size of the world that this process started, while it is open.
 _num_started: int | None = None
 
 
 def join_world(config: EngineConfig) -> World:
-    """This process's place in the world that ``config`` asks for, which has several ranks."""
+    """Join the world of several ranks that ``config`` asks for."""
     if _num_started is not None:
         raise ConfigError(
-            f"another LLM of this process runs on {_num_started} ranks; close it first: a process "
-            "starts ranks for one at a time"
+            f"another LLM in this process runs on {_num_started} ranks; close it first, because a "
+            "process starts ranks for one LLM at a time"
         )
     if dist.is_available() and dist.is_initialized():
         return _join_ranks(config, owns_group=False)
@@ -53,13 +53,13 @@ def join_world(config: EngineConfig) -> World:
 
 @contextlib.contextmanager
 def _group_gone_if_it_fails() -> Iterator[None]:
-    """Around what makes torch's process group: if it fails, it can be tried again."""
+    """Destroy torch's process group if creating it fails, so that it can be tried again."""
     try:
         yield
     except BaseException:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Torch names groups by their number, the failed one counted; new ranks begin at 0.
+        # Torch names groups by a counter that includes the failed one; new ranks start at 0.
         dist.distributed_c10d._world.group_count = 0
         raise
 
@@ -70,8 +70,8 @@ def _group_gone_if_it_fails() -> Iterator[None]:
 def _join_ranks(config: EngineConfig, *, owns_group: bool) -> World:
     _check_world_size(config, dist.get_world_size(), "torch.distributed is initialised with it")
     device = _device(config, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
-    # Worlds may follow one another on the same store. Gathering the names, the ranks wait for one
-    # another, and from there on for rank_timeout_s only.
+    # Worlds may follow one another on the same store. Gathering the names makes the ranks wait for
+    # each other here, so that later waits are bounded by rank_timeout_s.
     name = gather_numbers([secrets.randbits(62)])[0][0]
     store = PrefixStore(f"ostinato/{name}", _client(dist.distributed_c10d._get_default_store()))
     return World(
@@ -88,7 +88,7 @@ def _check_world_size(config: EngineConfig, found: int, source: str) -> None:
     layout = config.layout
     if found != layout.world_size:
         raise ConfigError(
-            f"tensor_parallel {layout.tp} x sequence_parallel {layout.sp} takes "
+            f"tensor_parallel {layout.tp} x sequence_parallel {layout.sp} needs "
             f"{layout.world_size} ranks, but this world has {found} ({source}); start "
             f"{layout.world_size} ranks, or change the settings"
         )
@@ -100,8 +100,8 @@ def _device(config: EngineConfig, local_rank: int) -> torch.device:
         return device
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
-            f"rank {local_rank} of this machine has no GPU of its own: torch finds "
-            f"{torch.cuda.device_count()}, and {config.layout.world_size} ranks need as many"
+            f"no GPU is left for rank {local_rank} of this machine: torch finds "
+            f"{torch.cuda.device_count()}, but {config.layout.world_size} ranks need one each"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -122,13 +122,13 @@ def _start_ranks(config: EngineConfig) -> World:
         except Exception:
             _stop(ranks)
             raise
-        except BaseException:  # Ctrl-C: none of them is on its way out
+        except BaseException:  # Ctrl-C: no rank is leaving by itself
             _stop(ranks, grace_s=0.0)
             raise
 
 
 def _local_store() -> TCPStore:
-    """A store that this machine alone can reach. Torch itself would listen on all interfaces."""
+    """A store that only this machine can reach. Torch's own would listen on all interfaces."""
     with socket.create_server((_HOST, 0), backlog=128) as listening:
         port = listening.getsockname()[1]
         return TCPStore(
@@ -147,9 +147,9 @@ def _stop(ranks: _Ranks, **options: float) -> None:
 
 
 def join_started(connection: RankConnection, rank: int) -> tuple[EngineConfig, World]:
-    """On a rank that was started: what it is to run, and its place in the world."""
+    """On a started rank: the config to run, and its membership in the world."""
     port, config = connection.launched()
-    # Rank 0 has listened since before this rank was started.
+    # Rank 0 was listening before it started this rank.
     store = TCPStore(_HOST, port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
     store.set_timeout(timedelta(seconds=_START_S))
     device = _device(config, rank)
@@ -177,7 +177,7 @@ def _join_started(
     except RuntimeError as error:
         raise (ranks and ranks.dead()) or RankFailedError(
             f"rank {rank} could not connect to the others within {timeout_s:.0f} s ({error}); see "
-            "what they said, and raise rank_timeout_s if the machine is only busy",
+            "their logs, and raise rank_timeout_s if the machine is only busy",
             rank,
         ) from error
 
@@ -203,7 +203,7 @@ def _join_started(
 
 
 def _client(store: Store) -> Store:
-    """Another connection to the same store: one that waits for a key blocks all its users."""
+    """Another connection to the same store: a client that waits for a key blocks all its users."""
     client: Store = store.clone()  # type: ignore[attr-defined]  # torch's stub lacks it
     return client
 
@@ -213,26 +213,26 @@ def _check_devices(config: EngineConfig) -> None:
     if config.torch_device().type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(
             f"tensor_parallel {config.tensor_parallel} x sequence_parallel "
-            f"{config.sequence_parallel} takes {size} GPUs, but torch finds "
+            f"{config.sequence_parallel} needs {size} GPUs, but torch finds "
             f"{torch.cuda.device_count()}"
         )
 
 
 def _threads_of_a_rank(config: EngineConfig) -> int | None:
-    """Ranks on the CPU share its cores; None leaves it to torch."""
+    """Threads per rank: CPU ranks share the cores. None leaves the number to torch."""
     if config.torch_device().type != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return None
     return max(1, torch.get_num_threads() // config.layout.world_size)
 
 
 class _Ranks(RankProcesses):
-    """The ranks of one model, and what this process has besides while they run.
+    """The ranks of one model, and the resources this process holds while they run.
 
-    The store lives in this process, and until they have ended: ranks on their way out use it.
+    The store lives in this process until they have ended, because leaving ranks use it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        # A rank that loses rank 0 says so itself; torch's warnings are pages of C++ frames.
+        # A rank that loses rank 0 reports it; torch's warnings are pages of C++ frames.
         environment = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
         self._num_threads = _threads_of_a_rank(config)
         if self._num_threads is not None:
@@ -265,7 +265,7 @@ class _Ranks(RankProcesses):
 
 @contextlib.contextmanager
 def _local_interface() -> Iterator[None]:
-    """All ranks are on this machine: gloo need not resolve its name to find the interface."""
+    """All ranks are on this machine, so gloo need not resolve its name to find the interface."""
     if _INTERFACE in os.environ or "lo" not in {name for _, name in socket.if_nameindex()}:
         yield
         return

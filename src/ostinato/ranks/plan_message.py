@@ -1,10 +1,10 @@
-"""Plans on their way from rank 0 to the others: who runs, in which blocks, with which parameters.
+"""Encodes step plans from rank 0 to the others: requests, blocks and sampling parameters.
 
-A step of the steady state says only what the step before does not: the blocks that were added. So
-it fits, with room to spare, into the one small message that ``Channel`` sends for every step.
+A steady-state step sends only what changed since the previous one: the added blocks. So it fits
+easily into the one small message that ``Channel`` sends for every step.
 
-All of it is numbers, and the sampling parameters of a new request as JSON: reading a message makes
-nothing but a plan, whatever is in it.
+A message is numbers, plus the sampling parameters of new requests as JSON: decoding one can produce
+nothing but a plan, whatever it contains.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ostinato.scheduling.schedule_plan import (
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     STEP = 1  # a plan, request by request
     DECODE = 2  # the first plan of a steady state
-    DECODE_AGAIN = 3  # the next plan of the same
+    DECODE_AGAIN = 3  # the next plan of the same steady state
     RESULT = 4  # what a call on rank 0 returned or raised
     CLOSE = 5
 
@@ -45,7 +45,7 @@ _DEFAULTS = vars(SamplingParams())
 
 
 class PlanEncoder:
-    """On rank 0: plans to messages. Remembers which steady state the others know."""
+    """On rank 0: encodes plans. Tracks which steady state the other ranks know."""
 
     def __init__(self) -> None:
         self._slots: IntArray | None = None
@@ -74,7 +74,7 @@ def _step_words(plan: SchedulePlan) -> IntArray:
 
 
 def _add_request(words: list[int], request: Request) -> None:
-    """What writing a request's row takes."""
+    """Add what the runner needs to write a request's row."""
     words.append(request.seed)
     for ids in (
         request.prompt_token_ids,
@@ -90,17 +90,17 @@ def _add_request(words: list[int], request: Request) -> None:
 
 
 class PlanDecoder:
-    """On the other ranks: messages to plans that a runner cannot tell from rank 0's.
+    """On the other ranks: decodes messages into plans equivalent to rank 0's for a runner.
 
-    What they say of a request is as much as a runner looks at; nothing of it is kept up to date.
+    Decoded requests carry only what a runner reads, and are not kept up to date.
     """
 
     def __init__(self) -> None:
-        self._requests: dict[int, Request] = {}  # by slot
+        self._requests: dict[int, Request] = {}  # by request row
         self._last: DecodePlan | None = None
 
     def decode(self, kind: Kind, words: IntArray) -> Plan:
-        """Raises ``CollectiveError`` if rank 0 cannot have sent that."""
+        """Decode a plan; raise ``CollectiveError`` if rank 0 cannot have sent it."""
         try:
             if kind is Kind.STEP:
                 self._last = None
@@ -108,7 +108,7 @@ class PlanDecoder:
             return self._decode_step(kind, words)
         except (LookupError, ValueError, TypeError) as error:
             raise CollectiveError(
-                f"a message of {len(words)} words is no plan ({type(error).__name__}: {error}); "
+                f"a message of {len(words)} words is not a plan ({type(error).__name__}: {error}); "
                 "all ranks must run the same version, and nothing else may write to their sockets"
             ) from error
 
@@ -121,7 +121,7 @@ class PlanDecoder:
             blocks = words[2 * count + 1 :]
             members = [self._requests[slot] for slot in slots.tolist()]
         elif self._last is None:
-            raise CollectiveError("a plan refers to one before it that did not arrive")
+            raise CollectiveError("a plan refers to an earlier plan that did not arrive")
         else:
             members, slots, starts = self._last.members, self._last.slots, self._last.starts + 1
             blocks = words
@@ -181,7 +181,7 @@ def _read_request(reader: _Reader) -> Request:
     )
 
 
-@lru_cache(maxsize=64)  # most requests have the parameters of one before
+@lru_cache(maxsize=64)  # most requests reuse the parameters of an earlier one
 def _params(text: bytes) -> SamplingParams:
     given = json.loads(text)
     bias = given.pop("logit_bias", {})
@@ -189,7 +189,7 @@ def _params(text: bytes) -> SamplingParams:
 
 
 class _Reader:
-    """The words of a message, from the first to the last."""
+    """Reads the words of a message in order."""
 
     def __init__(self, words: IntArray) -> None:
         self._array = words
@@ -218,13 +218,13 @@ class _Reader:
 
 
 def to_words(data: bytes) -> IntArray:
-    """Bytes as whole words: their number, then the bytes, filled up."""
+    """Pack bytes into whole words: their number, then the bytes, padded."""
     return np.frombuffer(
         len(data).to_bytes(8, "little") + data + bytes(-len(data) % 8), dtype="<i8"
     ).astype(np.int64, copy=False)
 
 
 def to_bytes(words: IntArray) -> bytes:
-    """The bytes that ``to_words`` was given."""
+    """The inverse of ``to_words``."""
     data = words.astype("<i8", copy=False).tobytes()
     return data[8 : 8 + int(words[0])]

@@ -1,8 +1,8 @@
-"""The processes of the ranks that this one starts, and its private connections to them.
+"""The rank processes that this process starts, and its private connections to them.
 
-Each rank has a socket to rank 0 that has no address, so no other process can connect to it, and a
-pipe whose other end rank 0 holds, so that a rank knows when rank 0 has ended, however it did
-(``worker.py``). Neither survives into programs that this process starts, nor into its forks.
+Each rank has a socket to rank 0 without an address, so no other process can connect to it. It also
+has a pipe whose other end rank 0 holds, so that it notices when rank 0 ends for any reason
+(``worker.py``). Neither is inherited by programs that this process starts, or by its forks.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from ostinato.errors import RankFailedError
 
 _LENGTH = struct.Struct("<q")
 _READY, _GO = b"r", b"g"
-_LEAVE_S = 5.0  # for ranks on their way out
-# The loss of a rank is an error, even in a program that lets SIGPIPE end it.
+_LEAVE_S = 5.0  # for ranks that are leaving
+# Losing a rank is an error, even in a program where SIGPIPE is fatal.
 _FLAGS = getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 class RankProcesses:
     """The processes of ranks 1 to ``world_size`` - 1. This one is rank 0.
 
-    Started by ``launch``; if that fails or is interrupted, ``stop`` ends those that exist.
+    ``launch`` starts them; if it fails or is interrupted, ``stop`` ends the ones that exist.
 
     Args:
-        environment: Added to this process's, for the ranks.
+        environment: Variables for the ranks, added to this process's environment.
     """
 
     def __init__(self, world_size: int, environment: dict[str, str]) -> None:
@@ -48,14 +48,14 @@ class RankProcesses:
         _started.add(self)
 
     def launch(self, message: Any) -> None:
-        """Start all, and give each ``message``, which ``RankConnection.launched`` returns there."""
+        """Start all ranks, and send each ``message``; ``RankConnection.launched`` returns it."""
         data = pickle.dumps(message)
         for rank in range(1, self._world_size):
             try:
                 self._start(rank)
             except OSError as error:
                 raise RankFailedError(
-                    f"the process of rank {rank} could not be started: {error}; free memory, raise "
+                    f"could not start the process of rank {rank}: {error}; free memory, raise "
                     "the limits of processes and open files (ulimit -u, ulimit -n), or use fewer "
                     "ranks",
                     rank,
@@ -70,23 +70,23 @@ class RankProcesses:
         arguments = (str(number) for number in (there.fileno(), os.getpid(), rank))
         with there:
             process = subprocess.Popen(
-                # -P: what lies in the current directory is no module of a rank.
+                # -P: do not import modules from the current directory.
                 [sys.executable, "-P", "-m", module, *arguments],
-                stdin=subprocess.PIPE,  # never written to; it ends when this process does
+                stdin=subprocess.PIPE,  # never written to; closed when this process ends
                 bufsize=0,
                 pass_fds=(there.fileno(),),
                 env=self._environment,
-                start_new_session=True,  # Ctrl-C is for rank 0, which says what follows
+                start_new_session=True,  # Ctrl-C goes to rank 0 only, which tells the others
             )
         self._processes.append(process)
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Return when all are ready, which they then know: from there on none is slow to come."""
+        """Return when all ranks are ready, and tell them so."""
         deadline = time.monotonic() + timeout_s
         missing = dict(zip(self._sockets, range(1, self._world_size), strict=True))
         while missing:
             for each in wait(list(missing), 0.1):
-                assert isinstance(each, socket.socket), "these are what it was given"
+                assert isinstance(each, socket.socket), "only sockets were passed in"
                 with contextlib.suppress(ConnectionError):
                     if each.recv(1) == _READY:
                         del missing[each]
@@ -94,8 +94,8 @@ class RankProcesses:
             if failure is None and missing and time.monotonic() > deadline:
                 first = min(missing.values())
                 failure = RankFailedError(
-                    f"rank {first} was not ready {timeout_s:.0f} s after its start; see its own "
-                    "log, and whether the machine has the memory and the cores for all ranks",
+                    f"rank {first} was not ready {timeout_s:.0f} s after its start; check its "
+                    "log, and whether the machine has enough memory and cores for all ranks",
                     first,
                 )
             if failure is not None:
@@ -105,7 +105,7 @@ class RankProcesses:
                 each.sendall(_GO, _FLAGS)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Send ``tensor``, on the CPU and in one piece, to all; blocks while one does not read."""
+        """Send ``tensor`` (contiguous, on the CPU) to all; blocks while a rank does not read."""
         data = tensor.numpy().data.cast("B")
         for rank, each in enumerate(self._sockets, 1):
             try:
@@ -116,7 +116,7 @@ class RankProcesses:
                 ) from error
 
     def dead(self) -> RankFailedError | None:
-        """The first rank whose process has ended, if one has."""
+        """The first rank whose process has ended, if any."""
         for rank, process in enumerate(self._processes, 1):
             code = process.poll()
             if code is not None:
@@ -127,7 +127,7 @@ class RankProcesses:
         return None
 
     def kill(self) -> None:
-        """End all at once. None of them is left as a zombie."""
+        """Kill all rank processes and reap them."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
@@ -135,7 +135,7 @@ class RankProcesses:
             process.wait()
 
     def stop(self, *, grace_s: float = _LEAVE_S) -> None:
-        """Wait a moment for those on their way out, and end the rest. Twice is harmless."""
+        """Wait briefly for leaving ranks, and kill the rest. Calling it twice is harmless."""
         try:
             deadline = time.monotonic() + grace_s
             while time.monotonic() < deadline and any(p.poll() is None for p in self._processes):
@@ -145,7 +145,7 @@ class RankProcesses:
             self._let_go()
 
     def _let_go(self) -> None:
-        """Close this process's ends of everything."""
+        """Close this process's ends of all connections."""
         for process in self._processes:
             if process.stdin is not None:
                 process.stdin.close()
@@ -154,14 +154,14 @@ class RankProcesses:
 
 
 class RankConnection:
-    """The other end, on a rank that was started: its connection to rank 0."""
+    """A started rank's end of the connection to rank 0."""
 
     def __init__(self, file: int) -> None:
         self._socket = socket.socket(fileno=file)
         self._socket.set_inheritable(False)
 
     def launched(self) -> Any:
-        """What rank 0 gave to ``launch``. It comes from this process's parent alone."""
+        """The message that rank 0 passed to ``launch``. Only the parent process can send it."""
         (length,) = _LENGTH.unpack(self._receive(bytearray(_LENGTH.size)))
         return pickle.loads(self._receive(bytearray(length)))
 
@@ -189,7 +189,7 @@ class RankConnection:
 
 
 def _python_path() -> str:
-    """Where the ranks find their modules: where this process does, in the same order."""
+    """Search path for the ranks' modules: this process's, in the same order."""
     given = (
         [] if sys.flags.ignore_environment else os.environ.get("PYTHONPATH", "").split(os.pathsep)
     )
@@ -201,7 +201,7 @@ _started: weakref.WeakSet[RankProcesses] = weakref.WeakSet()
 
 
 def _let_go_in_fork() -> None:
-    """A fork that kept the ends of the pipes would keep the ranks alive after this process."""
+    """Close the pipes in a fork, which would otherwise keep the ranks alive after this process."""
     for processes in list(_started):
         processes._let_go()
 

@@ -1,6 +1,6 @@
-"""Results on their way from rank 0 to ranks that run the same script: outputs, deltas and errors.
+"""Encodes results from rank 0 for ranks that run the same script: outputs, deltas and errors.
 
-As JSON, so that reading a message makes one of the types below and nothing else.
+Messages are JSON, so decoding one creates only the types below.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ _PLAIN = str | int | float | None
 
 
 def encode_result(result: Any) -> bytes:
-    """Of what ``LLM`` returns: outputs and deltas, alone or in lists, or None."""
+    """Encode what ``LLM`` returns: outputs and deltas, single or in lists, or None."""
     return json.dumps(result, default=_fields).encode()
 
 
 def encode_error(error: BaseException) -> bytes:
-    """What ``decode_result`` raises: ``error``, or a description where its type is unknown there.
+    """Encode ``error`` for ``decode_result`` to raise, or describe it if its type is unknown there.
 
-    Known are Ostinato's types and Python's own, as far as their arguments are text and numbers.
+    Ostinato's and Python's own error types are known if their arguments are text and numbers.
     """
     name = type(error).__name__
     made = _error_fields(name, error)
     try:
         if type(_error(json.loads(json.dumps(made)))) is not type(error):
-            raise TypeError(f"{name} is another type there")
-    except Exception:  # any error, with anything in it
+            raise TypeError(f"{name} decodes to another type")
+    except Exception:  # an error may contain anything
         described = RankFailedError(f"rank 0 raised {name}: {error}", 0)
         made = _error_fields("RankFailedError", described)
     return json.dumps(made).encode()
 
 
 def decode_result(data: bytes) -> Any:
-    """What was encoded: a result is returned, an error raised."""
+    """Return an encoded result, or raise an encoded error."""
     try:
         result = json.loads(data, object_hook=_object)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise CollectiveError(
-            f"a message of {len(data)} bytes is no result ({type(error).__name__}: {error}); all "
-            "ranks must run the same version"
+            f"a message of {len(data)} bytes is not a result ({type(error).__name__}: {error}); "
+            "all ranks must run the same version"
         ) from error
     if isinstance(result, Exception):
         raise result
@@ -73,7 +73,7 @@ def _error(fields: dict[str, Any]) -> Exception:
     name = fields[_ERROR]
     kind = getattr(errors, name, None) or getattr(builtins, name)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):
-        raise TypeError(f"{name} is no error")
+        raise TypeError(f"{name} is not an error type")
     made = kind(*fields["args"])
     vars(made).update(fields["attributes"])
     return made

@@ -1,4 +1,4 @@
-"""A script that runs on every rank: rank 0 does what it asks for, and all ranks get the result."""
+"""For scripts that run on every rank: rank 0 executes each call, and all ranks get the result."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ T = TypeVar("T")
 class _Sharing(ABC):
     @abstractmethod
     def call(self, function: Callable[[], T]) -> T:
-        """The result of ``function``, which rank 0 runs."""
+        """The result of ``function``, which only rank 0 runs."""
 
     def iterate(self, items: Iterator[T]) -> Iterator[T]:
-        """Rank 0's ``items``, one by one; None is no item."""
+        """Rank 0's ``items``, one at a time; an item must not be None."""
         while (item := self.call(lambda: next(items, None))) is not None:
             yield item
 
 
 class SharingLeader(_Sharing):
-    """Rank 0 of ranks that all run the script."""
+    """Rank 0, if all ranks run the script."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -36,7 +36,7 @@ class SharingLeader(_Sharing):
             result = function()
             message = encode_result(result)
         except BaseException as error:
-            if not self._world.failed:  # else they know
+            if not self._world.failed:  # otherwise they already know
                 self._share(encode_error(error))
             raise
         self._share(message)
@@ -49,7 +49,7 @@ class SharingLeader(_Sharing):
 
 
 class SharingFollower(_Sharing):
-    """Any other of the ranks that all run the script."""
+    """Any other rank, if all ranks run the script."""
 
     def __init__(self, runner: FollowingRunner) -> None:
         self._runner = runner

@@ -1,4 +1,4 @@
-"""Who runs a script's calls, and who gets their results: on one process, the same one."""
+"""Decides which process runs a script's calls and which ones get the results."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 
 class Sharing(Protocol):
-    """How what a script calls on all ranks is done by one of them, and returned on all."""
+    """Runs a call that a script makes on all ranks on one of them, and returns it on all."""
 
     def call(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns or raises on rank 0."""
+        """Return or raise what ``function`` does on rank 0."""
 
     def iterate(self, items: Iterator[T]) -> Iterator[T]:
-        """The items that ``items`` yields on rank 0, one by one."""
+        """Yield the items that ``items`` yields on rank 0, one at a time."""
 
 
 class Unshared:
-    """One process runs the script. Ranks that were started for it are no part of it."""
+    """One process runs the script. Ranks that it started do not run it."""
 
     def call(self, function: Callable[[], T]) -> T:
         return function()
@@ -35,7 +35,7 @@ class Unshared:
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """All that an engine needs. On several ranks, ``sharing`` gives all of them the results."""
+    """What an engine needs. With several ranks, ``sharing`` gives all of them the results."""
 
     loaded: LoadedModel
     runner: ModelRunner

@@ -1,4 +1,4 @@
-"""Starting a model on several ranks: join, compare, load, capture. The same on every rank."""
+"""Starts a model on several ranks: join, compare, load, capture. Runs alike on every rank."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ostinato.ranks.world import World
 from ostinato.runner import startup
 from ostinato.runner.model_runner import ModelRunner
 
-# What ranks may differ in.
+# Settings that may differ between ranks.
 _OWN = ("show_progress",)
 
 
 def start_ranks(config: EngineConfig) -> Started:
-    """Join the world, or start it, and this rank's part of the model."""
+    """Join or start the world, and start this rank's part of the model."""
     world = join_world(config)
     loaded, runner, resolved = start_rank(config, world)
     sharing: Sharing = Unshared()
@@ -34,10 +34,10 @@ def start_ranks(config: EngineConfig) -> Started:
 
 
 def start_rank(config: EngineConfig, world: World) -> tuple[LoadedModel, ModelRunner, ResolvedMode]:
-    """This rank's part of the model, and its runner, graphs captured. Closes the world if it fails.
+    """Build this rank's part of the model and its runner, with graphs. Closes the world on failure.
 
-    Settings, weights and plans are compared between the ranks, each before it matters; where they
-    differ, all ranks raise and say in what.
+    Settings, weights and plans are compared between ranks before they matter. If they differ, all
+    ranks raise an error that says how.
     """
     config = replace(config, show_progress=config.show_progress and world.is_first)
     kind: type[RankRunner] = LeadingRunner if world.is_first else FollowingRunner
@@ -56,7 +56,7 @@ def start_rank(config: EngineConfig, world: World) -> tuple[LoadedModel, ModelRu
             world.place.check_same("the weights", fingerprint)
             make = partial(kind, world=world)
             runner, resolved = startup.build_runner(config, loaded, world.place, make)
-        assert isinstance(runner, RankRunner), "it is what was to be made"
+        assert isinstance(runner, RankRunner), "make_runner returns one"
         runner.begin()
     except BaseException:
         world.close()

@@ -1,11 +1,11 @@
-"""One model on several ranks, step by step: rank 0 leads, the others follow.
+"""Runs one model on several ranks, step by step: rank 0 leads, the others follow.
 
 The scheduler is on rank 0. It sends each step's plan to the others before it runs the step itself;
-every rank brings its own request state up to date by it, chooses the same graph, and runs it. No
-token is sent: all ranks have the same logits, and the noise of sampling is a function of seed and
-position. So all ranks sample the same tokens and write them to their own state, and the next step
-finds them there. Where the head is split its parts are gathered, and logits are equal to the bit;
-with tensor parallelism of 1 each rank computes them whole, which is the same on GPUs of one kind.
+every rank updates its request state from the plan, chooses the same graph, and runs it. No token is
+sent: all ranks have the same logits, and sampling noise is a function of seed and position. So all
+ranks sample the same tokens and write them to their own state, where the next step finds them. A
+sharded LM head is gathered, which makes logits bitwise equal; with tensor parallelism of 1 each
+rank computes them in full, which gives equal results on GPUs of the same model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTHING = np.empty(0, dtype=np.int64)
 
 
 class RankRunner(ModelRunner):
-    """The runner of one rank of ``world``. After ``begin``, closing it leaves the world."""
+    """One rank's runner in ``world``. After ``begin``, closing it leaves the world."""
 
     def __init__(self, *args: Any, world: World, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -38,7 +38,7 @@ class RankRunner(ModelRunner):
         self._leave: Callable[[], object] = lambda: None
 
     def begin(self) -> None:
-        """All ranks are ready. If nobody closes this one, it leaves when it is no more."""
+        """All ranks are ready. From now on a runner that is garbage-collected leaves the world."""
         self._leave = weakref.finalize(self, _leave, self._world, self.pool)
 
     def close(self) -> None:
@@ -49,14 +49,14 @@ class RankRunner(ModelRunner):
 
 
 class LeadingRunner(RankRunner):
-    """Rank 0's runner: the other ranks do what it does."""
+    """Rank 0's runner: the other ranks repeat what it does."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._encoder = PlanEncoder()
 
     def run(self, plan: Plan) -> StepResult:
-        # Started on one rank, a step is finished on all, or the ranks are out of step for good.
+        # A step started on one rank must finish on all, or the ranks are out of step for good.
         with uninterrupted(), self._world.together():
             self._world.progress.announce()
             self._world.channel.send(*self._encoder.encode(plan))
@@ -64,17 +64,17 @@ class LeadingRunner(RankRunner):
 
 
 class _AwaitedResult(StepResult):
-    """The results of a step that all ranks take part in: waiting for them, one may wait for all."""
+    """The results of a step that all ranks run; waiting for them may mean waiting for any rank."""
 
     def __init__(self, own: StepResult, world: World) -> None:
         self._own = own
         self._world = world
 
     def token_ids(self) -> IntArray:
-        # Starting the step has looked at the processes.
+        # The processes were checked when the step started.
         with uninterrupted(), self._world.together(processes=False):
             tokens = self._own.token_ids()
-            # A step that was set free from a failed rank has no results.
+            # A step aborted because of a failed rank has no results.
             self._world.check(processes=False)
             return tokens
 
@@ -99,13 +99,13 @@ class FollowingRunner(RankRunner):
 
     def run(self, plan: Plan) -> StepResult:
         raise SchedulingError(
-            f"this is rank {self._world.rank}, and requests are for rank 0, which no other rank "
-            "steps without; call generate or stream, on all ranks"
+            f"this is rank {self._world.rank}, but only rank 0 takes requests; call generate or "
+            "stream, on all ranks"
         )
 
     @torch.inference_mode()
     def follow(self) -> bytes | None:
-        """Run what rank 0 says, until it shares a result, which is returned, or leaves: None."""
+        """Run what rank 0 sends until it shares a result, which is returned, or leaves (None)."""
         with self._world.together():
             while True:
                 kind, words = self._world.channel.receive()
@@ -119,9 +119,9 @@ class FollowingRunner(RankRunner):
 def _leave(world: World, pool: GraphPool) -> None:
     try:
         with contextlib.suppress(Exception):
-            pool.close()  # first: graphs hold the communicators that they captured
+            pool.close()  # first, because graphs hold the communicators that they captured
         if world.is_first and not world.symmetric:
-            # Ranks that only serve do not know when to leave; those that run the script do.
+            # Ranks that only serve must be told to leave; ranks that run the script know.
             with contextlib.suppress(Exception), world.together():
                 world.progress.announce()
                 world.channel.send(Kind.CLOSE, _NOTHING)

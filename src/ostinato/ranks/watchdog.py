@@ -1,15 +1,15 @@
-"""The watchdog: tells every rank, by number, which rank died, hangs or gave up.
+"""The watchdog: tells every rank which rank died, hangs or gave up.
 
-A daemon thread of each rank beats through a shared key-value store and looks at the beats of the
-others. Ages are measured by the watcher's own clock, from when it saw a beat change, so the clocks
-of several machines need not agree; and only while it could look, so a pause of all ranks (a machine
-that was suspended) is nobody's failure. A store whose host is stopped does not answer, and blocks
-that thread; a second one, which never touches the store, sees that.
+A daemon thread on each rank writes beats to a shared key-value store and reads the beats of the
+others. Ages are measured by the reader's clock, from when it saw a beat change, so the clocks of
+several machines need not agree. They count only while the reader runs, so a pause of all ranks (a
+suspended machine) is not a failure. A store whose host is stopped does not answer, and blocks
+that thread; a second thread, which never touches the store, detects that.
 
 A beat means that the process runs Python: a killed, stopped or GIL-holding process stops beating. A
-rank whose main thread hangs in its own code still beats, so a beat says how far that thread has
-come, and every rank compares (``progress.py``). Who finds a failure says so in its last beat: the
-others give the same reason, and not that this one left because of it.
+rank whose main thread hangs in its own code still beats, so a beat includes that thread's progress,
+and every rank compares (``progress.py``). A rank that finds a failure names it in its last beat, so
+that the others report the same cause, and not that this rank left.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from ostinato.ranks.progress import HungRanks, Progress
 class Watchdog:
     """Beats for this rank and watches the others, from construction to ``close()``.
 
-    When a rank dies, its last beat is at most ``timeout_s + interval_s`` old when the others know;
-    an error it reported is known after one interval. A rank that has not moved for so long while
-    others wait for it is known to all, itself included; one that does so for less than
-    ``timeout_s - 3 * interval_s`` is never taken for hung. From then on ``check()`` raises, and
-    ``on_failure`` has been called once, from a thread of the watchdog. ``on_failure`` is for main
-    threads that are stuck in a collective with the dead rank: see ``end_process``. The same holds
-    while the store does not answer, after as long; ``check()`` no longer raises if it does again.
+    When a rank dies, the others know once its last beat is ``timeout_s + interval_s`` old; an error
+    that it reported is known after one interval. A rank that has not moved for that long while
+    others wait for it is known to all, itself included; a delay shorter than
+    ``timeout_s - 3 * interval_s`` never counts as a hang. From then on ``check()`` raises, and
+    ``on_failure`` has been called once, from a watchdog thread. ``on_failure`` is for main threads
+    that are stuck in a collective with the dead rank: see ``end_process``. A store that does not
+    answer for that long is treated the same, but ``check()`` stops raising if it answers again.
 
     Used in ``with``, an exception of the block is reported to the others. ``close()`` says goodbye:
     a rank that left on purpose has not failed.
 
     Args:
-        timeout_s: How old a heart-beat may get. A rank that has not started its watchdog yet has as
-            long, counted from the start of this one: start them after a barrier.
+        timeout_s: How old a heartbeat may get. A rank that has not started its watchdog has the
+            same time, counted from the start of this one: start them after a barrier.
         rank: This rank.
-        store: A store that all ranks share. Give the watchdog a client of its own
-            (``TCPStore.clone()``): one that waits for a key blocks all its users. A ``FileStore``
-            grows with every beat.
-        world_size: How many ranks there are.
+        store: A store that all ranks share. Give the watchdog its own client
+            (``TCPStore.clone()``): a client that waits for a key blocks all its users. A
+            ``FileStore`` grows with every beat.
+        world_size: The number of ranks.
         interval_s: Time between beats; a tenth of the timeout if None.
-        store_rank: The rank that hosts the store, which is named when the store is gone.
-        progress: Of this rank's main thread; given on all ranks, or on none, whose main threads
-            then are not watched.
-        on_failure: Called with the error, in a thread of the watchdog.
+        store_rank: The rank that hosts the store, for the error if the store is gone.
+        progress: The progress of this rank's main thread. Pass it on all ranks or on none; without
+            it main threads are not watched.
+        on_failure: Called with the error, in a watchdog thread.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class Watchdog:
         self.interval_s = timeout_s / 10 if interval_s is None else interval_s
         if not 0 < self.interval_s <= timeout_s / 4:
             raise ConfigError(
-                f"beats every {self.interval_s} s under a timeout of {timeout_s} s: the interval "
+                f"interval_s is {self.interval_s} and timeout_s is {timeout_s}: the interval "
                 "must be positive and at most a quarter of the timeout"
             )
         if not 0 <= rank < world_size:
-            raise ConfigError(f"rank {rank} is not one of the ranks 0 to {world_size - 1}")
+            raise ConfigError(f"rank {rank} is not in the range 0 to {world_size - 1}")
         self.timeout_s = timeout_s
         self.rank = rank
         self._beats = Beats(rank, store)
@@ -84,14 +84,14 @@ class Watchdog:
         self._failure: RankFailedError | None = None
         self._closing = threading.Event()
         self._num_beats = 0
-        self._told = threading.Lock()  # taken by the first to call on_failure, and kept
+        self._told = threading.Lock()  # acquired by the first caller of on_failure, and kept
         self._last_pass = time.monotonic()
         self._watched_s = 0.0
-        self._answers = 0  # of the store
-        self._silent_s = 0.0  # since the last of them
-        # Per watched rank: the last beat seen, and _watched_s when it was seen first.
+        self._answers = 0  # number of answers from the store
+        self._silent_s = 0.0  # time since the last one
+        # Per watched rank: the last beat seen, and _watched_s when it was first seen.
         self._seen = {other: ("", 0.0) for other in range(world_size) if other != rank}
-        # Two intervals early: one until a beat tells where a rank is, one until that is seen.
+        # Two intervals early: one until a beat carries a rank's position, one until it is read.
         self._hung = HungRanks(rank, timeout_s - 2 * self.interval_s, progress)
         self._threads = [
             threading.Thread(target=loop, name=f"watchdog {rank}", daemon=True)
@@ -101,7 +101,7 @@ class Watchdog:
             thread.start()
 
     def check(self) -> None:
-        """Raise ``RankFailedError`` if a rank failed. Costs no communication."""
+        """Raise ``RankFailedError`` if a rank failed. No communication."""
         if self._failure is not None:
             raise self._failure
         silence = self._silence()
@@ -113,23 +113,23 @@ class Watchdog:
         self._beats.tell_error(message)
 
     def reported(self, rank: int | None) -> RankFailedError | None:
-        """What ``rank`` said of its end, if it did: its own error, or whose failure it found.
+        """What ``rank`` reported when it left: its own error, or the failure it found; else None.
 
-        Asks the store.
+        Queries the store.
         """
         try:
             if rank is not None:
                 self._beats.of(rank)
         except RankFailedError as failure:
             return failure
-        except Exception:  # the store is gone with its host
+        except Exception:  # the store died with its host
             return None
         return None
 
     def close(self) -> None:
         """Leave: the others stop watching this rank.
 
-        The threads have ended on return, but for one that waits for a store that does not answer.
+        The threads have ended on return, except one that waits for a store that does not answer.
         """
         if not self._closing.is_set():
             self._closing.set()
@@ -165,11 +165,11 @@ class Watchdog:
                 pass  # perhaps over by the next beat; if not, this rank falls silent
             except RankFailedError as found:
                 failure = found
-                # If the store does not answer now, the other thread sees it: no failure is set yet.
+                # If the store does not answer here, the other thread notices: no failure is set.
                 with contextlib.suppress(Exception):
                     self._beats.tell_finding(found)
             except Exception as error:
-                # A store whose host is gone raises whatever its connection does.
+                # A store whose host is gone may raise any error.
                 failure = self._store_failure(f"failed ({error})")
             if failure is not None:
                 self._failure = failure
@@ -178,7 +178,7 @@ class Watchdog:
             self._wait()
 
     def _watch_store(self) -> None:
-        """Measure how long the store has not answered, counting only while this process ran."""
+        """Measure how long the store has been silent, counting only while this process runs."""
         answers, last = self._answers, time.monotonic()
         while self._failure is None and not self._wait():
             now = time.monotonic()
@@ -209,7 +209,7 @@ class Watchdog:
             self._on_failure(failure)
 
     def _pass(self) -> None:
-        """Beat, then look at every other rank once. Raises what is wrong, if anything is."""
+        """Beat, then check every other rank once. Raises the first failure."""
         now = time.monotonic()
         self._watched_s += min(now - self._last_pass, 2 * self.interval_s)
         self._last_pass = now
@@ -232,12 +232,12 @@ class Watchdog:
             self._hung.hear(other, beat.partition(" ")[2])
             return
         age = self._watched_s - since
-        # One interval early: a beat can be that old already when it is first seen.
+        # One interval early: a beat can already be that old when it is first seen.
         if age > self.timeout_s - self.interval_s:
             what = "stopped beating" if beat else "never started beating"
             raise RankFailedError(
-                f"rank {other} {what}: no sign of life for {age:.1f} s (the timeout is "
-                f"{self.timeout_s} s); it died or hangs, see its own log",
+                f"rank {other} {what}: no beat for {age:.1f} s (the timeout is "
+                f"{self.timeout_s} s); it died or hangs, see its log",
                 other,
             )
 
@@ -254,10 +254,10 @@ class Watchdog:
 
 
 def end_process(error: RankFailedError) -> None:
-    """An ``on_failure`` that ends this process at once, whatever its main thread waits in.
+    """An ``on_failure`` that ends this process at once, whatever its main thread waits for.
 
-    Nothing is cleaned up: a collective that waits for a dead rank cannot be left in any other way.
+    It cleans up nothing: there is no other way out of a collective that waits for a dead rank.
     """
-    sys.stderr.write(f"ostinato: this process ends because {error}\n")
+    sys.stderr.write(f"ostinato: this process exits because {error}\n")
     sys.stderr.flush()
     os._exit(1)

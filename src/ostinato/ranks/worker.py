@@ -1,8 +1,8 @@
 """The process of a rank that ``LLM`` started: ``python -m ostinato.ranks.worker``.
 
-Joins the world, builds its part of the model and follows rank 0 until that leaves. An error here is
-told to the other ranks, and ends this one. The end of rank 0's process ends it at any time: that is
-seen to first, before torch, which takes seconds, is imported.
+It joins the world, builds its part of the model and follows rank 0 until rank 0 leaves. An error
+here is reported to the other ranks and ends this one. If rank 0's process ends, so does this one;
+that is set up first, before the import of torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import sys
 import threading
 import traceback
 
-_ASK_S = 1.0  # how often a rank looks who its parent is
+_ASK_S = 1.0  # how often a rank checks its parent
 
 
 def main(connection: int, parent: int, rank: int) -> int:
-    """The exit code of rank ``rank``, whose connection to rank 0, ``parent``, has this number."""
+    """Run rank ``rank`` over the connection with this descriptor; return the exit code."""
     end_with_parent(_take_stdin(), parent, rank)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which says what follows
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C and tells the others
     return _run(connection, rank)
 
 
@@ -35,21 +35,21 @@ def _run(connection: int, rank: int) -> int:
 
     try:
         config, world = join_started(RankConnection(connection), rank)
-    except Exception as error:  # there is no world to report it through
+    except Exception as error:  # there is no world yet to report it through
         where = "" if isinstance(error, OstinatoError) else traceback.format_exc()
         what = f"{type(error).__name__}: {error}"
         sys.stderr.write(f"ostinato: rank {rank} could not join ({what})\n{where}")
         return 1
     try:
         _, runner, _ = start_rank(config, world)
-        assert isinstance(runner, FollowingRunner), "only rank 0 leads, and it is no worker"
+        assert isinstance(runner, FollowingRunner), "only rank 0 leads, and it is not a worker"
         runner.follow()
         runner.close()
     except RankFailedError as error:
-        sys.stderr.write(f"ostinato: rank {rank} ends because {error}\n")
+        sys.stderr.write(f"ostinato: rank {rank} exits because {error}\n")
         return 1
     except OstinatoError:
-        return 1  # rank 0 has the same, or was told
+        return 1  # rank 0 raised the same, or was told
     except Exception:
         sys.stderr.write(f"ostinato: rank {rank} failed\n{traceback.format_exc()}")
         return 1
@@ -60,7 +60,7 @@ def _run(connection: int, rank: int) -> int:
 
 
 def _take_stdin() -> int:
-    """The pipe that this process was given as its input, whose place an empty one takes."""
+    """Take over the pipe that this process has as stdin, and put an empty stdin in its place."""
     pipe = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -69,12 +69,12 @@ def _take_stdin() -> int:
 
 
 def end_with_parent(pipe: int, parent: int, rank: int) -> None:
-    """End this process when ``parent`` has ended, which holds the other end of ``pipe``.
+    """End this process when ``parent``, which holds the other end of ``pipe``, has ended.
 
-    Where the kernel can, it kills this process when that end is closed: also if it is stopped, or
-    hangs in code that keeps Python's lock. A thread does the same on any system, and notices a
-    parent whose end of the pipe lives on in a fork. Not ``PR_SET_PDEATHSIG``, for which the end of
-    the thread that started this process is enough.
+    If the kernel supports it, it kills this process when that end is closed, even if the process is
+    stopped or hangs with the GIL held. A thread does the same on any system, and also notices a
+    parent whose end of the pipe survives in a fork. ``PR_SET_PDEATHSIG`` is not used because it
+    fires when the thread that started this process ends.
     """
     if hasattr(fcntl, "F_SETSIG"):
         with contextlib.suppress(OSError):
@@ -89,8 +89,8 @@ def _watch(pipe: int, parent: int, rank: int) -> None:
     poll.register(pipe, select.POLLIN)
     while os.getppid() == parent and not poll.poll(_ASK_S * 1000):
         pass
-    with contextlib.suppress(OSError):  # stderr may be as gone as rank 0
-        os.write(2, f"ostinato: rank {rank} ends because rank 0, {parent}, has\n".encode())
+    with contextlib.suppress(OSError):  # stderr may be gone along with rank 0
+        os.write(2, f"ostinato: rank {rank} exits because rank 0 (pid {parent}) ended\n".encode())
     os._exit(1)
 
 

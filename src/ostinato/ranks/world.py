@@ -1,10 +1,10 @@
 """A rank's membership in the world that runs one model: groups, channel, watchdog, faults.
 
-A ``World`` is made by all ranks together. It knows nothing of models. What goes wrong on another
-rank surfaces here, as an error that names it: a broken connection at once, after the timeout that a
+All ranks create a ``World`` together. It knows nothing about models. A failure on another rank
+surfaces here as an error that names it: at once if a connection breaks, and after the timeout if a
 rank is silent or keeps the others waiting. A main thread that is stuck in a collective by then is
-set free where that can be done (the other processes are ours to end, or NCCL aborts), and otherwise
-the process ends, with the reason on stderr.
+freed if possible (we own the other processes and can end them, or NCCL aborts); otherwise the
+process ends, with the reason on stderr.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from ostinato.ranks.progress import Progress
 from ostinato.ranks.watchdog import Watchdog, end_process
 
 _FOREVER_S = 10 * 365 * 24 * 3600.0
-_GOODBYE_S = 5.0  # how long a rank that leaves waits for the others to come along
+_GOODBYE_S = 5.0  # how long a leaving rank waits for the others to leave too
 _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "broken pipe")
 
 
 class World:
-    """Made by all ranks at the same time; ``torch.distributed`` is initialised with all of them.
+    """Created by all ranks at the same time, with ``torch.distributed`` initialised on all of them.
 
-    "The same time" is within ``timeout_s``: let the ranks wait for one another first. What fails in
-    making it is closed, ``on_close`` included.
+    "The same time" means within ``timeout_s``: let the ranks wait for each other first. If creation
+    fails, everything is closed, including ``on_close``.
 
     Args:
-        layout: How many ranks there are, and how the model is split over them.
-        device: Of this rank.
-        store: A client of its own, for the watchdog; the same keys on all ranks, used by nobody
-            else, before or after.
+        layout: The number of ranks, and how the model is split over them.
+        device: This rank's device.
+        store: A separate client for the watchdog. It needs keys that are the same on all ranks and
+            used by no other code, before or after.
         threshold: The largest batch of the shift model; 0 for none.
-        timeout_s: After how long a rank has failed that shows no sign of life, or that does not
-            move on while others wait for it in a step.
-        symmetric: All ranks run the same script; otherwise rank 0 alone does, and the others serve.
-        steps: What rank 0 sends each step's plan through; the group of all ranks if None.
-        dead_rank: Says which rank's process has ended, and how, where that can be seen.
-        end_others: Ends the other ranks' processes at once, where they are ours.
-        on_close: Called at the end, when the groups are gone.
+        timeout_s: How long a rank may show no sign of life, or keep others waiting in a step,
+            before it counts as failed.
+        symmetric: All ranks run the same script; otherwise only rank 0 does, and the others serve.
+        steps: The broadcaster for rank 0's step plans; the group of all ranks if None.
+        dead_rank: Returns a rank whose process has ended, and how, if that is visible.
+        end_others: Ends the other ranks' processes at once, if they are ours.
+        on_close: Called last, when the groups are gone.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class World:
         self._end_others = end_others
         self._on_close = on_close
         self._failure: RankFailedError | None = None
-        self._working = False  # the main thread is where another rank can keep it waiting
+        self._working = False  # whether the main thread may be waiting for another rank
         self._closed = False
         self._process = os.getpid()
         self._control: DistributedComm | None = None
@@ -114,14 +114,14 @@ class World:
         )
 
     def _make_groups(self) -> DistributedComm:
-        """Connect this rank to the others; returns the group of all."""
+        """Connect this rank to the others; return the group of all ranks."""
         layout = self.layout
         ranks = tuple(range(layout.world_size))
         everyone = self._control = DistributedComm(ranks, "cpu", timeout_s=_FOREVER_S)
         for group in (
             layout.tensor_group(self.rank),
             layout.sequence_group(self.rank),
-            layout.shift_group,  # with TP and SP, the late layers of SwiftKV need it in any case
+            layout.shift_group,  # with TP and SP, late SwiftKV layers always need it
         ):
             if len(group) > 1 and group not in self._comms:
                 self._comms[group] = DistributedComm(group, self.device)
@@ -136,7 +136,7 @@ class World:
         return self._failure is not None
 
     def _num_calls(self) -> int:
-        """The same on all ranks that have come equally far, whichever groups they are in."""
+        """A count that is equal on all ranks that are equally far, whatever groups they are in."""
         return sum(comm.num_calls for comm in tuple(self._comms.values()))
 
     def _comm_of(self, ranks: Sequence[int]) -> Comm:
@@ -146,14 +146,14 @@ class World:
     # --- faults ----------------------------------------------------------------------------------
 
     def check(self, *, processes: bool = True) -> None:
-        """Raise if a rank is known to have failed. Costs no communication.
+        """Raise if a rank is known to have failed. No communication.
 
-        ``processes``: look at each rank's process as well, a system call for each.
+        ``processes``: also check each rank's process, with one system call each.
         """
         if self._failure is None and processes and os.getpid() != self._process:
             self._failure = RankFailedError(
-                f"this is a fork of rank {self.rank}, whose connections to the other ranks it "
-                "cannot use; use the LLM in the process that made it"
+                f"this is a fork of rank {self.rank}, which cannot use its connections to the "
+                "other ranks; use the LLM in the process that created it"
             )
         if self._failure is None:
             self._watchdog.check()
@@ -167,11 +167,11 @@ class World:
 
     @contextlib.contextmanager
     def together(self, *, processes: bool = True) -> Iterator[None]:
-        """Work that all ranks do, and wait for one another in. What fails in it fails the world.
+        """Work in which all ranks take part and wait for each other. An error fails the world.
 
         A broken collective becomes a ``RankFailedError`` that names the rank. Any other error is
-        this rank's own: the others are told, and it is raised as it is. ``processes`` as for
-        ``check``, which comes first.
+        this rank's own: it is reported to the others and raised unchanged. Calls ``check`` first,
+        with ``processes``.
         """
         self.check(processes=processes)
         self._working = True
@@ -179,7 +179,7 @@ class World:
             yield
         except BaseException as error:
             self._working = False
-            self.progress.finish()  # before finding out whose fault it is: that takes time
+            self.progress.finish()  # before looking for the failed rank, which takes time
             failure = self._blamed(error)
             if failure is None:
                 self._fail(error)
@@ -194,22 +194,22 @@ class World:
 
     @contextlib.contextmanager
     def by_itself(self) -> Iterator[None]:
-        """Inside ``together``, work that waits for no other rank, however long it takes.
+        """Inside ``together``: work of any length that waits for no other rank.
 
-        A rank that fails meanwhile does not end this process: the error is raised at the end.
+        If a rank fails meanwhile, this process is not ended; the error is raised at the end.
         """
         self._working = False
         yield
-        # In this order, a rank that fails in between is either seen here or rescued from.
+        # In this order: a rank that fails in between is either seen here or triggers a rescue.
         self._working = True
         self.check()
 
     def _blamed(self, error: BaseException) -> RankFailedError | None:
-        """Which other rank ``error`` comes from, if it does."""
+        """The failure of another rank that caused ``error``, if any."""
         if isinstance(error, RankFailedError):
             return error
         if _is_communication(error):
-            # The connection broke before the word got round. It does, within the timeout.
+            # The connection broke before the failure was reported. The report follows in time.
             deadline = time.monotonic() + 1.2 * self._timeout_s + 1.0
             while time.monotonic() < deadline:
                 try:
@@ -221,22 +221,22 @@ class World:
 
     def _fail(self, error: BaseException) -> None:
         what = f"{type(error).__name__}: {error}"
-        self._failure = RankFailedError(f"rank {self.rank} failed before: {what}", self.rank)
+        self._failure = RankFailedError(f"rank {self.rank} failed earlier: {what}", self.rank)
         self.report(error)
 
     def report(self, error: BaseException) -> None:
         """Tell the other ranks that this one failed. They know after a tenth of the timeout."""
-        with contextlib.suppress(Exception):  # the store may be what failed
+        with contextlib.suppress(Exception):  # the store itself may have failed
             self._watchdog.report(f"{type(error).__name__}: {error}")
 
     def _rescue(self, failure: RankFailedError) -> None:
-        """In the watchdog's thread: get the main thread out of a collective with a failed rank."""
+        """In a watchdog thread: free the main thread from a collective with a failed rank."""
         if not self.is_first and not self.symmetric:
             if not self._closed:
                 end_process(failure)
             return
-        self._failure = self._failure or failure  # what this rank itself failed of is the reason
-        self._end_others()  # which breaks the connections that gloo waits in
+        self._failure = self._failure or failure  # this rank's own failure takes precedence
+        self._end_others()  # breaks the connections that gloo is blocked on
         self._abort()
         deadline = time.monotonic() + max(1.0, self._timeout_s / 4)
         while self._working and time.monotonic() < deadline:
@@ -245,17 +245,17 @@ class World:
             end_process(failure)
 
     def _abort(self) -> None:
-        """Begin to abort every communicator that can be: one that blocks holds up no other."""
+        """Start aborting every communicator that supports it, each in its own thread."""
         for group, comm in tuple(self._comms.items()):
-            if comm.device.type == "cuda" and group not in self._aborts:  # gloo cannot
+            if comm.device.type == "cuda" and group not in self._aborts:  # gloo has no abort
                 self._aborts[group] = threading.Thread(target=_abort, args=(comm,), daemon=True)
                 self._aborts[group].start()
 
     # --- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Leave. The models and their graphs must be gone. Closing twice is harmless."""
-        if self._closed or os.getpid() != self._process:  # a fork leaves its parent's ranks alone
+        """Leave. All models and graphs must be closed. Closing twice is harmless."""
+        if self._closed or os.getpid() != self._process:  # a fork must not end its parent's ranks
             return
         self._closed = True
         try:
@@ -264,15 +264,15 @@ class World:
             self._on_close()
 
     def _part(self) -> None:
-        """End what connects this rank to the others, each whatever another one raises."""
+        """Close every connection to the other ranks, even if closing one raises."""
         if self._failure is None and self._control is not None:
-            # A rank that cut its connections first would break the collective a slower one is in.
+            # Closing connections early would break a collective that a slower rank is still in.
             with contextlib.suppress(Exception):
                 self._control.wait_for_all(_GOODBYE_S)
         with contextlib.suppress(Exception):
             self._watchdog.close()
         if self._failure is not None:
-            self._abort()  # or giving NCCL's communicators back would wait for the failed rank
+            self._abort()  # otherwise releasing NCCL's communicators would wait for the failed rank
             deadline = time.monotonic() + _GOODBYE_S
             for thread in self._aborts.values():
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -283,7 +283,7 @@ class World:
 
 
 def _abort(comm: DistributedComm) -> None:
-    with contextlib.suppress(Exception):  # it may be closed already
+    with contextlib.suppress(Exception):  # it may already be closed
         comm.abort()
 
 
@@ -301,9 +301,9 @@ def _is_communication(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is done: the other ranks are in the middle of it too.
+    """Defer Ctrl-C until the block is done, because the other ranks are in the middle of it too.
 
-    A second one is not held back.
+    A second Ctrl-C is not deferred.
     """
     previous: Any = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()

@@ -17,7 +17,7 @@ def test_arguments_of_another_structure_are_refused(device: torch.device) -> Non
         with pytest.raises(BatchError) as error:
             fast([x, x])
         assert str(error.value) == (
-            "the arguments have another structure than at capture: ['batch[0]', 'batch[1]'] "
+            "the arguments have a different structure than at capture: ['batch[0]', 'batch[1]'] "
             "instead of ['batch[0]']"
         )
         assert torch.equal(fast([x]), x * 2)

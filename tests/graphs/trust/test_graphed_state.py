@@ -361,7 +361,7 @@ def test_a_special_first_call_is_refused_and_still_to_come(
     reference = type(special)().to(device)
     x = torch.rand(2, 3, device=device) + 1
     with graphed(special, sizes=[2]) as fast:
-        with pytest.raises(CaptureError, match="call it once before it is graphed"):
+        with pytest.raises(CaptureError, match="call it once before graphed"):
             fast(x)
         assert torch.equal(special(x), reference(x))
         for _ in range(2):

@@ -221,7 +221,7 @@ def test_what_the_call_before_left_behind_is_refused(device: torch.device) -> No
     with graphed(ReadsTheLast(read_first=True), sizes=[4]) as fast:
         x = rows_of(4, device)
         assert torch.equal(fast(x), x + 4)
-        with pytest.raises(BatchError, match="depends on what the call before left in attribute"):
+        with pytest.raises(BatchError, match="depends on what the previous call left in attribute"):
             fast(x[:3])
 
 

@@ -381,7 +381,9 @@ def test_padding_rows_that_write_to_a_cache_are_noticed(device: torch.device) ->
     cache = torch.ones(8, 6, device=device)
     slots = torch.tensor([5, 2, 7], device=device)
     with graphed(store, sizes=[4], batch_dims={"cache": "static"}) as fast:
-        with pytest.raises(BatchError, match="leaves argument 'cache' other than an eager call"):
+        with pytest.raises(
+            BatchError, match="leaves argument 'cache' different from an eager call"
+        ):
             fast(rows_of(3, device), slots, cache)
         assert (cache == 1).all()
 
@@ -467,7 +469,7 @@ def test_state_that_the_first_call_makes_and_others_change_is_refused(device: to
 
     with (
         graphed(Lazy(), sizes=[2]) as fast,
-        pytest.raises(CaptureError, match="attribute 'count' is made by the first call"),
+        pytest.raises(CaptureError, match="attribute 'count' is created by the first call"),
     ):
         fast(rows_of(2, device))
 
@@ -521,8 +523,8 @@ REPLACEMENTS: dict[str, tuple[Callable[[Scaled], object], str]] = {
     "parameter": (set_parameter, r"parameter 'inner\.0\.weight' moved"),
     "data": (set_data, r"parameter 'inner\.0\.weight' moved"),
     "shape of data": (cut_data, r"parameter 'inner\.1\.weight' moved"),
-    "a bias where there was none": (set_bias, r"parameter 'inner\.1\.bias' is .*captured when"),
-    "module": (set_module, r"module 'inner\.1' is another Linear"),
+    "a bias where there was none": (set_bias, r"parameter 'inner\.1\.bias' is .*captured with"),
+    "module": (set_module, r"module 'inner\.1' is a different Linear"),
     "load_state_dict(assign=True)": (assign, "moved"),
     "half": (lambda model: model.half(), "moved"),
     "double": (lambda model: model.double(), "moved"),
@@ -672,7 +674,9 @@ def test_a_class_that_changes_is_found(device: torch.device, monkeypatch: Any) -
         monkeypatch.undo()
         fast(x)
         monkeypatch.setattr(Furnished, "forward", lambda self, x: x)
-        with pytest.raises(ReplayMismatchError, match=r"method 'Furnished\.forward' is another"):
+        with pytest.raises(
+            ReplayMismatchError, match=r"method 'Furnished\.forward' is a different"
+        ):
             fast(x)
 
 
@@ -1059,7 +1063,7 @@ def test_graphs_are_not_copied(copies: Callable[[Any], object]) -> None:
 def test_compiling_a_graphed_callable_is_refused_or_right(device: torch.device) -> None:
     fast = graphed(nn.Linear(6, 6).to(device), sizes=[2])
     x = rows_of(2, device)
-    refused = r"graphed\(torch\.compile\(model\)\)|before, outside of it"
+    refused = r"graphed\(torch\.compile\(model\)\)|before, outside that function"
     compiled = torch.compile(fast, backend="eager")
     with contextlib.suppress(CaptureError):
         torch.testing.assert_close(compiled(x), fast.unwrap()(x))

@@ -15,7 +15,7 @@ __all__ = ["Graph", "GraphBackend", "create_backend"]
 def create_backend(
     device: torch.device, *, generators: Sequence[torch.Generator] = ()
 ) -> GraphBackend:
-    """The backend for ``device``. Each call gives a backend with a memory pool of its own."""
+    """Create a backend for ``device``, with its own memory pool."""
     if device.type == "cpu":
         from ostinato.graphs.backends.cpu.backend import CpuBackend
 

@@ -1,4 +1,4 @@
-"""A tensor over given memory that looks exactly like another one."""
+"""Creates a tensor with another tensor's metadata over given memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ostinato.compat import neg_view
 def alias_of(tensor: torch.Tensor, storage: Any, offset: int) -> torch.Tensor:
     """``tensor``'s shape, strides and type over ``storage``, ``offset`` elements into it.
 
-    Lazy conjugation and negation are properties of the tensor, not of its memory, and come along.
+    The alias also copies lazy conjugation and negation, which belong to a tensor, not its memory.
     """
-    if torch.is_inference_mode_enabled():  # it must be usable in and out of inference mode
+    if torch.is_inference_mode_enabled():  # the alias must be usable outside inference mode too
         with torch.inference_mode(False):
             return alias_of(tensor, storage, offset)
     alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)

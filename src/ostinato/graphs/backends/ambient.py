@@ -1,4 +1,4 @@
-"""The torch state that every capture runs under, whatever the caller had set."""
+"""The torch state that every capture runs under, regardless of the caller's settings."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _in_capture: ContextVar[bool] = ContextVar("ostinato_in_capture", default=False)
 
 
 def in_capture() -> bool:
-    """Whether this thread is in a capture, also between its recordings, or warms up for one.
+    """Whether this thread is inside a capture: recording, between recordings, or warming up.
 
-    On a GPU no other thread of the process can begin one meanwhile.
+    On a GPU no other thread of the process can start a capture meanwhile.
     """
     return _in_capture.get()
 
 
 @contextmanager
 def capture_ambient() -> Iterator[None]:
-    """No autograd, and no cache of autocast.
+    """Disable autograd and autocast's cache.
 
-    Autocast keeps the cast copy of a parameter until it is left. Made in one capture, the copy
-    would be read by the next one, which would not contain the cast.
+    Autocast caches the cast copy of a parameter until its context ends. A copy made in one capture
+    would be read by the next one, which would then not contain the cast.
     """
     caching = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
@@ -54,10 +54,9 @@ _this_thread = _ThisThread()
 
 @contextmanager
 def answering_as_a_capture() -> Iterator[None]:
-    """While it lasts, ``torch.cuda.is_current_stream_capturing()`` is true in this thread.
+    """Make ``torch.cuda.is_current_stream_capturing()`` return true in this thread.
 
-    It is the question by which code finds out that it must not look at values; transformers asks
-    it before it reads an attention mask.
+    Libraries ask it before they read values on the host; transformers does so for attention masks.
     """
     _teach_torch_to_answer()
     outer, _this_thread.recording = _this_thread.recording, True
@@ -73,10 +72,10 @@ def _teach_torch_to_answer() -> None:
 
 
 class _ForceEager:
-    """torch's stance on compiled functions, which all threads share.
+    """torch's stance on compiled functions, which is global to all threads.
 
     Captures of several threads may overlap in any order (ranks that take turns do), so the first
-    one changes it and the last one puts it back.
+    one sets the stance and the last one restores it.
     """
 
     def __init__(self) -> None:
@@ -103,8 +102,9 @@ def _eager_stance() -> Any:
         return torch.compiler.set_stance("force_eager")
     except RuntimeError as error:
         raise CaptureError(
-            "a capture was started by a function that torch.compile runs, where compiled code "
-            "cannot be seen; call what captures once before, outside of it"
+            "a capture was started inside a function that torch.compile runs, where compiled code "
+            "cannot be recorded; run it once before, outside that function, so that it captures "
+            "there"
         ) from error
 
 
@@ -113,11 +113,11 @@ _force_eager = _ForceEager()
 
 @contextmanager
 def compiled_functions_run_eagerly() -> Iterator[None]:
-    """torch.compile out of the way, if it is in use at all.
+    """Disable torch.compile, if it is in use.
 
-    The code it generates for the CPU calls no operators, and would be invisible to a recording.
+    The code it generates for the CPU calls no operators, so a recording would not see it.
     """
-    if "torch._dynamo" not in sys.modules:  # then nothing was compiled, and importing it is slow
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it is slow
         yield
         return
     _force_eager.enter()

@@ -1,8 +1,7 @@
-"""What a backend must do. The rest of the package knows nothing else about the device.
+"""The protocol of a backend, and all that the rest of the package knows about the device.
 
-The semantics are those of a CUDA graph, whatever the device: fixed addresses, no Python and no
-control flow on replay, no reading of values on the host, and memory that a later capture may use
-again once nothing refers to it.
+The semantics are those of a CUDA graph on every device: fixed addresses, no Python and no control
+flow on replay, no host reads, and memory that a later capture may reuse once nothing refers to it.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from ostinato.errors import ReplayMismatchError
 
 
 class Graph(Protocol):
-    """Recorded work. Owns nothing of the pool's memory: the backend does."""
+    """Recorded work. The backend, not the graph, owns the pool's memory."""
 
     @property
     def num_nodes(self) -> int | None:
@@ -30,24 +29,24 @@ class Graph(Protocol):
 
 
 class GraphBackend(Protocol):
-    """Records on one device, into one memory pool that all its graphs share.
+    """Records on one device, into one memory pool shared by all its graphs.
 
     ``begin`` and ``end`` bracket one recording in the calling thread; recordings do not nest. When
-    ``end`` returns, the recorded work has been run exactly once (enqueued, on CUDA), so captured
-    outputs hold real values on every backend.
+    ``end`` returns, the recorded work has run exactly once (enqueued, on CUDA), so captured outputs
+    hold real values on every backend.
     """
 
     device: torch.device
-    # What captured work may draw from: the device's default one, and those that were registered.
+    # Generators that captured work may draw from: the device's default and any registered ones.
     generators: tuple[torch.Generator, ...]
 
     def capture_scope(self) -> AbstractContextManager[None]:
-        """Everything of one capture runs inside, also what runs between two recordings."""
+        """Context of an entire capture, including code that runs between two recordings."""
 
     def trusting(self) -> AbstractContextManager[None]:
-        """Captures inside need not be watched operator by operator: their like was captured before.
+        """Captures inside skip the per-operator check, because a similar capture passed it.
 
-        What a graph cannot contain is still refused, but the error may not name the operator.
+        Forbidden operations still raise, but the error may not name the operator.
         """
 
     def begin(self) -> None: ...
@@ -55,10 +54,10 @@ class GraphBackend(Protocol):
     def end(self) -> Graph: ...
 
     def abort(self, error: BaseException) -> BaseException:
-        """Drop the open recording after ``error`` and return the error to raise in its place."""
+        """Drop the open recording after ``error``, and return the error to raise instead."""
 
     def follow_stream(self) -> bool:
-        """Put what the current stream does next behind the pool's last use; whether it moved."""
+        """Order the current stream after the pool's last use; return whether the stream changed."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's memory belongs to the pool."""
@@ -66,26 +65,26 @@ class GraphBackend(Protocol):
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
         """An alias that does not keep the pool's memory reserved; other tensors are returned as is.
 
-        The alias is valid until the pool is closed; a later capture may place other data there.
+        The alias is valid until the pool is closed, but a later capture may place other data there.
         """
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of the tensor in the pool's memory, for what is computed between recordings."""
+        """Copy the tensor into the pool's memory; for tensors computed between recordings."""
 
     def reserve(self, num_bytes: int) -> None:
-        """Have so much memory in one piece, where the backend's pool is made of pieces."""
+        """Ensure that the pool has ``num_bytes`` of contiguous memory, if it is segmented."""
 
     def pool_bytes(self) -> int:
         """Memory the pool holds."""
 
     def release_unused(self) -> None:
-        """Give back memory that no graph needs, the pool's and what warm-ups left, as far as the
+        """Free memory that no graph needs, both the pool's and what warm-ups left, as far as the
         device allows."""
 
     def close(self) -> None:
-        """Drop the pool. All its graphs must have been closed."""
+        """Drop the pool. All its graphs must be closed."""
 
 
 def replay_closed() -> None:
-    """What a closed graph has in place of its replay."""
+    """Replaces the replay of a closed graph."""
     raise ReplayMismatchError("this graph was closed; capture it again before replaying it")

@@ -1,9 +1,9 @@
-"""What a capture forbids, said before it happens, in the same words on every backend.
+"""Rejects operations that a capture cannot contain, with the same errors on every backend.
 
 On CUDA an illegal operation invalidates the capture and leaves torch's random generator and
-allocator half inside it; on the CPU nothing would go wrong at all until a replay gave stale
-results. So both backends record under this guard, which raises ``CaptureError``, naming the
-operator and the user's line, instead of letting the operator run.
+allocator in an inconsistent state. On the CPU nothing would fail until a replay returned stale
+results. Both backends therefore record under this guard, which raises ``CaptureError`` with the
+operator and the user's line before the operator runs.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ _skipped_by_dynamo: set[str] = set()
 
 
 def keep_dynamo_out() -> None:
-    """Have torch.compile leave our frames alone, should it be in use.
+    """Exclude our frames from torch.compile, if it is in use.
 
-    They run inside the frames of compiled functions, and would be compiled along with them.
+    They run inside the frames of compiled functions and would otherwise be compiled too.
     """
     rules = sys.modules.get("torch._dynamo.trace_rules")
     package = "ostinato.graphs"
@@ -115,27 +115,27 @@ def forbidden(operator: str, problem: str) -> CaptureError:
 
 
 def compiler_error(error: BaseException) -> CaptureError | None:
-    """The error to raise for one that torch's compiler raised inside a capture."""
+    """Convert an error of torch's compiler inside a capture; None for any other error."""
     if not type(error).__module__.startswith("torch._dynamo"):
         return None
     source = source_of_error(error.__traceback__)
     first_line = str(error).split("\n", 1)[0]
     return CaptureError(
         f"torch's compiler started inside a capture, at {source or 'an unknown line'}, and failed: "
-        f"{first_line}. Higher-order operators cannot be captured; a function to be compiled must "
-        "have run once before",
+        f"{first_line}. Higher-order operators cannot be captured; call a compiled function once "
+        "before the capture",
         source=source,
     )
 
 
 class CaptureGuard(TorchDispatchMode):
-    """Raises before an operator that no graph can contain. Runs everything else unchanged.
+    """Raises before an operator that no graph can contain; runs all others unchanged.
 
-    ``device_type`` says which tensors are the device's: on CUDA, reading a CPU tensor is harmless;
-    on the CPU backend all tensors are on the device.
+    ``device_type`` says which tensors count as device tensors: on CUDA, reading a CPU tensor is
+    harmless; on the CPU backend all tensors are on the device.
     """
 
-    supports_higher_order_operators = True  # to refuse them by name
+    supports_higher_order_operators = True  # so that the error can name them
 
     def __init__(self, device_type: str, generators: Sequence[torch.Generator] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -147,14 +147,14 @@ class CaptureGuard(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Compiled callables run as compiled under this mode; torch would otherwise trace them
-        # eagerly and the graph would silently hold the slower kernels.
+        # Compiled callables stay compiled under this mode; otherwise torch would run them eagerly,
+        # and the graph would silently hold slower kernels.
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would otherwise import all of torch._dynamo, two seconds of it, on the first call.
-        # Where it is imported anyway, keep_dynamo_out() does the same job.
+        # Otherwise torch imports torch._dynamo on the first call, which takes two seconds. If it
+        # is imported anyway, keep_dynamo_out() has the same effect.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,10 +171,10 @@ class CaptureGuard(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def is_composite(self, func: Any) -> bool:
-        """Whether ``func`` is a function of other operators, which have to be looked at instead.
+        """Whether ``func`` is composed of other operators, which are checked instead.
 
-        torch takes it apart in its autograd layer, above this mode. Inference mode has no such
-        layer, so ``is_nonzero``, ``one_hot`` or ``matmul`` arrive here as they were called.
+        torch decomposes it in the autograd layer, above this mode. Inference mode has no such
+        layer, so ``is_nonzero``, ``one_hot`` or ``matmul`` arrive here undecomposed.
         """
         try:
             return self._composite[func]
@@ -182,25 +182,25 @@ class CaptureGuard(TorchDispatchMode):
             composite = (
                 isinstance(func, OpOverload)
                 and has_kernel(func, "CompositeImplicitAutograd")
-                # Those that have a kernel for the device come here in every mode.
+                # Operators with a kernel for the device arrive here in every mode.
                 and not has_kernel(func, self._device_type.upper())
-                # chunk, narrow, matmul.out: torch is about to note what the result is a view of.
+                # chunk, narrow, matmul.out: torch is about to record the result's base tensor.
                 and not has_kernel(func, "ADInplaceOrView")
             )
             self._composite[func] = composite
             return composite
 
     def decomposed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a composite operator, with this mode in force for what it calls."""
+        """Run a composite operator with this mode active for the operators it calls."""
         if func in _READ_THEIR_ARGUMENTS and self._device_type == "cpu":
             raise forbidden(str(func), HOST_READ)
-        # What the kernel calls has to go through the layers that are above a mode (autocast,
-        # views), as it does eagerly; in here they are switched off.
+        # The kernel's calls must pass the layers above a mode (autocast, views), as in eager
+        # code; inside a mode those layers are disabled.
         with enable_reentrant_dispatch(), self._autocast_inside(func), self:
             return call_composite(func, args, kwargs)
 
     def _autocast_inside(self, func: OpOverload) -> AbstractContextManager[object]:
-        """Autocast has no part in what an operator does that it has cast the arguments of."""
+        """Autocast is off inside an operator whose arguments it has already cast."""
         device_type = self._device_type
         if torch.is_autocast_enabled(device_type) and has_kernel(
             func, f"Autocast{device_type.upper()}"
@@ -209,10 +209,10 @@ class CaptureGuard(TorchDispatchMode):
         return nullcontext()
 
     def autocast_in_body(self, func: Any) -> torch.dtype | None:
-        """What autocast casts to inside ``func``, if it is on there.
+        """The dtype that autocast casts to inside ``func``, or None if autocast is off there.
 
-        Down here it is off, as all that is above a mode. But eagerly the body of a custom operator
-        runs under it; so do those few of torch's that call operators that autocast knows.
+        Here it is off, like every layer above a mode. But in eager code the body of a custom
+        operator runs under it, and so do the few torch operators that call autocast's operators.
         """
         if func.namespace == "aten" and func not in _CALL_CAST_OPERATORS:
             return None
@@ -232,7 +232,7 @@ class CaptureGuard(TorchDispatchMode):
                 raise forbidden(str(func), problem)
 
     def _rule_for(self, func: Any) -> Rule | None:
-        """Which check an operator needs; worked out once per operator. Most need none."""
+        """The check that an operator needs, cached per operator. Most need none."""
         if not isinstance(func, OpOverload):
             return lambda args, kwargs: _HIGHER_ORDER
         if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
@@ -248,7 +248,7 @@ class CaptureGuard(TorchDispatchMode):
         if func in (aten._to_copy.default, aten.copy_.default):
             return self._host_copy
         if func.overloadpacket is aten.lift_fresh and self._device_type == "cpu":
-            # A scalar is baked into the kernel's arguments on CUDA, and is harmless there.
+            # On CUDA a scalar becomes a kernel argument, which is harmless.
             return lambda args, kwargs: _HOST_DATA if args[0].dim() else None
         if func.overloadpacket in (aten.set_, aten.resize_):
             return lambda args, kwargs: _REBINDS
@@ -262,7 +262,7 @@ class CaptureGuard(TorchDispatchMode):
         return isinstance(values, (list, tuple)) and any(self._on_device(value) for value in values)
 
     def _dynamic_shape(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        # repeat_interleave with its output size given has a fixed shape.
+        # repeat_interleave with a given output size has a fixed shape.
         fixed = kwargs.get("output_size") is not None
         return None if fixed or not self._on_device(args) else _DYNAMIC_SHAPE
 
@@ -270,7 +270,7 @@ class CaptureGuard(TorchDispatchMode):
         masks = [index for index in args[1] if index is not None]
         if not any(mask.dtype in (torch.bool, torch.uint8) for mask in masks):
             return None
-        # x[mask] = scalar becomes a masked fill, which is fine.
+        # x[mask] = scalar becomes masked_fill, which is allowed.
         value = args[2] if len(args) > 2 else kwargs.get("values")
         accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
         if value is not None and value.numel() == 1 and len(masks) == 1 and not accumulates:
@@ -299,16 +299,16 @@ class CaptureGuard(TorchDispatchMode):
 
 
 def has_own_dispatch(types: Sequence[type]) -> bool:
-    """Whether there is a tensor subclass among ``types`` that handles operators itself.
+    """Whether ``types`` contains a tensor subclass that handles operators itself.
 
-    It goes first, and what it does with the tensors inside it comes to the guard afterwards.
+    It runs first; the guard then sees the operators it calls on its inner tensors.
     """
     plain: Any = torch.Tensor
     return any(cls.__torch_dispatch__ is not plain.__torch_dispatch__ for cls in types)  # type: ignore[attr-defined]
 
 
-# Operators without torch's tag that have the values of a tensor decide on the host. The composite
-# ones arrive in inference mode alone; else ``host_reads`` knows the functions that lead to them.
+# Operators that read tensor values on the host but lack torch's tag. Composite ones arrive here
+# only in inference mode; otherwise ``host_reads`` covers the functions that lead to them.
 _READ_THEIR_ARGUMENTS = frozenset(
     {
         aten._nested_tensor_from_mask_left_aligned.default,
@@ -331,7 +331,7 @@ def _returns_number(func: OpOverload) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Nested and sparse tensors have kernels of their own also for composite operators."""
+    """Nested and sparse tensors have their own kernels even for composite operators."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 

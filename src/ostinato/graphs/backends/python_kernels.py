@@ -1,8 +1,7 @@
-"""Operators whose kernel on the CPU is a Python function, and those functions.
+"""Python functions that serve as CPU kernels, called directly by a replay.
 
-A replay calls such a function itself. The way through the dispatcher and back into Python would
-lead to the same place, some twenty microseconds later when a model's weights have just passed
-through the caches.
+Going through the dispatcher and back into Python would run the same function, about twenty
+microseconds later when a model's weights have just evicted the caches.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ import torch
 
 from ostinato.compat import OpOverload, record_function
 
-# Makes the call that repeats an operator with these arguments.
+# Builds the call that repeats an operator with these arguments.
 _Prepare = Callable[..., Callable[[], object]]
 
 _PREPARED: dict[OpOverload, _Prepare] = {
-    # Not a kernel, but the shortest way to one; norms make this call (see ``bindings``).
+    # Not a kernel, but the shortest path to one; norms make this call (see ``bindings``).
     torch.ops.aten.rsqrt_.default: partial(partial, torch.Tensor.rsqrt_),
 }
 
 
 def replay_by_calling(operator: OpOverload, kernel: Callable[..., object]) -> None:
-    """Have replays on the CPU call ``kernel`` for ``operator``.
+    """Make CPU replays call ``kernel`` for ``operator``.
 
-    ``kernel`` must be what the operator runs on the CPU and take its arguments by position. Its
-    results go into tensors that it is given; what it returns is dropped.
+    ``kernel`` must be the function that the operator runs on the CPU, and take its arguments by
+    position. It writes its results into given tensors; its return value is ignored.
     """
     _PREPARED[operator] = partial(partial, kernel)
 
 
 def replay_by_preparing(operator: OpOverload, prepare: _Prepare) -> None:
-    """The same for a kernel that wants to look at its arguments once, and not at every replay.
+    """Like ``replay_by_calling``, for a kernel that inspects its arguments once, not per replay.
 
-    ``prepare`` takes the operator's arguments and returns the call to repeat. The tensors stay
-    where they are, as they are shaped; what is in them may only be read by the call.
+    ``prepare`` takes the operator's arguments and returns the call to repeat. The tensors keep
+    their addresses and shapes; only the call may read their contents.
     """
     _PREPARED[operator] = prepare
 
@@ -45,7 +44,7 @@ def replay_by_preparing(operator: OpOverload, prepare: _Prepare) -> None:
 def replay_step(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Callable[[], object]:
-    """What a replay calls for ``operator``: its Python kernel, or the operator itself."""
+    """The call that a replay makes for ``operator``: its Python kernel, or the operator itself."""
     prepare = _PREPARED.get(operator)
     if prepare is None:
         return partial(operator, *args, **kwargs)
@@ -54,7 +53,7 @@ def replay_step(
 
 
 class _Named:
-    """A call that profilers see, as they would see the operator."""
+    """A call that shows up in profilers under the operator's name."""
 
     __slots__ = ("_name", "call")
 
@@ -63,6 +62,6 @@ class _Named:
         self.call = call
 
     def __call__(self) -> None:
-        # A third of a microsecond when nobody profiles; torch.profiler's own takes ten.
+        # A third of a microsecond without a profiler; torch.profiler's own function takes ten.
         with record_function(self._name):
             self.call()

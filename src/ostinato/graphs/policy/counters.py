@@ -1,4 +1,4 @@
-"""Process-wide counts of what was compiled and captured, and a way to hold them in tests."""
+"""Process-wide counts of compilations and captures, with an assertion helper for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ostinato.errors import ConfigError
 
 @dataclass
 class CompilationCounter:
-    """What happened in this process so far. Profiling runs do not count: see ``paused``."""
+    """Counts since the process started. Profiling runs are excluded: see ``paused``."""
 
     num_models_seen: int = 0
     num_graphs_seen: int = 0
@@ -24,7 +24,7 @@ class CompilationCounter:
     num_cudagraph_captured: int = 0
 
     def clone(self) -> CompilationCounter:
-        """A copy that stays as it is."""
+        """A snapshot of the current counts."""
         return replace(self)
 
     @contextmanager
@@ -47,7 +47,7 @@ class CompilationCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Whatever happens inside the block is not counted (profiling runs)."""
+        """Leave the block out of the counts (used for profiling runs)."""
         before = self.clone()
         try:
             yield

@@ -1,8 +1,7 @@
-"""The one knob, and what attention makes of it.
+"""Graph modes, and how an attention backend limits them.
 
-``CUDAGraphMode`` says which batches run through graphs and how. ``AttentionCGSupport`` is what an
-attention backend declares about itself. ``resolve_mode`` combines the two, once, at start-up: the
-table in its body is the whole rule.
+``CUDAGraphMode`` says which batches run through graphs and how. An attention backend declares its
+``AttentionCGSupport``. ``resolve_mode`` combines the two once, at start-up.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ logger = logging.getLogger(__name__)
 class CUDAGraphMode(Enum):
     """Which graphs a model runs through.
 
-    ``NONE``, ``PIECEWISE`` and ``FULL`` are also *runtime* modes: what one batch runs under. The
-    other two are pairs: one runtime mode for uniform decode batches, another for mixed ones.
-    Runtime modes are ordered by how much of the step is a graph (``rank``), so that ranks that must
-    agree can take the least.
+    ``NONE``, ``PIECEWISE`` and ``FULL`` are also *runtime* modes: one batch runs under exactly one
+    of them. The other two are pairs: one runtime mode for uniform decode batches, another for mixed
+    batches. ``rank`` orders runtime modes by how much of the step is captured, so that ranks can
+    agree on the lowest.
     """
 
     NONE = "none"
@@ -34,7 +33,7 @@ class CUDAGraphMode(Enum):
 
     @classmethod
     def parse(cls, value: str | CUDAGraphMode) -> CUDAGraphMode:
-        """Read a mode from text, ignoring case. Unknown names raise and list the known ones."""
+        """Parse a mode name, ignoring case. An unknown name raises and lists the known ones."""
         if isinstance(value, cls):
             return value
         known = ", ".join(mode.name for mode in cls)
@@ -56,19 +55,19 @@ class CUDAGraphMode(Enum):
         return CUDAGraphMode.PIECEWISE if self is CUDAGraphMode.FULL_AND_PIECEWISE else self
 
     def separate_routine(self) -> bool:
-        """Whether decode batches have graphs of their own, apart from mixed ones."""
+        """Whether decode batches have graphs separate from those of mixed batches."""
         return self in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
 
     @classmethod
     def valid_runtime_modes(cls) -> frozenset[CUDAGraphMode]:
-        """The modes that one batch can run under."""
+        """The modes that a single batch can run under."""
         return frozenset({cls.NONE, cls.PIECEWISE, cls.FULL})
 
     def is_valid_runtime_mode(self) -> bool:
         return not self.separate_routine()
 
     def has_mode(self, mode: CUDAGraphMode) -> bool:
-        """Whether some batch can run under the runtime mode ``mode``."""
+        """Whether any batch can run under the runtime mode ``mode``."""
         if mode.separate_routine():
             raise ConfigError(f"has_mode takes a runtime mode; {mode.name} is a pair of them")
         return mode in (self.decode_mode(), self.mixed_mode())
@@ -80,11 +79,11 @@ class CUDAGraphMode(Enum):
         return self.has_mode(CUDAGraphMode.PIECEWISE)
 
     def requires_piecewise_compilation(self) -> bool:
-        """Whether the model has to be split at attention, by torch.compile or at run time."""
+        """Whether the model must be split at attention, by torch.compile or at run time."""
         return self.has_piecewise_cudagraphs()
 
     def max_cudagraph_mode(self) -> CUDAGraphMode:
-        """The runtime mode that has most of a step in a graph."""
+        """The runtime mode that captures the most of a step."""
         return max(self.decode_mode(), self.mixed_mode(), key=lambda mode: mode.rank)
 
     def __bool__(self) -> bool:
@@ -97,12 +96,12 @@ class CUDAGraphMode(Enum):
     def rank(self) -> int:
         """Order of runtime modes: NONE < PIECEWISE < FULL."""
         if not self.is_valid_runtime_mode():
-            raise ConfigError(f"{self.name} is a pair of modes and has no rank of its own")
+            raise ConfigError(f"{self.name} is a pair of modes and has no rank")
         return (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL).index(self)
 
 
 class AttentionCGSupport(IntEnum):
-    """What an attention backend can have captured, from least to most."""
+    """Which batches an attention backend can be captured for, from least to most."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -111,13 +110,13 @@ class AttentionCGSupport(IntEnum):
 
     @classmethod
     def weakest(cls, supports: Iterable[AttentionCGSupport]) -> AttentionCGSupport:
-        """The support of a model with several attention backends: that of the weakest."""
+        """The support of a model with several attention backends: the weakest one's."""
         return min(supports, default=cls.ALWAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedMode:
-    """The mode in force, the one asked for, and why they differ (None when they do not)."""
+    """The mode in effect, the requested mode, and why they differ (None if they are the same)."""
 
     mode: CUDAGraphMode
     requested: CUDAGraphMode
@@ -131,7 +130,7 @@ def resolve_mode(
     decode_query_len: int = 1,
     piecewise_available: bool,
 ) -> ResolvedMode:
-    """The mode that the weakest attention backend allows. A change is logged once, with why."""
+    """Lower ``requested`` to what the attention backend supports, and log why if it changes."""
     mode, why = _allowed(requested, support, decode_query_len, piecewise_available)
     if mode is requested:
         return ResolvedMode(mode=mode, requested=requested)

@@ -9,7 +9,7 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import CUDAGraphMode
 
 LARGEST_DEFAULT_SIZE = 512
-# On the CPU a larger batch is bound by arithmetic, and replaying it saves next to nothing.
+# On the CPU a larger batch is compute-bound, and replaying it saves almost nothing.
 LARGEST_DEFAULT_SIZE_CPU = 16
 
 
@@ -21,9 +21,9 @@ def default_sizes(
     device_type: str = "cuda",
     largest: int | None = None,
 ) -> tuple[int, ...]:
-    """1, 2, 4, multiples of 8 to 256, then of 16, up to ``largest``.
+    """1, 2, 4, then multiples of 8 up to 256, then multiples of 16, up to ``largest``.
 
-    None: twice the decode batch, at most 512 (16 on the CPU).
+    ``largest`` defaults to twice the decode batch, at most 512 (16 on the CPU).
     """
     for name, value in (
         ("max_num_seqs", max_num_seqs),
@@ -44,7 +44,7 @@ def default_sizes(
 
 
 def validate_sizes(sizes: Iterable[int], *, max_num_batched_tokens: int | None) -> tuple[int, ...]:
-    """A user's list, de-duplicated and sorted. What cannot be used raises; nothing is cut."""
+    """Sort and de-duplicate a user's list. An unusable size raises; none is dropped silently."""
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
         raise ConfigError(f"capture sizes must be a list of positive integers, got {sizes!r}")
     listed = list(sizes)
@@ -64,7 +64,7 @@ def validate_sizes(sizes: Iterable[int], *, max_num_batched_tokens: int | None) 
 def decode_sizes(
     sizes: Iterable[int], *, query_len: int, max_num_seqs: int, max_num_batched_tokens: int
 ) -> tuple[int, ...]:
-    """Sizes rounded up to whole requests of ``query_len`` tokens, as far as a batch can reach."""
+    """Sizes rounded up to whole requests of ``query_len`` tokens, up to the largest batch."""
     largest = min(query_len * max_num_seqs, max_num_batched_tokens)
     rounded = {-(-size // query_len) * query_len for size in sizes}
     return tuple(sorted(size for size in rounded if size <= largest))
@@ -107,6 +107,6 @@ def padding_table(sizes: Sequence[int]) -> list[int]:
 
 
 def check_positive_int(name: str, value: object) -> None:
-    # bool is an int to Python, but `True` as a size is a mistake.
+    # bool is a subclass of int, but `True` as a size is a mistake.
     if type(value) is not int or value < 1:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}")

@@ -1,1 +1,1 @@
-"""Whether a graph does what eager code does: tried, compared, watched."""
+"""Checks that a graph does what eager code does: by trials, comparisons and watched state."""

@@ -1,4 +1,4 @@
-"""How results of one computation compare that was run in two ways: apart from rounding."""
+"""Compares two results of the same computation, allowing for rounding."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from ostinato.graphs.capture.signature import same_value
 from ostinato.graphs.capture.tree import leaves_with_path
 
-# How far results may differ by rounding, of two shapes of one computation: relative to the value
-# and to the size of all values. Matrix products may be in lower precision than their results.
+# Allowed rounding difference between two shapes of one computation, relative to the value and to
+# the typical magnitude. GEMMs may run in lower precision than their outputs.
 _TOLERANCE = {
     torch.float64: 1e-9,
     torch.complex128: 1e-9,
@@ -20,12 +20,12 @@ _TOLERANCE = {
     torch.complex64: 1e-4,
 }
 _LOW_PRECISION = 3e-2
-# Differences up to this many tolerances are not called errors yet.
+# Differences up to this many tolerances are inconclusive rather than errors.
 _UNCLEAR = 30.0
 
 
 class Agreement(IntEnum):
-    """How two results compare. UNCLEAR: they differ, and rounding may be why."""
+    """How two results compare. UNCLEAR: they differ, possibly because of rounding."""
 
     SAME = 0
     UNCLEAR = 1
@@ -35,9 +35,9 @@ class Agreement(IntEnum):
 def differences(
     result: Any, reference: Any, *, exact_integers: bool
 ) -> Iterator[tuple[str, Agreement, str]]:
-    """Each output that is not the same in both: its path, how it compares, and in words.
+    """Yield each output that differs: its path, how it compares, and a description.
 
-    ``exact_integers``: no floating-point number had a part in them. Synchronises.
+    ``exact_integers``: integers were computed without floating-point inputs. Synchronises.
     """
     pairs = zip(
         leaves_with_path(result, "output"), leaves_with_path(reference, "output"), strict=True
@@ -52,7 +52,7 @@ def differences(
 
 
 def compare(got: torch.Tensor, want: torch.Tensor, *, exact_integers: bool) -> Agreement:
-    """How two tensors compare, apart from rounding. Synchronises."""
+    """Compare two tensors, allowing for rounding. Synchronises."""
     if got.shape != want.shape or got.dtype != want.dtype:
         return Agreement.DIFFERENT
     if same_bits(got, want):
@@ -75,7 +75,7 @@ def compare(got: torch.Tensor, want: torch.Tensor, *, exact_integers: bool) -> A
 
 
 def _typical(sizes: torch.Tensor) -> torch.Tensor | float:
-    """How large values are that are not there to stand out, as masks are."""
+    """Typical magnitude of the values, ignoring outliers such as mask fill values."""
     sizes = sizes[sizes > 0]
     if sizes.numel() == 0:
         return 0.0
@@ -84,14 +84,14 @@ def _typical(sizes: torch.Tensor) -> torch.Tensor | float:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and type are equal; NaN equals NaN. Synchronises."""
+    """Whether two tensors of the same shape and type are equal; NaN equals NaN. Synchronises."""
     if a.is_floating_point() or a.is_complex():
         return bool(((a == b) | (a.isnan() & b.isnan())).all())
     return torch.equal(a, b)
 
 
 def describe(got: torch.Tensor, want: torch.Tensor) -> str:
-    """Where two tensors differ first."""
+    """Describe the first difference between two tensors."""
     if got.shape != want.shape or got.dtype != want.dtype:
         was, now = (f"{tuple(t.shape)} {t.dtype}" for t in (want, got))
         return f"it is {now} instead of {was}"

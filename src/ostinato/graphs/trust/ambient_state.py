@@ -1,7 +1,7 @@
-"""Torch's switches that decide which kernels a call runs: part of what a graph is captured with.
+"""The torch switches that decide which kernels a call runs; graphs are keyed by them.
 
-A graph holds the kernels that were chosen under the switches of its capture. The same call under
-others would run other kernels eagerly, so it needs a graph of its own.
+A graph holds the kernels chosen under the switches in effect at capture. Under other switches an
+eager call would run other kernels, so it needs another graph.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ostinato.graphs.trust.state_walk import SCALARS
 
 
 def _switches(device_type: str) -> list[Callable[[], Any]]:
-    """What is read on every call; the cheapest way to each, since there are a dozen of them."""
+    """Readers for the switches. Each runs on every call, so each is the cheapest one available."""
     switches: list[Callable[[], Any]] = [
         lambda: _autocast_dtype(device_type),
         torch.get_default_dtype,
@@ -35,7 +35,7 @@ def _autocast_dtype(device_type: str) -> torch.dtype | None:
 
 
 def _function_modes() -> tuple[Any, ...]:
-    """Those in force, ``with torch.device(...)`` and the like: of what class, set to what."""
+    """Active function modes, such as ``with torch.device(...)``: their classes and settings."""
     depth = compat.function_stack_depth()
     if depth == 0:
         return ()
@@ -49,7 +49,7 @@ def _plain_attributes(thing: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def read_numerics(device_type: str) -> tuple[Any, ...]:
-    """The few switches that change results, for callers that cannot spend more than a moment."""
+    """The few switches that change results, for callers on the fast path."""
     return (
         _autocast_dtype(device_type),
         compat.deterministic_algorithms(),
@@ -61,7 +61,7 @@ NUMERICS = ("autocast", "deterministic algorithms", "float32 matmul precision")
 
 
 class AmbientState:
-    """Reads the switches for one type of device. What it reads is hashable."""
+    """Reads the switches for one device type, as a hashable value."""
 
     def __init__(self, device_type: str) -> None:
         self._reads = _switches(device_type)

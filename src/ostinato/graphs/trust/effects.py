@@ -1,9 +1,8 @@
-"""What a run of a callable does besides returning: which memory it writes, whether it draws.
+"""Tracks the side effects of a call: the memory it writes and the random numbers it draws.
 
-To find out what a graph will do, a callable has to be run, more often than its caller asked for.
-``EffectsProbe`` watches such a run and keeps what was in memory before it was written, and the
-state of random number generators before it drew from them, so that all of it can be put back as if
-the run had not happened.
+To learn what a graph will do, ``graphed()`` runs the callable more often than its caller asked for.
+``EffectsProbe`` watches such a run. It saves memory before it is written and generator states
+before they advance, so that the run can be undone.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ostinato.graphs.capture.tree import tensors_in
 
 _CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
 
-# Operators by name, without the underscore of in-place ones. What adds up rows of integers:
+# Operator names, without the trailing underscore of in-place variants. These combine integer rows:
 _SUMS = frozenset(
     (
         *("sum", "nansum", "cumsum", "prod", "cumprod", "bincount", "histc", "dot", "mv", "mm"),
@@ -42,26 +41,26 @@ _INDEXING = frozenset(
         *("nll_loss_forward", "nll_loss2d_forward", "_unsafe_index", "_unsafe_index_put"),
     )
 )
-# What asserts, on CUDA, that its numbers are probabilities or the like.
+# On CUDA these assert that their inputs are in range, such as probabilities.
 _OF_PROBABILITIES = frozenset(
     ("bernoulli", "multinomial", "binomial", "poisson", "normal", "binary_cross_entropy")
 )
 
 
 class Contents(NamedTuple):
-    """Of written storages, by ``storage_id``, and the states of random number generators."""
+    """Contents of written storages, by ``storage_id``, and generator states."""
 
     memory: dict[int, torch.Tensor]
     generators: dict[torch.Generator, torch.Tensor]
 
 
 class EffectsProbe(TorchDispatchMode):
-    """Runs operators unchanged; remembers contents of memory from outside before it is written.
+    """Runs operators unchanged, and saves memory from outside before an operator writes it.
 
-    Operators say what they write. A kernel that is launched past torch's dispatcher does not, and
-    what it writes is not seen. Enter it around one run or several; ``restore`` puts everything back
-    to what it was when first written, or first drawn from. Holds a copy of each written storage
-    until it is dropped.
+    Operator schemas say what is written. A kernel launched outside torch's dispatcher has no
+    schema, so its writes are not seen. Enter the probe around one or more runs; ``restore`` returns
+    all memory and generators to their state before the first write or draw. Holds a copy of each
+    written storage until it is dropped.
     """
 
     supports_higher_order_operators = True
@@ -74,14 +73,14 @@ class EffectsProbe(TorchDispatchMode):
         self._computes_integers = False
         self._indexes = False
         self._created: set[int] = set()
-        # By storage: all of it, in place, and a copy of what was there before.
+        # By storage: the whole storage in place, and a copy of its contents before the write.
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.draws_random_numbers = False
-        self._generators: dict[torch.Generator, torch.Tensor] = {}  # and their states before
+        self._generators: dict[torch.Generator, torch.Tensor] = {}  # with their earlier states
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # torch would otherwise import all of torch._dynamo, two seconds of it, on the first call.
+        # Otherwise torch imports torch._dynamo on the first call, which takes two seconds.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +99,7 @@ class EffectsProbe(TorchDispatchMode):
             integers = [tensor for tensor in tensors_in(args) if _is_integer(tensor)]
             name = func._schema.name.removeprefix("aten::").rstrip("_")
             self._needs_probabilities |= name in _OF_PROBABILITIES
-            # What a custom operator does with integers is not known.
+            # A custom operator may do anything with integers.
             indexes = name in _INDEXING or func.namespace != "aten"
             self._indexes |= indexes and bool(integers)
             together = [tensor for tensor in integers if tensor.dim() > 0]
@@ -123,29 +122,29 @@ class EffectsProbe(TorchDispatchMode):
             self._before[storage] = (everything, everything.clone())
 
     def keep_state_of(self, generator: torch.Generator) -> None:
-        """Have ``restore`` put it back, whether or not a run draws from it."""
+        """Make ``restore`` reset this generator, whether or not a run draws from it."""
         if generator not in self._generators:
             self._generators[generator] = generator.get_state()
 
     @property
     def takes_any_number(self) -> bool:
-        """Whether numbers that no caller passed are harmless: made into an index, or taken for a
-        probability, one would end a CUDA process."""
+        """Whether the callable is safe to run on made-up numbers. Used as an index or as a
+        probability, one could crash a CUDA process."""
         return not (self._needs_probabilities or (self._casts_to_integers and self._indexes))
 
     @property
     def may_index_anywhere(self) -> bool:
-        """Whether indices may be computed of several rows, and rows that no caller passed together
-        could lead to one out of range."""
+        """Whether indices may depend on several rows, so that a new combination of rows could
+        produce one that is out of range."""
         return self._indexes and self._computes_integers
 
     @property
     def written(self) -> frozenset[int]:
-        """Storages from outside that were written."""
+        """Storages from outside the run that it wrote."""
         return frozenset(self._before)
 
     def absorb(self, later: EffectsProbe) -> None:
-        """Know what a probe of a later run kept, where this one did not."""
+        """Take over what a later run's probe saved, unless this probe saved it already."""
         for storage, kept in later._before.items():
             if storage not in self._created:
                 self._before.setdefault(storage, kept)
@@ -156,27 +155,27 @@ class EffectsProbe(TorchDispatchMode):
 
     @property
     def created(self) -> frozenset[int]:
-        """Storages that came into being while it watched; some may be gone."""
+        """Storages allocated during the run; some may have been freed since."""
         return frozenset(self._created)
 
     def contents(self) -> Contents:
-        """What is in the written storages now, and the generators' states."""
+        """The current contents of the written storages, and the generator states."""
         return Contents(
             {storage: memory.clone() for storage, (memory, _) in self._before.items()},
             {generator: generator.get_state() for generator in self._generators},
         )
 
     def in_place(self, storage: int) -> torch.Tensor:
-        """A written storage itself."""
+        """A written storage, not a copy."""
         return self._before[storage][0]
 
     def restore(self) -> None:
-        """Put back what was there before."""
+        """Undo all writes and draws."""
         before = {storage: before for storage, (_, before) in self._before.items()}
         self.write(Contents(before, self._generators))
 
     def write(self, contents: Contents) -> None:
-        """Put in place what ``contents()`` gave."""
+        """Restore what ``contents()`` returned."""
         with torch.inference_mode(False), torch.no_grad():
             for storage, memory in contents.memory.items():
                 self.in_place(storage).copy_(memory)
@@ -185,10 +184,10 @@ class EffectsProbe(TorchDispatchMode):
 
 
 class SeedingProbe(TorchDispatchMode):
-    """Raises if a generator changes but by an operator: if it is seeded, or its state is set.
+    """Raises if a generator is seeded, or its state set, rather than advanced by an operator.
 
-    A replay runs no Python and would do neither. Moves the generators on when it is entered: if a
-    callable seeds a generator that was just seeded so, nothing is there to be seen.
+    A replay runs no Python, so it would do neither. Entering the probe advances the generators:
+    otherwise seeding a generator with the seed it already has would go unnoticed.
     """
 
     supports_higher_order_operators = True
@@ -200,7 +199,7 @@ class SeedingProbe(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as above
+        return False  # as in EffectsProbe
 
     def __enter__(self) -> SeedingProbe:
         for generator in self._generators:
@@ -216,7 +215,7 @@ class SeedingProbe(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._check()
         result = func(*args, **(kwargs or {}))
-        self._look()  # custom operators may draw without saying so
+        self._look()  # custom operators may draw without declaring it
         return result
 
     def _look(self) -> None:
@@ -232,9 +231,10 @@ class SeedingProbe(TorchDispatchMode):
 
 
 class FixedDraws(TorchDispatchMode):
-    """Runs operators that draw random numbers, and replaces what they drew by one fixed number.
+    """Runs operators that draw random numbers, and replaces what they drew with a constant.
 
-    So runs of other numbers of rows can be compared, which draw other numbers for a row.
+    Batches of different sizes draw different numbers for the same row. With draws held fixed they
+    can be compared.
     """
 
     supports_higher_order_operators = True
@@ -244,7 +244,7 @@ class FixedDraws(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # as above
+        return False  # as in EffectsProbe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -259,13 +259,13 @@ class FixedDraws(TorchDispatchMode):
 
 
 def _is_integer(thing: Any) -> bool:
-    """Of a tensor, or a dtype; None stands for the same as before."""
+    """Whether a tensor or dtype is integer; None means unchanged."""
     dtype = thing.dtype if isinstance(thing, torch.Tensor) else thing
     return dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator:
-    """What an operator that draws random numbers draws them from."""
+    """The generator that a random operator draws from."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator):
             return value
@@ -278,14 +278,14 @@ def _generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """A number for the memory behind a tensor; tensors that share memory have the same."""
+    """A number for the memory behind a tensor; tensors that share memory share it."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return id(tensor)
     return storage_number(tensor.untyped_storage())
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage, in elements of its type where they fill it."""
+    """A tensor's entire storage, as elements of its dtype if they fill it evenly."""
     storage = tensor.untyped_storage()
     whole = storage.nbytes() % tensor.itemsize == 0
     dtype = tensor.dtype if whole else torch.uint8
@@ -303,8 +303,8 @@ def _written(
 
 @cache
 def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that an operator writes to."""
-    # Batch norm in training mode updates its statistics without saying so.
+    """Positions and names of the arguments that an operator writes."""
+    # Batch norm in training mode updates its statistics without declaring it.
     unsaid = {"running_mean", "running_var"} if "batch_norm" in func.name() else set()
     return tuple(
         (index, argument.name)

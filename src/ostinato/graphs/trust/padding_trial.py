@@ -1,8 +1,8 @@
-"""Whether real rows of a graph's result stay the same whatever padding rows hold.
+"""Checks that real rows of a graph's result do not depend on the contents of padding rows.
 
-A first batch may not show it: with integers, ``x - x.min()`` is right for every batch that has a 0
-in it, if 0 is what padding is. So padding rows are given other values, and so are the real rows,
-each time such as the caller passed.
+The first batch may not show it: with integers and zero padding, ``x - x.min()`` is right for every
+batch that contains a 0. So the trial replays with other values in the padding rows and in the real
+rows, always taken from what the caller passed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ostinato.errors import OstinatoError
 from ostinato.graphs.graphed_call import CallLayout
 from ostinato.graphs.trust.agreement import same_bits
 
-# How far numbers are spread that padding rows are tried with: not at all (rows of the batch), and
-# to both sides, so that whatever is sorted or compared across rows comes out otherwise for one.
+# Spread of the noise in padding rows: none (rows of the batch), then to both sides, so that any
+# sort or comparison across rows changes for at least one of them.
 _NOISE = (0.0, 3.0, -3.0)
 
 
 class PaddingTrial:
-    """Replays with other rows. ``replay``: on what the buffers hold now, from the state before the
-    call; it gives the tensors in the real rows of the result."""
+    """Replays with other rows. ``replay`` runs the graph on the current buffer contents, from the
+    state before the call, and returns the tensors in the real rows of the result."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class PaddingTrial:
         with_noise: bool,
         with_other_rows: bool,
     ) -> None:
-        """Whether to try numbers near the batch's, and rows of it side by side that were not."""
+        """``with_noise``: try numbers near the batch's. ``with_other_rows``: try new row mixes."""
         self._layout = layout
         self._values = values
         self._size = size
@@ -45,7 +45,7 @@ class PaddingTrial:
         self._with_other_rows = with_other_rows
 
     def changed_output(self) -> int | None:
-        """Which tensor of the result changes with padding rows; None if all stay. Synchronises."""
+        """Index of a result tensor that changes with padding rows, or None. Synchronises."""
         for as_captured, others in self._arrangements():
             first = self._result_of(as_captured)
             for other in others:
@@ -54,15 +54,15 @@ class PaddingTrial:
                 except OstinatoError:
                     raise
                 except (RuntimeError, IndexError):
-                    continue  # an operator does not take such numbers
+                    continue  # an operator rejects such numbers
                 if index is None:
                     continue
                 repeats = _first_difference(first, self._result_of(as_captured)) is None
-                return index if repeats else None  # if never the same twice, this shows nothing
+                return index if repeats else None  # a nondeterministic result proves nothing
         return None
 
     def _arrangements(self) -> Iterator[tuple[Callable[[], Any], list[Callable[[], Any]]]]:
-        """Ways to fill real rows, each with other ways to fill the padding rows beside them."""
+        """Ways to fill the real rows, each with several ways to fill the padding rows."""
         layout, values, size = self._layout, self._values, self._size
         if layout.varies(values, floats=True):
             noises = _NOISE if self._with_noise else _NOISE[:1]

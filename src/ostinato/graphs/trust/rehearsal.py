@@ -1,8 +1,8 @@
-"""Running a callable as a capture will, to learn what it does besides computing its result.
+"""Runs a callable the way a capture will, to find side effects that a replay cannot repeat.
 
-A capture takes several runs, and a replay takes none at all: Python does not run in it. So a
-callable whose result depends on how often it ran, or that replaces what it reads, cannot be
-captured. That is found out here, and refused by name.
+A capture runs the callable several times, and a replay runs no Python at all. So a callable cannot
+be captured if its result depends on how often it ran, or if it replaces what it reads. The
+rehearsal detects both and raises an error that names the cause.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class Rehearsal:
-    """Runs ``call``, which is ``function`` on arguments that stay where they are.
+    """Runs ``call``, which is ``function`` applied to arguments that stay in place.
 
-    ``effects`` knows what the runs wrote, and puts it back. Without ``watch``, what the callable
-    refers to is not looked at. ``generators`` must not be seeded by it.
+    ``effects`` records what the runs wrote and can undo it. Without ``watch``, the state that the
+    callable refers to is not checked. The callable must not seed ``generators``.
     """
 
     def __init__(
@@ -49,12 +49,12 @@ class Rehearsal:
         self._watched: WatchedState | None = None
 
     def run(self, *, thoroughly: bool) -> None:
-        """Run it once. Thoroughly: more often, to see whether the result stays the same."""
+        """Run it once; with ``thoroughly``, several times, to check that the result repeats."""
         if self._watch is not None:
             self._before = self._watch()
         first = self._run(self.effects)
         if self._watch is not None:
-            # What it makes for itself on its first run may stay. From then on it refers to that.
+            # The first run may create state, such as a cache. Later runs must keep it.
             self._watched = self._watch()
         if not thoroughly:
             return
@@ -77,28 +77,28 @@ class Rehearsal:
         return map_tensors(torch.clone, result)
 
     def _check_makes_no_state(self, again: EffectsProbe) -> None:
-        """Refuse state that a run makes and later runs change: its start would be lost."""
+        """Refuse state that a first run creates and later runs change: its start value is lost."""
         for storage in again.written & self.effects.created:
             name = WatchedState(self._function).name_of(storage)
             if name is not None:
                 raise CaptureError(
-                    f"{name} is made by the first call and changed in place by every other, but a "
-                    "capture needs several calls, which would count; make it before the first call"
+                    f"{name} is created by the first call and changed in place by later ones, but "
+                    "a capture runs the call several times; create it before the first call"
                 )
 
     def _check_writes_again(self, again: EffectsProbe) -> None:
-        """Refuse what the first run alone writes: it is put back, and no later run writes it."""
+        """Refuse state that only the first run writes: undoing that run would lose the write."""
         for storage in self.effects.written - again.written:
             name = WatchedState(self._function).name_of(storage)
             if name is None:
-                continue  # no state of the callable: buffers of graphs inside it, for one
+                continue  # not the callable's state; for example, buffers of graphs inside it
             raise CaptureError(
-                f"{name} is written by the first call alone, but the writes of a capture are put "
-                "back; call it once before it is graphed, so that this is done"
+                f"only the first call writes {name}, but the writes of a capture are undone; call "
+                "it once before graphed(), so that this write has already happened"
             )
 
     def _check_repeats(self, first: Any, second: Any) -> None:
-        """Refuse a result that is another one each time, or the first time, apart from rounding."""
+        """Refuse a result that differs between runs, or only in the first run, beyond rounding."""
         self.effects.restore()
         third = self._run(EffectsProbe())
         if not _same(second, third):
@@ -107,31 +107,31 @@ class Rehearsal:
                 if agreement is not Agreement.SAME:
                     raise CaptureError(
                         f"{path} changes from run to run on the same rows ({text}); a graph would "
-                        "hold what it was at capture, so let it depend on arguments, or on tensors "
+                        "keep its value at capture, so compute it from arguments, or from tensors "
                         "that are changed in place"
                     )
         for path, agreement, text in _differences(second, first):
             if agreement is Agreement.DIFFERENT:
                 raise CaptureError(
-                    f"{path} of the first call differs from that of later ones on the same rows "
-                    f"({text}); call it once before it is graphed"
+                    f"{path} differs between the first call and later calls on the same rows "
+                    f"({text}); call it once before graphed()"
                 )
 
     def check_nothing_replaced(self) -> None:
-        """Refuse a run that replaced what it refers to: a replay would not, and a graph would go on
-        reading the first."""
+        """Refuse a run that replaces an object it refers to: a replay would not replace it, and
+        the graph would keep reading the original."""
         for slot, was, now in self._watched.replaced() if self._watched is not None else ():
             slot.write(was)
             raise CaptureError(
-                f"{slot.name} is replaced inside the call (it was {show(was)}, and then "
-                f"{show(now)}), which a replay would not do; write into a tensor instead (copy_, "
-                "add_, ...), or keep it out of the callable"
+                f"{slot.name} is replaced inside the call (it was {show(was)}, then {show(now)}), "
+                "which a replay would not do; write into a tensor instead (copy_, add_, ...), or "
+                "move the assignment out of the callable"
             )
 
     def put_back_names(self) -> None:
-        """Let names refer to what they did before the first run: a refused call takes no effect.
+        """Restore what names referred to before the first run: a refused call has no effect.
 
-        A note that something was done would be wrong once what was done is put back.
+        Otherwise a flag such as "initialized" would outlive the undone initialization.
         """
         for slot, was, _ in self._before.replaced() if self._before is not None else ():
             slot.write(was)
@@ -147,14 +147,14 @@ class Rehearsal:
 
 
 def _check_can_be_filled(result: Any, other: Any) -> None:
-    """Refuse a result whose tensors are in an object that cannot be looked into."""
+    """Refuse a result that keeps tensors inside an opaque object."""
     pairs = zip(leaves_with_path(result, "output"), leaves_with_path(other, "output"), strict=False)
     for (path, leaf), (_, its_like) in pairs:
         plain = isinstance(leaf, torch.Tensor) or is_fixed(leaf)
         if not plain and not same_value(leaf, its_like):
             raise CaptureError(
-                f"{path} is a {type(leaf).__qualname__}, made anew by every call, and a replay "
-                "would return that of the capture; return tensors, in dicts, lists, tuples or "
+                f"{path} is a {type(leaf).__qualname__} that every call creates, and a replay "
+                "would return the one from the capture; return tensors, in dicts, lists, tuples or "
                 "dataclasses"
             )
 
@@ -170,7 +170,7 @@ def _differences(result: Any, reference: Any) -> Iterator[tuple[str, Agreement, 
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two results are equal to the bit."""
+    """Whether two results are bitwise equal."""
     left, right = (list(leaves_with_path(each, "output")) for each in (a, b))
     return [path for path, _ in left] == [path for path, _ in right] and all(
         same_bits(x, y)

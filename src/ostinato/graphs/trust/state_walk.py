@@ -1,8 +1,7 @@
-"""Finding what a callable refers to: names that lead to tensors, values and objects.
+"""Finds the state that a callable refers to: names that lead to tensors, values and objects.
 
-The walk begins at the callable and goes through modules and their hooks, closures, globals,
-classes, bound objects and containers. Libraries' own functions are not looked into, nor are
-containers of many items.
+The walk starts at the callable and follows modules and their hooks, closures, globals, classes,
+bound objects and containers. It does not enter library functions or large containers.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from ostinato.compat import forward_hooks
 from ostinato.errors import CaptureError
 from ostinato.graphs.capture.segments import is_eager_break
 
-# Compared by value.
+# Types that are compared by value.
 SCALARS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
-# What nn.Module keeps about itself.
+# Attributes that nn.Module keeps about itself.
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
-# Packages whose objects are not looked into. A logger's level decides nothing that a graph holds.
+# Packages whose objects are not entered. A logger's level, for one, affects nothing in a graph.
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "builtins", "logging", "ostinato"})
 _LIBRARIES_OF_FUNCTIONS = _LIBRARIES | sys.stdlib_module_names | {"transformers"}
 _DEEPEST = 6
-_MOST_ITEMS = 1000  # of a container that is looked into
+_MOST_ITEMS = 1000  # larger containers are not entered
 
 
 class Slot(NamedTuple):
-    """One name that refers to something. ``often``: it is to be looked at on every call."""
+    """One name that refers to something. ``often``: check it on every call."""
 
     name: str
     container: Any
@@ -50,7 +49,7 @@ class Slot(NamedTuple):
 
 
 class _Cell(MutableMapping[str, Any]):
-    """A closure's variable, in the form of a container."""
+    """A closure variable, as a mapping."""
 
     def __init__(self, cell: types.CellType) -> None:
         self._cell = cell
@@ -72,7 +71,7 @@ class _Cell(MutableMapping[str, Any]):
 
 
 class _Slots(MutableMapping[str, Any]):
-    """The attributes of an object with ``__slots__``, in the form of a container."""
+    """The attributes of an object with ``__slots__``, as a mapping."""
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
@@ -100,7 +99,7 @@ class _Slots(MutableMapping[str, Any]):
 
 
 class Length(Mapping[str, int]):
-    """How many items a container has, in the form of a container."""
+    """The length of a container, as a mapping."""
 
     def __init__(self, container: Any) -> None:
         self.container = container
@@ -109,7 +108,7 @@ class Length(Mapping[str, int]):
         return len(self.container)
 
     def __setitem__(self, key: str, length: int) -> None:
-        """What a run put in stays: it cannot be told from what was there."""
+        """Does nothing: items that a run added cannot be told from earlier ones."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(("length",))
@@ -119,7 +118,7 @@ class Length(Mapping[str, int]):
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a tensor at an address."""
+    """Whether the value is a tensor that has an address."""
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
@@ -129,16 +128,16 @@ def is_tensor(value: Any) -> bool:
 
 
 class StateWalk:
-    """Finds the slots of a callable, its modules and their tables, each once."""
+    """Collects a callable's slots, its modules and their tables, each once."""
 
     def __init__(
         self, function: Callable[..., Any], arguments: Mapping[str, Any], *, in_breaks: bool
     ) -> None:
-        """``arguments``: those that refer to state of their own, by name."""
+        """``arguments``: arguments that refer to further state, by name."""
         self._in_breaks = in_breaks
         self._seen: set[int] = set()
         self._classes: set[type] = set()
-        self.modules: list[tuple[str, nn.Module]] = []  # with the prefix of what they hold
+        self.modules: list[tuple[str, nn.Module]] = []  # with the prefix of their members' names
         self.tables: list[dict[str, Any]] = []
         self.slots = list(self._enter(function, "", 0))
         for name, argument in arguments.items():
@@ -148,7 +147,7 @@ class StateWalk:
                 self.slots += self._hooks("all modules", hooks, 0)
 
     def _slot(self, name: str, container: Any, key: Any, path: str, depth: int) -> Iterator[Slot]:
-        """A slot, and what the value in it refers to. ``path``: how that is called, in code."""
+        """A slot, and what its value refers to. ``path``: the value's name in code."""
         value = container[key]
         yield Slot(name, container, key)
         if not isinstance(value, SCALARS) and not is_tensor(value):
@@ -181,7 +180,7 @@ class StateWalk:
             prefix = f"{path}." if path else ""
             if hasattr(value, "__dict__"):
                 yield from self._attributes(value.__dict__, prefix, depth)
-            # Those of the standard library are caches, as of a Path.
+            # Slots of standard library objects, such as Path, hold caches.
             if _package(type(value)) not in sys.stdlib_module_names and (slots := _Slots(value)):
                 yield from self._attributes(slots, prefix, depth)
             yield from self._class(type(value), depth)
@@ -190,8 +189,8 @@ class StateWalk:
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"{f'module {prefix[:-1]!r}' if prefix else 'the callable'} is a TorchScript "
-                "module, and whether its attributes change cannot be seen; graph the module that "
-                "it was made from, or pass check_state_every=0"
+                "module, whose attributes cannot be watched for changes; graph the module that it "
+                "was made from, or pass check_state_every=0"
             )
         stock = type(module).__module__.startswith("torch.nn")
         self.modules.append((prefix, module))
@@ -230,7 +229,7 @@ class StateWalk:
             yield from self._enter(hook, "hook", depth + 1)
 
     def _class(self, cls: type, depth: int) -> Iterator[Slot]:
-        """Methods and attributes of a class, and of those it is derived from."""
+        """Methods and attributes of a class and its base classes."""
         for base in cls.__mro__:
             if base in self._classes or _package(base) in _LIBRARIES_OF_FUNCTIONS:
                 continue
@@ -271,7 +270,7 @@ class StateWalk:
             yield Slot(f"the number of items in {path}", Length(container), "length")
 
     def _code(self, function: types.FunctionType, depth: int) -> Iterator[Slot]:
-        """A function's closure, defaults and attributes, and the globals that its code names."""
+        """A function's closure, defaults, attributes, and the globals that its code names."""
         if _package(function) in _LIBRARIES_OF_FUNCTIONS:
             return
         code, qualname = function.__code__, function.__qualname__
@@ -289,7 +288,7 @@ class StateWalk:
     def _globals(
         self, values: dict[str, Any], prefix: str, names: Sequence[str], depth: int
     ) -> Iterator[Slot]:
-        """Those of a Python module that have one of these names, and of modules among them."""
+        """The globals with these names, following attribute access on Python modules."""
         for name in names:
             if name in values:
                 path, value = f"{prefix}{name}", values[name]
@@ -301,7 +300,7 @@ class StateWalk:
 def _is_bound_method(value: Any) -> bool:
     try:
         return hasattr(value, "__self__") and hasattr(value, "__func__")
-    except Exception:  # of a __getattr__ that finds no such item
+    except Exception:  # from a custom __getattr__
         return False
 
 
@@ -320,12 +319,12 @@ def _is_own_python_module(value: Any) -> bool:
 
 
 def _package(thing: Any) -> str:
-    """The package that a class or a function is of."""
+    """The top-level package that defines a class or function."""
     return (thing.__module__ or "").partition(".")[0]
 
 
 def _global_names(code: types.CodeType) -> list[str]:
-    """Names that a function's code, and that of functions inside it, may look up globally."""
+    """Names that a function's code, including nested functions, may look up globally."""
     names = dict.fromkeys(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

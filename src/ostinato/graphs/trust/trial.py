@@ -1,8 +1,8 @@
-"""Whether a graph's result is that of an eager call: found out by trying, before it is trusted.
+"""Compares a graph's result with an eager call before the graph is trusted.
 
-A graph computes padding rows along with real ones, and its result is cut to the real rows. That is
-right if row i of the result depends on row i of the arguments alone and is found where it is cut
-from. Neither can be seen in a callable, so both are tried with a batch that its caller passed in.
+A graph computes padding rows along with the real ones, and its result is cut to the real rows. That
+is right if row i of the result depends only on row i of the arguments, and sits where the cut
+expects it. Neither is visible in the callable, so both are tested on a batch from the caller.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class CapturedSize:
 
 
 class Trial:
-    """One call that was run eagerly, and whose effects were undone, to be compared with replays.
+    """One call that was run eagerly and undone, to compare replays with.
 
-    ``call``: (args, kwargs), of ``rows`` rows; the graph has ``size``.
+    ``call`` is (args, kwargs) with ``rows`` rows; the graph has ``size`` rows.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Trial:
     ) -> None:
         self._function, self._layout, self._pool, self._graph = function, layout, pool, graph
         self._rows, self._size = rows, size
-        # Results of other graphs of the pool would not survive the first of several replays.
+        # Outputs of other graphs in the pool would be overwritten by the first of several replays.
         self._args, self._kwargs = map_tensors(pool.kept, call)
         self.values = layout.values(self._args, self._kwargs)
         self._effects = EffectsProbe()
@@ -62,11 +62,11 @@ class Trial:
         self._effects.restore()
 
     def undo(self) -> None:
-        """Leave everything as it was before the call."""
+        """Restore the state before the call."""
         self._effects.restore()
 
     def eager_result(self) -> Any:
-        """The result of the eager call, which takes effect."""
+        """The eager call's result; this also applies its side effects."""
         self._effects.write(self._after)
         return self._reference
 
@@ -75,7 +75,7 @@ class Trial:
         return self._effects.draws_random_numbers
 
     def replay(self, written: Iterable[int]) -> None:
-        """Replay the call. ``written``: arguments that the callable writes, by position."""
+        """Replay the call. ``written``: positions of arguments that the callable writes."""
         self._layout.fill(self.values, self._size)
         try:
             self._pool.replay(self._graph.tape)
@@ -83,8 +83,8 @@ class Trial:
             if self._rows == self._size or isinstance(error, OstinatoError):
                 raise
             raise BatchError(
-                f"{self._rows} rows run, but not padded to {self._size}: "
-                f"{type(error).__name__}: {error}; choose padding that the callable can take "
+                f"{self._rows} rows run, but fail when padded to {self._size}: "
+                f"{type(error).__name__}: {error}; choose padding that the callable accepts "
                 f"(padding={{...}}), or add size {self._rows}"
             ) from error
         self._layout.write_back(self.values, self._size, written)
@@ -93,12 +93,12 @@ class Trial:
         return OutputLayout.infer(self._graph.output, self._reference, self._size, self._rows)
 
     def compare(self, outputs: OutputLayout | None, watched: WatchedState | None) -> Agreement:
-        """How the replay compares with the eager call; raises if they are different.
+        """Compare the replay with the eager call; raise if they differ.
 
         ``outputs`` may be None if nothing is padded.
         """
         if self._rows == self._size:
-            outputs = None  # which need not fit: squeeze() leaves out a dimension for one row
+            outputs = None  # it may not apply: squeeze() drops a dimension for one row
         agreement = Agreement.SAME
         if self.draws_random_numbers:
             self._compare_draws(outputs)
@@ -138,10 +138,10 @@ class Trial:
         return worst
 
     def _compare_draws(self, outputs: OutputLayout | None) -> None:
-        """Raise if they differ where random numbers are drawn.
+        """Raise if the results of a call that draws random numbers differ.
 
-        Those that a row gets depend on the number of rows. So the graph is compared with as many
-        rows, padding and all, and the two numbers of rows with what is drawn held fixed.
+        The numbers a row draws depend on the batch size. So the graph is compared with an eager
+        call of the same padded size, and the two sizes are compared with draws held fixed.
         """
         static = self._layout.static_call(self._size)
         padded = self._run_eagerly(*static)
@@ -166,8 +166,8 @@ class Trial:
     def _check_padding_does_not_matter(
         self, outputs: OutputLayout | None, watched: WatchedState | None
     ) -> None:
-        """Raise if real rows, or what the callable writes besides, change when padding rows do."""
-        # Padding that was chosen may send what padding rows write to a place of their own.
+        """Raise if real rows, or state that the callable writes, depend on padding rows."""
+        # Padding chosen by the caller may direct the writes of padding rows to a scratch location.
         written = () if self._layout.has_chosen_padding else tuple(self._after.memory)
 
         def replay() -> list[torch.Tensor]:
@@ -194,13 +194,13 @@ class Trial:
             name = None if watched is None else watched.name_of(written[index - len(paths)])
             raise _leaves(name or "a tensor that the callable refers to", self._rows, self._size)
         text = (
-            "it changes when padding rows do (if what they hold tells the callable to leave "
-            "them out, pass it as padding={...})"
+            "it changes when padding rows change (if their contents tell the callable to skip "
+            "them, pass it as padding={...})"
         )
         raise differs(paths[index], text, self._rows, self._size)
 
     def check_does_not_read(self, names: Sequence[str]) -> None:
-        """Raise if the result depends on values that the call itself left behind under ``names``.
+        """Raise if the result depends on values that the call left under ``names``.
 
         A replay leaves none.
         """
@@ -208,29 +208,29 @@ class Trial:
         for path, agreement, text in differences(again, self._reference, exact_integers=True):
             if agreement is Agreement.DIFFERENT:
                 raise BatchError(
-                    f"{path} depends on what the call before left in {', '.join(names)} ({text}), "
-                    "but a replay runs no Python and leaves nothing; pass it as an argument, or "
-                    "keep it in a tensor that is changed in place"
+                    f"{path} depends on what the previous call left in {', '.join(names)} "
+                    f"({text}), but a replay runs no Python and leaves nothing; pass it as an "
+                    "argument, or keep it in a tensor that is changed in place"
                 )
 
 
 def differs(path: str, text: str, rows: int, size: int) -> BatchError:
     if rows == size:
         return BatchError(
-            f"{path} of a graph of {size} rows differs from that of an eager call: {text}; the "
-            "callable depends on something that a graph fixes at capture, such as a Python value "
-            "that changes from call to call"
+            f"{path} of a graph of {size} rows differs from an eager call: {text}; the callable "
+            "depends on something that a graph fixes at capture, such as a Python value that "
+            "changes from call to call"
         )
     return BatchError(
-        f"{path} of {rows} rows padded to {size} differs from that of an eager call: {text}; rows "
-        "must not depend on each other, and each row's part of a result must be found in the row's "
-        f"order. Add size {rows}, so that nothing is padded, or return results row by row"
+        f"{path} of {rows} rows padded to {size} differs from an eager call: {text}; rows must not "
+        "depend on each other, and results must be in row order. Add size "
+        f"{rows}, so that nothing is padded, or return results row by row"
     )
 
 
 def _leaves(name: str, rows: int, size: int) -> BatchError:
     return BatchError(
-        f"a batch of {rows} rows padded to {size} leaves {name} other than an eager call does, "
-        "since padding rows write to it too; choose padding that keeps them out (padding={...}), "
-        f"or add size {rows}"
+        f"a batch of {rows} rows padded to {size} leaves {name} different from an eager call, "
+        "because padding rows write to it too; choose padding that prevents this "
+        f"(padding={{...}}), or add size {rows}"
     )

@@ -1,9 +1,8 @@
-"""The state that a callable reads beside its arguments, and whether it is still where it was.
+"""Watches the state that a callable reads besides its arguments, and detects replacements.
 
-A graph reads weights at the addresses they had at capture, and holds the numbers that Python code
-had then. ``WatchedState`` finds what a callable refers to (``state_walk``) and tells on every call
-whether any of it was replaced since. What is changed in place is seen by a graph as by eager code,
-and is no concern.
+A graph reads weights at their addresses at capture and keeps the Python numbers of that moment.
+``WatchedState`` finds what a callable refers to (``state_walk``) and checks on every call whether
+any of it was replaced. Changes made in place need no check: graphs see them as eager code does.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from ostinato.graphs.capture.signature import same_value
 from ostinato.graphs.capture.tree import tensors_in
 from ostinato.graphs.trust.state_walk import SCALARS, Length, Slot, StateWalk, is_tensor
 
-# Looked at in turns, a few per call: shapes of tensors, which may change at one address; and
-# closely, anything: strides, types, attributes and hooks of torch's own modules.
+# Checked in rotation, a few per call: tensor shapes, which may change at the same address, and, in
+# detail, everything else: strides, types, attributes and hooks of torch's own modules.
 _SHAPES_PER_CALL = 12
 _CLOSELY_PER_CALL = 2
-# Modules whose forward is the same in training and in evaluation.
+# Modules whose forward is the same in training and evaluation mode.
 _NEVER_MIND_TRAINING = (
     *(nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Identity),
     *(nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Conv1d, nn.Conv2d),
@@ -45,10 +44,9 @@ class Replaced(NamedTuple):
 
 
 class WatchedState:
-    """Everything a callable was found to refer to, as it was when this was made.
+    """A snapshot of everything a callable was found to refer to.
 
-    Keeps the memory of all tensors alive, so that another one cannot come to stand at the address
-    of one that was replaced.
+    Keeps all tensor memory alive, so that a new tensor cannot take the address of a replaced one.
     """
 
     def __init__(
@@ -59,10 +57,10 @@ class WatchedState:
         ignored: frozenset[str] = frozenset(),
         in_breaks: bool = True,
     ) -> None:
-        """``arguments``: those that refer to state of their own, by name. ``ignored``: names of
-        values that are not watched.
+        """``arguments``: arguments that refer to further state, by name. ``ignored``: names that
+        are not watched.
 
-        Without ``in_breaks``, not what eager breaks refer to: they run on every replay.
+        Without ``in_breaks``, state of eager breaks is left out: they run on every replay.
         """
         self._function, self._ignored, self._in_breaks = function, ignored, in_breaks
         self._arguments = arguments or {}
@@ -71,10 +69,10 @@ class WatchedState:
         self._values = [slot.read() for slot in self._slots]
         pairs = list(zip(self._slots, self._values, strict=True))
         self._pinned = {id(slot): _Pinned(value) for slot, value in pairs if is_tensor(value)}
-        # Read on every call: the tables of modules, names elsewhere, and how long containers are.
+        # Checked on every call: module tables, other names, and container lengths.
         self._tables = [table for table in walk.tables if table]
-        # Tables are compared as a whole, which is fast. Two tensors of one element each would be
-        # compared by their values there, so those are names like others.
+        # Whole tables are compared, which is fast. That would compare one-element tensors by
+        # value, so those are checked as names instead.
         in_tables = set(map(id, self._tables))
         often = [
             slot
@@ -96,7 +94,7 @@ class WatchedState:
         self._remember()
 
     def _remember(self) -> None:
-        """What is read on every call, as it is now."""
+        """Snapshot what is checked on every call."""
         self._table_copies = [dict(table) for table in self._tables]
         self._name_ids = [*map(id, self._names.read())]
         self._lengths = [*map(len, self._containers)]
@@ -104,7 +102,7 @@ class WatchedState:
     # --- on every call -------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise ``ReplayMismatchError`` if anything was replaced since."""
+        """Raise ``ReplayMismatchError`` if anything was replaced."""
         try:
             stays = (
                 self._tables == self._table_copies
@@ -115,10 +113,10 @@ class WatchedState:
                 and self._a_few_stay()
             )
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
-            stays = False  # something is gone
+            stays = False  # something was removed
         if not stays:
             self.raise_if_replaced()
-            self._remember()  # others of the same values
+            self._remember()  # new objects with equal values
 
     def _a_few_stay(self) -> bool:
         self._turn += 1
@@ -135,14 +133,15 @@ class WatchedState:
         return now is was or _same_value(now, was)
 
     def plain_changes(self) -> list[str]:
-        """After a run of the callable: names of the plain values that it changed.
+        """Names of the plain values that a run of the callable changed.
 
-        It sets those itself, to the number of rows, say, so they say nothing about its graphs.
+        The callable sets them itself, for example to the number of rows, so they do not make its
+        graphs stale.
         """
         return [item.slot.name for item in self.replaced() if _is_plain(item.was)]
 
     def without(self, names: Iterable[str]) -> WatchedState:
-        """The same callable, watched from now on, apart from these names."""
+        """A new watch on the same callable that ignores these names."""
         return WatchedState(
             self._function,
             arguments=self._arguments,
@@ -153,7 +152,7 @@ class WatchedState:
     # --- by name -------------------------------------------------------------------------------
 
     def replaced(self) -> list[Replaced]:
-        """What refers to something else now."""
+        """Everything that now refers to another object."""
         found = [
             Replaced(slot, was, _read(slot))
             for slot, was in zip(self._slots, self._values, strict=True)
@@ -170,23 +169,23 @@ class WatchedState:
             if is_tensor(was):
                 place = self._pinned[id(slot)].describe()
                 raise ReplayMismatchError(
-                    f"{slot.name} moved: the graphs read it at {place}, it is now {show(now)}; "
+                    f"{slot.name} moved: the graphs read it at {place}, but it is now {show(now)}; "
                     "write new values in place (copy_, load_state_dict without assign), or call "
                     "clear_graphs() to capture again"
                 )
             if _is_plain(was):
                 raise ReplayMismatchError(
-                    f"{slot.name} is {show(now)}, but the graphs were captured when it was "
-                    f"{show(was)}, which they hold for good; set it back, or call clear_graphs() "
+                    f"{slot.name} is {show(now)}, but the graphs were captured with "
+                    f"{show(was)} and keep that value; set it back, or call clear_graphs() "
                     "to capture again"
                 )
             raise ReplayMismatchError(
-                f"{slot.name} is another {type(was).__name__} than at capture, and the graphs "
-                "still use the first; set it back, or call clear_graphs() to capture again"
+                f"{slot.name} is a different {type(was).__name__} than at capture, and the graphs "
+                "still use the old one; set it back, or call clear_graphs() to capture again"
             )
 
     def name_of(self, storage: int) -> str | None:
-        """A name of the memory with this number (``effects.storage_id``)."""
+        """The name of the memory with this ``storage_id``, if known."""
         for slot in self._slots:
             pinned = self._pinned.get(id(slot))
             if pinned is not None and pinned.storage_id == storage:
@@ -195,19 +194,19 @@ class WatchedState:
 
     @property
     def storages(self) -> frozenset[int]:
-        """The memory of all tensors (numbers of ``effects.storage_id``)."""
+        """The ``storage_id`` of every tensor."""
         return frozenset(pinned.storage_id for pinned in self._pinned.values())
 
 
 class _Group:
-    """Slots that are read together, with one call for all those of one container."""
+    """Slots read together, with one call per container."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
         for _, together in itertools.groupby(slots, key=lambda slot: id(slot.container)):
             members = list(together)
             keys = [slot.key for slot in members]
-            # An itemgetter of one key gives no tuple.
+            # An itemgetter of a single key returns no tuple.
             get = operator.itemgetter(*keys) if len(keys) > 1 else operator.itemgetter(*keys * 2)
             self._getters.append((get, members[0].container))
 
@@ -216,7 +215,7 @@ class _Group:
 
 
 class _Pinned:
-    """The memory of a tensor as it was, kept alive, and how the tensor looked."""
+    """A tensor's memory, kept alive, with its original shape, strides and type."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._storage = tensor.untyped_storage()
@@ -234,18 +233,18 @@ class _Pinned:
 
 
 def _turn(number: int, size: int, length: int) -> slice:
-    """The part of a list whose turn it is, if it is gone through in parts of ``size``."""
+    """The slice of a list to check this time, going through it ``size`` items at a time."""
     first = number % max(1, -(-length // size)) * size
     return slice(first, first + size)
 
 
 def _minds_training(module: nn.Module) -> bool:
-    # A compiled module has no switch of its own: it shows that of the module in it.
+    # A compiled module has no switch; it shows the inner module's.
     return type(module) not in _NEVER_MIND_TRAINING and "training" in module.__dict__
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether equal values are as good as the same: numbers, text, tuples of them, enums, ..."""
+    """Whether the value compares by equality: numbers, text, tuples of them, enums, ..."""
     if isinstance(value, SCALARS):
         return True
     if isinstance(value, (list, dict, nn.Module)) or callable(value):
@@ -281,7 +280,7 @@ _GONE = _Gone()
 
 
 def show(value: Any) -> str:
-    """A value, or where a tensor is, for messages."""
+    """A value, or a tensor's address, for messages."""
     if isinstance(value, torch.Tensor):
         return f"at {value.data_ptr():#x} ({tuple(value.shape)}, {value.dtype})"
     text = repr(value)

@@ -1,12 +1,12 @@
 """The CPU pool's memory: one growing range of addresses, shared by liveness.
 
 The range is reserved once, as large as the machine's memory, and the system backs a page only when
-it is first written. So the arena can grow without ever moving, as captured addresses demand, and
-costs no more than its highest used byte.
+it is first written. So the arena grows without moving, as captured addresses require, and costs no
+more than its highest used byte.
 
-A *strong* tensor reserves its block until the last reference to its storage is gone, exactly as the
-CUDA caching allocator does during a capture. A *weak* tensor is a view of the same bytes that
-reserves nothing. Both keep the mapping itself alive, so a tensor never outlives its memory.
+A *strong* tensor reserves its block until the last reference to its storage is gone, as with the
+CUDA caching allocator during a capture. A *weak* tensor is a view of the same bytes that reserves
+nothing. Both keep the mapping alive, so a tensor never outlives its memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from ostinato.errors import CaptureOutOfMemoryError
 from ostinato.graphs.backends.alias import alias_of
 
-# Kernels are vectorised up to 64 bytes, and a cache line is as long.
+# Kernels vectorise up to 64 bytes, which is also the length of a cache line.
 _ALIGNMENT = 64
 _MAP_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 
@@ -42,12 +42,12 @@ class Arena:
         self._limit = everything.numel()
         self._free: list[tuple[int, int]] = []  # (start, end) below the top, sorted, never adjacent
         self._top = 0
-        # Blocks die whenever Python drops a tensor, even in the middle of an allocation.
+        # Python may drop a tensor, and so free a block, in the middle of an allocation.
         self._released: deque[tuple[int, int]] = deque()
         self._watches: dict[int, weakref.ref[ctypes.Array[ctypes.c_char]]] = {}
         self._unreserved: dict[tuple[int, int], torch.UntypedStorage] = {}
         self.peak_bytes = 0
-        # Highest byte used since it was last set to 0.
+        # Highest byte used since this was last set to 0.
         self.recent_peak_bytes = 0
 
     def strong_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -68,8 +68,8 @@ class Arena:
     def weak(self, tensor: torch.Tensor) -> torch.Tensor:
         """A view of the same bytes that does not reserve them.
 
-        It can reach its own block and no further: an operator that resizes its output gets an error
-        instead of its neighbours' memory.
+        It covers its own block only: an operator that resizes its output gets an error instead of
+        its neighbours' memory.
         """
         storage = tensor.untyped_storage()
         start = storage.data_ptr() - self._base
@@ -95,15 +95,15 @@ class Arena:
                 self._free[index : index + 1] = [(start + size, end)] if end - start > size else []
                 self.recent_peak_bytes = max(self.recent_peak_bytes, start + size)
                 return start, start + size
-        # Nothing fits: grow, from the last free stretch if it touches the top.
+        # Nothing fits: grow, starting at the last free range if it touches the top.
         start = self._top
         if self._free and self._free[-1][1] == self._top:
             start = self._free.pop()[0]
         if start + size > self._limit:
             self._insert_free(start, self._top)
             raise CaptureOutOfMemoryError(
-                f"the graph pool needs {size:,} more bytes on top of {start:,}, beyond the "
-                f"machine's {self._limit:,}; capture smaller sizes"
+                f"the graph pool needs {size:,} more bytes in addition to {start:,}, which goes beyond "
+                f"the machine's {self._limit:,}; capture smaller sizes"
             )
         self._top = start + size
         self.peak_bytes = max(self.peak_bytes, self._top)
@@ -130,7 +130,7 @@ class Arena:
         self._free[index] = (start, end)
 
     def trim(self, keep: int) -> None:
-        """Give pages above ``keep`` bytes back to the system, as far as no block reserves them."""
+        """Return pages above ``keep`` bytes to the system, unless a block reserves them."""
         self._collect_released()
         if self._free and self._free[-1][1] == self._top:
             self._top = self._free.pop()[0]
@@ -142,7 +142,7 @@ class Arena:
         self.peak_bytes = min(self.peak_bytes, keep)
 
     def close(self) -> None:
-        """Let go of the memory; tensors that still refer to it keep it. Allocates nothing."""
+        """Release the memory; tensors that refer to it keep it alive. Allocates nothing."""
         self._mapping = None
         self._watches.clear()
         self._released.clear()
@@ -152,7 +152,7 @@ class Arena:
 
 
 def _reserve(num_bytes: int) -> mmap.mmap:
-    """Reserve addresses, not memory. A system that limits address space gets a smaller range."""
+    """Reserve addresses, not memory. If address space is limited, reserve a smaller range."""
     smallest = 1 << 26
     while True:
         try:

@@ -21,19 +21,19 @@ from ostinato.graphs.backends.guard import compiler_error, keep_dynamo_out, sour
 
 
 class CpuGraph:
-    """A list of calls on tensors at fixed addresses. No Python of the model runs on replay."""
+    """A list of calls on tensors at fixed addresses. A replay runs no Python of the model."""
 
     def __init__(self, steps: list[Step], arena_bytes: int) -> None:
         self._steps = steps
-        self.arena_bytes = arena_bytes  # how far into the arena it reaches
+        self.arena_bytes = arena_bytes  # highest arena byte it uses
 
     @property
     def num_nodes(self) -> int:
         return len(self._steps)
 
     def replay(self) -> None:
-        # Inference mode leaves out the autograd layer of every call. Autocast did its work when the
-        # operators were recorded; the caller's must not do it again.
+        # Inference mode skips the autograd layer of every call. Autocast was applied when the
+        # operators were recorded, so the caller's must not apply again.
         with torch.inference_mode():
             if torch.is_autocast_enabled("cpu"):
                 with torch.autocast("cpu", enabled=False):
@@ -68,7 +68,7 @@ class CpuBackend:
             yield
 
     def trusting(self) -> AbstractContextManager[None]:
-        return nullcontext()  # recording is seeing every operator
+        return nullcontext()  # recording sees every operator anyway
 
     def begin(self) -> None:
         keep_dynamo_out()
@@ -97,7 +97,7 @@ class CpuBackend:
         return compiler_error(error) or error
 
     def follow_stream(self) -> bool:
-        return False  # work is done when a call returns
+        return False  # work is complete when a call returns
 
     def owns(self, tensor: torch.Tensor) -> bool:
         return self._arena.owns(tensor)
@@ -111,7 +111,7 @@ class CpuBackend:
         return self._arena.strong_like(tensor).copy_(tensor)
 
     def reserve(self, num_bytes: int) -> None:
-        pass  # the arena is one piece, and grows
+        pass  # the arena is contiguous and grows
 
     def pool_bytes(self) -> int:
         return self._arena.peak_bytes

@@ -1,12 +1,11 @@
 """Host reads that dispatch no operator: tolist(), numpy(), printing, pickling, DLPack, cpu().
 
-A dispatch mode does not see them. A function mode would, but code can see a function mode:
+A dispatch mode does not see them. A function mode would, but code can detect a function mode:
 ``torch.overrides.has_torch_function`` becomes true, and nn.MultiheadAttention takes another path.
-So the functions themselves are replaced, once, when the first CPU recording begins. They stay
-replaced: taking them off again after every capture would make Python forget what it has cached
-about ``torch.Tensor``, and from 3.13 on it stops caching for a class that changes too often.
-Outside of recordings a replaced function costs one look at a thread-local, and other threads are
-not refused.
+So the functions themselves are replaced when the first CPU recording begins, and stay replaced:
+restoring them after every capture would invalidate Python's method caches of ``torch.Tensor``, and
+since 3.13 Python stops caching for a class that changes too often. Outside recordings a replaced
+function costs one thread-local lookup. Other threads are not affected.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _this_thread = _ThisThread()
 
 @contextmanager
 def host_reads_refused() -> Iterator[None]:
-    """In this thread, raise ``CaptureError`` where a tensor is read without an operator."""
+    """In this thread, raise ``CaptureError`` when a tensor is read without an operator."""
     _watch()
     outer, _this_thread.refusing = _this_thread.refusing, True
     try:
@@ -47,7 +46,7 @@ def host_reads_refused() -> Iterator[None]:
 
 @contextmanager
 def host_reads_allowed() -> Iterator[None]:
-    """The opposite, for code that every replay runs again: the body of a custom operator."""
+    """The opposite, for code that every replay runs again, such as a custom operator's body."""
     outer, _this_thread.refusing = _this_thread.refusing, False
     try:
         yield
@@ -56,10 +55,10 @@ def host_reads_allowed() -> Iterator[None]:
 
 
 class _Watched:
-    """Stands in for a function or method of torch and raises in threads that record.
+    """Replaces a torch function or method, and raises in threads that are recording.
 
-    torch hands its methods to ``__torch_function__``, and tables of handlers are often built when a
-    module is imported. So the stand-in is equal to what it replaces, and found under it.
+    torch passes its methods to ``__torch_function__``, and libraries often build handler tables at
+    import. So the replacement compares and hashes equal to the original.
     """
 
     def __init__(self, original: Any, name: str, problem: str, refuses: _Refuses) -> None:
@@ -92,7 +91,7 @@ def _always(*args: Any, **kwargs: Any) -> bool:
 
 
 def _by_tensor(*args: Any, **kwargs: Any) -> bool:
-    """tensor_split: the places to split at are in a tensor, whose memory torch reads as it is."""
+    """tensor_split with the split points in a tensor, whose memory torch reads directly."""
     sections = kwargs.get("tensor_indices_or_sections", args[1] if len(args) > 1 else None)
     return isinstance(sections, torch.Tensor)
 
@@ -102,14 +101,15 @@ def _packed(*args: Any, **kwargs: Any) -> bool:
     return len(args) > 2 and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.int64
 
 
-# What is replaced where, what to call it, why, and for which arguments. The private ones:
-# - torch._tensor_str._str prints every tensor. It switches dispatch modes off, so what it reads is
-#   seen by none. Tensor.__repr__ itself looks itself up in torch.Tensor and is left alone.
-# - torch._C._to_dlpack[_versioned] do the work of Tensor.__dlpack__ (versioned from torch 2.9 on).
-# - Tensor._reduce_ex_internal does that of Tensor.__reduce_ex__: pickle, torch.save, copy.copy.
-# - torch._VF is where nn.LSTM and its like find their functions.
-# - _op is what an operator of torch.ops calls; those that are made of others are not dispatched.
-# A name that torch does not have is left out: its readers would have to use another one of these.
+# Where each function lives, its name in errors, the problem, and the arguments it applies to.
+# The private ones:
+# - torch._tensor_str._str prints every tensor. It disables dispatch modes, so none sees its reads.
+#   Tensor.__repr__ looks itself up in torch.Tensor and is left alone.
+# - torch._C._to_dlpack[_versioned] implement Tensor.__dlpack__ (versioned since torch 2.9).
+# - Tensor._reduce_ex_internal implements Tensor.__reduce_ex__: pickle, torch.save, copy.copy.
+# - torch._VF holds the functions of nn.LSTM and similar layers.
+# - _op is what an operator of torch.ops calls; composite operators are not dispatched.
+# A name missing from this torch is skipped: its callers then go through one of the others.
 _ops = torch.ops.aten
 _C, _VF = replaceable("torch._C"), replaceable("torch._VF")
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -1,4 +1,4 @@
-"""Finding the overload of an operator that writes into given tensors (``mm`` -> ``mm.out``)."""
+"""Finds the overload of an operator that writes into given tensors (``mm`` -> ``mm.out``)."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class OutVariant(NamedTuple):
 def out_variant_of(operator: OpOverload) -> OutVariant | None:
     """The out-variant that takes the same arguments, or None.
 
-    Only torch's own operators have one worth using: theirs write where they are told, while the
-    out-variant of a custom operator is whatever its author made of it.
+    Only torch's own operators qualify: their out-variants write where they are told, while nothing
+    is known about the out-variant of a custom operator.
     """
     if operator.namespace != "aten" or operator._schema.is_mutable:
         return None
     if "batch_norm" in operator.name():
-        return None  # updates its running statistics without saying so; must run once, not twice
+        return None  # updates its running statistics undeclared, so it must run only once
     if any(argument.name == "reduction" for argument in operator._schema.arguments):
-        return None  # the out-variants of losses resize what they are given
+        return None  # the out-variants of losses resize their outputs
     wanted = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
     without_factory = [pair for pair in wanted if pair[0] not in _FACTORY_ARGUMENTS]
     for name in operator.overloadpacket.overloads():

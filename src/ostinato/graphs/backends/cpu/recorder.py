@@ -1,9 +1,9 @@
-"""Recording on the CPU: every dispatched operator of one run, with outputs in the arena.
+"""CPU recording: every dispatched operator of one run, with outputs in the arena.
 
-Operators run for real while they are recorded, each writing its outputs into arena memory that
-stays theirs for as long as Python holds them. What is kept for replay is a flat list of calls on
+Operators run for real while they are recorded. Each writes its outputs into arena memory that stays
+reserved as long as Python holds them. For replay, the recorder keeps a flat list of calls on
 tensors at those fixed addresses. A view is only an address, so it needs no call; an operator with a
-verified out-variant writes in place; any other is run again and its result copied.
+verified out-variant writes in place; any other runs again and its result is copied.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 Step = Callable[[], object]
 
-# Memory without contents: allocating it is not work that a replay has to do.
+# These allocate without computing, so a replay has nothing to do for them.
 _UNINITIALISED = frozenset(
     {
         aten.empty.memory_format,
@@ -47,7 +47,7 @@ _INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 class Verified(NamedTuple):
-    """An out-variant, the call of it that gave the right bits, and what its outputs looked like."""
+    """An out-variant, the call that gave the right bits, and the metadata of its outputs."""
 
     variant: OutVariant
     call: Call
@@ -56,10 +56,10 @@ class Verified(NamedTuple):
 
 
 class Recorder(CaptureGuard):
-    """Collects the steps of one recording. The steps hold no arena memory reserved.
+    """Collects the steps of one recording. The steps reserve no arena memory.
 
-    ``verified`` is what earlier recordings learned: a model's layers make the same calls over and
-    over, and the check of an out-variant costs more than the call.
+    ``verified`` caches checks of earlier recordings: a model's layers repeat the same calls, and
+    checking an out-variant costs more than the call.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Recorder(CaptureGuard):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        # Generated C++ calls no operators; a compiled callable is only seen if it runs eagerly.
+        # Generated C++ calls no operators; a compiled callable is only recorded if it runs eagerly.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,7 +94,7 @@ class Recorder(CaptureGuard):
             return self._record(func, args, kwargs)
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``func``, note the step that repeats it, and return its results in their places."""
+        """Run ``func``, record the step that repeats it, and return its results in the arena."""
         autocast = self.autocast_in_body(func)
         call = _call_key(func, args, kwargs) if autocast is None else None
         if call is not None and call in self._verified:
@@ -129,7 +129,7 @@ class Recorder(CaptureGuard):
         return map_tensors(lambda _: next(static), result)
 
     def _repeat(self, known: Verified, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call whose like was verified before: it runs once, into its place."""
+        """Record a call that matches a verified one: it runs once, into its final memory."""
         placed = [self._arena.strong(*looks) for looks in known.outputs]
         step = _out_call(
             known.call,
@@ -158,7 +158,7 @@ class Recorder(CaptureGuard):
         self._verified[key] = Verified(variant, call, looks, one)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Custom operators may draw without saying so.
+        # Custom operators may draw without declaring it.
         if func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         self.check_random_state()
@@ -167,7 +167,7 @@ class Recorder(CaptureGuard):
         return result
 
     def check_random_state(self) -> None:
-        """Raise if a generator was touched by anything but recorded operators."""
+        """Raise if anything but recorded operators touched a generator."""
         if not all(torch.equal(each.get_state(), state) for each, state in self._random_states):
             source = source_of_caller()
             raise CaptureError(
@@ -177,7 +177,7 @@ class Recorder(CaptureGuard):
             )
 
     def _constant(self, scalar: torch.Tensor) -> torch.Tensor:
-        """A scalar from the host: part of the graph, and set anew by every replay."""
+        """A scalar from the host, stored in the graph and set again by every replay."""
         placed = self._arena.strong_like(scalar).copy_(scalar)
         self.steps.append(partial(aten.copy_.default, self._fixed(placed), scalar.clone()))
         return placed
@@ -198,7 +198,7 @@ class Recorder(CaptureGuard):
         if tensor.numel() == 0:
             return tensor
         if has_internal_overlap(tensor):
-            tensor = tensor.contiguous()  # elements that share memory cannot be written one by one
+            tensor = tensor.contiguous()  # elements that share memory cannot be written separately
         return self._arena.strong_like(tensor)
 
     def _step(
@@ -211,7 +211,7 @@ class Recorder(CaptureGuard):
     ) -> Step:
         """The call that repeats ``func``, writing output ``i`` into ``targets[i]``.
 
-        The targets hold the outputs' values when this returns, as if the step had just run.
+        On return the targets hold the outputs' values, as if the step had just run.
         """
         for index, target in targets.items():
             target.copy_(outputs[index])
@@ -229,8 +229,8 @@ class Recorder(CaptureGuard):
         outputs: list[torch.Tensor],
         targets: dict[int, torch.Tensor],
     ) -> partial[object] | None:
-        """The out-variant's call, if there is one and it gives the very same bits here and now."""
-        # A second draw would advance the generator, so random operators are run again and copied.
+        """The out-variant's call, if one exists and gives exactly the same bits."""
+        # A second draw would advance the generator, so random operators run again and are copied.
         if func in _COPIES or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         variant = out_variant_of(func)
@@ -243,11 +243,11 @@ class Recorder(CaptureGuard):
         return None
 
     def _fixed(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor as replay refers to it: without reserving arena memory.
+        """The tensor as the replay refers to it, without reserving arena memory.
 
-        Of a tensor outside the arena it is the memory it has now. What the caller's object refers
-        to may change (``parameter.data = ...``), at any time and not for all tensors at once, and a
-        replay would compute with some old ones and some new ones.
+        For a tensor outside the arena, that is its current memory. The caller's object may be
+        pointed at other memory (``parameter.data = ...``) at any time, one tensor at a time, and a
+        replay would then mix old and new ones.
         """
         if tensor.numel() == 0:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -257,19 +257,19 @@ class Recorder(CaptureGuard):
         offset = int(tensor.storage_offset())
         looks = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         key = (storage_number(storage), offset, *looks)
-        if key not in self._pinned:  # the alias keeps the storage, so its number stays taken
+        if key not in self._pinned:  # the alias keeps the storage alive, so its number stays unique
             self._pinned[key] = alias_of(tensor, storage, offset)
         return self._pinned[key]
 
 
 def _is_exact(step: Step, outputs: list[torch.Tensor], targets: dict[int, torch.Tensor]) -> bool:
-    """Whether ``step`` writes the bits of the ``outputs`` into their ``targets``. It is run."""
+    """Run ``step``; return whether it writes exactly the ``outputs`` into their ``targets``."""
     for index, target in targets.items():
-        # Start from the opposite of the right answer, so that a byte left alone is seen.
+        # Start from inverted bits, so that a byte left unwritten is detected.
         torch.bitwise_not(_bits(outputs[index]), out=_bits(target))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # some variants resize what they are given
+            warnings.simplefilter("error")  # some variants resize their outputs
             step()
     except (RuntimeError, TypeError, Warning):
         return False
@@ -289,10 +289,10 @@ def _out_call(
 
 
 def _call_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """What a call's kernel depends on, its data aside; None for calls that are not remembered."""
+    """Everything but data that determines a call's kernel; None for calls that are not cached."""
     try:
         named = [(name, _value_key(value)) for name, value in kwargs.items()]
-        # torch.ones(3) is of the default type.
+        # torch.ones(3) uses the default dtype.
         return (func, torch.get_default_dtype(), *map(_value_key, args), *named)
     except TypeError:
         return None
@@ -302,26 +302,26 @@ def _value_key(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided or value.is_nested:
             raise TypeError
-        # Scalars may be Python numbers in disguise, which promote types in their own way.
+        # Zero-dim tensors may be wrapped Python numbers, with their own type promotion rules.
         if not value.shape or value.is_conj() or value.is_neg():
             raise TypeError
         return (value.dtype, value.shape, value.stride())
     if isinstance(value, (list, tuple)):
         return tuple(map(_value_key, value))
-    return (type(value), value)  # 1, 1.0 and True are equal, and are not the same
+    return (type(value), value)  # 1, 1.0 and True compare equal but are different arguments
 
 
 def _run_and_copy(run: partial[Any], targets: dict[int, torch.Tensor]) -> None:
     outputs = list(tensors_in(run()))
     for index, target in targets.items():
         output = outputs[index]
-        # Copying would stretch one row over many, and cast.
+        # copy_ would broadcast and cast.
         if output.shape != target.shape or output.dtype != target.dtype:
             was, now = (f"{tuple(t.shape)} {t.dtype}" for t in (target, output))
             raise ReplayMismatchError(
-                f"operator {run.func} returned {was} at capture and {now} on replay; what a "
-                "captured operator returns may change in the contents of tensors only, so capture "
-                "piecewise and call it in a function marked with @eager_break"
+                f"operator {run.func} returned {was} at capture and {now} on replay; only tensor "
+                "contents may change in what a captured operator returns, so capture piecewise "
+                "and call it in a function marked with @eager_break"
             )
         target.copy_(output)
 
@@ -332,14 +332,14 @@ def _run_under_autocast(dtype: torch.dtype, step: Step) -> None:
 
 
 def _unsupported_kind(tensor: torch.Tensor) -> str | None:
-    """What keeps a tensor from being memory at an address; None for those that are."""
+    """Why a tensor is not plain memory at an address; None if it is."""
     if tensor.layout is not torch.strided:
         return str(tensor.layout)
     if tensor.device.type != "cpu":
         return "strided"
     if tensor.is_nested:
         return "nested"
-    if tensor._is_zerotensor():  # torch.func.jvp makes them; they have no memory at all
+    if tensor._is_zerotensor():  # made by torch.func.jvp; they have no memory
         return "zero"
     return "quantized" if tensor.is_quantized else None
 

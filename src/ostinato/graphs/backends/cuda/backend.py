@@ -1,4 +1,4 @@
-"""The CUDA backend: ``torch.cuda.CUDAGraph``, driven directly on a stream of our own."""
+"""The CUDA backend: drives ``torch.cuda.CUDAGraph`` directly, on a private stream."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from ostinato.graphs.backends.guard import (
     source_of_error,
 )
 
-# torch's allocator of pinned memory still counts a broken capture as under way, and may ask its
-# graph about it. These few graphs therefore live as long as the process.
+# After a broken capture, torch's pinned-memory allocator still counts it as in progress and may
+# query its graph. These few graphs therefore live as long as the process.
 _broken_captures: list[torch.cuda.CUDAGraph] = []
 
 
 class _MemoryPool:
     """A torch memory pool that stays usable.
 
-    torch drops its bookkeeping of a pool when the last graph in it dies, and then fails to capture
-    into that pool again. One tiny graph that lives as long as the pool prevents that. Capturing it
-    also takes the random generator out of the state that an invalidated capture leaves it in.
+    torch drops its bookkeeping of a pool when the pool's last graph dies, and can no longer capture
+    into that pool. One tiny graph that lives as long as the pool prevents that. Capturing it also
+    resets the random generator after an invalidated capture.
     """
 
     def __init__(self, device: torch.device, shared: CaptureDevice, lease: StreamLease) -> None:
         self.shared = shared
         self.lease = lease  # graphs keep their pool, and so the stream whose workspace they use
         self.memory = torch.cuda.MemPool()
-        # Typed by torch more narrowly than it is used.
+        # torch's annotation is narrower than its actual use.
         self.handle = cast(Any, self.memory.id)
         self.num_graphs = 0
         cell = torch.zeros(1, device=device)
@@ -62,13 +62,13 @@ class _MemoryPool:
             cell.add_(1)
             keeper.capture_end()
         lease.stream.synchronize()
-        # At exit, finalizers run in the reverse order of their making: graphs before their pool.
+        # At exit, finalizers run in reverse order of creation: graphs before their pool.
         weakref.finalize(self, _retire_pool, shared, [self.memory, keeper])
 
     def segments(self) -> list[tuple[int, int]]:
-        """Address and size of every piece of device memory the pool holds."""
+        """Address and size of each of the pool's device memory segments."""
         # Not MemPool.snapshot(): with torch 2.11 and Python 3.12, processes that called it a few
-        # thousand times crashed in unrelated Python code. Listing all pools did not do that.
+        # thousand times crashed in unrelated Python code. Listing all pools does not.
         snapshot: list[dict[str, Any]] = compat.memory_snapshot()["segments"]
         return [
             (segment["address"], segment["total_size"])
@@ -78,7 +78,7 @@ class _MemoryPool:
 
 
 def _retire_pool(shared: CaptureDevice, parts: list[object]) -> None:
-    """Take a memory pool apart in the order that torch needs: first the graph, then the memory."""
+    """Destroy a memory pool in the order that torch needs: first the graph, then the memory."""
 
     def take_apart() -> None:
         while parts:
@@ -88,19 +88,19 @@ def _retire_pool(shared: CaptureDevice, parts: list[object]) -> None:
 
 
 class CudaGraph:
-    """One instantiated graph. Keeps its memory pool alive, since the pool must die after it."""
+    """One instantiated graph. Keeps its memory pool alive, since the pool must outlive it."""
 
     def __init__(
         self, graph: torch.cuda.CUDAGraph, pool: _MemoryPool, num_nodes: int | None
     ) -> None:
         self.num_nodes = num_nodes
-        # Bound once: this is called for every step.
+        # Bound once, because every step calls it.
         self.replay: Callable[[], None] = graph.replay
         pool.num_graphs += 1
         self._retire = weakref.finalize(self, _retire_graph, pool, graph)
 
     def order_draws(self, draws: DrawOrder, graph: torch.cuda.CUDAGraph) -> None:
-        """From now on replay it in order with all other graphs that draw random numbers."""
+        """Order its replays with all other graphs that draw random numbers, from now on."""
         self.replay = partial(draws.replay, graph)
 
     def close(self) -> None:
@@ -110,20 +110,20 @@ class CudaGraph:
 
 def _retire_graph(pool: _MemoryPool, graph: torch.cuda.CUDAGraph) -> None:
     pool.num_graphs -= 1
-    # Reset, not dropped: at exit others may still refer to it when its pool goes.
+    # Reset, not dropped: at exit, other objects may still refer to it after its pool is gone.
     pool.shared.dispose(graph.reset)
 
 
 class CudaBackend:
     """Records on one CUDA device. See ``GraphBackend`` for the contract.
 
-    Graphs are captured on a stream of the backend's own and replayed on the caller's current one.
-    The capture mode is thread-local: what other threads do meanwhile is their business.
+    Graphs are captured on the backend's private stream and replayed on the caller's current stream.
+    The capture mode is thread-local: other threads may use CUDA during a capture.
     """
 
     def __init__(self, device: torch.device, *, generators: Sequence[torch.Generator] = ()) -> None:
         if not torch.cuda.is_available():
-            raise ConfigError(f"device {device} was asked for, but torch sees no CUDA device")
+            raise ConfigError(f"device {device} was requested, but torch sees no CUDA device")
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= torch.cuda.device_count():
             raise ConfigError(
@@ -132,7 +132,7 @@ class CudaBackend:
         self.device = torch.device("cuda", index)
         self._index = index
         self._shared = capture_device(self.device)
-        # The stream that the pool was used on last. Its buffers are being made on this one.
+        # The stream of the pool's last use; its buffers are allocated on the current one.
         self._last_stream = torch.cuda.current_stream(self.device)
         self._last_raw_stream: int = self._last_stream.cuda_stream
         self._lease: StreamLease | None = self._shared.lease_stream()
@@ -144,10 +144,10 @@ class CudaBackend:
         self._guard = CaptureGuard("cuda", self.generators)
         self._guarded = True
         self._modes = ExitStack()
-        self._under_way = ExitStack()  # closed when torch has ended the capture
+        self._under_way = ExitStack()  # closed once torch has ended the capture
         self._segments: list[tuple[int, int]] = []
-        self._segments_seen_at = -1  # bytes that torch had reserved when they were listed
-        # Addresses outside of the pool that the capture at hand has come across.
+        self._segments_seen_at = -1  # bytes reserved by torch when the segments were listed
+        # Addresses outside the pool that the current capture has encountered.
         self._foreign: set[int] | None = None
 
     @contextmanager
@@ -159,8 +159,8 @@ class CudaBackend:
         ):
             if torch.cuda.is_current_stream_capturing() and self._open is None:
                 raise CaptureError(
-                    "a capture was started while the current stream is being captured by other "
-                    "code (torch.cuda.graph, make_graphed_callables, ...); capture before it"
+                    "a capture was started while other code is capturing the current stream "
+                    "(torch.cuda.graph, make_graphed_callables, ...); capture before that"
                 )
             self.follow_stream()
             caller = torch.cuda.current_stream()
@@ -184,7 +184,7 @@ class CudaBackend:
 
     def begin(self) -> None:
         keep_dynamo_out()
-        # Only a kept graph can be looked into.
+        # Nodes can only be counted in a kept graph.
         graph = torch.cuda.CUDAGraph(keep_graph=HAS_BINDINGS)
         for generator in self.generators[1:]:
             graph.register_generator_state(generator)
@@ -213,7 +213,7 @@ class CudaBackend:
         return recorded
 
     def _num_drawn(self) -> list[int]:
-        """How far the sequence of each generator has come. A replay that draws moves it on."""
+        """The position of each generator's sequence. A replay that draws advances it."""
         return [int(generator.get_offset()) for generator in self.generators]
 
     def abort(self, error: BaseException) -> BaseException:
@@ -255,8 +255,8 @@ class CudaBackend:
         return copy.copy_(tensor)
 
     def reserve(self, num_bytes: int) -> None:
-        # torch cuts later requests out of a free piece that is large enough, if it came to the pool
-        # on the same stream, but it never joins pieces.
+        # torch splits a large enough free block for later requests on the same stream, but never
+        # merges blocks.
         with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(self._pool_in_use.memory):
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
@@ -265,20 +265,20 @@ class CudaBackend:
         return sum(size for _, size in self._segments)
 
     def release_unused(self) -> None:
-        # torch frees the memory of a pool only with the pool, so an unused one is replaced.
+        # torch frees a pool's memory only with the pool, so an unused pool is replaced.
         if self._pool is not None and self._pool.num_graphs == 0:
             self._replace_pool()
             gc.collect()
-        # What warm-ups took on the capture stream, torch would keep for that stream alone.
+        # torch would keep the warm-ups' memory for the capture stream alone.
         try:
             torch.cuda.empty_cache()
         except RuntimeError as error:
-            # Refused while another thread captures or allocates to a pool. It is not urgent.
+            # Refused while another thread captures or allocates to a pool; it can wait.
             if "captures_underway" not in str(error):
                 raise
 
     def follow_stream(self) -> bool:
-        # Its number is found in a moment; making an object of it takes longer than all else here.
+        # Reading the stream's id is fast; creating a Stream object is slower than all the rest.
         raw = compat.raw_stream(self._index)
         if raw == self._last_raw_stream:
             return False
@@ -286,9 +286,9 @@ class CudaBackend:
         with torch.cuda.stream(stream):
             if torch.cuda.is_current_stream_capturing():
                 raise CaptureError(
-                    "graphs or buffers of a pool were used while the current stream is being "
-                    "captured by other code (torch.cuda.graph, make_graphed_callables, ...), "
-                    "which cannot be put in order with their last use; use them outside of it"
+                    "graphs or buffers of a pool were used while other code is capturing the "
+                    "current stream (torch.cuda.graph, make_graphed_callables, ...), so they "
+                    "cannot be ordered after their last use; use them outside that capture"
                 )
         stream.wait_stream(self._last_stream)
         self._last_stream, self._last_raw_stream = stream, raw
@@ -298,16 +298,16 @@ class CudaBackend:
         try:
             self._shared.synchronize()
         finally:
-            # Graphs that are still referred to keep the pool and the lease, until they go.
+            # Live graphs keep the pool and the lease until they are destroyed.
             self._pool = self._lease = None
             self._segments, self._segments_seen_at = [], -1
 
     def _in_known_segment(self, address: int) -> bool:
-        """Memory that came to the pool stays in it, so what was seen once need not be listed."""
+        """Whether the address is in a listed segment. Memory never leaves the pool."""
         return any(start <= address < start + size for start, size in self._segments)
 
     def _list_segments(self) -> None:
-        """The pool's memory. Listing it is slow, so it is done when torch reserved some more."""
+        """List the pool's segments. This is slow, so it runs only after torch reserved more."""
         stats = torch.cuda.memory_stats_as_nested_dict(self.device)
         reserved = int(stats["reserved_bytes"]["all"]["current"])
         if self._pool is not None and reserved != self._segments_seen_at:
@@ -315,7 +315,7 @@ class CudaBackend:
             self._segments_seen_at = reserved
 
     def _stop_recording(self) -> tuple[torch.cuda.CUDAGraph, RuntimeError | None]:
-        """End the capture. The error is set when the capture had been invalidated."""
+        """End the capture. The error is set if the capture was invalidated."""
         assert self._open is not None
         graph, self._open = self._open, None
         self._modes.close()
@@ -323,9 +323,9 @@ class CudaBackend:
             with self._under_way:
                 graph.capture_end()
         except RuntimeError as error:
-            # torch stops half-way here: the allocator still routes memory to the pool and the
-            # generator still believes in the capture. Both are put right, and the pool, which
-            # torch would refuse to capture into again, is left to the graphs it already has.
+            # torch stops half-way here: the allocator still routes memory to the pool, and the
+            # generator still considers itself captured. Both are reset. torch would refuse to
+            # capture into this pool again, so it is left to its existing graphs.
             index, pool_id = self.device.index, self._pool_in_use.memory.id
             compat.end_allocate_to_pool(index, pool_id)
             compat.release_pool(index, pool_id)

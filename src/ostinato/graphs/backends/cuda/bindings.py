@@ -1,7 +1,7 @@
-"""The two things that we ask CUDA itself for, through its Python bindings.
+"""The two functions taken from CUDA's Python bindings.
 
-They come with CUDA builds of torch. Without them graphs do not say how many nodes they have, and
-captures run on streams that torch may hand out to others as well.
+The bindings come with CUDA builds of torch. Without them graphs do not report their node count, and
+captures run on streams that torch may also hand out to other code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HAS_BINDINGS = runtime is not None
 
 
 def count_nodes(graph: torch.cuda.CUDAGraph) -> int:
-    """Nodes of a graph that was captured with ``keep_graph``."""
+    """Number of nodes in a graph captured with ``keep_graph``."""
     handle = runtime.cudaGraph_t(init_value=graph.raw_cuda_graph())
     status, _, count = runtime.cudaGraphGetNodes(handle)
     if int(status) != 0:
@@ -30,8 +30,8 @@ def count_nodes(graph: torch.cuda.CUDAGraph) -> int:
 def own_stream(device: torch.device) -> torch.cuda.Stream:
     """A stream that no other code is given. It lives as long as the process.
 
-    ``torch.cuda.Stream()`` hands out 32 streams in turn, so one of ours might be a user's as well,
-    and what the user runs there would share the cuBLAS workspace of our graphs.
+    ``torch.cuda.Stream()`` hands out 32 streams in rotation, so a user might get ours too, and the
+    user's kernels would then share the cuBLAS workspace of our graphs.
     """
     if runtime is None:
         return torch.cuda.Stream(device)

@@ -1,9 +1,8 @@
-"""What all graph pools of one CUDA device have in common, and the stream that each has alone.
+"""State shared by all graph pools of one CUDA device, and each pool's own capture stream.
 
-In common: captures are made one at a time, and graphs and pools are not destroyed during one.
-Alone: the capture stream, because torch's cuBLAS workspaces go by stream. A captured GEMM that is
-split along its inner dimension writes to the workspace of the stream it was captured on, so graphs
-that may be replayed at the same time must not share one.
+Shared: captures run one at a time, and graphs and pools are not destroyed during one. Separate: the
+capture stream, because torch keeps one cuBLAS workspace per stream. A captured split-K GEMM writes
+to the workspace of its capture stream, so graphs that may replay concurrently must not share one.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from ostinato.graphs.backends.cuda.bindings import own_stream
 
 
 class CaptureStream:
-    """A stream to capture on, with the cuBLAS workspace that graphs captured there write to.
+    """A capture stream, with the cuBLAS workspace that graphs captured on it write to.
 
     torch gives every stream that runs a GEMM a workspace (32 MiB on Hopper) and keeps it; graphs
-    hold its address for good. So it lives in memory of its own, which nothing else is placed in
+    hold its address permanently. So it is allocated in a private pool, where nothing else is placed
     even if torch is told to drop its workspaces.
     """
 
@@ -31,41 +30,41 @@ class CaptureStream:
         self._workspaces = torch.cuda.MemPool()
 
     def prepare_blas(self) -> None:
-        """Have handle and workspace ready: cuBLAS cannot be initialised inside a capture.
+        """Create the handle and workspace: cuBLAS cannot be initialised inside a capture.
 
-        Each thread has a handle of its own, and each handle its workspace. torch's cuBLASLt calls
-        use the same one (TORCH_CUBLASLT_UNIFIED_WORKSPACE, on by default).
+        Each thread has its own handle, and each handle its own workspace. torch's cuBLASLt calls
+        share it (TORCH_CUBLASLT_UNIFIED_WORKSPACE, on by default).
         """
         with torch.cuda.use_mem_pool(self._workspaces):
             torch.cuda.current_blas_handle()
 
 
 class StreamLease:
-    """A capture stream for as long as anything refers to the lease: a pool, or one of its graphs.
+    """Holds a capture stream as long as a pool or one of its graphs refers to the lease.
 
-    Then the stream, with its workspace, is for the next pool.
+    Afterwards the stream and its workspace are reused by the next pool.
     """
 
     def __init__(self, held: CaptureStream, give_back: Callable[[CaptureStream], None]) -> None:
         self.stream = held.stream
         self.prepare_blas = held.prepare_blas
         finalizer = weakref.finalize(self, give_back, held)
-        finalizer.atexit = False  # there is no next pool
+        finalizer.atexit = False  # there will be no next pool
 
 
 class CaptureDevice:
-    """One CUDA device as its graph pools share it. Made once per device, and kept."""
+    """One CUDA device, shared by its graph pools. Created once per device and kept."""
 
     def __init__(self, device: torch.device) -> None:
-        self.lock = threading.RLock()  # held by the one capture that is going on
-        self.capturing = False  # from before torch begins a capture until after it has ended it
+        self.lock = threading.RLock()  # held during a capture
+        self.capturing = False  # from before torch begins a capture until after it ends
         self.draws = DrawOrder(device)
         self._device = device
         self._free: list[CaptureStream] = []
         self._retired: list[Callable[[], object]] = []
 
     def lease_stream(self) -> StreamLease:
-        """A capture stream that no living pool or graph uses. Synchronises if it was used before:
+        """A capture stream that no live pool or graph uses. Synchronises if it was used before:
         the last replays of its graphs may still be writing to its workspace."""
         with self.lock, torch.cuda.device(self._device):
             if not self._free:
@@ -75,7 +74,7 @@ class CaptureDevice:
 
     @contextmanager
     def capture_under_way(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """torch captures on ``stream`` inside; the lock is held."""
+        """torch captures on ``stream`` inside this context; the lock is held."""
         with self.draws.held(stream):
             outer, self.capturing = self.capturing, True
             try:
@@ -84,15 +83,15 @@ class CaptureDevice:
                 self.capturing = outer
 
     def synchronize(self) -> None:
-        """Wait for the device, but not during a capture: CUDA would give that capture up."""
+        """Wait for the device, but not during a capture: CUDA would invalidate it."""
         with self.lock:
             torch.cuda.synchronize(self._device)
 
     def dispose(self, destroy: Callable[[], object]) -> None:
-        """Call ``destroy``, which ends a graph or a memory pool, now or after the capture at hand.
+        """Call ``destroy``, which frees a graph or a memory pool, now or after the current capture.
 
-        A pool that dies during a capture ends the process (an assertion in torch), and Python may
-        drop the last reference at any time.
+        Destroying a pool during a capture aborts the process (an assertion in torch), and Python
+        may drop the last reference at any time.
         """
         self._retired.append(destroy)
         if not self.capturing and self.lock.acquire(blocking=False):
@@ -104,11 +103,11 @@ class CaptureDevice:
 
 
 class DrawOrder:
-    """Puts captures, and replays of graphs that draw random numbers, in one order on the device.
+    """Orders captures and replays of graphs that draw random numbers on the device.
 
-    Before torch 2.13 a graph is told where to go on in the sequence through memory of the
-    generator, which all graphs that draw from it read. torch writes there when a capture begins and
-    when such a graph is replayed, on the stream of either.
+    Before torch 2.13, a graph reads its position in the random sequence from generator memory that
+    is shared by all graphs drawing from it. torch writes there when a capture begins and when such
+    a graph is replayed, on the respective stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -118,7 +117,7 @@ class DrawOrder:
 
     @contextmanager
     def held(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        """What is enqueued on ``stream`` inside comes after the last, and before the next."""
+        """Run work enqueued on ``stream`` after the previous holder's and before the next's."""
         with self._lock:
             if self._last is None:
                 self._last = torch.cuda.Event()
@@ -140,7 +139,7 @@ _making_devices = threading.Lock()
 
 
 def capture_device(device: torch.device) -> CaptureDevice:
-    """The one of ``device``, which has an index."""
+    """The shared state of ``device``, which must have an index."""
     with _making_devices:
         if device not in _devices:
             _devices[device] = CaptureDevice(device)
