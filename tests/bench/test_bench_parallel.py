@@ -268,7 +268,10 @@ def test_bench_command(ostinato: Run, tmp_path: Path) -> None:
     [
         (["--layouts", "2"], "--layouts takes layouts SPxTP separated by commas, got '2'"),
         (["--layouts", "0x2"], "sequence parallel size (sp) must be an int of at least 1, got 0"),
-        (["--layouts", "3x1"], "4 query heads cannot be dealt out evenly to sp=3 x tp=1 = 3 ranks"),
+        (
+            ["--layouts", "3x1"],
+            "4 query heads cannot be divided evenly among sp=3 x tp=1 = 3 ranks",
+        ),
         (["--model", "giant"], "no model shape is called 'giant'"),
         (["--tokens", "1,many"], "--tokens takes integers separated by commas, got '1,many'"),
         (["--tokens", "0"], "number of tokens must be a positive integer, got 0"),
@@ -364,8 +367,8 @@ def test_plan_tables_of_one_layout() -> None:
     ("options", "message"),
     [
         (["--layouts", "2by1"], "--layouts takes layouts SPxTP separated by commas, got '2by1'"),
-        (["--layouts", "3x1"], "32 query heads cannot be dealt out evenly to sp=3 x tp=1 = 3"),
-        (["--gpus", "3"], "32 query heads cannot be dealt out evenly to sp=3 x tp=1 = 3 ranks"),
+        (["--layouts", "3x1"], "32 query heads cannot be divided evenly among sp=3 x tp=1 = 3"),
+        (["--gpus", "3"], "32 query heads cannot be divided evenly among sp=3 x tp=1 = 3 ranks"),
         (["--gpus", "0"], "number of GPUs must be a positive integer, got 0"),
         (["--gpus", "some"], "--gpus takes integers separated by commas"),
         (["--gpus", "2", "--layouts", "2x1"], "both --gpus and --layouts were given"),
@@ -373,8 +376,8 @@ def test_plan_tables_of_one_layout() -> None:
         (["--bandwidth", "0"], "the bandwidth between GPUs must be a number above 0, got 0.0"),
         (["--bandwidth", "nan"], "the bandwidth between GPUs must be a number above 0, got nan"),
         (["--latency", "-1"], "the latency of a collective must be a number of at least 0"),
-        (["--memory-bandwidth", "-3"], "the memory's bandwidth must be a number above 0"),
-        (["--peak", "0"], "the peak of arithmetic must be a number above 0, got 0.0"),
+        (["--memory-bandwidth", "-3"], "the memory bandwidth must be a number above 0"),
+        (["--peak", "0"], "the peak FLOP rate must be a number above 0, got 0.0"),
         (["--context", "0"], "context must be at least 1, not 0"),
         (["--max-tokens", "0"], "--max-tokens must be a positive integer, got 0"),
         (["--dtype", "int4"], "unknown dtype 'int4'; choose bfloat16"),
@@ -416,7 +419,7 @@ def test_plan_reads_only_results_of_bench_parallel(ostinato: Run, tmp_path: Path
     path.write_text('{"rows": [{"tpot_ms": {}}]}')
     answer = ostinato("plan", "parallel", "--from", str(path))
     assert answer.exit_code == 1
-    assert "is no result of `ostinato bench parallel`" in answer.err
+    assert "is not a result of `ostinato bench parallel`" in answer.err
     path.write_text("not JSON")
     assert "cannot read a result" in ostinato("plan", "parallel", "--from", str(path)).err
 

@@ -203,7 +203,7 @@ def test_two_ranks_in_one_place_are_found() -> None:
     assert len(results) == 3
     for error in results:
         assert isinstance(error, ConfigError)
-        assert "the place of rank 2 holds [0, 0, 0]" in str(error)
+        assert "the entry of rank 2 holds [0, 0, 0]" in str(error)
 
 
 @pytest.mark.parametrize("summed", [[], [1], [1, 1], [1, 1, 0, 0]])
@@ -216,7 +216,7 @@ def test_a_message_of_another_length_is_refused(summed: list[int]) -> None:
     "row", [(4, 1, 0), (0, 0, 0), (1, -1, 0), (3, 4, -1), (3, 4, 3), (2, 4, 2), (3, 0, 1)]
 )
 def test_what_is_no_sum_of_wishes_is_refused(row: tuple[int, ...]) -> None:
-    message = rf"the place of rank 1 holds \[{row[0]}, {row[1]}, {row[2]}\]"
+    message = rf"the entry of rank 1 holds \[{row[0]}, {row[1]}, {row[2]}\]"
     with pytest.raises(ConfigError, match=message):
         decode([1, 1, 0, *row])
 
@@ -277,4 +277,4 @@ def test_trailing_nul_is_a_difference() -> None:
 def test_a_rank_that_did_not_take_part_is_found() -> None:
     results = check(["same", "same", "same"], indices=[0, 0, 2])
     assert len(results) == 3
-    assert all(isinstance(r, ConfigError) and "place of rank" in str(r) for r in results)
+    assert all(isinstance(r, ConfigError) and "entry of rank" in str(r) for r in results)

@@ -69,7 +69,7 @@ def test_a_graph_whose_group_was_closed_says_so(
     x = torch.ones(4)
     captured = pool.capture(lambda: world_of_one.all_reduce(x))
     world_of_one.close()
-    with pytest.raises(ClosedError, match="whose group of ranks was closed"):
+    with pytest.raises(ClosedError, match="on a group of ranks that was closed"):
         pool.replay(captured.tape)
 
 

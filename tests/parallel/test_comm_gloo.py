@@ -126,7 +126,7 @@ def refused(given: list[tuple[int, ...]]) -> str:
         ([(0, 1), (1,)], r"rank 0 gave the group \(0, 1\) and rank 1 gave \(1,\)"),
         ([(0,), (0,)], r"rank 1 gave the group \(0,\)"),
         ([(0, 1, 1), (0, 1, 1)], "lists each of its ranks once"),
-        ([(0, 1, 2), (0, 1, 2)], "the world has the ranks 0 to 1"),
+        ([(0, 1, 2), (0, 1, 2)], "the world has only ranks 0 to 1"),
     ],
 )
 def test_ranks_that_disagree_are_all_told(gloo_pool: GlooPool, given: Any, message: str) -> None:

@@ -250,7 +250,7 @@ def test_a_rank_that_lacks_the_graph_says_so() -> None:
         shape = BatchShape(6 if rank == 0 else 2, 1, 2)
         AgreedDispatch(comm, plan, dispatcher.dispatch).step(shape)
 
-    with pytest.raises(BatchError, match=r"PIECEWISE graph of 8 tokens, for which rank 1 of 2 has"):
+    with pytest.raises(BatchError, match=r"PIECEWISE graph of 8 tokens, but rank 1 of 2 has"):
         world.run(one_rank)
 
 

@@ -255,7 +255,7 @@ def test_attended_keys(kind: Kind, num_tokens: int, context: int, window: int | 
     ("numbers", "message"),
     [
         ({"bandwidth": 0.0}, "memory's bandwidth must be a number above 0"),
-        ({"flops": float("nan")}, "peak of arithmetic must be a number above 0"),
+        ({"flops": float("nan")}, "peak FLOP rate must be a number above 0"),
         ({"context": 0}, "context must be at least 1, not 0"),
     ],
 )
@@ -292,7 +292,7 @@ def test_measured_times() -> None:
     assert seconds("prefill", 4) == 8e-3
     assert seconds("decode", 10) == pytest.approx(10e-3)  # between
     assert seconds("decode", 1) == 2e-3  # below
-    with pytest.raises(ConfigError, match=r"it ends at 32 tokens .* 2x1; 33 tokens were asked"):
+    with pytest.raises(ConfigError, match=r"it ends at 32 tokens .* 2x1, but 33 tokens were"):
         seconds("decode", 33)
     with pytest.raises(ConfigError, match=r"no decode times .* layout 1x2; it has the layouts 2x1"):
         measured.seconds("base", ParallelLayout(1, 2), "decode", 4)
@@ -316,7 +316,7 @@ def test_measured_times() -> None:
     ids=str,
 )
 def test_other_files_are_refused(changed: Any) -> None:
-    with pytest.raises(ConfigError, match="it is no result of `ostinato bench parallel`"):
+    with pytest.raises(ConfigError, match="it is not a result of `ostinato bench parallel`"):
         Measured(changed, "it")
 
 
@@ -399,7 +399,7 @@ def test_without_sequence_parallelism_both_models_are_one(ranks: int) -> None:
 
 
 def test_layouts_that_do_not_fit() -> None:
-    with pytest.raises(ConfigError, match="32 query heads cannot be dealt out evenly to sp=3"):
+    with pytest.raises(ConfigError, match="32 query heads cannot be divided evenly among sp=3"):
         cost_of((3, 1))
     with pytest.raises(ConfigError, match="width 6 cannot be split evenly over 4 ranks"):
         check_layout(replace(TINY, intermediate_size=6), ParallelLayout(4, 1))
@@ -501,9 +501,7 @@ def test_seconds_of_a_load() -> None:
     assert load.seconds(step, max_tokens=8) == 100 * 30 + 4 * 3
     assert steps == [("prefill", 8), ("prefill", 6), ("decode", 3)]
     assert load.seconds(step, max_tokens=10) == 100 * 30 + 4 * 3
-    with pytest.raises(
-        ConfigError, match=r"3 requests, which decode together, .* at most 2 tokens"
-    ):
+    with pytest.raises(ConfigError, match=r"decodes 3 requests together, .* at most 2 tokens"):
         load.seconds(step, max_tokens=2)
 
 

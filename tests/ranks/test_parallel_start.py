@@ -177,7 +177,7 @@ def test_an_error_in_a_started_rank_is_told(
 
 def test_a_model_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="4 query heads cannot be dealt out evenly to sp=1 x tp=3"
+        ConfigError, match="4 query heads cannot be divided evenly among sp=1 x tp=3"
     ):
         LLM(**TINY, tensor_parallel=3, rank_timeout_s=TIMEOUT_S)
     assert not dist.is_initialized()

@@ -1,1 +1,1 @@
-"""A model on several ranks: layouts, collectives, sharded models, agreement."""
+"""Runs one model on several ranks: layouts, collectives, sharded models, agreement."""

@@ -1,8 +1,8 @@
-"""From what each data-parallel rank would run to what all of them run, as graphs of this rank.
+"""Turns what each data-parallel rank would run into what all of them run, as this rank's graph.
 
-``agreement.py`` says which mode and how many tokens; here is the size that the plan has for them,
-and the key of this rank's graph. All ranks have the same plan, and have captured all of it, so they
-come to the same mode and size without another word.
+``agreement.py`` decides the mode and the number of tokens; this module finds the plan's size for
+them and the key of this rank's graph. All ranks have the same plan, fully captured, so they arrive
+at the same mode and size without further communication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ostinato.parallel.agreement import Agreement, Reducer, StepAgreement, StepW
 
 @dataclass(frozen=True, kw_only=True)
 class AgreedStep:
-    """What this rank runs, and [ranks] int32, on the CPU, how many tokens each rank runs."""
+    """What this rank runs, and [ranks] int32, on the CPU: how many tokens each rank runs."""
 
     choice: Choice
     num_tokens_across_dp: torch.Tensor
@@ -31,7 +31,7 @@ class AgreedStep:
 class AgreedDispatch:
     """Agrees on each step with the ranks of ``comm``, which reduces CPU tensors.
 
-    ``dispatch`` is that of ``plan``. Every rank must call ``step`` as often as every other.
+    ``dispatch`` belongs to ``plan``. All ranks must call ``step`` equally often.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class AgreedDispatch:
         self._comm = comm
         self._plan = plan
         self._dispatch = dispatch
-        self._decode_sizes: dict[frozenset[int], tuple[int, ...]] = {}  # by the lengths of a step
+        self._decode_sizes: dict[frozenset[int], tuple[int, ...]] = {}  # by a step's query lengths
 
     def step(self, shape: BatchShape | None) -> AgreedStep | None:
-        """What to run where ``shape`` is this rank's batch (None: no work); None: no step.
+        """What to run for this rank's batch ``shape`` (None: no work); returns None for no step.
 
-        One all-reduce. A rank without work gets a choice too, if another has any.
+        One all-reduce. A rank without work also gets a choice, if another rank has work.
         """
         own = None if shape is None else self._dispatch(shape)
         wish = StepWish.idle() if shape is None or own is None else StepWish.of(own, shape)
@@ -54,7 +54,7 @@ class AgreedDispatch:
             return None
         mode, size = self._mode_and_size(agreed)
         if mode is CUDAGraphMode.NONE:
-            # One token is the least with which a rank without work joins every collective.
+            # A rank without work needs at least one token to join every collective.
             across = [self._plan.padded_tokens(max(n, 1)) for n in agreed.tokens_by_rank]
             choice = self._eager(shape, own, agreed, across[self._comm.index])
         else:
@@ -65,7 +65,7 @@ class AgreedDispatch:
         )
 
     def _mode_and_size(self, agreed: StepAgreement) -> tuple[CUDAGraphMode, int]:
-        """The most that the plan has for all ranks, no more than their mode; NONE if nothing."""
+        """The highest mode and its size that the plan has for all ranks; NONE if there is none."""
         mode, mixed = agreed.mode, self._plan.mode.mixed_mode()
         candidates: list[tuple[CUDAGraphMode, tuple[int, ...]]] = []
         if mode is CUDAGraphMode.FULL and self._plan.mode.separate_routine():
@@ -79,7 +79,7 @@ class AgreedDispatch:
         return CUDAGraphMode.NONE, 0
 
     def _common_decode_sizes(self, query_lens: frozenset[int]) -> tuple[int, ...]:
-        """Sizes of decode graphs that every one of these query lengths has."""
+        """Sizes that have a decode graph for each of these query lengths."""
         if query_lens not in self._decode_sizes:
             by_length = [set(self._plan.decode_sizes_for(length)) for length in query_lens]
             common = set.intersection(*by_length) if by_length else set()
@@ -111,12 +111,12 @@ class AgreedDispatch:
         mode: CUDAGraphMode,
         size: int,
     ) -> Choice:
-        """This rank's graph of ``mode`` and ``size``, for as many adapters as its batch has."""
+        """This rank's graph of ``mode`` and ``size``, for the number of adapters in its batch."""
         if own is not None and own.mode is mode and own.padded_num_tokens == size:
             return own
         num_loras = 0 if shape is None else shape.num_active_loras
         if mode is CUDAGraphMode.FULL and self._plan.mode.separate_routine():
-            # Of the lengths of a step, a rank without work takes the least.
+            # A rank without work takes the smallest query length of the step.
             query_len = min(agreed.query_lens) if shape is None else shape.max_query_len
             padded = BatchShape(size, size // query_len, query_len, num_loras)
         else:
@@ -124,9 +124,9 @@ class AgreedDispatch:
         choice = self._dispatch(padded)
         if choice.mode is not mode or choice.padded_num_tokens != size:
             raise BatchError(
-                f"the ranks agreed on a {mode.name} graph of {size} tokens, for which rank "
-                f"{self._comm.index} of {self._comm.size} has {choice}; all ranks need the same "
-                "plan, and all of it captured"
+                f"the ranks agreed on a {mode.name} graph of {size} tokens, but rank "
+                f"{self._comm.index} of {self._comm.size} has {choice} for it; all ranks need the "
+                "same plan, fully captured"
             )
         if own is None:
             return choice

@@ -1,12 +1,12 @@
-"""How ranks come to the same decision: before each step, and once at start-up.
+"""Lets ranks reach the same decision: before each step, and once at start-up.
 
-Data-parallel ranks have different requests and yet must run the same size under the same mode,
-because collectives inside the graphs wait for all of them. Each says what it would run
-(``StepWish``), one all-reduce of three integers per rank carries all wishes to all ranks, and the
-pure ``agree`` makes the same ``StepAgreement`` of them everywhere. ``check_same`` refuses a start
-in which ranks hold different plans, configs or weights.
+Data-parallel ranks have different requests, yet must run the same size under the same mode, because
+collectives inside the graphs wait for all of them. Each rank states what it would run
+(``StepWish``), one all-reduce of three integers per rank distributes the wishes, and the pure
+function ``agree`` turns them into the same ``StepAgreement`` everywhere. ``check_same`` refuses to
+start if ranks hold different plans, configs or weights.
 
-Which graph a rank runs by the agreement is not decided here: that needs the plan.
+This module does not choose a rank's graph: that needs the plan.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 _MODES = (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
 _WISH_WORDS = 3  # mode.rank + 1 (0: not written), num_tokens (0: no work), query_len (0: None)
 _DIGEST_WORDS = 4  # SHA-256
-_SHOWN_WORDS = 8  # as much of the text as an error shows: all of a SHA-256 in hex
+_SHOWN_WORDS = 8  # the part of the text that an error shows: an entire SHA-256 in hex
 _WORD_BYTES = 8
 
 
 class Reducer(Protocol):
-    """The part of a ``Comm`` that agreement needs. Ranks below are places in this group."""
+    """The part of a ``Comm`` that agreement needs. Ranks below are indices in this group."""
 
     @property
     def size(self) -> int: ...
@@ -43,11 +43,11 @@ class Reducer(Protocol):
 
 @dataclass(frozen=True)
 class StepWish:
-    """What one rank would run: the mode that its own dispatch chose, and its tokens, unpadded.
+    """What one rank would run: the mode that its own dispatch chose, and its unpadded tokens.
 
-    ``query_len`` is set where the choice is a decode graph: other graphs do not depend on it. A
-    rank without work has no tokens; its mode is the most it *could* run. It counts like any other,
-    so ``idle()`` is FULL: NONE would make all ranks eager.
+    ``query_len`` is set if the choice is a decode graph: other graphs do not depend on it. A rank
+    without work has no tokens, and its mode is the highest it *could* run. That mode counts like
+    any other, so ``idle()`` uses FULL: NONE would make all ranks eager.
     """
 
     mode: CUDAGraphMode
@@ -57,9 +57,9 @@ class StepWish:
 
     def __post_init__(self) -> None:
         if not self.mode.is_valid_runtime_mode():
-            raise BatchError(f"a rank runs under NONE, PIECEWISE or FULL, not {self.mode.name}")
+            raise BatchError(f"a wish's mode is NONE, PIECEWISE or FULL, got {self.mode.name}")
         if type(self.num_tokens) is not int or self.num_tokens < 0:
-            raise BatchError(f"num_tokens must be an int, not negative, got {self.num_tokens!r}")
+            raise BatchError(f"num_tokens must be a non-negative int, got {self.num_tokens!r}")
         if self.has_work != (self.num_tokens > 0):
             raise BatchError(
                 f"StepWish has num_tokens={self.num_tokens} with has_work={self.has_work}; a rank "
@@ -68,8 +68,8 @@ class StepWish:
         if self.query_len is not None and not self._decodes():
             raise BatchError(
                 f"StepWish has query_len={self.query_len} with mode {self.mode.name} and "
-                f"num_tokens={self.num_tokens}; only FULL decode batches have a query length, a "
-                "positive one that divides their tokens"
+                f"num_tokens={self.num_tokens}; only FULL decode batches have a query length, "
+                "which must be positive and divide num_tokens"
             )
 
     def _decodes(self) -> bool:
@@ -82,25 +82,25 @@ class StepWish:
 
     @classmethod
     def of(cls, choice: Choice, shape: BatchShape) -> StepWish:
-        """The wish of a rank whose dispatch made ``choice`` of ``shape``."""
+        """The wish of a rank whose dispatch returned ``choice`` for ``shape``."""
         query_len = shape.max_query_len if choice.descriptor.uniform else None
         return cls(choice.mode, shape.num_tokens, query_len=query_len)
 
     @classmethod
     def idle(cls, mode: CUDAGraphMode = CUDAGraphMode.FULL) -> StepWish:
-        """The wish of a rank without work; ``mode`` is the most it could run."""
+        """The wish of a rank without work; ``mode`` is the highest it could run."""
         return cls(mode, 0, has_work=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepAgreement:
-    """What the wishes of all ranks come to. Equal on all of them.
+    """The result of combining all ranks' wishes. Equal on all ranks.
 
-    ``mode`` is the least of all modes, and ``num_tokens`` the largest unpadded batch: all ranks run
-    the size that this mode has a graph of, if it has one. ``tokens_by_rank`` are the unpadded
-    batches; ``query_lens`` the lengths of those that wished for decode graphs. ``lowered_by`` names
-    the ranks because of which others run less of a graph than they wished. Without work on any rank
-    there is no step, and all counts are 0.
+    ``mode`` is the lowest of all modes, and ``num_tokens`` the largest unpadded batch: all ranks
+    run this mode's graph size for it, if there is one. ``tokens_by_rank`` are the unpadded batches;
+    ``query_lens`` are the query lengths of ranks that wished for decode graphs. ``lowered_by``
+    lists the ranks that made others run in a lower mode than they wished. If no rank has work there
+    is no step, and all counts are 0.
     """
 
     mode: CUDAGraphMode
@@ -111,14 +111,14 @@ class StepAgreement:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is a step at all; without it every rank skips."""
+        """Whether there is a step at all; otherwise every rank skips it."""
         return self.num_tokens > 0
 
 
 def agree(wishes: Sequence[StepWish]) -> StepAgreement:
-    """What ranks with these wishes run: the least of the modes, the largest of the batches."""
+    """Combine the wishes: the lowest mode and the largest batch."""
     if not wishes:
-        raise BatchError("no rank has a wish; a group has at least one rank")
+        raise BatchError("agree() got no wishes; a group has at least one rank")
     by_rank = tuple(wish.num_tokens for wish in wishes)
     if not any(by_rank):
         return StepAgreement(mode=CUDAGraphMode.NONE, num_tokens=0, tokens_by_rank=by_rank)
@@ -134,12 +134,12 @@ def agree(wishes: Sequence[StepWish]) -> StepAgreement:
 
 
 def encode(wish: StepWish, rank: int, size: int) -> list[int]:
-    """``wish`` at the places of ``rank``, zeros elsewhere: summed over ranks, all wishes."""
+    """``wish`` at ``rank``'s position, zeros elsewhere; the sum over ranks holds all wishes."""
     return _placed([wish.mode.rank + 1, wish.num_tokens, wish.query_len or 0], rank, size)
 
 
 def decode(summed: Sequence[int]) -> tuple[StepWish, ...]:
-    """The wishes of all ranks from the sum of their ``encode``. Raises where it cannot be one."""
+    """Recover all ranks' wishes from the sum of their ``encode``; raise if that is invalid."""
     wishes = []
     for rank, row in enumerate(_rows(summed, _WISH_WORDS)):
         mode, num_tokens, query_len = row
@@ -157,13 +157,13 @@ def decode(summed: Sequence[int]) -> tuple[StepWish, ...]:
 class Agreement:
     """Makes the agreement of each step. ``device`` is where the group reduces.
 
-    On a GPU a step waits for the device; a group that reduces on the CPU (gloo) spares that.
+    On a GPU a step waits for the device; a group that reduces on the CPU (gloo) avoids that.
     """
 
     device: torch.device | str = "cpu"
 
     def step(self, comm: Reducer, wish: StepWish) -> StepAgreement:
-        """What all ranks of ``comm`` run next: one all-reduce, which every rank must join."""
+        """What all ranks of ``comm`` run next. One all-reduce, which every rank must join."""
         own = encode(wish, comm.index, comm.size)
         return agree(decode(_summed(comm, own, self.device)))
 
@@ -171,8 +171,8 @@ class Agreement:
 def check_same(comm: Reducer, name: str, value: str, *, device: torch.device | str = "cpu") -> None:
     """Raise on every rank unless ``value`` is the same text on all of them.
 
-    One all-reduce, which every rank must join: the text may be of any length, its digest and its
-    beginning travel. ``name`` says in the error what it is that differs ("plan", "weights").
+    One all-reduce, which every rank must join. The text may have any length: its digest and its
+    beginning are exchanged. ``name`` says in the error what differs ("plan", "weights").
     """
     text = value.encode("utf-8", "surrogatepass")
     shown = text[: _SHOWN_WORDS * _WORD_BYTES].ljust(_SHOWN_WORDS * _WORD_BYTES, b"\0")
@@ -193,7 +193,7 @@ def check_same(comm: Reducer, name: str, value: str, *, device: torch.device | s
 
 
 def _described(ranks: list[int], row: tuple[int, ...]) -> str:
-    """Which ranks hold a value, and its beginning; the digest tells equal beginnings apart."""
+    """The ranks that hold a value, and its beginning; the digest distinguishes equal beginnings."""
     digest = _to_bytes(row[:_DIGEST_WORDS]).hex()[:8]
     shown = _to_bytes(row[_DIGEST_WORDS:]).rstrip(b"\0").decode("utf-8", "replace")
     subject = "rank" if len(ranks) == 1 else "ranks"
@@ -218,15 +218,15 @@ def _rows(summed: Sequence[int], row_words: int) -> list[tuple[int, ...]]:
     if not summed or len(summed) % row_words:
         raise ConfigError(
             f"got {len(summed)} integers from the ranks, which is not {row_words} for each; all "
-            "ranks must run the same version and make the same exchange"
+            "ranks must run the same version and take part in the same exchange"
         )
     return [tuple(summed[at : at + row_words]) for at in range(0, len(summed), row_words)]
 
 
 def _misplaced(rank: int, got: Sequence[int]) -> ConfigError:
     return ConfigError(
-        f"the place of rank {rank} holds {list(got)} after the exchange: no rank or several wrote "
-        "there. Each rank of the group needs its own index, and all must make the same exchange"
+        f"the entry of rank {rank} holds {list(got)} after the exchange: no rank or several ranks "
+        "wrote it. Each rank of the group needs its own index, and all must join the same exchange"
     )
 
 

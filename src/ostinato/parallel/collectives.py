@@ -1,9 +1,9 @@
-"""Collectives as operators: one call that a recording sees, repeats and lists as one node.
+"""Collectives as operators: one call that a recording sees and repeats as one node.
 
-torch's own collectives hand out objects to wait for, which a recording cannot hold. These wait
-themselves: on the CPU (gloo) until the data is there, on CUDA (NCCL) by ordering the current stream
-behind the communication, so they can be part of a CUDA graph. Operators take plain values, so a
-process group is named by a number: ``register`` gives it one.
+torch's own collectives return work objects to wait for, which a recording cannot hold. These wait
+themselves: on the CPU (gloo) until the data has arrived, on CUDA (NCCL) by ordering the current
+stream after the communication, so they can be part of a CUDA graph. Operators take plain values, so
+a process group is identified by a number from ``register``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from ostinato.errors import ClosedError
 from ostinato.ops.define import define
 
-# The same function under its new name where torch has it: the old one warns on every call.
+# Newer torch has the same function under another name, and the old name warns on every call.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -38,7 +38,7 @@ def register(group: dist.ProcessGroup) -> int:
 
 
 def num_calls(number: int) -> int:
-    """How many collectives of a group were begun here. A CUDA graph's count at its capture."""
+    """How many collectives of a group this rank has begun. CUDA graphs count once, at capture."""
     registered = _groups.get(number)
     return 0 if registered is None else registered.num_calls
 
@@ -51,23 +51,23 @@ def release(number: int) -> None:
 def _group(number: int) -> dist.ProcessGroup:
     registered = _groups.get(number)
     if registered is None:
-        raise ClosedError("a collective was called whose group of ranks was closed")
+        raise ClosedError("a collective was called on a group of ranks that was closed")
     registered.num_calls += 1
     return registered.group
 
 
 def all_reduce(tensor: Tensor, group: int) -> None:
-    """Sum ``tensor``, in one piece, over the group, in place."""
+    """Sum ``tensor``, which is contiguous, over the group, in place."""
     _all_reduce(tensor, group)
 
 
 def all_gather(out: Tensor, tensor: Tensor, group: int) -> None:
-    """Fill ``out`` with everybody's ``tensor``, in torch's order; both in one piece and flat."""
+    """Fill ``out`` with all members' ``tensor``, in torch's order; both contiguous and flat."""
     _all_gather(out, tensor, group)
 
 
 def all_to_all(out: Tensor, tensor: Tensor, group: int) -> None:
-    """Send part i of ``tensor`` to torch's i-th member; all flat, parts of equal size."""
+    """Send part i of ``tensor`` to torch's i-th member; flat tensors, parts of equal size."""
     _all_to_all(out, tensor, group)
 
 

@@ -1,8 +1,8 @@
 """Collectives of one group of ranks: the protocol, the group of one, and a recorder.
 
-A ``Comm`` is passed to whoever needs it; nothing here is global. It knows its own size and its own
-place, and nothing of layouts: who is in a group, and in which order, is decided elsewhere.
-``distributed.py`` talks to other processes, ``loopback.py`` to other threads of this one.
+A ``Comm`` is passed explicitly; nothing here is global. It knows its size and its index, and
+nothing about layouts: group membership and order are decided elsewhere. ``distributed.py`` connects
+processes, ``loopback.py`` threads of one process.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from ostinato.errors import BatchError
 
 
 class Comm(Protocol):
-    """One group of ranks in an explicit order; ``index`` is this rank's place in it.
+    """One group of ranks in an explicit order; ``index`` is this rank's position in it.
 
     All members call the same collectives in the same order, with tensors of the same shape, dtype
-    and kind of device. Arguments may be strided. A result may share memory with the argument (a
-    group of one has nothing to move); none shares memory with another rank's. On CUDA the work is
-    ordered by the current stream, and nothing is read back to the host.
+    and device type. Arguments may be strided. A result may share memory with the argument (a group
+    of one moves nothing), but never with another rank's. On CUDA the work is ordered by the current
+    stream, and nothing is read back to the host.
     """
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
 
     @property
     def index(self) -> int:
-        """The place of this rank in the group's order, 0 to size - 1."""
+        """This rank's position in the group's order, 0 to size - 1."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Replace ``tensor`` by the sum over the group, in place; returns it."""
+        """Replace ``tensor`` by the sum over the group, in place, and return it."""
 
     def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
-        """The members' tensors concatenated along ``dim``, in group order."""
+        """The members' tensors, concatenated along ``dim`` in group order."""
 
     def all_to_all(self, tensor: Tensor, split_dim: int, concat_dim: int) -> Tensor:
-        """Trade parts: part j of ``split_dim`` goes to member j.
+        """Exchange parts: part j of ``split_dim`` goes to member j.
 
-        What arrives is concatenated along ``concat_dim`` in group order. ``split_dim`` must be a
+        Received parts are concatenated along ``concat_dim`` in group order. ``split_dim`` must be a
         multiple of the group's size.
         """
 
 
 def equal_parts(tensor: Tensor, parts: int, dim: int) -> list[Tensor]:
-    """Views of ``tensor``, cut into ``parts`` equal ones along ``dim``."""
+    """Views of ``parts`` equal parts of ``tensor`` along ``dim``."""
     length = tensor.shape[dim]
     if length % parts:
         raise BatchError(
@@ -59,7 +59,7 @@ def equal_parts(tensor: Tensor, parts: int, dim: int) -> list[Tensor]:
 
 
 class NoComm:
-    """The group of one rank. Every collective returns its argument as it is."""
+    """The group of one rank. Every collective returns its argument unchanged."""
 
     size = 1
     index = 0
@@ -75,7 +75,7 @@ class NoComm:
 
 
 class CommCall(NamedTuple):
-    """One collective, as this rank called it: its name, and what went in."""
+    """One collective as this rank called it: its name and its argument."""
 
     name: str
     shape: tuple[int, ...]
@@ -83,7 +83,7 @@ class CommCall(NamedTuple):
 
 
 class RecordingComm:
-    """Does what ``inner`` does, and lists the calls in ``calls``.
+    """Forwards to ``inner``, and lists the calls in ``calls``.
 
     It sees calls, not replays: a graph that contains a collective is listed once, at its capture.
     """

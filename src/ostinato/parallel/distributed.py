@@ -1,8 +1,8 @@
 """Collectives between processes, on torch.distributed: NCCL for CUDA tensors, gloo for the CPU.
 
-Torch sorts the ranks of a new group (and newer versions need not), so its order is never used:
-torch's place of each member is looked up once, and what is sent and received is permuted to the
-order the group was given. Does not start processes, and does not initialise torch.distributed.
+Torch may sort the ranks of a new group, depending on its version, so its order is never relied on:
+each member's index in torch's order is looked up once, and data is permuted to the order that the
+group was given. This module starts no processes and does not initialise torch.distributed.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ostinato.parallel.comm import equal_parts
 class DistributedComm:
     """A process group of ``ranks``, in this order.
 
-    Made collectively: every rank of the world makes one at the same time, with the group that it
-    belongs to (several disjoint groups, or one of all). If the ranks disagree about who is in a
-    group or in which order, all of them raise ``ConfigError``. ``torch.distributed`` must have been
-    initialised, and with ``device`` a GPU, ``torch.cuda.set_device`` called.
+    Creation is collective: every rank of the world creates one at the same time, with the group
+    that it belongs to (several disjoint groups, or one of all). If the ranks disagree about a
+    group's members or order, all of them raise ``ConfigError``. ``torch.distributed`` must be
+    initialised, and, if ``device`` is a GPU, ``torch.cuda.set_device`` called.
 
-    Every collective runs once here, so the communicator is connected before a graph is captured. It
-    must outlive the graphs that contain its collectives; ``close()`` is for after them.
+    The constructor runs every collective once, so that the communicator is connected before a graph
+    is captured. It must outlive the graphs that contain its collectives; call ``close()`` after
+    them.
 
     Args:
         ranks: Global ranks of the group, this one included.
         device: Where the tensors are. CUDA means NCCL, the CPU means gloo.
-        timeout_s: After how long a collective that some rank never joins fails. Torch's default if
-            None.
+        timeout_s: When a collective fails that some rank never joins. None uses torch's default.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class DistributedComm:
         groups = _agree_on_groups(self.ranks)
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank())
-        # Torch wants every rank of the world to make every group, in the same order.
+        # Torch requires every rank of the world to create every group, in the same order.
         made = {members: self._new_group(members, timeout_s) for members in groups}
         own = made[self.ranks]
         assert own is not None, "this rank is a member"
@@ -76,7 +76,7 @@ class DistributedComm:
         return group
 
     def _connect(self) -> None:
-        """Run every collective once, and see that the order is the one asked for."""
+        """Run every collective once, and verify the order."""
         mine = torch.full((self.size,), dist.get_rank(), device=self.device)
         gathered = self.all_gather(mine[:1])
         traded = self.all_to_all(mine, 0, 0)
@@ -108,7 +108,7 @@ class DistributedComm:
         parts = equal_parts(tensor, self.size, split_dim)
         part_shape = list(parts[0].shape)
         if self._in_torch_order and split_dim % tensor.dim() == 0:
-            sent = tensor.contiguous()  # the parts lie one after the other already
+            sent = tensor.contiguous()  # the parts are already consecutive
         else:
             by_place: list[Tensor] = [tensor] * self.size
             for part, place in zip(parts, self._places, strict=True):
@@ -119,18 +119,18 @@ class DistributedComm:
         return self._joined(received.view(-1), part_shape, concat_dim)
 
     def broadcast(self, tensor: Tensor) -> None:
-        """The first member's ``tensor``, in one piece, to all. Not for graphs."""
+        """Send the first member's ``tensor``, which is contiguous, to all. Not for graphs."""
         self._open()
         dist.broadcast(tensor, src=self.ranks[0], group=self._group)
 
     def wait_for_all(self, timeout_s: float) -> None:
-        """Return when all members have come here; raises if they have not in time. gloo only."""
+        """Return when all members have called this; raise if they do not in time. gloo only."""
         self._open()
         dist.monitored_barrier(self._group, timeout=timedelta(seconds=timeout_s))
 
     @property
     def num_calls(self) -> int:
-        """How many collectives this rank has begun, broadcasts and replays on a GPU not counted."""
+        """How many collectives this rank has begun, except broadcasts and replays on a GPU."""
         return collectives.num_calls(self._number)
 
     @property
@@ -138,7 +138,7 @@ class DistributedComm:
         return self._places == tuple(range(self.size))
 
     def _joined(self, received: Tensor, shape: list[int], dim: int) -> Tensor:
-        """Parts of ``shape``, received in torch's order, concatenated in ours."""
+        """Concatenate parts of ``shape``, received in torch's order, in group order."""
         dim %= len(shape)
         if self._in_torch_order and dim == 0:
             return received.view(self.size * shape[0], *shape[1:])
@@ -148,22 +148,22 @@ class DistributedComm:
     # --- the end ---------------------------------------------------------------------------------
 
     def _open(self) -> int:
-        """The number of the group, while it is open."""
+        """The number of the group; raises if it is closed."""
         if self._group is None:
             raise ClosedError(f"the group of ranks {self.ranks} was closed")
         return self._number
 
     def abort(self) -> None:
-        """End collectives that wait for a rank that will not come. The group is of no use after.
+        """End collectives that wait for a lost rank. The group is unusable afterwards.
 
-        May be called from another thread than the one that waits.
+        May be called from a thread other than the waiting one.
         """
         group = self._group
         if group is not None:
             group.abort()
 
     def close(self) -> None:
-        """Give the communicator back. Graphs that contain its collectives must be gone."""
+        """Release the communicator. Graphs that contain its collectives must be closed first."""
         collectives.release(self._number)
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
@@ -182,9 +182,9 @@ class DistributedComm:
 
 
 def _agree_on_groups(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Every rank's group, gathered: the distinct ones, in the same order on all ranks.
+    """The distinct groups of all ranks, gathered, in the same order on all ranks.
 
-    All ranks look at the same list, so all of them raise, and none waits for one that did.
+    All ranks check the same list, so on an error all of them raise, and none waits for another.
     """
     sizes = [size for (size,) in gather_numbers([len(ranks)])]
     padded = [*ranks, *[0] * (max(1, *sizes) - len(ranks))]
@@ -194,26 +194,26 @@ def _agree_on_groups(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:
         if rank not in group or len(set(group)) != len(group):
             raise ConfigError(
                 f"rank {rank} gave the group {group}: a group lists each of its ranks once, and "
-                "the rank that makes it is one of them"
+                "must include the rank that creates it"
             )
         for member in group:
             if not 0 <= member < len(given):
                 raise ConfigError(
-                    f"rank {rank} gave the group {group}, but the world has the ranks 0 to "
+                    f"rank {rank} gave the group {group}, but the world has only ranks 0 to "
                     f"{len(given) - 1}"
                 )
             if given[member] != group:
                 raise ConfigError(
                     f"rank {rank} gave the group {group} and rank {member} gave {given[member]}: "
-                    "the members of a group must give the same ranks in the same order"
+                    "all members of a group must give the same ranks in the same order"
                 )
     return sorted(set(given))
 
 
 def gather_numbers(numbers: Sequence[int]) -> list[list[int]]:
-    """Every rank's ``numbers``, as many on each, in the order of the ranks.
+    """All ranks' ``numbers`` (the same count on each), in rank order.
 
-    For these torch's object collectives would do, but they unpickle whatever arrives.
+    torch's object collectives would do this too, but they unpickle whatever arrives.
     """
     device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
     own = torch.tensor(list(numbers), dtype=torch.int64, device=device)

@@ -1,13 +1,13 @@
-"""Who owns what when one replica of a model runs on several ranks: arithmetic only.
+"""Ownership rules for one replica of a model on several ranks: arithmetic only.
 
-Ranks, groups, heads, tokens and vocabulary are plain integers here. There is no torch and no
-communication in this file, so every rule can be checked for all sizes without starting a process.
+Ranks, groups, heads, tokens and vocabulary are plain integers here. The module uses no torch and no
+communication, so every rule can be tested for all sizes without starting a process.
 
-A replica has SP x TP ranks; rank ``s * TP + t`` sits at ``(s, t)``. The *base* model is sharded
-over TP by ``t`` and splits tokens over ``s``; around attention, the ranks of equal ``t`` trade
-tokens for heads. The *shift* model is sharded over all ranks in the order ``i = t * SP + s``. That
-order, and not the order of rank numbers, leaves every rank with the same KV heads in both models,
-and so they can share one KV cache.
+A replica has SP x TP ranks; rank ``s * TP + t`` is at ``(s, t)``. The *base* model is sharded over
+TP by ``t`` and splits tokens over ``s``; around attention, the ranks of equal ``t`` exchange tokens
+for heads. The *shift* model is sharded over all ranks in the order ``i = t * SP + s``. That order,
+unlike the order of rank numbers, gives every rank the same KV heads in both models, so that they
+can share one KV cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ostinato.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The ranks of one replica. Groups are tuples of ranks whose order means something."""
+    """The ranks of one replica. Groups are tuples of ranks whose order is significant."""
 
     sp: int = 1
     tp: int = 1
@@ -48,26 +48,26 @@ class ParallelLayout:
         return tuple(self.rank_of(s, t) for t in range(self.tp))
 
     def sequence_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks of equal ``t``, ordered by ``s``: they trade tokens for heads and back."""
+        """The ranks of equal ``t``, ordered by ``s``: they exchange tokens for heads and back."""
         _, t = self.coordinates(rank)
         return tuple(self.rank_of(s, t) for s in range(self.sp))
 
     @property
     def shift_group(self) -> tuple[int, ...]:
-        """All ranks in the order of the shift model's shards: the rank at place i owns block i."""
+        """All ranks in the order of the shift model's shards: the rank at index i owns block i."""
         return tuple(self.rank_of(s, t) for t in range(self.tp) for s in range(self.sp))
 
     def shift_index(self, rank: int) -> int:
-        """The place of a rank in ``shift_group``: the block of heads it owns in both models."""
+        """A rank's index in ``shift_group``: the block of heads it owns in both models."""
         s, t = self.coordinates(rank)
         return t * self.sp + s
 
     def heads(self, num_heads: int, num_kv_heads: int) -> HeadLayout:
-        """Ownership of attention heads. Raises where heads cannot be dealt out evenly."""
+        """Ownership of attention heads. Raises if they cannot be distributed evenly."""
         return HeadLayout(layout=self, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     def padded_tokens(self, num_tokens: int) -> int:
-        """``num_tokens`` rounded up to a multiple of SP, so that all shares are equally long."""
+        """``num_tokens`` rounded up to a multiple of SP, so that all shares are equal."""
         _check_count("num_tokens", num_tokens, least=0)
         return -(-num_tokens // self.sp) * self.sp
 
@@ -75,7 +75,7 @@ class ParallelLayout:
         """The share of the ranks at ``s``, in positions of the padded batch.
 
         Shares are contiguous and equally long. Positions from ``num_tokens`` on are padding: the
-        last shares may hold some, or nothing else when there are fewer tokens than ranks.
+        last shares may contain some, or only padding if there are fewer tokens than ranks.
         """
         _check_index("sequence coordinate s", s, self.sp, self._words())
         share = self.padded_tokens(num_tokens) // self.sp
@@ -87,10 +87,10 @@ class ParallelLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """Which rank owns which attention heads, in the head numbers of the whole model.
+    """Which rank owns which attention heads, in head numbers of the whole model.
 
-    Heads are dealt out in W = SP x TP blocks; the rank at place i of ``shift_group`` owns block i.
-    With fewer KV heads than ranks each block has one KV head, which several blocks then share.
+    Heads are divided into W = SP x TP blocks; the rank at index i of ``shift_group`` owns block i.
+    With fewer KV heads than ranks, each block has one KV head, which several blocks share.
     """
 
     layout: ParallelLayout
@@ -111,10 +111,10 @@ class HeadLayout:
             return
         sizes = f"sp={self.layout.sp} x tp={self.layout.tp} = {world} ranks"
         if self.num_heads % world:
-            what = f"{self.num_heads} query heads cannot be dealt out evenly to {sizes}"
+            what = f"{self.num_heads} query heads cannot be divided evenly among {sizes}"
         else:
             what = (
-                f"{self.num_kv_heads} KV heads (num_heads={self.num_heads}) fit {sizes} badly: "
+                f"{self.num_kv_heads} KV heads (num_heads={self.num_heads}) do not fit {sizes}: "
                 "the number of KV heads must be a multiple or a divisor of the number of ranks"
             )
         works = [w for w in range(1, self.num_heads + 1) if self._deals_evenly(w)]
@@ -143,7 +143,7 @@ class HeadLayout:
     def base_kv_heads(self, t: int) -> tuple[int, ...]:
         """The KV heads of the base model's shard t: those of its SP blocks, in order.
 
-        A KV head that several blocks share is there once for each of them, so that the all-to-all
+        A KV head that several blocks share appears once for each of them, so that the all-to-all
         sends parts of equal size.
         """
         return tuple(head for i in self._blocks(t) for head in self.kv_heads(i))
@@ -162,10 +162,10 @@ class HeadLayout:
 
 
 def vocabulary(vocab_size: int, parts: int, index: int) -> range:
-    """The tokens of shard ``index`` when the vocabulary is cut into ``parts``.
+    """The tokens of shard ``index`` when the vocabulary is split into ``parts``.
 
-    Every shard is stored with ``ceil(vocab_size / parts)`` rows. The range holds the rows that are
-    tokens: the last shards may have fewer, even none, and the rest of their rows is padding.
+    Every shard is stored with ``ceil(vocab_size / parts)`` rows. The range covers the rows that are
+    tokens: the last shards may have fewer, or none, and their remaining rows are padding.
     """
     _check_count("vocab_size", vocab_size, least=1)
     _check_count("parts of the vocabulary", parts, least=1)

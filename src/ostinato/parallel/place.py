@@ -1,4 +1,4 @@
-"""What one rank knows of the others: where it stands, and whom it can talk to."""
+"""What one rank knows about the others: its position, and the groups it can use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ostinato.parallel.agreement import check_same
 from ostinato.parallel.comm import Comm
 from ostinato.parallel.layout import ParallelLayout
 
-# The group of these ranks, in this order, as seen by the calling rank.
+# Returns the group of these ranks, in this order, as seen by the calling rank.
 CommOf: TypeAlias = Callable[[Sequence[int]], Comm]
 
 
@@ -20,7 +20,7 @@ CommOf: TypeAlias = Callable[[Sequence[int]], Comm]
 class RankPlace:
     """One rank of a layout. ``everyone`` is the group of all ranks, in order, for CPU tensors.
 
-    ``threshold`` is the largest batch that the shift model runs; 0 if there is none.
+    ``threshold`` is the largest batch that the shift model runs; 0 if there is no shift model.
     """
 
     layout: ParallelLayout
@@ -31,9 +31,9 @@ class RankPlace:
     threshold: int = 0
 
     def check_same(self, name: str, value: str) -> None:
-        """Raise on every rank unless ``value`` is the same on all. ``name`` says what it is."""
+        """Raise on every rank unless ``value`` is the same on all. ``name`` is for the error."""
         check_same(self.everyone, name, value)
 
     def least(self, value: int) -> int:
-        """The smallest ``value`` of all ranks, on every rank."""
+        """The smallest ``value`` of all ranks, returned on every rank."""
         return int(self.everyone.all_gather(torch.tensor([value])).min())

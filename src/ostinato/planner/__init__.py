@@ -1,1 +1,1 @@
-"""What a layout would cost, before it is run."""
+"""Predicts what a parallel layout costs before it is run."""

@@ -1,8 +1,8 @@
-"""What the ranks of a sharded decoder tell each other in a step, and how long that takes.
+"""The collectives of a sharded decoder's step, and how long they take.
 
-The list of collectives is worked out from the dimensions; a test compares it with the calls that
-the decoder makes. An all-reduce of n ranks moves 2 (n - 1) / n of its bytes, an all-to-all
-(n - 1) / n, an all-gather all parts but the rank's own.
+The list of collectives is derived from the dimensions; a test compares it with the calls that the
+decoder makes. An all-reduce of n ranks moves 2 (n - 1) / n of its bytes, an all-to-all (n - 1) / n,
+an all-gather all parts but the rank's own.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Collective:
 
     @property
     def moved_bytes(self) -> float:
-        """What each rank sends, and receives: the least that any algorithm on point-to-point links
-        needs.
+        """The bytes that each rank sends, and receives: the minimum for any algorithm on
+        point-to-point links.
         """
         others = self.num_ranks - 1
         if self.name == "all_gather":
@@ -44,8 +44,8 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Interconnect:
-    """``bandwidth``: bytes per second of one GPU in one direction. ``latency``: seconds of a
-    collective that moves next to nothing.
+    """``bandwidth``: bytes per second per GPU in one direction. ``latency``: seconds of a
+    collective that moves almost nothing.
     """
 
     bandwidth: float
@@ -56,7 +56,7 @@ class Interconnect:
         check_number("the latency of a collective", self.latency)
 
     def seconds(self, collectives: Iterable[Collective]) -> float:
-        """One after another. A group of one rank has nothing to tell anybody."""
+        """The time of all collectives in sequence. A group of one rank takes none."""
         return sum(
             self.latency + each.moved_bytes / self.bandwidth
             for each in collectives
@@ -65,9 +65,9 @@ class Interconnect:
 
 
 def head_counts(config: DecoderConfig, layout: ParallelLayout, model: Model) -> tuple[int, int]:
-    """Query and KV heads of one rank's part, for a layout that the model can run on.
+    """Query and KV heads of one rank's shard, for a layout that the model can run on.
 
-    ``layout.heads`` says which these are. Attention is computed for those of the shift model.
+    ``layout.heads`` says which ones. Attention always runs on the shift model's heads.
     """
     ranks = layout.world_size
     own = config.num_heads // ranks, max(1, config.num_kv_heads // ranks)
@@ -77,7 +77,7 @@ def head_counts(config: DecoderConfig, layout: ParallelLayout, model: Model) -> 
 def layer_collectives(
     config: DecoderConfig, layout: ParallelLayout, model: Model, num_tokens: int, itemsize: int
 ) -> list[Collective]:
-    """Of one layer, in order. ``num_tokens`` of the whole batch, before padding."""
+    """The collectives of one layer, in order. ``num_tokens``: the whole batch, before padding."""
     hidden = config.hidden_size * itemsize
     if model == "shift":
         total = Collective("all_reduce", layout.world_size, num_tokens * hidden)
@@ -106,7 +106,7 @@ def outer_collectives(
 ) -> tuple[list[Collective], list[Collective]]:
     """Before the layers (the embedding) and after them (hidden states, logits of ``num_reqs``).
 
-    The head is the base model's in both.
+    Both models use the base model's head.
     """
     hidden = config.hidden_size * itemsize
     vocab = len(vocabulary(config.vocab_size, layout.tp, 0))

@@ -1,6 +1,6 @@
-"""How long one rank computes in a step, communication excluded: by a roofline, or as measured.
+"""A rank's compute time in a step, excluding communication: from a roofline or a measurement.
 
-Both are a ``Compute`` of ``cost.py``. The roofline is a lower limit that needs no GPU; a
+Both implement ``Compute`` of ``cost.py``. The roofline is a lower bound that needs no GPU; a
 measurement is a result file of ``ostinato bench parallel``.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWeights:
-    """Parameters of one rank's part of a model. ``head`` is 0 where it is the embedding."""
+    """Parameter counts of one rank's shard. ``head`` is 0 if it is tied to the embedding."""
 
     layers: int
     embedding: int
@@ -38,7 +38,7 @@ class RankWeights:
 
 
 def rank_weights(config: DecoderConfig, layout: ParallelLayout, model: Model) -> RankWeights:
-    """Of any rank: all have parts of one size. The shift model has no head: it uses the base's."""
+    """Weights of any rank, since all shards are equal. The shift model uses the base's head."""
     parts = layout.tp if model == "base" else layout.world_size
     num_heads, num_kv_heads = head_counts(config, layout, model)
     hidden, width, size = config.hidden_size, config.intermediate_size // parts, config.head_dim
@@ -60,9 +60,9 @@ def rank_weights(config: DecoderConfig, layout: ParallelLayout, model: Model) ->
 class Roofline:
     """Each part of a step takes the longer of its reads and its arithmetic.
 
-    The parts: the products of all layers, attention, and the head. ``bandwidth``: bytes per second
-    of the GPU's memory. ``flops``: operations per second. ``context``: keys that a decoded token
-    sees. Activations, small kernels and launches cost nothing, so real steps take longer.
+    The parts: the GEMMs of all layers, attention, and the head. ``bandwidth``: bytes per second of
+    the GPU's memory. ``flops``: operations per second. ``context``: keys that a decoded token
+    attends to. Activations, small kernels and launches cost nothing, so real steps take longer.
     """
 
     config: DecoderConfig
@@ -72,11 +72,11 @@ class Roofline:
     context: int
 
     def __post_init__(self) -> None:
-        check_number("the memory's bandwidth", self.bandwidth, above_zero=True)
-        check_number("the peak of arithmetic", self.flops, above_zero=True)
+        check_number("the memory bandwidth", self.bandwidth, above_zero=True)
+        check_number("the peak FLOP rate", self.flops, above_zero=True)
         if self.context < 1:
             raise ConfigError(
-                f"a token sees itself: context must be at least 1, not {self.context}"
+                f"context must be at least 1, because a token attends to itself; got {self.context}"
             )
 
     def seconds(self, model: Model, layout: ParallelLayout, kind: Kind, num_tokens: int) -> float:
@@ -99,7 +99,7 @@ class Roofline:
 
     @cached_property
     def _windows(self) -> Counter[int | None]:
-        """How many layers have each window."""
+        """The number of layers with each window."""
         return Counter(self.config.windows)
 
     def _longer(self, elements: int, operations: int) -> float:
@@ -107,29 +107,29 @@ class Roofline:
 
 
 def _attended(kind: Kind, num_tokens: int, context: int, window: int | None) -> tuple[int, int]:
-    """Keys that one layer reads, and pairs of a query and a key, over all requests."""
+    """Keys that one layer reads, and query-key pairs, over all requests."""
     if kind == "decode":
         keys = num_tokens * min(context, window or context)
         return keys, keys
-    limit = min(num_tokens, window or num_tokens)  # the first tokens see fewer
+    limit = min(num_tokens, window or num_tokens)  # the first tokens attend to fewer
     return num_tokens, limit * (limit + 1) // 2 + (num_tokens - limit) * limit
 
 
 class Measured:
-    """Times of a result of ``ostinato bench parallel``, linear between the measured sizes.
+    """Times from a result of ``ostinato bench parallel``, interpolated linearly.
 
-    Below the smallest a step takes as long as the smallest; above the largest nothing is known.
+    Below the smallest measured size a step takes as long as that one; above the largest it raises.
     """
 
     def __init__(self, result: Any, name: str) -> None:
-        """``name`` says in errors where the result is from."""
+        """``name`` says in errors where the result comes from."""
         try:
             self.model = str(result["model"])
             self.dtype = str(result["dtype"])
             self.context = int(result["context"])
             self._points = _points(result["rows"])
         except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"{name} is no result of `ostinato bench parallel`") from None
+            raise ConfigError(f"{name} is not a result of `ostinato bench parallel`") from None
         if not self._points:
             raise ConfigError(f"{name} has no measurements")
         self._name = name
@@ -140,12 +140,12 @@ class Measured:
 
     @property
     def max_tokens(self) -> int:
-        """The largest batch that was measured of all layouts, models and kinds."""
+        """The largest batch that was measured for all layouts, models and kinds."""
         return min(max(points) for points in self._points.values())
 
     @property
     def num_tokens(self) -> list[int]:
-        """The sizes that were measured of all."""
+        """The sizes that were measured for all of them."""
         return sorted(set.intersection(*(set(points) for points in self._points.values())))
 
     def seconds(self, model: Model, layout: ParallelLayout, kind: Kind, num_tokens: int) -> float:
@@ -159,8 +159,8 @@ class Measured:
         sizes = sorted(points)
         if num_tokens > sizes[-1]:
             raise ConfigError(
-                f"{self._name} ends at {sizes[-1]} tokens for the layout {layout.sp}x{layout.tp}; "
-                f"{num_tokens} tokens were asked for: measure them, or lower --max-tokens"
+                f"{self._name} ends at {sizes[-1]} tokens for the layout {layout.sp}x{layout.tp}, "
+                f"but {num_tokens} tokens were requested: measure them, or lower --max-tokens"
             )
         after = bisect_left(sizes, num_tokens)
         right = sizes[after]

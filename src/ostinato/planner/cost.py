@@ -1,9 +1,9 @@
-"""What a step costs when a model runs on several ranks, and what follows from it. Arithmetic only.
+"""Predicts the cost of a step when a model runs on several ranks. Arithmetic only.
 
 Pure functions of a model's dimensions, a layout and a few numbers about the machine; nothing is
-measured and nothing runs here. What a rank computes takes a time that comes from a ``Compute``
-(``compute.py``: a roofline, or a measurement), what the ranks tell each other one that comes
-from ``communication.py``. The two are added: nothing overlaps, as nothing does in the decoder.
+measured or run here. A ``Compute`` supplies each rank's compute time (``compute.py``: a roofline,
+or a measurement), ``communication.py`` the communication time. The two are added,
+because the decoder does not overlap them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from ostinato.planner.communication import (
 if TYPE_CHECKING:
     from ostinato.models.native.decoder_config import DecoderConfig
 
-# The kinds of batches whose costs differ most: one token of each of many requests, and many tokens
-# of one request.
+# The kinds of batches whose costs differ most: one token from each of many requests, and many
+# tokens of one request.
 Kind: TypeAlias = Literal["decode", "prefill"]
 KINDS: tuple[Kind, ...] = ("decode", "prefill")
 
 
 class Compute(Protocol):
-    """How long a rank computes in one step, the head included and all communication excluded."""
+    """How long a rank computes in one step, including the head, excluding communication."""
 
     def seconds(self, model: Model, layout: ParallelLayout, kind: Kind, num_tokens: int) -> float:
-        """Of a batch of ``num_tokens`` tokens before padding."""
+        """Time for a batch of ``num_tokens`` tokens before padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step."""
+    """The seconds of one step."""
 
     compute: float
     communication: float
@@ -55,7 +55,7 @@ class StepTime:
 class LayoutCost:
     """Step times under one layout, for batches of 1 to ``max_tokens`` tokens.
 
-    Raises where the model's heads cannot be dealt out to the layout.
+    Raises if the model's heads cannot be divided over the layout.
     """
 
     config: DecoderConfig
@@ -80,17 +80,17 @@ class LayoutCost:
         )
 
     def shifted(self, kind: Kind, num_tokens: int, threshold: int) -> StepTime:
-        """By the shift model up to ``threshold`` tokens, by the base model above."""
+        """The shift model's time up to ``threshold`` tokens, the base model's above."""
         return self.step("shift" if num_tokens <= threshold else "base", kind, num_tokens)
 
     @cached_property
     def thresholds(self) -> dict[Kind, int]:
-        """The best threshold if all batches were of one kind."""
+        """The best threshold for each kind, if all batches were of that kind."""
         return {kind: best_threshold(*self._curves[kind]) for kind in KINDS}
 
     @cached_property
     def threshold(self) -> int:
-        """The best one for both kinds, which count the same; 0: the shift model never pays."""
+        """The best threshold for both kinds, weighted equally; 0 if shift never pays off."""
         decode, prefill = (self._curves[kind] for kind in KINDS)
         base, shift = (
             [a + b for a, b in zip(*pair, strict=True)]
@@ -101,7 +101,7 @@ class LayoutCost:
     @cached_property
     def _curves(self) -> dict[Kind, tuple[list[float], list[float]]]:
         """Seconds of base and shift for every number of tokens from 1."""
-        if self.layout.sp == 1:  # both are one model, and there is nothing to choose
+        if self.layout.sp == 1:  # both are the same model
             return {kind: ([], []) for kind in KINDS}
         sizes = range(1, self.max_tokens + 1)
         return {
@@ -114,10 +114,10 @@ class LayoutCost:
 
 
 def best_threshold(base: Sequence[float], shift: Sequence[float]) -> int:
-    """Where to change from shift to base, given seconds for 1, 2, 3, ... tokens.
+    """Where to switch from shift to base, given seconds for 1, 2, 3, ... tokens.
 
-    The threshold with the least sum over all of these batches: where the curves cross, if they
-    cross once. Of equal ones the smallest, since a model that is no faster is not worth its memory.
+    The threshold with the smallest sum over these batches: the crossing point, if there is just
+    one. Ties go to the smallest, since a model that is no faster is not worth its memory.
     """
     lost = accumulate((s - b for b, s in zip(base, shift, strict=True)), initial=0.0)
     return min(enumerate(lost), key=lambda pair: pair[1])[0]
@@ -125,7 +125,7 @@ def best_threshold(base: Sequence[float], shift: Sequence[float]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests that come at once: their prompts are run, and then all of them decode together."""
+    """Requests that arrive at once: their prompts run first, then all of them decode together."""
 
     name: str
     num_reqs: int
@@ -133,13 +133,13 @@ class Load:
     output_tokens: int
 
     def seconds(self, step: Callable[[Kind, int], float], max_tokens: int) -> float:
-        """Until the last token. Prompts fill steps of ``max_tokens``; each prompt's last step gives
-        the first token, and every step after that one of each request.
+        """Time until the last token. Prompts fill steps of ``max_tokens``; each prompt's last step
+        produces the first token, and every later step one token per request.
         """
         if self.num_reqs > max_tokens:
             raise ConfigError(
-                f"the {self.name} load has {self.num_reqs} requests, which decode together, but "
-                f"steps have at most {max_tokens} tokens; allow for more tokens or fewer requests"
+                f"the {self.name} load decodes {self.num_reqs} requests together, but steps have "
+                f"at most {max_tokens} tokens; allow more tokens or fewer requests"
             )
         full, rest = divmod(self.num_reqs * self.prompt_tokens, max_tokens)
         total = full * step("prefill", max_tokens) if full else 0.0
@@ -153,7 +153,7 @@ class Load:
 
 
 def check_layout(config: DecoderConfig, layout: ParallelLayout) -> None:
-    """Raise unless heads and feed-forward layers can be split over all ranks of the layout."""
+    """Raise unless heads and feed-forward layers divide evenly over the layout's ranks."""
     layout.heads(config.num_heads, config.num_kv_heads)
     if config.intermediate_size % layout.world_size:
         raise ConfigError(
@@ -164,7 +164,7 @@ def check_layout(config: DecoderConfig, layout: ParallelLayout) -> None:
 
 
 def layouts_of(config: DecoderConfig, num_ranks: int) -> list[ParallelLayout]:
-    """All layouts of so many ranks, most sequence parallel first; raises if the model has none."""
+    """All layouts of ``num_ranks`` ranks, most sequence parallel first; raises if there is none."""
     found = [
         ParallelLayout(sp, num_ranks // sp) for sp in range(num_ranks, 0, -1) if num_ranks % sp == 0
     ]

@@ -1,7 +1,7 @@
 """Predictions for several layouts side by side, as plain data: steps, thresholds, loads.
 
-With as many GPUs there are several ways to run: all tensor parallel, all sequence parallel, a mix
-of both, each of the latter two with the shift model for small batches or without it.
+The same GPUs can run a model in several ways: all tensor parallel, all sequence parallel, or a mix;
+the last two with or without the shift model for small batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFILL_HEAVY = Load(name="prefill-heavy", num_reqs=32, prompt_tokens=2048, outp
 
 
 def loads(max_tokens: int) -> list[Load]:
-    """Both, with no more requests than can decode together."""
+    """Both loads, with no more requests than can decode together."""
     return [
         replace(load, num_reqs=min(load.num_reqs, max_tokens))
         for load in (DECODE_HEAVY, PREFILL_HEAVY)
@@ -28,7 +28,7 @@ def loads(max_tokens: int) -> list[Load]:
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """A layout, with the shift model or without."""
+    """A layout, with or without the shift model."""
 
     cost: LayoutCost
     shift: bool
@@ -52,7 +52,7 @@ class Way:
 
 
 def ways(costs: Sequence[LayoutCost]) -> list[Way]:
-    """All ways to use these layouts. The shift model of a layout without SP is the base model."""
+    """All ways to use these layouts. Without SP, the shift model is the base model."""
     return [
         Way(cost=cost, shift=shift)
         for cost in costs
@@ -90,9 +90,9 @@ def _milliseconds(step: StepTime) -> dict[str, float]:
 
 
 def _layout(cost: LayoutCost) -> dict[str, Any]:
-    """What follows from the layout alone. Bytes of a layer are those each rank sends, per token."""
+    """What follows from the layout alone. Bytes are what each rank sends, per layer and token."""
     layout, config = cost.layout, cost.config
-    size = 64 * layout.sp  # padding is no token's
+    size = 64 * layout.sp  # a multiple of SP, so that there is no padding
     moved = {
         model: sum(
             each.moved_bytes
@@ -129,7 +129,7 @@ def _load(load: Load, costs: Sequence[LayoutCost]) -> dict[str, Any]:
                 "tokens_per_s": load.num_tokens / seconds,
             }
         )
-    # The first of equal ones: those without the shift model, which takes memory, come before.
+    # Ties go to the first, which lists layouts without the shift model and its memory first.
     return {
         "load": load.name,
         "gpus": costs[0].layout.world_size,

@@ -102,8 +102,8 @@ class Arena:
         if start + size > self._limit:
             self._insert_free(start, self._top)
             raise CaptureOutOfMemoryError(
-                f"the graph pool needs {size:,} more bytes in addition to {start:,}, which goes beyond "
-                f"the machine's {self._limit:,}; capture smaller sizes"
+                f"the graph pool needs {size:,} more bytes in addition to {start:,}, beyond the "
+                f"machine's {self._limit:,}; capture smaller sizes"
             )
         self._top = start + size
         self.peak_bytes = max(self.peak_bytes, self._top)
