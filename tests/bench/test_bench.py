@@ -60,7 +60,7 @@ def test_a_time_that_noise_exceeds_is_unusable(short: list[float], long: list[fl
     reason = time_per_token(short, long, new_tokens=10).unusable
     assert reason is not None
     assert re.match(
-        r"noise: short runs took [0-9.]+ to [0-9.]+ ms and long ones [0-9.]+ to [0-9.]+ ms "
+        r"noise: short runs took [0-9.]+ to [0-9.]+ ms and long runs [0-9.]+ to [0-9.]+ ms "
         r"\(quartiles\), with -?[0-9.]+ ms between their medians; measure on a quieter machine",
         reason,
     )
@@ -408,7 +408,7 @@ def test_draw_a_result_without_a_floor() -> None:
 def test_draw_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    with pytest.raises(ConfigError, match=r"drawing needs matplotlib.*pip install"):
+    with pytest.raises(ConfigError, match=r"plotting needs matplotlib.*pip install"):
         plot.draw(result(b1={"tpot_ms": {"ostinato": 0.8}}))
 
 
@@ -416,6 +416,6 @@ def test_draw_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_results_of_decode_are_drawn(tmp_path: Path, text: str) -> None:
     path = tmp_path / "result.json"
     path.write_text(text)
-    with pytest.raises(ConfigError, match="is no result of `ostinato bench decode`"):
+    with pytest.raises(ConfigError, match="is not a result of `ostinato bench decode`"):
         plot.draw_file(path, tmp_path / "picture.png")
     assert not (tmp_path / "picture.png").exists()

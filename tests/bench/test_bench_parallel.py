@@ -325,13 +325,13 @@ def test_assumptions_are_printed(ostinato: Run) -> None:
     shown = " ".join(ostinato(*small).out.split())
     for words in (
         "450 GB/s per GPU and direction (NVLink 4 of an H200",
-        "10 µs and its bytes / bandwidth (of the order of",
+        "10 µs and its bytes / bandwidth (typical of NCCL",
         "4390 GB/s (a plain read of an H200",
         "989 TFLOP/s (an H200's data sheet",
         "moves 2(n-1)/n of its tensor, twice per layer",
         "sees 512 keys",
         "batches of 1 to 64 tokens",
-        "decode-heavy is 32 requests of 128 tokens that get 512",
+        "decode-heavy is 32 requests of 128 tokens that generate 512",
     ):
         assert words in shown
     changed = ["--bandwidth", "300", "--latency", "5", "--memory-bandwidth", "3000", "--peak", "9"]
@@ -353,7 +353,7 @@ def test_plan_tables_fit(capsys: pytest.CaptureFixture[str]) -> None:
         console.print(part)
     shown = capsys.readouterr().out
     assert "…" not in shown  # nothing is cut off
-    for title in ("2 GPUs: ms of a step", "8 GPUs: ms of a step", "Layouts:", "prefill-heavy: 32"):
+    for title in ("2 GPUs: ms per step", "8 GPUs: ms per step", "Layouts:", "prefill-heavy: 32"):
         assert title in shown
 
 
@@ -382,9 +382,9 @@ def test_plan_tables_of_one_layout() -> None:
         (["--max-tokens", "0"], "--max-tokens must be a positive integer, got 0"),
         (["--dtype", "int4"], "unknown dtype 'int4'; choose bfloat16"),
         (["--model", "giant"], "no model shape is called 'giant'"),
-        (["--plot", "picture.gif"], "a picture is one of .png, .svg, .pdf, got 'picture.gif'"),
-        (["--plot", "nowhere/p.png"], "the directory for the picture does not exist: 'nowhere'"),
-        (["--plot-layout", "2x1"], "say where to as well, --plot"),
+        (["--plot", "picture.gif"], "a plot must be one of .png, .svg, .pdf, got 'picture.gif'"),
+        (["--plot", "nowhere/p.png"], "the directory for the plot does not exist: 'nowhere'"),
+        (["--plot-layout", "2x1"], "--plot-layout needs --plot"),
     ],
 )
 def test_plan_refuses(ostinato: Run, options: list[str], message: str) -> None:
@@ -449,7 +449,9 @@ def test_draw() -> None:
     alone = plot_parallel.draw(results, ParallelLayout(1, 4)).axes[0]
     labels = [line.get_label() for line in alone.lines]
     assert labels == ["TP 4", "TP 4, communication"]
-    with pytest.raises(ConfigError, match="layout 8x1 is not among those predicted: 2x1, 1x2, 4x1"):
+    with pytest.raises(
+        ConfigError, match="layout 8x1 was not predicted; predicted layouts: 2x1, 1x2, 4x1"
+    ):
         plot_parallel.draw(results, ParallelLayout(8, 1))
 
 
@@ -465,5 +467,5 @@ def test_draw_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     results = plan.run(plan.Question(gpus=[2], max_tokens=8))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "matplotlib.figure", raising=False)
-    with pytest.raises(ConfigError, match=r"drawing needs matplotlib.*pip install"):
+    with pytest.raises(ConfigError, match=r"plotting needs matplotlib.*pip install"):
         plot_parallel.draw(results)

@@ -1,7 +1,7 @@
-"""What ``ostinato bench decode`` compares: our engine with and without graphs, and transformers.
+"""The subjects of ``ostinato bench decode``: our engine with and without graphs, and transformers.
 
-A subject is a function that generates. transformers runs the same checkpoint or, where the weights
-are random, a model of the same shape with weights of its own; both of its ways share one model.
+A subject is a function that generates. transformers runs the same checkpoint or, if the weights are
+random, a model of the same shape with other random weights; both transformers subjects share it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ostinato.llm import LLM
 from ostinato.sampling_params import SamplingParams
 
 BASELINES = ("eager", "hf", "hf-compile")
-# Generates that many tokens for each prompt; returns them.
+# Generates this many tokens for each prompt, and returns them.
 Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 _REASON_CHARS = 300
@@ -37,9 +37,9 @@ def check_names(names: Sequence[str]) -> None:
 def open_baselines(
     llm: LLM, names: Sequence[str], stack: ExitStack, *, longest: int
 ) -> tuple[dict[str, Generate], dict[str, str]]:
-    """The baselines that could be built, and for those that could not, why.
+    """The baselines that could be built, and the reason for each one that could not.
 
-    ``stack`` closes them. ``longest``: the most tokens that a sequence will have.
+    ``stack`` closes them. ``longest``: the longest sequence, in tokens.
     """
 
     def eager() -> Generate:
@@ -64,7 +64,7 @@ def open_baselines(
 
 
 def reason(error: Exception) -> str:
-    """An error in one line; what a compiler has to say goes on for pages."""
+    """An error in one line; compiler errors run to pages."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= _REASON_CHARS else text[: _REASON_CHARS - 3] + "..."
 
@@ -78,7 +78,7 @@ def from_engine(llm: LLM) -> Generate:
 
 
 def checkpoint(llm: LLM) -> Path | None:
-    """Where the weights come from; None for random ones."""
+    """Where the weights come from; None for random weights."""
     return None if llm.config.random_weights else llm.model_path
 
 
@@ -98,7 +98,7 @@ def _transformers_model(llm: LLM) -> Any:
 
 
 def _transformers(model: Any) -> Generate:
-    """transformers' ``generate`` as it is: eager, with a cache that grows."""
+    """transformers' ``generate`` unmodified: eager, with a growing cache."""
 
     @torch.inference_mode()
     def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
@@ -110,16 +110,16 @@ def _transformers(model: Any) -> Generate:
 def _transformers_compiled(model: Any, longest: int) -> Generate:
     """transformers' ``generate`` with its static cache, for which it compiles the decode step.
 
-    Each batch size is compiled anew: on the second size Dynamo would go over to symbolic shapes,
-    and after the eighth it would give up and run eagerly, without a word.
+    Each batch size is compiled from scratch: on the second size Dynamo would switch to symbolic
+    shapes, and after the eighth it would silently fall back to eager.
     """
     from transformers import CompileConfig
 
     compiling: Any = CompileConfig()
-    compiling._compile_all_devices = True  # else it would not be compiled on the CPU, silently
+    compiling._compile_all_devices = True  # otherwise silently not compiled on the CPU
     options = {
         "cache_implementation": "static",
-        "max_cache_len": longest,  # one length, so that it is compiled once
+        "max_cache_len": longest,  # a single length, so that it compiles once
         "compile_config": compiling,
     }
     compiled_for = 0
@@ -128,7 +128,7 @@ def _transformers_compiled(model: Any, longest: int) -> Generate:
         nonlocal compiled_for
         with compat.dynamo.demand().config.patch(fail_on_recompile_limit_hit=True):
             if compiled_for != len(prompts):
-                compiled_for = 0  # if this fails, the next call starts again
+                compiled_for = 0  # if this fails, the next call compiles again
                 torch.compiler.reset()
                 for _ in range(2):  # compiles; captures CUDA graphs
                     _generate(model, prompts, num_tokens, **options)

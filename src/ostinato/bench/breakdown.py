@@ -1,7 +1,7 @@
-"""Where the time of a step goes, from the kernels of a profile. Pure: names and times in, sums out.
+"""Breaks down the time of a step by the kernels of a profile. Pure: names and times in, sums out.
 
-Kernels are told apart by name: ours, those of cuBLAS and CUTLASS, and those that inductor and torch
-generate; on the CPU, torch's operators. What is none of these is a small kernel.
+Kernels are classified by name: ours, those of cuBLAS and CUTLASS, and those that inductor and torch
+generate; on the CPU, torch's operators. Any other is a small kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 GEMM, ATTENTION, SMALL, COPIES, GAPS = "GEMM", "attention", "small kernels", "copies", "gaps"
 PARTS = (GEMM, ATTENTION, SMALL, COPIES, GAPS)
 
-# Our own, in ``ops/triton`` and ``attention/triton``; a test finds those that are missing here.
+# Our kernels, in ``ops/triton`` and ``attention/triton``; a test finds any missing here.
 KERNELS = {
     "attend_kernel": ATTENTION,
     "best_of_all_kernel": SMALL,
@@ -29,9 +29,8 @@ KERNELS = {
     "store_outputs_kernel": SMALL,
     "tile_kernel": GEMM,
 }
-# Those of others: the first that fits. What inductor fuses is named after all that is in it,
-# products included, so it comes first; attention comes before products, since its kernels are built
-# of CUTLASS too.
+# Other kernels: the first match wins. Inductor names a fused kernel after everything in it, GEMMs
+# included, so it comes first; attention comes before GEMMs, since its kernels use CUTLASS too.
 _RULES: tuple[tuple[str, re.Pattern[str]], ...] = (
     (SMALL, re.compile(r"^triton_(poi|red|per|for)_")),
     (COPIES, re.compile(r"^(memcpy|memset)|^aten::(copy_|_to_copy|fill_|zero_)$", re.I)),
@@ -42,7 +41,7 @@ _RULES: tuple[tuple[str, re.Pattern[str]], ...] = (
 
 
 class Interval(NamedTuple):
-    """One kernel or copy as it ran; times in microseconds, of any one clock."""
+    """One kernel or copy as it ran; times in microseconds, on any one clock."""
 
     name: str
     start: float
@@ -60,13 +59,13 @@ def break_down(intervals: Iterable[Interval], *, num_steps: int) -> dict[str, An
     """Microseconds per step and part, from the first start to the last end of ``num_steps`` steps.
 
     Where kernels overlap, as with programmatic dependent launch, the time counts once, for the one
-    that started first; so the parts add up to the window. Gaps are when none ran.
+    that started first, so the parts add up to the window. Gaps are when no kernel ran.
     """
     ordered = sorted(intervals, key=lambda each: (each.start, -each.end))
     parts = dict.fromkeys(PARTS, 0.0)
-    kernels: dict[str, list[float]] = {}  # by name: count, time of its own
+    kernels: dict[str, list[float]] = {}  # by name: count, time not counted for others
     counts = dict.fromkeys(PARTS, 0)
-    covered = ordered[0].start if ordered else 0.0  # all before is accounted for
+    covered = ordered[0].start if ordered else 0.0  # everything before is accounted for
     begin = covered
     for name, start, end in ordered:
         parts[GAPS] += max(0.0, start - covered)

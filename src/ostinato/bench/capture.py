@@ -14,8 +14,8 @@ from ostinato.llm import LLM
 
 
 def run(config: EngineConfig, *, modes: Sequence[str]) -> dict[str, Any]:
-    """Build the engine once per mode; the first build of the process pays for imports as well."""
-    parsed = [CUDAGraphMode.parse(mode) for mode in modes]  # all of them, before the first is built
+    """Build the engine once per mode; the process's first build also pays for imports."""
+    parsed = [CUDAGraphMode.parse(mode) for mode in modes]  # check all before building the first
     rows = []
     for mode in parsed:
         graphs = replace(config.graphs, mode=mode)

@@ -1,4 +1,4 @@
-"""``ostinato bench core``: what the graph machinery itself costs, and what it saves."""
+"""``ostinato bench core``: what the graph machinery costs, and what it saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ostinato.graphs.wrapper import CUDAGraphWrapper
 
 
 def run() -> dict[str, Any]:
-    """All measurements that this machine can make."""
+    """Run all measurements that this machine supports."""
     results: dict[str, Any] = {
         "command": "ostinato bench core",
         "machine": machine(),
@@ -62,7 +62,7 @@ def dispatch_microseconds(num_keys: int) -> float:
 
 
 def wrapper_microseconds(device: torch.device) -> dict[str, float]:
-    """A wrapped call with ten tensor arguments, checks on, beside a bare replay of its graph."""
+    """A wrapped call with ten tensor arguments, checks on, next to a bare replay of its graph."""
     tensors = [torch.randn(4, 4, device=device) for _ in range(10)]
     descriptor = BatchDescriptor(4)
 
@@ -92,7 +92,7 @@ def wrapper_microseconds(device: torch.device) -> dict[str, float]:
 
 
 def decoder_step(batch: int) -> dict[str, Any]:
-    """One decode step of a 30-layer decoder on the CPU: eager, and through its graph."""
+    """One decode step of a 30-layer decoder on the CPU: eagerly, and through its graph."""
     torch.manual_seed(0)
     model = Decoder(max_rows=batch).eval().requires_grad_(False)
     ids = torch.randint(0, 49152, (batch,))

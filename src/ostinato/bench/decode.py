@@ -1,10 +1,10 @@
-"""``ostinato bench decode``: time per output token, beside the floor and the baselines.
+"""``ostinato bench decode``: time per output token, next to the floor and the baselines.
 
 The time per output token is (time for a long generation - time for a short one) / the tokens
-between them, so prefill and start-up of a call cancel out. What is compared is measured in turns
-in one process, on the same weights where there is a checkpoint; all tokens are compared too. The
-bandwidth under the floor is measured in the same process. A baseline that fails is named with
-the reason, and so is a measurement that noise exceeds (``tpot``), and the rest goes on.
+between them, so prefill and start-up of a call cancel out. Subjects are measured in turns in one
+process, on the same weights if there is a checkpoint; their tokens are compared too. The bandwidth
+behind the floor is measured in the same process. A baseline that fails, or a measurement that noise
+exceeds (``tpot``), is reported with its reason, and the rest continues.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ OURS = "ostinato"
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """What is measured of each sequence: the tokens after the first ``SHORT``."""
+    """The measured part of each sequence: the tokens after the first ``SHORT``."""
 
     prompt_len: int
     new_tokens: int
@@ -57,7 +57,7 @@ class Window:
 
     @property
     def context(self) -> range:
-        """The keys that each measured step sees: all tokens so far."""
+        """The number of keys that each measured step attends to: all tokens so far."""
         return range(self.prompt_len + SHORT, self.longest)
 
     @property
@@ -79,8 +79,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure every batch size with the graphs and with each baseline, in turns.
 
-    ``batches`` None: those of the device. ``profile``: where Chrome traces go, one for each of
-    ``profile_batches`` (None: of all batches). Progress goes to the standard error.
+    ``batches`` None: the device's defaults. ``profile``: where to write Chrome traces, one for each
+    of ``profile_batches`` (None: all batches). Progress goes to stderr.
     """
     device = config.torch_device()
     if batches is None:
@@ -97,7 +97,7 @@ def run(
     config = _with_room(config, num_seqs=max(batches), length=longest)
     bandwidth = measure_bandwidth(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # before the engine looks how much memory there is
+        torch.cuda.empty_cache()  # before the engine checks free memory
     with ExitStack() as stack:
         llm = stack.enter_context(LLM.from_config(config))
         others, failed = open_baselines(llm, baselines, stack, longest=longest)
@@ -105,7 +105,7 @@ def run(
         vocab_size, runs = llm.engine.model.vocab_size, len(subjects) * (repeats + 1)
         with tqdm(total=len(batches) * runs, disable=not show_progress) as bar:
             rows = [_measure(subjects, vocab_size, batch, window, bar) for batch in batches]
-        if checkpoint(llm) is None:  # the weights of transformers' model are others
+        if checkpoint(llm) is None:  # transformers' model has other weights
             for row in rows:
                 for same in (row["same_tokens_as"], row["agreement"]):
                     same.update({name: None for name in same if name.startswith("hf")})
@@ -124,7 +124,7 @@ def run(
 
 def _check_counts(batches: Sequence[int], **counts: int) -> None:
     if not batches:
-        raise ConfigError("there are no batch sizes to measure; give at least one")
+        raise ConfigError("no batch sizes to measure; give at least one")
     for batch in batches:
         check_positive_int("batch size", batch)
     for name, count in counts.items():
@@ -134,29 +134,29 @@ def _check_counts(batches: Sequence[int], **counts: int) -> None:
 def _profiled(
     batches: Sequence[int], path: Path | None, chosen: Sequence[int] | None
 ) -> list[tuple[int, Path]]:
-    """The batches to profile, and where to."""
+    """The batches to profile, and where to write each trace."""
     if path is None:
         if chosen is not None:
-            raise ConfigError(f"batches {list(chosen)} are to be profiled; say where to, --profile")
+            raise ConfigError(f"no trace file for profiling batches {list(chosen)}; give --profile")
         return []
     check_path(path)
     unknown = sorted(set(chosen or ()) - set(batches))
     if unknown:
-        raise ConfigError(f"batches {unknown} are to be profiled, but not measured; measure them")
+        raise ConfigError(f"batches {unknown} are profiled but not measured; add them to --batch")
     return [(batch, path) for batch in (batches if chosen is None else chosen)]
 
 
 def _with_room(config: EngineConfig, *, num_seqs: int, length: int) -> EngineConfig:
-    """The limits that were not given follow from the batches; those that were must hold them."""
+    """Derive limits that were not given from the batches; limits that were given must suffice."""
     for name, limit, needed in (
         ("max_num_seqs", config.max_num_seqs, num_seqs),
         ("max_model_len", config.max_model_len, length),
     ):
         if limit is not None and limit < needed:
             raise ConfigError(
-                f"{name} {limit} is too small to measure this: {needed} are needed (sequences have "
-                f"prompt_len + {SHORT} + new_tokens tokens, or more for a profile); raise it or "
-                "measure less"
+                f"{name} {limit} is too small for this measurement, which needs {needed} "
+                f"(sequences have prompt_len + {SHORT} + new_tokens tokens, or more for a "
+                "profile); raise it or measure less"
             )
     return replace(
         config,
@@ -182,7 +182,7 @@ def _about(config: EngineConfig, llm: LLM, window: Window) -> dict[str, Any]:
 def _floors(
     rows: list[dict[str, Any]], llm: LLM, window: Window, bandwidth: dict[str, Any]
 ) -> dict[str, Any]:
-    """Put each row's floor into it; what the floors were made of."""
+    """Add the floor to each row; return what the floors are based on."""
     model = llm.engine.model
     weights = weight_bytes(model, llm.engine.model_config)
     per_sequence = kv_bytes(model.attention_specs, model.dtype, window.context)
@@ -202,7 +202,7 @@ def _floors(
 def _measure(
     subjects: dict[str, Generate], vocab_size: int, batch: int, window: Window, bar: Any
 ) -> dict[str, Any]:
-    # Other tokens in every repetition: the prefix cache must not save what the baselines compute.
+    # New tokens in every repetition: the prefix cache must not skip what the baselines compute.
     source = random.Random(batch)
 
     def prompts() -> list[list[int]]:
@@ -238,9 +238,9 @@ def _run(
     *,
     warms_up: bool,
 ) -> None:
-    """A short and a long generation, timed unless they warm up."""
+    """A short and a long generation, timed unless this is a warm-up."""
     most = SHORT + window.new_tokens
-    if warms_up:  # over all lengths: cuDNN makes a plan for each new one
+    if warms_up:  # over all lengths: cuDNN builds a plan for each new one
         record.tokens += generate(for_short, most)
         return
     for prompts, num_tokens, seconds in (

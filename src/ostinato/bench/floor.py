@@ -1,8 +1,8 @@
-"""The floor under a decode step: the bytes that it must read over the bandwidth of a plain read.
+"""The floor of a decode step: the bytes that it must read over the bandwidth of a plain read.
 
-Every step reads all weights once, whatever the batch, and the keys and values of every sequence.
-Nothing that reads them from memory can be faster; how close a step comes says how good it is. Both
-numbers are measured, the bandwidth in the same run as the steps.
+Every step reads all weights once, whatever the batch, and the keys and values of every sequence. A
+step that reads them from memory cannot be faster; the distance to the floor shows what is left to
+gain. Both numbers are measured, the bandwidth in the same run as the steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from ostinato.attention.base import AttentionSpec
 from ostinato.models.base import CausalLM
 
-# Far more than any cache holds. Reading 4 GiB takes a millisecond on a GPU.
+# Far larger than any cache. Reading 4 GiB takes a millisecond on a GPU.
 _CUDA_BYTES, _CPU_BYTES = 4 * 2**30, 256 * 2**20
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -26,10 +26,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def measure_bandwidth(device: torch.device) -> dict[str, Any]:
     """Bytes per second of the fastest of several plain reads, each by its median.
 
-    Allocates a large tensor, which torch keeps for later until its cache is emptied.
+    Allocates a large tensor, which stays in torch's cache until that is emptied.
     """
     num_bytes, repeats = (_CUDA_BYTES, 15) if device.type == "cuda" else (_CPU_BYTES, 5)
-    # Noise, as weights are: zeros are read a little faster.
+    # Noise, like weights: zeros are read a little faster.
     singles = torch.randn(num_bytes // 4, device=device)
     doubles = singles.view(torch.float64)
     ways: dict[str, Callable[[], torch.Tensor]] = {
@@ -63,9 +63,9 @@ def _seconds(way: Callable[[], torch.Tensor], device: torch.device) -> float:
 def weight_bytes(model: CausalLM, config: Any) -> int | None:
     """Bytes of weights that a decode step reads; None if that depends on the tokens.
 
-    Every parameter once; a table of embeddings only where it is the head too, since a step looks up
-    no more than a row of it per sequence. ``config`` is that of transformers: with a mixture of
-    experts, which weights are read depends on the tokens.
+    Counts every parameter once. An embedding table counts only if it is also the head, since a step
+    looks up just one row of it per sequence. ``config`` is transformers': in a mixture of experts
+    the weights that are read depend on the tokens.
     """
     if any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
         return None
@@ -75,15 +75,16 @@ def weight_bytes(model: CausalLM, config: Any) -> int | None:
     }
     linear = {id(part.weight) for part in module.modules() if isinstance(part, nn.Linear)}
     skipped = set(tables) - linear
-    if getattr(module, "lm_head", skipped) is None:  # our decoder's way to say that it is tied
+    if getattr(module, "lm_head", skipped) is None:  # our decoder with a tied head
         skipped = set()
     return sum(int(p.nbytes) for p in module.parameters() if id(p) not in skipped)
 
 
 def kv_bytes(specs: Sequence[AttentionSpec], dtype: torch.dtype, context: range) -> float:
-    """Bytes of keys and values that one sequence reads in a step, in the mean over ``context``.
+    """Bytes of keys and values that one sequence reads per step, averaged over ``context``.
 
-    ``context``: how many keys the steps see. A layer with a window reads no more than the window.
+    ``context``: the number of keys that each step attends to. A windowed layer reads at most its
+    window.
     """
     total = 0.0
     for spec in specs:

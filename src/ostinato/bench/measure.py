@@ -1,4 +1,4 @@
-"""Timing, done one way everywhere: warm up, interleave what is compared, report medians."""
+"""Timing, done the same way everywhere: warm up, interleave the subjects, report medians."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 def median_seconds(
     subjects: Mapping[str, Callable[[], object]], *, repeats: int, calls: int = 1
 ) -> dict[str, float]:
-    """Median seconds per call of each subject, measured in turns so that drift hits all alike."""
+    """Median seconds per call of each subject, measured in turns so that drift affects all."""
     for subject in subjects.values():
         subject()
     samples: dict[str, list[float]] = {name: [] for name in subjects}
@@ -35,7 +35,7 @@ def median_seconds(
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """What ``call`` returns, and its seconds until the device is done."""
+    """The result of ``call``, and its seconds until the device is done."""
     synchronize()
     start = time.perf_counter()
     result = call()
@@ -49,7 +49,7 @@ def synchronize() -> None:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """The machine that the numbers were measured on."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "date": datetime.date.today().isoformat(),

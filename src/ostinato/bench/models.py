@@ -1,4 +1,4 @@
-"""Small models in plain torch, to measure with."""
+"""Small models in plain torch, for measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DecoderLayer(nn.Module):
         widths = [self.heads * size, self.kv_heads * size, self.kv_heads * size]
         q, k, v = self.qkv(self.norm1(x)).split(widths, dim=-1)
         q = rotate(q.view(rows, self.heads, size), cos, sin)
-        # The new token takes the last place of its row's cache.
+        # The new token goes into the last position of its row's cache.
         cache[0, :rows, :, -1] = rotate(k.view(rows, self.kv_heads, size), cos, sin)
         cache[1, :rows, :, -1] = v.view(rows, self.kv_heads, size)
         keys, values = cache[:, :rows]
@@ -37,7 +37,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids and positions to logits; the shape of SmolLM2-135M by default."""
+    """Maps token ids and positions to logits; shaped like SmolLM2-135M by default."""
 
     def __init__(
         self,

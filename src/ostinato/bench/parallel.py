@@ -1,9 +1,9 @@
-"""``ostinato bench parallel``: what one rank computes in a step, for each layout, on one device.
+"""``ostinato bench parallel``: one rank's compute time per step, for each layout, on one device.
 
-Communication is excluded: the collectives of the sharded decoder give results of the right shape
-and move nothing. All ranks have parts of one size, so the first stands for all. Every step is one
-FULL graph, so that launches are excluded too. The model and its head are measured apart and added:
-the shift model uses the base model's head, and layouts share what is alike.
+Communication is excluded: the sharded decoder's collectives return results of the right shape and
+move nothing. All ranks have equal shards, so the first stands for all. Every step is one FULL
+graph, which excludes launches too. The model and its head are measured separately and added: the
+shift model uses the base model's head, and layouts share equal parts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ostinato.planner.cost import KINDS, Kind, check_layout, default_layouts
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 EXCLUDED = (
-    "excluded: one device computes the part of one rank; collectives, and the copies that pack and "
+    "excluded: one device computes one rank's part; collectives, and the copies that pack and "
     "unpack their tensors, take no time"
 )
 
@@ -60,7 +60,7 @@ def run(
     """Median milliseconds of base and shift for each layout, kind of batch and number of tokens.
 
     ``model``: a named shape. ``layouts`` None: all of 2 to 8 ranks that it can run on. ``context``:
-    keys that each decoded token sees. A prefill is one prompt from its beginning.
+    keys that each decoded token attends to. A prefill is one prompt from its beginning.
     """
     chosen = EngineConfig(device=device, dtype=dtype)
     on = chosen.torch_device()
@@ -96,7 +96,7 @@ def _check(
     config: DecoderConfig, layouts: Sequence[ParallelLayout], tokens: Sequence[int], **counts: int
 ) -> None:
     if not layouts or not tokens:
-        raise ConfigError("there is nothing to measure; give at least one layout and one size")
+        raise ConfigError("nothing to measure; give at least one layout and one size")
     for layout in layouts:
         check_layout(config, layout)
     for size in tokens:
@@ -107,7 +107,7 @@ def _check(
 
 @dataclass(frozen=True, kw_only=True)
 class _Bench:
-    """Builds and measures models one after another; none is kept."""
+    """Builds and measures models one at a time; keeps none."""
 
     config: DecoderConfig
     tokens: list[int]
@@ -119,10 +119,10 @@ class _Bench:
 
     def rows(self, layouts: Sequence[ParallelLayout]) -> list[dict[str, Any]]:
         rows = []
-        shifts: dict[int, Times] = {}  # by the number of ranks: the rest makes no difference
+        shifts: dict[int, Times] = {}  # by the number of ranks, which is all they depend on
         for layout in layouts:
             base = self._measure(layout, "base")
-            shift = base  # without sequence parallelism both are one model
+            shift = base  # without sequence parallelism they are the same model
             if layout.sp > 1:
                 ranks = layout.world_size
                 if ranks not in shifts:
@@ -147,13 +147,13 @@ class _Bench:
 
     def _measure(self, layout: ParallelLayout, name: Model) -> Times:
         times = self._measure_model(layout, name)
-        gc.collect()  # the pool knew the last batch, and the batch the cache
+        gc.collect()  # the pool referred to the last batch, and the batch to the cache
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return times
 
     def _measure_model(self, layout: ParallelLayout, name: Model) -> Times:
-        """The model without its head, which is measured as well if it is the first of its size."""
+        """Measure the model without its head; also the head, if it is the first of its size."""
         model = self._build(layout, name)
         cache = make_cache(
             model.attention_specs,
@@ -166,7 +166,7 @@ class _Bench:
         times: Times = {}
         with GraphPool(self.device) as pool, pool.capturing():
             for kind in KINDS:
-                for size in reversed(self.tokens):  # the largest first: the others fit into it
+                for size in reversed(self.tokens):  # largest first, so that the others fit in it
                     ids, positions, metadata = make_batch(
                         kind,
                         size,
@@ -182,7 +182,7 @@ class _Bench:
         return {(kind, size): times[kind, size] for kind in KINDS for size in self.tokens}
 
     def _build(self, layout: ParallelLayout, name: Model) -> ShardedDecoder:
-        # The shift model uses the base model's head, and has none.
+        # The shift model uses the base model's head.
         config = self.config if name == "base" else replace(self.config, tied_head=True)
         model = (build_base if name == "base" else build_shift)(
             config,
@@ -211,9 +211,9 @@ class _Bench:
         metadata: AttentionMetadata | None,
         pool: GraphPool,
     ) -> float:
-        """The median of replays of one FULL graph."""
+        """Median time of replaying one FULL graph."""
         with set_forward_context(attn_metadata=metadata):
-            runnable(*inputs)  # kernels are compiled here: in a capture they must not be
+            runnable(*inputs)  # compiles kernels, which a capture must not do
         graphs = CUDAGraphWrapper(runnable, CUDAGraphMode.FULL, pool=pool)
         descriptor = BatchDescriptor(inputs[0].shape[0], num_reqs=1)
         with set_forward_context(CUDAGraphMode.FULL, descriptor, attn_metadata=metadata):
@@ -231,7 +231,7 @@ def _timed(replay: Callable[[], object], device: torch.device) -> float:
         replay()
         return time.perf_counter() - started
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    replay()  # keeps the GPU busy while the host launches what is timed
+    replay()  # keeps the GPU busy while the host launches the timed replays
     start.record()
     replay()
     end.record()

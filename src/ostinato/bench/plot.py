@@ -1,7 +1,7 @@
-"""``ostinato bench plot``: the time per output token over the batch size, drawn from a result file.
+"""``ostinato bench plot``: plots the time per output token over the batch size from a result file.
 
-Drawing is apart from measuring because the machine that measures need not have matplotlib, which
-is optional.
+Plotting is separate from measuring because it needs matplotlib, which is optional and may be
+missing on the machine that measures.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ostinato.errors import ConfigError
 
 _SUFFIXES = (".png", ".svg", ".pdf")
-# By name, so that a subject looks the same in every picture.
+# By name, so that a subject looks the same in every plot.
 _STYLES = {
     "ostinato": ("Ostinato", "#c8102e", "o"),
     "eager": ("Ostinato without graphs", "#e08a3c", "s"),
@@ -24,23 +24,23 @@ _STYLES = {
 
 
 def draw_file(result: Path, out: Path) -> None:
-    """Draw the result file of ``ostinato bench decode`` into ``out``."""
+    """Plot the result file of ``ostinato bench decode`` to ``out``."""
     if out.suffix not in _SUFFIXES:
-        raise ConfigError(f"a picture is one of {', '.join(_SUFFIXES)}, got {out.name!r}")
+        raise ConfigError(f"a plot must be one of {', '.join(_SUFFIXES)}, got {out.name!r}")
     if not out.parent.is_dir():
-        raise ConfigError(f"the directory for the picture does not exist: {str(out.parent)!r}")
+        raise ConfigError(f"the directory for the plot does not exist: {str(out.parent)!r}")
     try:
         results = json.loads(result.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read a result from {str(result)!r}: {error}") from error
     rows = results.get("rows") if isinstance(results, dict) else None
     if not rows or not all("tpot_ms" in row for row in rows):
-        raise ConfigError(f"{str(result)!r} is no result of `ostinato bench decode`")
+        raise ConfigError(f"{str(result)!r} is not a result of `ostinato bench decode`")
     draw(results).savefig(out, dpi=160, bbox_inches="tight")
 
 
 def draw(results: dict[str, Any]) -> Any:
-    """A matplotlib figure of ``results``: a line for each subject, and the floor below."""
+    """A matplotlib figure of ``results``: one line per subject, and the floor."""
     figure = _matplotlib("matplotlib.figure").Figure(figsize=(8, 5.2))
     axes = figure.add_subplot()
     rows = sorted(results["rows"], key=lambda row: int(row["batch"]))
@@ -56,7 +56,7 @@ def draw(results: dict[str, Any]) -> Any:
         axes.plot(*zip(*floor, strict=True), label=label, color="#222222", ls="--", lw=1.4)
     _format_axes(axes, [row["batch"] for row in rows])
     if floor:
-        bottom = axes.get_ylim()[0] / 1.15  # so that there is something to see below it
+        bottom = axes.get_ylim()[0] / 1.15  # leave room below the floor
         axes.set_ylim(bottom=bottom)
         axes.fill_between(*zip(*floor, strict=True), bottom, color="#222222", alpha=0.08, lw=0)
     axes.set_title(_title(results), fontsize=11, loc="left")
@@ -69,13 +69,13 @@ def _matplotlib(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"drawing needs matplotlib, which cannot be imported ({error}); install it with "
+            f"plotting needs matplotlib, which cannot be imported ({error}); install it with "
             "`pip install matplotlib`"
         ) from error
 
 
 def _subjects(rows: list[dict[str, Any]]) -> list[str]:
-    """All subjects of any row, the slowest first, as the lines lie."""
+    """All subjects of any row, slowest first, as the lines appear."""
     slowest: dict[str, float] = {}
     for row in rows:
         for name, milliseconds in row["tpot_ms"].items():
@@ -89,7 +89,7 @@ def _format_axes(axes: Any, batches: list[int]) -> None:
     axes.set_yscale("log")
     axes.set_xticks(batches, [str(batch) for batch in batches])
     axes.xaxis.set_minor_locator(ticker.NullLocator())
-    # A decade may be all there is, so more than its ends is labelled, as plain numbers.
+    # The axis may span just one decade, so label more than its ends, as plain numbers.
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())

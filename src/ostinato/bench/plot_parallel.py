@@ -1,7 +1,7 @@
 """``ostinato plan parallel --plot``: predicted step times of TP, SP and shift, over the tokens.
 
-One panel for decode and one for prefill. Solid lines are steps, dotted ones of the same color the
-communication in them; the broad one is what the shift threshold makes of a layout.
+One panel for decode and one for prefill. Solid lines are steps, and dotted lines of the same color
+are their communication; the wide line is a layout with its shift threshold.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from ostinato.errors import ConfigError
 from ostinato.parallel.layout import ParallelLayout
 
 _SUFFIXES = (".png", ".svg", ".pdf")
-_KINDS = {"decode": "decode: one token of each request", "prefill": "prefill: one prompt"}
+_KINDS = {"decode": "decode: one token per request", "prefill": "prefill: one prompt"}
 
 
 def check_picture(path: Path) -> None:
-    """Say early that a picture cannot be written there."""
+    """Raise early if a plot cannot be written to ``path``."""
     if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"a picture is one of {', '.join(_SUFFIXES)}, got {path.name!r}")
+        raise ConfigError(f"a plot must be one of {', '.join(_SUFFIXES)}, got {path.name!r}")
     if not path.parent.is_dir():
-        raise ConfigError(f"the directory for the picture does not exist: {str(path.parent)!r}")
+        raise ConfigError(f"the directory for the plot does not exist: {str(path.parent)!r}")
 
 
 def draw_into(results: dict[str, Any], path: Path, layout: ParallelLayout | None) -> None:
-    """Draw the plan ``results`` for ``layout`` (None: most GPUs, then most SP) into ``path``."""
+    """Plot the ``results`` for ``layout`` (None: most GPUs, then most SP) to ``path``."""
     draw(results, layout).savefig(path, dpi=160, bbox_inches="tight")
 
 
@@ -56,7 +56,7 @@ def _layout(results: dict[str, Any], asked: ParallelLayout | None) -> dict[str, 
     if not found:
         predicted = ", ".join(f"{row['sp']}x{row['tp']}" for row in layouts)
         raise ConfigError(
-            f"the layout {asked.sp}x{asked.tp} is not among those predicted: {predicted}"
+            f"the layout {asked.sp}x{asked.tp} was not predicted; predicted layouts: {predicted}"
         )
     return found[0]
 
@@ -65,7 +65,7 @@ def _panel(axes: Any, results: dict[str, Any], about: dict[str, Any], kind: str)
     gpus, sp, tp = about["gpus"], about["sp"], about["tp"]
     base = f"SP {sp}" if tp == 1 else f"SP {sp} x TP {tp}"
     way = "SP" if tp == 1 else "SP+TP"
-    if sp > 1:  # first, so that the lines it follows are seen on it
+    if sp > 1:  # first, so that the other lines are drawn on top
         rows = _rows(results, kind, "shift", (sp, tp))
         points = sorted([*_points(rows, "ms"), *_corner(about, kind)])
         axes.plot(*zip(*points, strict=True), label=f"{base} with shift", color="#f2a0ab", lw=7,
@@ -75,7 +75,7 @@ def _panel(axes: Any, results: dict[str, Any], about: dict[str, Any], kind: str)
         (base, way, (sp, tp), "#b3541e"),
     ):
         rows = _rows(results, kind, name, shape)
-        if not rows:  # not among the layouts
+        if not rows:  # this layout was not predicted
             continue
         axes.plot(*zip(*_points(rows, "ms"), strict=True), label=label, color=color, marker="o",
                   ms=3.5, lw=1.8)  # fmt: skip
@@ -85,7 +85,7 @@ def _panel(axes: Any, results: dict[str, Any], about: dict[str, Any], kind: str)
     _format(axes, results)
     if about["threshold"] and sp > 1:
         axes.axvline(about["threshold"], color="#888888", lw=1, ls="--", zorder=1)
-        # Above the panel, where no line runs through it; centred, or flush with the right edge.
+        # Above the panel, clear of all lines; centred, or flush with the right edge.
         edge = 0.75 * max(row["num_tokens"] for row in results["steps"])
         axes.annotate(f"threshold {about['threshold']:,}", (about["threshold"], 1.0),
                       xycoords=("data", "axes fraction"), xytext=(0, 2), fontsize=8,
@@ -108,7 +108,7 @@ def _points(rows: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]
 
 
 def _corner(about: dict[str, Any], kind: str) -> list[tuple[int, float]]:
-    """Where the shift model ends, which may be far from the next size."""
+    """The point where the shift model ends, which may be far from the next size."""
     at = about["ms_at_threshold"]
     return [(about["threshold"], at[kind])] if kind in at else []
 
@@ -143,6 +143,6 @@ def _matplotlib(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"drawing needs matplotlib, which cannot be imported ({error}); install it with "
+            f"plotting needs matplotlib, which cannot be imported ({error}); install it with "
             "`pip install matplotlib`"
         ) from error

@@ -1,7 +1,7 @@
 """``ostinato bench prefill``: time to first token of one prompt, eagerly and through graphs.
 
-All ways are open at once and measured in turns, on other tokens each time, so that neither drift of
-the machine nor the prefix cache favours one of them.
+All modes are open at once and measured in turns, on new tokens each time, so that neither machine
+drift nor the prefix cache favours one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ EAGER = "NONE"
 def run(
     config: EngineConfig, *, lengths: Sequence[int], modes: Sequence[str], repeats: int = 10
 ) -> dict[str, Any]:
-    """Median time to first token per prompt length and mode; eager is always among them."""
+    """Median time to first token per prompt length and mode, always including eager."""
     if not lengths or min(lengths) < 1:
         raise ConfigError(f"prompt lengths must be positive integers, got {list(lengths)}")
     if repeats < 1:
@@ -85,6 +85,6 @@ def _measure(llms: dict[str, LLM], length: int, repeats: int) -> dict[str, Any]:
 
 
 def _how_it_ran(llm: LLM) -> dict[str, int]:
-    """Steps so far, by whether a graph ran them or why not."""
+    """Steps so far, by graph mode or by the reason for running eagerly."""
     stats = llm.engine.runner.stats
     return {"replayed": stats.hits, **{why.name: count for why, count in stats.eager.items()}}

@@ -1,7 +1,7 @@
 """``ostinato bench decode --profile``: a few steady decode steps under torch's profiler.
 
-The parts of a step come from the profile. What a step and its host side take is measured without
-the profiler, which slows the host down several times over.
+The breakdown of a step comes from the profile. Step and host times are measured without the
+profiler, which slows the host down several times.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ostinato.llm import LLM
 from ostinato.sampling_params import SamplingParams
 
 _STEPS = 16
-_SETTLE = 4  # steps until all of them are alike
+_SETTLE = 4  # steps until all are alike
 _SUFFIXES = (".json.gz", ".json")
 
 
 def check_path(path: Path) -> None:
-    """Say now, and not after minutes of measuring, that traces cannot be written there."""
+    """Raise now, not after minutes of measuring, if traces cannot be written to ``path``."""
     if not path.name.endswith(_SUFFIXES):
         raise ConfigError(f"a Chrome trace is a .json or .json.gz file, got {path.name!r}")
     if not path.parent.is_dir():
@@ -45,14 +45,14 @@ def trace_path(path: Path, batch: int) -> Path:
 
 
 def prompt_len_for(context: int) -> int:
-    """The prompts with which the profiled steps see about ``context`` keys."""
+    """The prompt length with which the profiled steps attend to about ``context`` keys."""
     return max(1, context - _SETTLE - 2 * _STEPS - _STEPS // 2)
 
 
 def longest_for(context: int, *, batch: int, max_num_batched_tokens: int) -> int:
-    """The tokens of a sequence that is profiled around ``context`` keys; none ends meanwhile.
+    """The longest sequence of a profile around ``context`` keys; no request finishes during it.
 
-    Those whose prompts are run first get tokens while the other prompts are run.
+    The first prompts already generate tokens while the remaining prompts run.
     """
     prompt_len = prompt_len_for(context)
     prefill = -(-batch * prompt_len // max(1, max_num_batched_tokens - batch))
@@ -60,11 +60,11 @@ def longest_for(context: int, *, batch: int, max_num_batched_tokens: int) -> int
 
 
 def profile_decode(llm: LLM, batch: int, *, context: int, path: Path) -> dict[str, Any]:
-    """Where the time of one decode step goes, at ``batch`` sequences of about ``context`` tokens.
+    """Break down one decode step, at ``batch`` sequences of about ``context`` tokens.
 
-    Writes a Chrome trace. ``host_us`` is what ``step`` takes when all work that was started before
-    has ended: the host's own time, unless ``step`` waits for the work that it starts itself.
-    ``idle_us`` is what is left of a step that is not profiled when its kernels are taken off.
+    Writes a Chrome trace. ``host_us`` is the duration of ``step`` when all earlier work has
+    finished: the host's own time, unless ``step`` waits for the work that it starts. ``idle_us`` is
+    the time of an unprofiled step minus its kernels.
     """
     engine, trace = llm.engine, trace_path(path, batch)
     with _decoding(engine, batch, prompt_len_for(context)):
@@ -97,7 +97,7 @@ def _activities() -> list[ProfilerActivity]:
 
 @contextmanager
 def _decoding(engine: Engine, batch: int, prompt_len: int) -> Iterator[None]:
-    """``batch`` sequences are in the engine, all past their prompts; afterwards they are gone."""
+    """Hold ``batch`` sequences in the engine, all past their prompts; abort them afterwards."""
     source = random.Random(batch)
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     completions = []
@@ -115,7 +115,7 @@ def _decoding(engine: Engine, batch: int, prompt_len: int) -> Iterator[None]:
         if any(completion.finished for completion in completions):
             raise ConfigError(
                 f"sequences reached max_model_len {engine.max_model_len} before the profile was "
-                "complete; raise it, or leave it to be chosen"
+                "complete; raise it, or leave it unset"
             )
     finally:
         for completion in completions:
@@ -132,7 +132,7 @@ def _step_us(engine: Engine, *, idle: bool = False) -> float:
 
 
 def _intervals(profiler: torch.profiler.profile, device: torch.device) -> Iterator[Interval]:
-    """Kernels and copies on a GPU; on the CPU, the operators that no other operator called."""
+    """Kernels and copies on a GPU; on the CPU, operators not called by another operator."""
     on_cuda = device.type == "cuda"
     wanted = DeviceType.CUDA if on_cuda else DeviceType.CPU
     for event in profiler.events() or []:

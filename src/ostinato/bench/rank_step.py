@@ -1,4 +1,4 @@
-"""Steps of one rank without the others: silent collectives, a KV cache, batches of either kind."""
+"""Steps of one rank without the others: silent collectives, a KV cache, batches of both kinds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ostinato.planner.cost import Kind
 from ostinato.runner.kv_cache import KVCache, bytes_per_block
 
 BLOCK_SIZE = 16
-# Requests share blocks where a cache for all of them would be larger. This much is still read from
+# Requests share blocks if a cache for all of them would be larger. This size is still read from
 # memory and not from a GPU's cache, layer by layer.
 _CUDA_CACHE_BYTES, _CPU_CACHE_BYTES = 32 * 2**30, 64 * 2**20
 
 
 class SilentComm:
-    """A group of ranks of which nobody answers: results have the right shape, and any values."""
+    """A group without other ranks: results have the right shape, and arbitrary values."""
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.size = len(ranks)
@@ -37,7 +37,7 @@ class SilentComm:
         shape = list(tensor.shape)
         shape[split_dim] //= self.size
         shape[concat_dim] *= self.size
-        return tensor.reshape(shape)  # as many numbers as before, so nothing is copied
+        return tensor.reshape(shape)  # the element count is unchanged, so nothing is copied
 
 
 class Batch(NamedTuple):
@@ -56,7 +56,7 @@ def make_cache(
     device: torch.device,
     dtype: torch.dtype,
 ) -> KVCache:
-    """For ``max_tokens`` requests of ``context`` tokens, or for as many as a limit allows."""
+    """A cache for ``max_tokens`` requests of ``context`` tokens, or as many as a limit allows."""
     limit = _CUDA_CACHE_BYTES if device.type == "cuda" else _CPU_CACHE_BYTES
     wanted = max(max_tokens * _num_blocks(context), _num_blocks(max_tokens))
     affordable = limit // bytes_per_block(specs, BLOCK_SIZE, dtype)
@@ -83,17 +83,17 @@ def make_batch(
     cache: KVCache,
     attention: AttentionBackend,
 ) -> Batch:
-    """A decode of as many requests, each with ``context`` keys; or a prefill of one prompt."""
+    """A decode batch of requests with ``context`` keys each, or a prefill of one prompt."""
     decode = kind == "decode"
     num_reqs, keys = (num_tokens, context) if decode else (1, num_tokens)
-    rows = padded_tokens if decode else 1  # padding, too, is a request per token
+    rows = padded_tokens if decode else 1  # each padding token is a request too
     device = cache.layers[0][0].device
 
     query_lens = torch.zeros(rows, dtype=torch.int32)
     query_lens[:num_reqs] = num_tokens // num_reqs
     seq_lens = torch.zeros(rows, dtype=torch.int32)
     seq_lens[:num_reqs] = keys
-    spare = cache.layers[0][0].shape[0] - 1  # all blocks but the first, which is nobody's
+    spare = cache.layers[0][0].shape[0] - 1  # all blocks but the first, which is reserved
     table = 1 + torch.arange(rows * _num_blocks(keys)).view(rows, -1) % spare
     owners = torch.arange(num_tokens) if decode else torch.zeros(num_tokens, dtype=torch.int64)
     places = torch.full((num_tokens,), keys - 1) if decode else torch.arange(num_tokens)

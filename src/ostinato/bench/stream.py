@@ -1,7 +1,7 @@
 """A stream of random batch sizes through one small transformer, one contestant per process.
 
 Run as ``python -m ostinato.bench.stream NAME``; prints one JSON line. Processes are separate so
-that memory peaks, compiled code and warm caches of one contestant cannot help or hurt another.
+that one contestant's memory peak, compiled code and warm caches do not affect another.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _compiled(model: Model) -> Model:
 
 
 def _make_graphed_callables(model: Model) -> Model:
-    """torch's own helper takes one shape per callable, so padding and choosing are added here."""
+    """torch's helper takes one shape per callable, so padding and selection are added here."""
     device = torch.device("cuda")
     callables: dict[int, Any] = {}
     for size in reversed(SIZES):
@@ -61,7 +61,7 @@ def _graphed(model: Model) -> Model:
 
 
 def _graphed_compiled(model: Model) -> Model:
-    """The compiler fuses the kernels, without its own graphs; ours replay what it made."""
+    """The compiler fuses the kernels, without its own graphs; ours replay the result."""
     return graphed(torch.compile(model, dynamic=True), sizes=SIZES)
 
 
@@ -122,7 +122,7 @@ def _timed(run: Model, batches: list[torch.Tensor]) -> float:
 
 
 def measure_all() -> list[dict[str, Any]]:
-    """Every contestant, each in a process of its own."""
+    """Every contestant, each in a separate process."""
     results = []
     for name in CONTESTANTS:
         command = [sys.executable, "-m", "ostinato.bench.stream", name]

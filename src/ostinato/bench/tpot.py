@@ -1,7 +1,6 @@
-"""From the times of short and long generations to a time per output token, or to none.
+"""Derives a time per output token from short and long generations, or rejects it as noise.
 
-A difference of two times is worth no more than their spread allows: where that is larger, the cell
-is unusable, and says so.
+If the spread of the times exceeds their difference, the cell is unusable and says so.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ Rows = list[list[int]]  # the tokens of each request
 
 @dataclass(kw_only=True)
 class Record:
-    """What was seen of one subject at one batch size. All subjects get the same prompts."""
+    """Measurements of one subject at one batch size. All subjects get the same prompts."""
 
     short_s: list[float] = field(default_factory=list)
     long_s: list[float] = field(default_factory=list)
-    tokens: Rows = field(default_factory=list)  # of all runs, the warm-up included
+    tokens: Rows = field(default_factory=list)  # of all runs, including the warm-up
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tpot:
-    """Seconds per output token; ``unusable`` says why they mean nothing, if they do."""
+    """Seconds per output token; ``unusable`` says why they are meaningless, if they are."""
 
     median: float
     quartiles: tuple[float, float]
@@ -33,11 +32,11 @@ class Tpot:
 
 
 def time_per_token(short_s: Sequence[float], long_s: Sequence[float], new_tokens: int) -> Tpot:
-    """Of runs in pairs, the long one making ``new_tokens`` more for each sequence.
+    """Time per token from paired runs, the long one making ``new_tokens`` more per sequence.
 
-    Unusable where the middle half of either kind of run spreads over as much time as lies between
-    them, or where the time would not be positive in the middle half of the pairs. One pair has no
-    spread: only its sign is looked at.
+    Unusable if the middle half of either kind of run spreads over more time than lies between
+    them, or if the time would not be positive in the middle half of the pairs. A single pair has no
+    spread: only its sign is checked.
     """
     times = [(long - short) / new_tokens for short, long in zip(short_s, long_s, strict=True)]
     low, high = _quartiles(times)
@@ -45,7 +44,7 @@ def time_per_token(short_s: Sequence[float], long_s: Sequence[float], new_tokens
     unusable = None
     if low <= 0 or between <= max(_spread(short_s), _spread(long_s)):
         unusable = (
-            f"noise: short runs took {_range(short_s)} and long ones {_range(long_s)} (quartiles), "
+            f"noise: short runs took {_range(short_s)} and long runs {_range(long_s)} (quartiles), "
             f"with {between * 1e3:.3f} ms between their medians; measure on a quieter machine, or "
             "with more --repeats and --new-tokens"
         )
@@ -55,7 +54,7 @@ def time_per_token(short_s: Sequence[float], long_s: Sequence[float], new_tokens
 def agreement(ours: Rows, theirs: Rows) -> dict[str, int]:
     """How much of two subjects' answers agrees, over all tokens of all requests.
 
-    Tokens count up to the first that differs: what follows it answers another question.
+    Tokens count up to the first difference, since everything after it has another context.
     """
     same = [_num_same(a, b) for a, b in zip(ours, theirs, strict=True)]
     longest = [max(len(a), len(b)) for a, b in zip(ours, theirs, strict=True)]

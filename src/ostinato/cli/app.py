@@ -1,4 +1,4 @@
-"""The commands put together, and how their errors are shown."""
+"""Assembles the commands and shows their errors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ostinato.errors import OstinatoError
 
 
 class _App(typer.Typer):
-    """Our own errors are meant for the user: one line in red instead of a traceback."""
+    """Prints Ostinato's own errors as one red line instead of a traceback."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().__call__(*args, **kwargs)
         except OstinatoError as error:
-            # As text, since a message may contain what looks like markup; and not wrapped, so that
-            # it can be searched and copied.
+            # As Text, since a message may contain what looks like markup; unwrapped, so that it can
+            # be searched and copied.
             name, message = type(error).__name__, " ".join(str(error).splitlines())
             line = Text.assemble((f"{name}:", "red"), f" {message}")
             Console(stderr=True).print(line, soft_wrap=True, highlight=False)

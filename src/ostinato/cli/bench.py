@@ -25,7 +25,7 @@ Output = Annotated[Path | None, typer.Option(help="Also write the JSON to this f
 
 @app.command()
 def core(as_json: options.Json = False, output: Output = None) -> None:
-    """Cost of dispatch and wrapper; replay against eager; graphed() against torch's own ways."""
+    """Cost of dispatch and wrapper; replay vs. eager; graphed() vs. torch's alternatives."""
     from ostinato.bench.core import run
 
     _report(run(), tables.core_tables, as_json, output)
@@ -39,17 +39,17 @@ def decode(
         str | None, typer.Option(help="Batch sizes. Default: 1,2,4,...,256 on CUDA, else 1,8.")
     ] = None,
     baselines: Annotated[
-        str, typer.Option(help="Of eager, hf, hf-compile; empty for none.")
+        str, typer.Option(help="Any of eager, hf, hf-compile; empty for none.")
     ] = "eager,hf",
-    prompt_len: Annotated[int, typer.Option(help="Tokens of each prompt.")] = 128,
+    prompt_len: Annotated[int, typer.Option(help="Tokens in each prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(help="Tokens to measure over.")] = 128,
-    repeats: Annotated[int, typer.Option(help="Medians over this many.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 3,
     profile: Annotated[
         Path | None,
-        typer.Option(help="Profile too: a Chrome trace per batch, t.json as t.batch8.json."),
+        typer.Option(help="Also profile: one Chrome trace per batch, t.json as t.batch8.json."),
     ] = None,
     profile_batch: Annotated[
-        str | None, typer.Option(help="Batch sizes to profile. Default: all of them.")
+        str | None, typer.Option(help="Batch sizes to profile. Default: all.")
     ] = None,
     config: EngineConfig,
     as_json: options.Json = False,
@@ -58,7 +58,7 @@ def decode(
 ) -> None:
     """Time per output token: the floor, our eager mode and transformers in the same run.
 
-    Exit code 1 if noise exceeds a measurement; the others are reported.
+    Exits with code 1 if noise exceeds a measurement; the others are still reported.
     """
     from ostinato.bench.decode import run
 
@@ -86,10 +86,10 @@ def decode(
 
 @app.command()
 def plot(
-    result: Annotated[Path, typer.Argument(help="What `bench decode --output` wrote.")],
-    out: Annotated[Path, typer.Option(help="The picture: .png, .svg or .pdf.")],
+    result: Annotated[Path, typer.Argument(help="Output of `bench decode --output`.")],
+    out: Annotated[Path, typer.Option(help="The plot: .png, .svg or .pdf.")],
 ) -> None:
-    """Draw the time per output token over the batch size, with the floor. Needs matplotlib."""
+    """Plot the time per output token over the batch size, with the floor. Needs matplotlib."""
     from ostinato.bench.plot import draw_file
 
     draw_file(result, out)
@@ -104,7 +104,7 @@ def capture(
     as_json: options.Json = False,
     output: Output = None,
 ) -> None:
-    """Seconds, bytes and graphs of the capture in each mode, and seconds until ready."""
+    """Seconds, bytes and graphs of a capture in each mode, and seconds until ready."""
     from ostinato.bench.capture import run
 
     results = run(replace(config, show_progress=False), modes=modes.split(","))
@@ -115,14 +115,14 @@ def capture(
 @options.takes_model(without=("mode",))
 def prefill(
     *,
-    lengths: Annotated[str, typer.Option(help="Tokens of the prompt.")] = "16,64,128,256,512",
-    modes: Annotated[str, typer.Option(help="Beside eager.")] = "PIECEWISE,FULL_AND_PIECEWISE",
-    repeats: Annotated[int, typer.Option(help="Medians over this many.")] = 10,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "16,64,128,256,512",
+    modes: Annotated[str, typer.Option(help="Besides eager.")] = "PIECEWISE,FULL_AND_PIECEWISE",
+    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 10,
     config: EngineConfig,
     as_json: options.Json = False,
     output: Output = None,
 ) -> None:
-    """Time to first token of one prompt, eagerly and in each mode, in turns."""
+    """Time to first token of one prompt, eagerly and in each mode, measured in turns."""
     from ostinato.bench.prefill import run
 
     results = run(
@@ -137,17 +137,17 @@ def prefill(
 @app.command()
 def parallel(
     *,
-    model: Annotated[str, typer.Option(help="Shape; weights are random.")] = "llama-3.2-1b",
+    model: Annotated[str, typer.Option(help="Model shape; weights are random.")] = "llama-3.2-1b",
     layouts: Layouts = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens. Default: 1,2,4,...,2048.")] = None,
-    context: Annotated[int, typer.Option(help="Keys that a decoded token sees.")] = 512,
-    repeats: Annotated[int, typer.Option(help="Medians over this many.")] = 10,
+    context: Annotated[int, typer.Option(help="Keys that a decoded token attends to.")] = 512,
+    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 10,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     as_json: options.Json = False,
     output: Output = None,
 ) -> None:
-    """What one rank computes in a step of several, on one device; communication excluded."""
+    """One rank's compute time per step of a multi-rank model; communication excluded."""
     from ostinato.bench.parallel import TOKENS, run
 
     results = run(

@@ -12,7 +12,7 @@ from ostinato.cli import options
 
 
 def doctor(as_json: options.Json = False) -> None:
-    """Show versions and devices, which fast paths are on, and why one is off."""
+    """Show versions, devices and fast paths, with the reason for each one that is off."""
     from ostinato.doctor import examine
 
     found = examine()

@@ -1,4 +1,4 @@
-"""Layouts of several GPUs on the command line: 4x2 is SP 4 and TP 2."""
+"""Parallel layouts on the command line: 4x2 is SP 4 and TP 2."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 Layouts = Annotated[
     str | None,
-    typer.Option(help="SPxTP, as 8x1,4x2. Default: of 2 to 8 GPUs, all that fit the model."),
+    typer.Option(help="SPxTP, as in 8x1,4x2. Default: all of 2 to 8 GPUs that fit the model."),
 ]
 
 
 def parse_layouts(text: str | None, option: str) -> list[ParallelLayout] | None:
-    """A comma-separated list of layouts."""
+    """Parse a comma-separated list of layouts."""
     from ostinato.parallel.layout import ParallelLayout
 
     if text is None:

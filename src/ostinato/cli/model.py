@@ -1,4 +1,4 @@
-"""Commands that run a model, or say how one would run: generate, capture, explain, tune."""
+"""Commands that run a model, or explain how one would run: generate, capture, explain, tune."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _RANKS = ("tensor_parallel", "sequence_parallel", "shift_parallel_threshold")
 
 @options.takes_model()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to complete, or to answer with --chat.")],
+    prompt: Annotated[str, typer.Argument(help="Text to complete, or to answer with --chat.")],
     *,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through the chat template.")] = False,
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template.")] = False,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
     top_p: Annotated[float, typer.Option(help="In (0, 1].")] = 1.0,
@@ -62,7 +62,7 @@ def capture(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Capture the graphs of a model, and show each: key, nodes, bytes, milliseconds."""
+    """Capture a model's graphs, and show each one: key, nodes, bytes, milliseconds."""
     with _open(config, quiet=quiet or as_json) as llm:
         rows = [
             {
@@ -100,12 +100,12 @@ def explain(
     tokens: Annotated[int, typer.Option(help="Tokens in the batch, before padding.")],
     reqs: Annotated[int, typer.Option(help="Requests in the batch.")],
     max_query_len: Annotated[
-        int | None, typer.Option(help="Most tokens of one request; default: an even split.")
+        int | None, typer.Option(help="Most tokens in one request. Default: an even split.")
     ] = None,
     config: EngineConfig,
     as_json: options.Json = False,
 ) -> None:
-    """Which graph would run a batch, and why. Loads no model."""
+    """Show which graph would run a batch, and why. Loads no model."""
     from ostinato.engine.explain import explain_batch
 
     explanation = explain_batch(
@@ -130,14 +130,14 @@ def tune(
     as_json: options.Json = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Measure which kernels suit a model's products of few rows on this GPU; kept for later."""
+    """Find the best kernels for a model's small-M GEMMs on this GPU, and save them."""
     from ostinato.engine.tune import tune as tune_model
 
     choices = tune_model(replace(config, show_progress=not (quiet or as_json)))
     if as_json:
         sys.stdout.write(json.dumps(choices) + "\n")
         return
-    table = Table("product", "choice", title=f"{len(choices)} kinds of products")
+    table = Table("GEMM", "choice", title=f"{len(choices)} kinds of GEMMs")
     for key, choice in choices.items():
         table.add_row(key, choice)
     Console().print(table)
@@ -152,7 +152,7 @@ def _open(config: EngineConfig, *, quiet: bool) -> Iterator[LLM]:
 
 
 def _as_prompt(llm: LLM, prompt: str) -> Any:
-    """Models without a tokenizer take token ids on the command line too: "1,2,3"."""
+    """Models without a tokenizer take token ids on the command line: "1,2,3"."""
     return prompt if llm.tokenizer else options.integers(prompt, "the prompt of this model")
 
 

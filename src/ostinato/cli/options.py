@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they become."""
+"""Options shared by several commands, and their conversion."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ostinato.errors import ConfigError
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 
-# Options whose flag is not their name.
+# Options whose flag differs from their name.
 _FLAGS = {"capture_sizes": ("--sizes",), "random_weights": ("--random-weights",)}
 
 
 def takes_model(
     *, only: Collection[str] | None = None, without: Collection[str] = ()
 ) -> Callable[[Callable[..., None]], Any]:
-    """Put the options of the engine and its graphs in place of a command's argument ``config``.
+    """Replace a command's argument ``config`` by the options of the engine and its graphs.
 
-    The command line then has one for each that is declared with a type for it, or for ``only``
-    these, or all but those in ``without``; the command gets all of them as one ``EngineConfig``.
+    The command line gets one option for each that declares a command-line type (restricted to
+    ``only``, or to all but ``without``); the command gets all of them as one ``EngineConfig``.
     """
     of_engine, of_graphs = (
         [
@@ -52,7 +52,7 @@ def takes_model(
             engine = {each.name: values.pop(each.name) for each in of_engine}
             command(config=EngineConfig(**engine, graphs=GraphConfig(**graphs)), **values)
 
-        # What typer reads a command's options from.
+        # typer reads a command's options from these.
         call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         call.__annotations__ = {each.name: each.annotation for each in parameters}
         return call
@@ -61,7 +61,7 @@ def takes_model(
 
 
 def _declared(config: type[EngineConfig] | type[GraphConfig]) -> list[inspect.Parameter]:
-    """The options of a dataclass that are on the command line, as typer takes them."""
+    """The command-line options of a dataclass, as typer takes them."""
     return [
         inspect.Parameter(
             each.name,
@@ -81,7 +81,7 @@ def _annotated(option: Field[Any]) -> Any:
 
 
 def integers(text: str | None, option: str) -> list[int] | None:
-    """A comma-separated list of integers."""
+    """Parse a comma-separated list of integers."""
     if text is None:
         return None
     try:

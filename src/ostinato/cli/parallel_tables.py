@@ -1,4 +1,4 @@
-"""The results of ``bench parallel`` and ``plan parallel`` as tables; 80 columns are enough."""
+"""Tables for ``bench parallel`` and ``plan parallel``, within 80 columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 
 
 def bench_tables(results: dict[str, Any]) -> list[RenderableType]:
-    """For each layout: milliseconds of base and shift over the number of tokens."""
+    """For each layout: milliseconds of base and shift by number of tokens."""
     parts: list[RenderableType] = [Text(f"communication is {results['communication']}")]
     for (sp, tp), rows in groupby(results["rows"], key=lambda row: (row["sp"], row["tp"])):
         title = f"{results['model']}, {results['dtype']}, SP {sp} x TP {tp}: ms of one rank"
@@ -41,7 +41,7 @@ def plan_tables(results: dict[str, Any]) -> list[RenderableType]:
 
 
 def _steps_table(gpus: int, results: dict[str, Any]) -> Table | None:
-    """TP, SP and shift, of the layouts that are all of one; the mixed ones are in the JSON."""
+    """Steps of pure TP, SP and shift layouts; mixed layouts are in the JSON."""
     wanted = {"TP": (1, gpus), "SP": (gpus, 1), "shift": (gpus, 1)}
     times: dict[int, dict[tuple[str, str], float]] = {}
     for row in results["steps"]:
@@ -56,7 +56,7 @@ def _steps_table(gpus: int, results: dict[str, Any]) -> Table | None:
     if not columns:
         return None
     table = _table(
-        f"{gpus} GPUs: ms of a step", "tokens", *(f"{kind}\n{way}" for kind, way in columns)
+        f"{gpus} GPUs: ms per step", "tokens", *(f"{kind}\n{way}" for kind, way in columns)
     )
     for size, row in times.items():
         best = {
@@ -69,7 +69,7 @@ def _steps_table(gpus: int, results: dict[str, Any]) -> Table | None:
 
 def _layouts_table(layouts: Sequence[dict[str, Any]]) -> Table:
     table = _table(
-        "Layouts: weights of a GPU, KiB that it sends per layer and token, best threshold",
+        "Layouts: weights per GPU, KiB sent per layer and token, best threshold",
         "GPUs",
         "SP x TP",
         "base\nGB",
@@ -97,12 +97,12 @@ def _layouts_table(layouts: Sequence[dict[str, Any]]) -> Table:
 
 
 def _load_tables(loads: Sequence[dict[str, Any]]) -> list[RenderableType]:
-    """For each load all ways to run it, the best first."""
+    """For each load, all ways to run it, best first."""
     tables: dict[str, Table] = {}
     for load in loads:
         title = (
             f"{load['load']}: {load['num_reqs']} requests of {load['prompt_tokens']} tokens "
-            f"that get {load['output_tokens']}"
+            f"that generate {load['output_tokens']}"
         )
         columns = ("GPUs", "way", "SP x TP", "threshold", "seconds", "tokens/s", "of best")
         table = tables.setdefault(load["load"], _table(title, *columns))
@@ -127,7 +127,7 @@ def _ms(milliseconds: float) -> str:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Names to the left, numbers to the right."""
+    """A table with names left-aligned and numbers right-aligned."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column, justify="left" if column in ("load", "way") else "right")

@@ -1,4 +1,4 @@
-"""``ostinato plan``: predictions, with all that they assume. Runs no model."""
+"""``ostinato plan``: predictions, with all their assumptions. Runs no model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ostinato.cli.layouts import Layouts, parse_layouts
 from ostinato.cli.results import write_results
 from ostinato.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Predict, and say what was assumed.")
+app = typer.Typer(no_args_is_help=True, help="Predict costs, and state the assumptions.")
 
 
 @app.callback()
 def main() -> None:
-    """Predict, and say what was assumed."""
+    """Predict costs, and state the assumptions."""
 
 
 @app.command()
@@ -26,18 +26,18 @@ def parallel(
     *,
     source: Annotated[
         Path | None,
-        typer.Option("--from", help="What `bench parallel --output` wrote. Default: a roofline."),
+        typer.Option("--from", help="Output of `bench parallel --output`. Default: a roofline."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Shape. Default: llama-3.1-8b.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model shape. Default: llama-3.1-8b.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Default: bfloat16.")] = None,
     gpus: Annotated[
-        str | None, typer.Option(help="Numbers of GPUs. Default: of 2 to 8, all that fit.")
+        str | None, typer.Option(help="Numbers of GPUs. Default: all of 2 to 8 that fit.")
     ] = None,
     layouts: Layouts = None,
     bandwidth: Annotated[
         float | None, typer.Option(help="GB/s per GPU in one direction. Default: 450, NVLink 4.")
     ] = None,
-    latency: Annotated[float | None, typer.Option(help="µs of a collective. Default: 10.")] = None,
+    latency: Annotated[float | None, typer.Option(help="µs per collective. Default: 10.")] = None,
     memory_bandwidth: Annotated[
         float | None, typer.Option(help="GB/s of a GPU's memory. Default: 4390, an H200.")
     ] = None,
@@ -45,21 +45,21 @@ def parallel(
         float | None, typer.Option(help="TFLOP/s of a GPU. Default: an H200's for the dtype.")
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Keys that a decoded token sees. Default: 512.")
+        int | None, typer.Option(help="Keys that a decoded token attends to. Default: 512.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Largest batch. Default: 2048, or what was measured.")
+        int | None, typer.Option(help="Largest batch. Default: 2048, or the largest measured.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw step times: .png, .svg or .pdf. Needs matplotlib.")
+        Path | None, typer.Option(help="Plot step times: .png, .svg or .pdf. Needs matplotlib.")
     ] = None,
     plot_layout: Annotated[
-        str | None, typer.Option(help="What to draw. Default: most GPUs, then most SP.")
+        str | None, typer.Option(help="Layout to plot. Default: most GPUs, then most SP.")
     ] = None,
     as_json: options.Json = False,
     output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
 ) -> None:
-    """Step times, thresholds and the best layout for TP, SP and shift on several GPUs."""
+    """Predict step times, thresholds and the best layout of TP, SP and shift on several GPUs."""
     from ostinato.bench import plot_parallel
     from ostinato.planner.forecast import Question, run
 
@@ -67,7 +67,7 @@ def parallel(
     if plot is not None:
         plot_parallel.check_picture(plot)
     elif drawn:
-        raise ConfigError("--plot-layout says what to draw; say where to as well, --plot")
+        raise ConfigError("--plot-layout needs --plot, which says where to write the plot")
     results = run(
         Question(
             source=source,

@@ -1,4 +1,4 @@
-"""Results as JSON: to the screen, to a file, with the command that made them."""
+"""Writes results as JSON, to stdout or a file, with the command that produced them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Where files went is nobody's business.
+# Output paths are left out of the recorded command.
 _PLACES = re.compile(r" --(output|plot|profile)[ =]\S+")
 
 
 def write_results(results: dict[str, Any], *, as_json: bool, output: Path | None) -> bool:
-    """Write them where they were asked for, with the command as it was given, so that a file says
-    how to make it again. Whether they went to the screen, in place of tables.
+    """Write the results where requested, with the command that reproduces them. Returns whether
+    they were printed, in place of tables.
     """
     results["command"] = _PLACES.sub("", " ".join(["ostinato", *sys.argv[1:]]))
     text = json.dumps(results, indent=2) + "\n"

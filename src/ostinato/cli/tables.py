@@ -1,4 +1,4 @@
-"""The results of ``ostinato bench`` as tables to read; 80 columns are enough."""
+"""Tables for the results of ``ostinato bench``, within 80 columns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-_LONGEST_NAME = 44  # of a kernel; some of C++'s go on for lines
+_LONGEST_NAME = 44  # of a kernel; C++ names can be several lines long
 
 
 def core_tables(results: dict[str, Any]) -> list[RenderableType]:
@@ -47,7 +47,7 @@ def decode_tables(results: dict[str, Any]) -> list[RenderableType]:
 
 
 def _spread(quartiles: Sequence[float]) -> str:
-    """Half of what lies between the quartiles, relative to their middle."""
+    """Half the interquartile range, relative to its midpoint."""
     low, high = quartiles
     return "" if low == high else f" ±{(high - low) / (high + low):.0%}"
 
@@ -58,13 +58,13 @@ def _same(row: dict[str, Any], name: str) -> str:
 
 
 def _remarks(row: dict[str, Any]) -> list[RenderableType]:
-    """What is said below the table about the cells of a row."""
+    """Remarks below the table about the cells of a row."""
     batch = row["batch"]
     differ = [
         Text(
             f"{name}, batch {batch}: {count['requests']:,} of {count['of_requests']:,} requests "
-            f"have the same tokens; {count['tokens']:,} of {count['of_tokens']:,} tokens come "
-            "before a difference"
+            f"have the same tokens; {count['tokens']:,} of {count['of_tokens']:,} tokens precede "
+            "a difference"
         )
         for name, count in row["agreement"].items()
         if count is not None and not row["same_tokens_as"][name]
@@ -83,7 +83,7 @@ def _remarks(row: dict[str, Any]) -> list[RenderableType]:
 def _floor_line(results: dict[str, Any]) -> Text:
     weights, bandwidth = results["weight_bytes"], results["bandwidth"]
     if weights is None:
-        return Text("no floor: the weights that a step reads depend on the tokens (experts)")
+        return Text("no floor: which weights a step reads depends on the tokens (experts)")
     return Text(
         f"floor: {weights / 1e6:,.1f} MB of weights, and the keys and values, at "
         f"{bandwidth['bytes_per_s'] / 1e9:,.1f} GB/s (a plain read: {bandwidth['way']})"
@@ -91,7 +91,7 @@ def _floor_line(results: dict[str, Any]) -> Text:
 
 
 def _profile_tables(profile: dict[str, Any]) -> list[RenderableType]:
-    """Where the time of a step goes, and the kernels that take most of it."""
+    """Where the time of a step goes, and its most expensive kernels."""
     parts = _table(f"One step at batch {profile['batch']}", "where", "time", "share", "kernels")
     for name, part in profile["parts"].items():
         count = "" if part["count"] is None else f"{part['count']:.1f}"
@@ -168,7 +168,7 @@ def _stream_table(stream: Sequence[dict[str, Any]]) -> Table:
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Names to the left, numbers to the right."""
+    """A table with names left-aligned and numbers right-aligned."""
     table = Table(title=title)
     for column in columns:
         is_name = column in ("", "what", "mode", "where", "kernel")

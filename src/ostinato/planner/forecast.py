@@ -1,7 +1,7 @@
-"""``ostinato plan parallel``: step times, thresholds and loads of several GPUs, predicted from one.
+"""``ostinato plan parallel``: predicts step times, thresholds and loads of several GPUs from one.
 
-What a rank computes comes from a result of ``ostinato bench parallel`` or, without one, from a
-roofline; communication from formulas. Whatever is assumed is part of the result.
+A rank's compute time comes from a result of ``ostinato bench parallel`` or else from a roofline;
+communication comes from formulas. All assumptions are part of the result.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from ostinato.planner.cost import Compute, LayoutCost, default_layouts, layouts_
 from ostinato.planner.predict import loads, predict
 
 MODEL, DTYPE, CONTEXT, MAX_TOKENS = "llama-3.1-8b", "bfloat16", 512, 2048
-# Of an H200, in GB/s and µs.
+# Defaults of an H200, in GB/s and µs.
 BANDWIDTH, LATENCY = 450.0, 10.0
 _BANDWIDTH_FROM = (
-    "NVLink 4 of an H200: 18 links of 25 GB/s each way; NCCL gets about 80% of it with large "
+    "NVLink 4 of an H200: 18 links of 25 GB/s each way; NCCL reaches about 80% of it with large "
     "tensors, so try --bandwidth 370 too"
 )
 _LATENCY_FROM = (
-    "of the order of small all-reduces by NCCL inside one machine, in CUDA graphs; measure yours "
-    "with nccl-tests"
+    "typical of NCCL's small all-reduces within one machine, in CUDA graphs; measure yours with "
+    "nccl-tests"
 )
-# Of an H200, in GB/s and TFLOP/s.
+# Defaults of an H200, in GB/s and TFLOP/s.
 MEMORY_BANDWIDTH = 4390.0
 _MEMORY_FROM = "a plain read of an H200, measured by `ostinato bench decode`"
 PEAKS = {"bfloat16": 989.0, "float16": 989.0, "float32": 67.0}
@@ -44,7 +44,7 @@ _TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What is to be predicted. None: the default, or what was measured."""
+    """What to predict. None: the default, or the measured value."""
 
     source: Path | None = None
     model: str | None = None
@@ -109,21 +109,21 @@ def _read(path: Path) -> Any:
 
 
 def _subject(question: Question, measured: Measured | None) -> tuple[str, str]:
-    """Model and dtype. A measurement has its own, and no use for a roofline's numbers."""
+    """Model and dtype. A measurement brings its own, and rejects roofline numbers."""
     if measured is not None:
         for name, asked, found in (
             ("--model", question.model, measured.model),
             ("--dtype", question.dtype, measured.dtype),
         ):
             if asked is not None and asked != found:
-                raise ConfigError(f"{name} is {asked}, but {found} was measured; leave it out")
+                raise ConfigError(f"{name} is {asked}, but {found} was measured; omit it")
         for name, value in (
             ("--memory-bandwidth", question.memory_bandwidth),
             ("--peak", question.peak),
             ("--context", question.context),
         ):
             if value is not None:
-                raise ConfigError(f"{name} is for predictions without --from; leave it out")
+                raise ConfigError(f"{name} is for predictions without --from; omit it")
         return measured.model, measured.dtype
     dtype = question.dtype or DTYPE
     if dtype not in _ITEMSIZES:
@@ -135,7 +135,7 @@ def _layouts(
     question: Question, config: DecoderConfig, measured: Measured | None
 ) -> list[ParallelLayout]:
     if question.gpus is not None and question.layouts is not None:
-        raise ConfigError("both --gpus and --layouts were given; one of them says it all")
+        raise ConfigError("both --gpus and --layouts were given; give only one of them")
     if question.layouts is not None:
         return list(dict.fromkeys(question.layouts))
     if question.gpus is None:
@@ -167,7 +167,7 @@ def _roofline(question: Question, config: DecoderConfig, dtype: str) -> tuple[Co
     memory, peak = question.memory_bandwidth, question.peak
     context = CONTEXT if question.context is None else question.context
     lines = [
-        "compute: a roofline; products, attention and the head each take the longer of their reads "
+        "compute: a roofline; GEMMs, attention and the head each take the longer of their reads "
         "(weights, keys and values) and their arithmetic; activations, small kernels and launches "
         "take no time, so real steps take longer",
         f"memory: {_stated(memory, MEMORY_BANDWIDTH, 'GB/s', _MEMORY_FROM)}",
@@ -196,7 +196,7 @@ def _about_measured(result: Any, measured: Measured) -> list[str]:
 
 def _batches(context: int) -> str:
     return (
-        f"decode is one token of each request, which sees {context} keys; prefill is one prompt "
+        f"decode is one token per request, which attends to {context} keys; prefill is one prompt "
         "from its beginning"
     )
 
@@ -216,15 +216,15 @@ def _about_communication(question: Question, bandwidth: float, latency: float) -
 
 def _about_steps(max_tokens: int) -> list[str]:
     described = "; ".join(
-        f"{load.name} is {load.num_reqs} requests of {load.prompt_tokens} tokens that get "
+        f"{load.name} is {load.num_reqs} requests of {load.prompt_tokens} tokens that generate "
         f"{load.output_tokens}"
         for load in loads(max_tokens)
     )
     return [
-        "step: computation and communication one after the other; no time for the host, sampling, "
-        "or padding to captured sizes (the base model is padded to a multiple of SP)",
-        f"threshold: the one with the least sum of step times over batches of 1 to {max_tokens} "
-        "tokens, decode and prefill counted alike; 0 where the shift model never pays",
+        "step: computation and communication in sequence; no time for the host, sampling, or "
+        "padding to captured sizes (the base model is padded to a multiple of SP)",
+        f"threshold: the one with the smallest sum of step times over batches of 1 to {max_tokens} "
+        "tokens, decode and prefill weighted equally; 0 if the shift model never pays off",
         f"loads: {described}; prompts fill steps of {max_tokens} tokens, then all decode together",
     ]
 

@@ -129,7 +129,7 @@ def _load(load: Load, costs: Sequence[LayoutCost]) -> dict[str, Any]:
                 "tokens_per_s": load.num_tokens / seconds,
             }
         )
-    # Ties go to the first, which lists layouts without the shift model and its memory first.
+    # Ties go to the first way: those without the shift model, which takes memory, come first.
     return {
         "load": load.name,
         "gpus": costs[0].layout.world_size,
