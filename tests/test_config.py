@@ -69,7 +69,7 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
         {"kv_cache_memory": "lots"},
         "not an amount of memory: 'lots'; write 1073741824, '1GiB' or '512M'",
     ),
-    ({"model": ""}, "model is empty; name a directory, a hub model or a shape, or None"),
+    ({"model": ""}, "model is empty; give a directory, a hub model, a shape or None"),
 ]
 
 
@@ -134,13 +134,13 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert EngineConfig().torch_device() == CPU
     assert EngineConfig(device="cpu").torch_device() == CPU
-    with pytest.raises(ConfigError, match="'cuda' was asked for, but torch finds no CUDA GPU"):
+    with pytest.raises(ConfigError, match="'cuda' was requested, but torch finds no CUDA GPU"):
         EngineConfig(device="cuda").torch_device()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert EngineConfig().torch_device() == CUDA
     assert EngineConfig(device="cuda:1").torch_device() == torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match="'cuda:2' was asked for, but torch finds 2 CUDA GPUs"):
+    with pytest.raises(ConfigError, match="'cuda:2' was requested, but torch finds 2 CUDA GPUs"):
         EngineConfig(device="cuda:2").torch_device()
 
 
@@ -199,8 +199,8 @@ def test_limits_that_exclude_each_other() -> None:
     with pytest.raises(ConfigError) as error:
         EngineConfig(max_num_seqs=5, max_num_batched_tokens=4).batch_limits(CPU)
     assert str(error.value) == (
-        "max_num_batched_tokens 4 is below max_num_seqs 5: a step could not take one token of "
-        "every request; raise the former or lower the latter"
+        "max_num_batched_tokens 4 is below max_num_seqs 5, so a step could not take one token of "
+        "every request; raise the first or lower the other"
     )
 
 

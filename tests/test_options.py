@@ -37,7 +37,7 @@ def test_an_llm_has_the_options_of_an_engine() -> None:
         (lambda: SamplingParams(0.8), r"0\.8 was given without one; write .*temperature="),
         (lambda: SamplingParams(temprature=0.8), "did you mean temperature"),
         (lambda: SamplingParams(best_of=3), r"best_of, which was 3: write n"),
-        (lambda: LLM("tiny", "cpu"), "takes its options by name, and 'cpu'"),
+        (lambda: LLM("tiny", "cpu"), "takes its options by name, but 'cpu'"),
         (lambda: LLM(max_seqs=3), "LLM has no option 'max_seqs'; did you mean max_num_seqs"),
         (lambda: LLM(zzz=3), r"LLM has no option 'zzz'; help\(\) lists"),
         (lambda: LLM(swap_space=4), "LLM has no option swap_space, which was 4: requests that do"),
@@ -53,10 +53,10 @@ def test_an_llm_has_the_options_of_an_engine() -> None:
         ),
         (
             lambda: GraphConfig(max_cudagraph_capture_size=8, capture_sizes=[1, 2]),
-            "give one of the two",
+            "give only one of the two",
         ),
         (lambda: LLM(attention=object()), "has no name, support, forward, forward_qkv"),
-        (lambda: LLM(attention=TorchPagedAttention), "is a class: make one of it"),
+        (lambda: LLM(attention=TorchPagedAttention), "is a class: pass an instance"),
         (lambda: LLM(attention=TorchPagedAttention(), tensor_parallel=2), "cannot be sent to 2"),
     ],
 )

@@ -1,7 +1,7 @@
 """Ostinato: CUDA graphs for LLM inference, as a library and a runtime.
 
-The names below are the public ones. They are imported when first used, so that ``import ostinato``
-and the command line start at once.
+The names below are the public API. They are imported on first use, so that ``import ostinato`` and
+the command line start quickly.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _HOME = {
     "WeightOffloader": "graphs.capture.pool",
 }
 
-# What `pip install ostinato` leaves out, and `ostinato[llm]` brings.
+# Packages that `pip install ostinato` leaves out and `ostinato[llm]` installs.
 _OF_THE_RUNTIME = ("transformers", "tokenizers", "safetensors", "numpy", "filelock")
 
 if TYPE_CHECKING:

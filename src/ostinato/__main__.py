@@ -1,4 +1,4 @@
-"""The ``ostinato`` command, which is also ``python -m ostinato``."""
+"""The ``ostinato`` command, also available as ``python -m ostinato``."""
 
 import sys
 

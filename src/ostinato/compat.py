@@ -1,8 +1,8 @@
-"""Every private name of torch, Triton and transformers that Ostinato uses, fenced in.
+"""Every private name of torch, Triton and transformers that Ostinato uses.
 
-Each says what it is for, where it was seen, and what happens without it. A missing name breaks no
-import: what takes its place does the same more slowly, does less, or raises when it is used.
-``ostinato doctor`` shows them all.
+Each entry says what the name is for, where it was seen, and what happens without it. A missing name
+breaks no import: its replacement is slower, does less, or raises when it is used.
+``ostinato doctor`` lists them all.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from ostinato.errors import ConfigError
 
 _TORCH = "torch 2.11 and 2.13"
-_TRITON = "3.6."  # its versions begin with
+_TRITON = "3.6."  # prefix of the supported versions
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrivateName:
-    """One private name: where it is, what for, and what happens without it."""
+    """One private name: its location, its purpose, and what happens without it."""
 
     path: str
     purpose: str
@@ -32,7 +32,7 @@ class PrivateName:
     seen_in: str
 
     def find(self) -> Any:
-        """The object; None where it is missing."""
+        """The object, or None if it is missing."""
         parts = self.path.split(".")
         found = None
         for count in range(len(parts), 0, -1):
@@ -46,18 +46,18 @@ class PrivateName:
         return found
 
     def demand(self) -> Any:
-        """The object; raises where it is missing."""
+        """The object; raises if it is missing."""
         found = self.find()
         if found is None:
             self.refuse()
         return found
 
     def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Stands in for what cannot be done without."""
+        """Replaces an object that has no substitute; always raises."""
         package = self.path.partition(".")[0]
         raise ConfigError(
             f"{self.path} is missing in this {package} ({_version(package)}), and without it "
-            f"{self.without}; use a version that has it, as {self.seen_in} do"
+            f"{self.without}; use a version that has it, such as {self.seen_in}"
         )
 
 
@@ -71,7 +71,7 @@ def _name(path: str, *, purpose: str, without: str, seen_in: str = _TORCH) -> Pr
 
 
 def _private(path: str, instead: Any = None, **about: str) -> Any:
-    """The object of that name in torch, or what to use ``instead``; None: what raises when used."""
+    """The object at ``path``, or ``instead``; if that is None, a stand-in that raises when used."""
     name = _name(path, **about)
     found = name.find()
     if found is None:
@@ -92,7 +92,7 @@ if TYPE_CHECKING:
 else:
 
     class _NoSuchClass:
-        """Has no instances, so nothing is one."""
+        """A class without instances, so that isinstance() is always false."""
 
         def __init__(self) -> None:
             raise ConfigError(
@@ -100,8 +100,8 @@ else:
             )
 
     _operators = {
-        "purpose": "operators are told from other callables, and asked for their schema",
-        "without": "captures refuse every operator as one that they do not know",
+        "purpose": "distinguishes operators from other callables, and reads their schema",
+        "without": "captures reject every operator as unknown",
     }
     OpOverload = _private("torch._ops.OpOverload", _NoSuchClass, **_operators)
     OpOverloadPacket = _private("torch._ops.OpOverloadPacket", _NoSuchClass, **_operators)
@@ -115,47 +115,47 @@ else:
 _composite_key: Any = _private(
     "torch._C.DispatchKey.CompositeImplicitAutograd",
     0,
-    purpose="operators made of others are taken apart, so that each is watched",
-    without="operators that are made of others cannot be captured",
+    purpose="decomposes composite operators, so that each part is watched",
+    without="composite operators cannot be captured",
 )
 _name(
     "torch.ops.aten.mm.default._op_dk",
-    purpose="runs one kernel of an operator: what it is made of",
-    without="operators that are made of others cannot be captured",
+    purpose="runs one kernel of an operator: its composite implementation",
+    without="composite operators cannot be captured",
 )
 
 
 def call_composite(operator: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Run what an operator is made of.
+    """Run an operator's composite implementation.
 
-    Not ``operator.decompose()``, which prefers what was written for tracing, in Python, to the
-    kernel that runs eagerly: bilinear upsampling and recurrent layers round otherwise there.
+    Not ``operator.decompose()``, which prefers Python decompositions written for tracing to the
+    kernel that runs eagerly: bilinear upsampling and recurrent layers round differently there.
     """
     return operator._op_dk(_composite_key, *args, **kwargs)
 
 
 has_kernel_for_key: Callable[[str, str], bool] = _private(
     "torch._C._dispatch_has_kernel_for_dispatch_key",
-    purpose="tells operators that are made of others from those that are not",
-    without="operators that are made of others cannot be captured",
+    purpose="tells whether an operator is composite",
+    without="composite operators cannot be captured",
 )
 
 inside_functorch_transform: Callable[[], Any] = _private(
     "torch._C._functorch.peek_interpreter_stack",
     lambda: None,
-    purpose="graphed() refuses to be called inside vmap, grad and their like",
-    without="such a call fails with an error of torch's own",
+    purpose="graphed() refuses calls inside vmap, grad and similar transforms",
+    without="such a call fails with one of torch's own errors",
 )
 
 function_stack_depth: Callable[[], int] = _private(
     "torch._C._len_torch_function_stack",
     lambda: 0,
     purpose="function modes (`with torch.device(...)`) are part of the key of graphed()",
-    without="a graph is replayed under another function mode than it was captured under",
+    without="a graph may be replayed under a function mode other than the one at capture",
 )
 function_mode_at: Callable[[int], Any] = _private(
     "torch._C._get_function_stack_at",
-    purpose="what a function mode is set to is part of the key, too",
+    purpose="the settings of a function mode are part of the key too",
     without="calls under a function mode are refused",
 )
 
@@ -163,8 +163,8 @@ generated_functions: list[Any] = [
     _private(
         f"torch._C.{module}",
         object(),
-        purpose="replays on the CPU call operators by the shortest way",
-        without="replays on the CPU take some microseconds longer per operator",
+        purpose="CPU replays call operators through the shortest path",
+        without="CPU replays take a few microseconds longer per operator",
     )
     for module in ("_VariableFunctions", "_nn", "_linalg")
 ]
@@ -172,17 +172,17 @@ generated_functions: list[Any] = [
 record_function: Callable[[str], Any] = _private(
     "torch._C._profiler._RecordFunctionFast",
     lambda name: nullcontext(),
-    purpose="profilers see the Python kernels of replays on the CPU",
+    purpose="profilers see the Python kernels of CPU replays",
     without="profilers do not see them",
 )
 
 
 def replaceable(path: str) -> Any:
-    """What ``path`` names, to replace functions in it; an empty object where it is missing."""
+    """The object at ``path``, for replacing functions in it; an empty object if it is missing."""
     found = _name(
         path,
-        purpose="recordings on the CPU refuse reads of tensors that dispatch no operator",
-        without="the reads that go through it are not refused",
+        purpose="CPU recordings refuse tensor reads that dispatch no operator",
+        without="reads that go through it are not refused",
     ).find()
     return object() if found is None else found
 
@@ -191,8 +191,8 @@ forward_hooks: list[dict[int, Any]] = [
     _private(
         f"torch.nn.modules.module.{name}",
         {},
-        purpose="hooks of all modules that were added since a capture are found",
-        without="they are not found",
+        purpose="global module hooks added after a capture are detected",
+        without="they are not detected",
     )
     for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
 ]
@@ -204,13 +204,13 @@ has_internal_overlap: Callable[[torch.Tensor], Any] = _private(
     lambda tensor: any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ),
-    purpose="expanded tensors are copied whole by recordings on the CPU",
-    without="strides are looked at instead, and overlaps other than expansion are missed",
+    purpose="CPU recordings copy expanded tensors in full",
+    without="strides are checked instead, which misses overlaps other than expansion",
 )
 
 neg_view: Callable[[torch.Tensor], torch.Tensor] = _private(
     "torch._neg_view",
-    purpose="results that are lazily negated keep that property",
+    purpose="lazily negated results keep that property",
     without="such results cannot be captured",
 )
 
@@ -222,15 +222,15 @@ storage_from_address: Callable[[int, torch.device, int], Any] = _private(
 
 compare_addresses: Any = _private(
     "torch._C._tensors_data_ptrs_at_indices_equal",
-    0,  # asked for its truth before it is called; CPU builds have none
-    purpose="weights that moved are found by one call for all of them",
-    without="each weight is asked for its address (CPU builds of torch; some 20 us for 300)",
+    0,  # falsy, and checked before the call; CPU builds lack the function
+    purpose="one call detects all weights that moved",
+    without="weights are checked one by one (CPU builds of torch; about 20 us for 300)",
     seen_in="CUDA builds of torch 2.1 to 2.13",
 )
 
 
 def storage_number(storage: torch.UntypedStorage) -> int:
-    """A number for a storage; other tensors that share it get the same."""
+    """A number that identifies a storage; tensors that share it get the same number."""
     number: int = getattr(storage, "_cdata", None) or storage.data_ptr()
     return number
 
@@ -238,19 +238,19 @@ def storage_number(storage: torch.UntypedStorage) -> int:
 _name(
     "torch.UntypedStorage._cdata",
     purpose="tells whether tensors share memory",
-    without="the address of the memory is used",
+    without="the address of the memory is used instead",
 )
 
 
 def generator_number(generator: torch.Generator) -> int:
-    """The dispatcher hands out another Python object for a generator each time; not this."""
+    """A number that identifies a generator; its Python object differs on every dispatch."""
     number: int = getattr(generator, "_cdata", None) or id(generator)
     return number
 
 
 _name(
     "torch.Generator._cdata",
-    purpose="captures know the generators that were registered",
+    purpose="captures recognize the registered generators",
     without="draws from registered generators are refused",
 )
 
@@ -259,45 +259,46 @@ _name(
 raw_stream: Callable[[int], int] = _private(
     "torch._C._cuda_getCurrentRawStream",
     lambda index: torch.cuda.current_stream(index).cuda_stream,
-    purpose="the current stream is asked for on every replay and launch",
-    without="the public way takes some microseconds longer",
+    purpose="every replay and launch reads the current stream",
+    without="the public function takes a few microseconds longer",
     seen_in="CUDA builds of torch 2.11 and 2.13",
 )
 
 current_device: Callable[[], int] = _private(
     "torch._C._cuda_getDevice",
     torch.cuda.current_device,
-    purpose="the current device is asked for on every launch",
-    without="the public way takes a microsecond longer",
+    purpose="every launch reads the current device",
+    without="the public function takes a microsecond longer",
     seen_in="CUDA builds of torch 2.11 and 2.13",
 )
 
 end_allocate_to_pool: Callable[[int, Any], None] = _private(
     "torch._C._cuda_endAllocateToPool",
-    purpose="a capture that broke gives the allocator back",
-    without="a process cannot go on after a capture that broke",
+    purpose="restores the allocator after a broken capture",
+    without="a process cannot continue after a broken capture",
     seen_in="CUDA builds of torch 2.11 and 2.13",
 )
 release_pool: Callable[[int, Any], None] = _private(
     "torch._C._cuda_releasePool",
-    purpose="a capture that broke gives its memory back",
-    without="a process cannot go on after a capture that broke",
+    purpose="releases the memory of a broken capture",
+    without="a process cannot continue after a broken capture",
     seen_in="CUDA builds of torch 2.11 and 2.13",
 )
 
 memory_snapshot: Callable[[], Any] = _private(
     "torch.cuda.memory._snapshot",
     lambda: {"segments": torch.cuda.memory_snapshot()},
-    purpose="which memory belongs to a pool",
-    without="the public function answers the same",
+    purpose="tells which memory belongs to a pool",
+    without="the public function returns the same information",
 )
 
 
 def answer_for_captures(is_recording: Callable[[], bool]) -> None:
-    """Have ``torch.cuda.is_current_stream_capturing()`` be true in recordings on the CPU as well.
+    """Make ``torch.cuda.is_current_stream_capturing()`` true in CPU recordings as well.
 
-    Replaced for good, and below the public function, so that the answer is right also where that
-    one was imported by name. Where torch has no CUDA it raises, and goes on to do so otherwise.
+    The replacement is permanent, and sits below the public function, so that it also works where
+    that one was imported by name. Without CUDA the function raises, and outside recordings it
+    still does.
     """
     torch_answers = _stream_is_capturing.find()
     if torch_answers is not None:
@@ -309,7 +310,7 @@ def answer_for_captures(is_recording: Callable[[], bool]) -> None:
 _stream_is_capturing = _name(
     "torch.cuda.graphs._cuda_isCurrentStreamCapturing",
     purpose="code that asks whether it is being captured gets the same answer on the CPU",
-    without="it believes that it runs eagerly, and its first read is refused",
+    without="such code assumes that it runs eagerly, and its first host read is refused",
     seen_in="torch 2.0 to 2.13",
 )
 
@@ -320,8 +321,8 @@ def _switch(name: str, instead: Callable[[], Any]) -> Callable[[], Any]:
     read: Callable[[], Any] = _private(
         f"torch._C.{name}",
         instead,
-        purpose="a switch that changes results is read on every call",
-        without="the public way takes a little longer",
+        purpose="every call reads a switch that changes results",
+        without="the public function takes slightly longer",
     )
     return read
 
@@ -356,19 +357,19 @@ cuda_switches: list[Callable[[], Any]] = [
 
 tensor_guards = _name(
     "torch._C._dynamo.guards.TensorGuards",
-    purpose="a replay's arguments are checked by one call for all of them",
-    without="they are checked in Python, which takes some microseconds longer",
+    purpose="one call checks all arguments of a replay",
+    without="they are checked in Python, which takes a few microseconds longer",
 )
 
 compile_fx = _name(
     "torch._inductor.compile_fx.compile_fx",
-    purpose="GraphConfig(compile=True) has inductor compile the pieces of a model",
-    without="there is compile='eager' only",
+    purpose="GraphConfig(compile=True) compiles the pieces of a model with inductor",
+    without="only compile='eager' is available",
 )
 
 _tracing = {
     "purpose": "GraphConfig(compile=...) traces a model and splits it at attention",
-    "without": "there is no GraphConfig(compile=...)",
+    "without": "GraphConfig(compile=...) is not available",
 }
 dynamo = _name("torch._dynamo", **_tracing)
 constant_source = _name("torch._dynamo.source.ConstantSource", **_tracing)
@@ -376,23 +377,23 @@ fake_tensor_mode = _name("torch._subclasses.fake_tensor.FakeTensorMode", **_trac
 
 symbolic_shape_settings = _name(
     "torch.fx.experimental._config",
-    purpose="a trace holds for sizes of 0 and 1 as well",
-    without="there is no GraphConfig(compile=...)",
+    purpose="a trace also holds for sizes 0 and 1",
+    without="GraphConfig(compile=...) is not available",
 )
 
 # --- Triton -------------------------------------------------------------------------------------
 
 launch_settings = _name(
     "triton.knobs.runtime",
-    purpose="kernels are launched without Triton's own look at every argument",
-    without="every launch takes some 20 us longer, so eager steps and captures are slower",
+    purpose="kernels are launched without Triton's own checks of every argument",
+    without="every launch takes about 20 us longer, which slows eager steps and captures",
     seen_in=f"Triton {_TRITON}x",
 )
 
 
 @cache
 def triton_launches() -> Any:
-    """Triton's settings for launches, or None if it is no version whose launches we know."""
+    """Triton's launch settings, or None for versions whose launcher is not supported."""
     triton = importlib.import_module("triton")
     return launch_settings.find() if triton.__version__.startswith(_TRITON) else None
 
@@ -403,21 +404,21 @@ _TRANSFORMERS = "transformers 5.17"
 
 no_init_weights = _name(
     "transformers.initialization.no_init_weights",
-    purpose="the size of a model is known before memory is spent on it",
-    without="models of transformers' own modules are not loaded",
+    purpose="a model's size is known before its memory is allocated",
+    without="models that use transformers' modules cannot be loaded",
     seen_in=_TRANSFORMERS,
 )
 
 rope_functions = _name(
     "transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS",
-    purpose="frequencies of RoPE variants other than the plain and Llama 3's",
-    without="models with such a variant are not loaded",
+    purpose="frequencies of RoPE variants other than plain and Llama 3's",
+    without="models with such a variant cannot be loaded",
     seen_in=_TRANSFORMERS,
 )
 
 experts_module = _name(
     "transformers.integrations.moe",
     purpose="mixture-of-experts layers run without reading the routing on the host",
-    without="mixture-of-experts models are not loaded",
+    without="mixture-of-experts models cannot be loaded",
     seen_in=_TRANSFORMERS,
 )

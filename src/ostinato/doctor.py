@@ -1,4 +1,4 @@
-"""What ``ostinato doctor`` reports: versions, devices, which fast paths are on, and why not."""
+"""What ``ostinato doctor`` reports: versions, devices, and fast paths with their reasons."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _PACKAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class FastPath:
-    """Something that makes runs faster or reports fuller where it is there."""
+    """An optional feature that makes runs faster or reports more complete."""
 
     name: str
     on: bool
-    why: str  # what it is there for, or why it is off
+    why: str  # its purpose, or why it is off
 
 
 def examine() -> dict[str, Any]:
@@ -89,35 +89,35 @@ def _fast_paths() -> Iterator[FastPath]:
     )
     knows_triton = has_triton and compat.triton_launches() is not None
     yield FastPath(
-        name="short way to launch Triton kernels",
+        name="fast launches of Triton kernels",
         on=on_cuda and knows_triton,
         why=no_gpu if not on_cuda else "" if knows_triton else compat.launch_settings.without,
     )
     overlaps = on_cuda and torch.cuda.get_device_capability() >= (9, 0)
     yield FastPath(
-        name="kernels that begin before the last is done",
+        name="programmatic dependent launch",
         on=overlaps,
-        why="" if overlaps else no_gpu if not on_cuda else "from compute capability 9.0 on",
+        why="" if overlaps else no_gpu if not on_cuda else "needs compute capability 9.0",
     )
     has_guards = compat.tensor_guards.find() is not None
     yield FastPath(
-        name="arguments of replays checked in one call",
+        name="replay arguments checked in one call",
         on=has_guards,
         why="" if has_guards else compat.tensor_guards.without,
     )
     compares = bool(compat.compare_addresses)
     yield FastPath(
-        name="weights that moved found in one call",
+        name="moved weights detected in one call",
         on=compares,
-        why="" if compares else "CUDA builds of torch have it; each weight is asked, 20 us for 300",
+        why="" if compares else "only in CUDA builds of torch; weights are checked one by one",
     )
     yield FastPath(
-        name="nodes of CUDA graphs counted, capture streams of our own",
+        name="CUDA graph node counts, private capture streams",
         on=on_cuda and HAS_BINDINGS,
         why=no_gpu if not on_cuda else "" if HAS_BINDINGS else "cuda-bindings is not installed",
     )
     yield FastPath(
-        name="compiled kernels for models on the CPU",
+        name="compiled CPU kernels",
         on=has_numba(),
         why="" if has_numba() else "numba is not installed: pip install 'ostinato[cpu]'",
     )

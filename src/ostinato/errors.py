@@ -1,8 +1,7 @@
-"""Every exception Ostinato raises on purpose.
+"""Every exception that Ostinato raises deliberately.
 
-Messages are written for the person who reads them at three in the morning: what went wrong, where,
-which value, and what to do about it. Each class also derives from the built-in exception that fits
-it, so callers that do not know Ostinato can still catch it sensibly.
+A message says what went wrong, where, with which value, and what to do about it. Each class also
+derives from the closest built-in exception, so that callers that do not know Ostinato can catch it.
 """
 
 from __future__ import annotations
@@ -13,29 +12,29 @@ class OstinatoError(Exception):
 
 
 class ConfigError(OstinatoError, ValueError):
-    """A setting is wrong: an unknown mode, a bad list of sizes, options that exclude each other."""
+    """A setting is invalid: an unknown mode, a bad list of sizes, options that conflict."""
 
 
 class BatchError(OstinatoError, ValueError):
-    """A batch or an argument does not fit what the graphs were built for."""
+    """A batch or an argument does not match what the graphs were built for."""
 
 
 class MeasurementError(OstinatoError, RuntimeError):
-    """A benchmark measured nothing: its noise is larger than what was to be measured."""
+    """A benchmark is inconclusive: its noise is larger than the measured effect."""
 
 
 class RequestError(OstinatoError, ValueError):
-    """A request cannot be run: an empty or too long prompt, a token id that does not exist."""
+    """A request cannot run: an empty or overlong prompt, a token id out of range."""
 
 
 class ContextError(OstinatoError, RuntimeError):
-    """The forward context was read where none is set."""
+    """The forward context was read while none is set."""
 
 
 class CaptureError(OstinatoError, RuntimeError):
-    """A capture failed or was not allowed. Nothing of it is left behind.
+    """A capture failed or was not allowed. It leaves nothing behind.
 
-    ``operator`` and ``source`` name what broke it and the user's line, where they are known.
+    ``operator`` and ``source`` are the operator and the user's line that caused it, if known.
     """
 
     def __init__(
@@ -47,11 +46,11 @@ class CaptureError(OstinatoError, RuntimeError):
 
 
 class CaptureOutOfMemoryError(CaptureError, MemoryError):
-    """The device ran out of memory during a capture; what the capture took was given back."""
+    """The device ran out of memory during a capture; the capture's memory was freed."""
 
 
 class ReplayMismatchError(OstinatoError, RuntimeError):
-    """A replay was asked for with arguments that differ from the captured ones."""
+    """A replay was requested with arguments that differ from the captured ones."""
 
 
 class ClosedError(OstinatoError, RuntimeError):
@@ -63,11 +62,11 @@ class ConcurrentUseError(OstinatoError, RuntimeError):
 
 
 class OutOfBlocksError(OstinatoError, RuntimeError):
-    """The KV cache has fewer free blocks than were asked for; none was taken."""
+    """The KV cache has fewer free blocks than requested; none was taken."""
 
 
 class SchedulingError(OstinatoError, RuntimeError):
-    """The scheduler or its blocks were used out of order: a block freed twice, a plan skipped."""
+    """The scheduler or its blocks were misused: a block freed twice, a plan skipped."""
 
 
 class ModelLoadError(OstinatoError, RuntimeError):
@@ -75,11 +74,11 @@ class ModelLoadError(OstinatoError, RuntimeError):
 
 
 class CollectiveError(OstinatoError, RuntimeError):
-    """The ranks of a group called collectives that do not fit together, or one never came."""
+    """The ranks of a group called mismatched collectives, or one never joined."""
 
 
 class RankFailedError(OstinatoError, RuntimeError):
-    """Another rank died, hangs or reported an error. ``rank`` says which, if it is known."""
+    """Another rank died, hangs or reported an error. ``rank`` is its number, if known."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message, rank)

@@ -1,9 +1,9 @@
-"""Options as users write them: declared once, with their help, and refused by name.
+"""Declares user options once, with their help, and rejects unknown names helpfully.
 
 A dataclass of options declares each with ``option(default, help)``. ``user_options`` makes its
-constructor answer names that it does not have: a name of another engine that means the same is
-taken, one that means something else gets an error that says what to write here, and any other gets
-the nearest name there is. The help becomes the class's docstring, and options of the command line.
+constructor handle other names: another engine's name for the same option is accepted, one that
+means something else gets an error that says what to write here, and any other name gets the nearest
+match. The help becomes the class's docstring and the options of the command line.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ P = ParamSpec("P")
 
 
 def option(default: Any, help: str, *, cli: type | None = None) -> Any:
-    """A field of a dataclass of options. ``cli``: its type on the command line, if it is there."""
+    """A field of an options dataclass. ``cli``: its type on the command line, if it is offered."""
     return field(default=default, metadata={"help": help, "cli": cli})
 
 
 class Foreign(NamedTuple):
-    """An option of another engine that is not one here.
+    """An option of another engine that does not exist here.
 
-    ``harmless``: values that ask for what happens here anyway; these are taken.
+    ``harmless``: values that ask for the behavior here; they are accepted.
     """
 
     instead: str
@@ -46,9 +46,9 @@ def user_options(
     aliases: Mapping[str, str] | None = None,
     foreign: Mapping[str, Foreign] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """For a dataclass: check the names that it is made with.
+    """Class decorator for a dataclass: check the option names passed to its constructor.
 
-    ``aliases``: other names of its fields. Errors speak of ``name``, which is what users call, and
+    ``aliases``: other names of its fields. Errors refer to ``name``, which is what users call, and
     show the option ``example``.
     """
 
@@ -63,8 +63,8 @@ def user_options(
         def checked(self: T, *args: Any, **options: Any) -> None:
             if len(args) > len(positional):
                 raise ConfigError(
-                    f"{called} takes its options by name, and {shown(args[len(positional)])} was "
-                    f"given without one; write {called}({example}=...), say"
+                    f"{called} takes its options by name, but {shown(args[len(positional)])} was "
+                    f"given without one; write for example {called}({example}=...)"
                 )
             if not options.keys() <= names:
                 options = _known(called, names, options, aliases or {}, foreign or {})
@@ -84,7 +84,7 @@ def _known(
     aliases: Mapping[str, str],
     foreign: Mapping[str, Foreign],
 ) -> dict[str, Any]:
-    """The options by the names that they have here."""
+    """Translate option names to the names used here."""
     known: dict[str, Any] = {}
     for given, value in options.items():
         own = aliases.get(given, given)
@@ -123,7 +123,7 @@ def described(options: list[Field[Any]]) -> str:
 def same_options_as(
     config: Callable[P, Any],
 ) -> Callable[[Callable[Concatenate[S, ...], None]], Callable[Concatenate[S, P], None]]:
-    """For an ``__init__`` that makes a ``config``: it has its options, to readers and mypy too."""
+    """For an ``__init__`` that builds a ``config``: give it the config's signature."""
 
     def decorate(init: Callable[Concatenate[S, ...], None]) -> Callable[Concatenate[S, P], None]:
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -1,37 +1,37 @@
-"""Options of vLLM and ArcticInference that are otherwise, or absent, here, and what to write."""
+"""Options of vLLM and ArcticInference that differ or do not exist here, and what to write."""
 
 from __future__ import annotations
 
 from ostinato.options import Foreign
 
-_LEAVE_OUT = "leave it out"
+_LEAVE_OUT = "omit it"
 
 GRAPH_OPTIONS = {
     "cudagraph_num_of_warmups": Foreign("write num_warmups"),
     "cudagraph_copy_inputs": Foreign("inputs are static buffers that the runner fills", (False,)),
-    "cudagraph_specialize_lora": Foreign("there are no adapters at run time", (True, False)),
+    "cudagraph_specialize_lora": Foreign("adapters are not supported at run time", (True, False)),
     "use_inductor": Foreign("write compile=True for inductor, compile='eager' without"),
-    "splitting_ops": Foreign("a model is split at attention", (None,)),
-    "level": Foreign("write compile=True to have the model compiled", (0, None)),
+    "splitting_ops": Foreign("models are split at attention", (None,)),
+    "level": Foreign("write compile=True to compile the model", (0, None)),
 }
 
 ENGINE_OPTIONS = {
     # Graphs.
     "compilation_config": Foreign("write graphs=GraphConfig(mode=..., capture_sizes=...)", (None,)),
     "max_seq_len_to_capture": Foreign(
-        "graphs are captured for numbers of tokens, of sequences of any length; write "
+        "graphs are captured for token counts and serve sequences of any length; write "
         "graphs=GraphConfig(max_cudagraph_capture_size=...)"
     ),
     "cuda_graph_sizes": Foreign("write graphs=GraphConfig(capture_sizes=...)", (None,)),
     # Memory and scheduling.
     "swap_space": Foreign(
-        "requests that do not fit are computed again, not swapped out; " + _LEAVE_OUT, (0,)
+        "requests that do not fit are recomputed, not swapped out; " + _LEAVE_OUT, (0,)
     ),
     "cpu_offload_gb": Foreign("weights stay on the device; use more ranks", (0,)),
     "kv_cache_dtype": Foreign("the KV cache has the model's dtype", ("auto",)),
     "num_gpu_blocks_override": Foreign("write kv_cache_memory_bytes", (None,)),
     "enable_chunked_prefill": Foreign(
-        "prompts are always chunked; to take each in one step, raise max_num_batched_tokens",
+        "prompts are always chunked; to run a prompt in one step, raise max_num_batched_tokens",
         (True, None),
     ),
     "scheduling_policy": Foreign("requests are served in order of arrival", ("fcfs",)),
@@ -43,10 +43,10 @@ ENGINE_OPTIONS = {
     "pipeline_parallel_size": Foreign(
         "layers are not split over ranks; write tensor_parallel_size", (1,)
     ),
-    "data_parallel_size": Foreign("start an LLM for each replica", (1,)),
+    "data_parallel_size": Foreign("start one LLM per replica", (1,)),
     "enable_expert_parallel": Foreign("experts are split by tensor_parallel_size", (False,)),
     "distributed_executor_backend": Foreign(
-        "ranks are processes that the LLM starts, or those of torchrun; " + _LEAVE_OUT,
+        "ranks are processes started by the LLM or by torchrun; " + _LEAVE_OUT,
         (None, "mp", "external_launcher"),
     ),
     "disable_custom_all_reduce": Foreign("NCCL does all reductions; " + _LEAVE_OUT, (True,)),
@@ -56,35 +56,35 @@ ENGINE_OPTIONS = {
         "checkpoints are safetensors; for dummy weights write random_weights=True",
         ("auto", "safetensors"),
     ),
-    "quantization": Foreign("what the checkpoint's config says is used; " + _LEAVE_OUT, (None,)),
-    "speculative_config": Foreign("there is no speculative decoding yet", (None,)),
+    "quantization": Foreign("the checkpoint's config decides; " + _LEAVE_OUT, (None,)),
+    "speculative_config": Foreign("speculative decoding is not supported yet", (None,)),
     "enable_lora": Foreign("merge the adapter into the checkpoint first (PEFT)", (False,)),
     "hf_overrides": Foreign("edit a copy of the checkpoint's config.json", (None,)),
-    "trust_remote_code": Foreign("code of a checkpoint is never executed", (False,)),
+    "trust_remote_code": Foreign("code in a checkpoint is never executed", (False,)),
     "task": Foreign("models generate text", ("auto", "generate")),
     "runner": Foreign("models generate text", ("auto", "generate")),
     # Tokenizers and downloads.
-    "tokenizer": Foreign("the tokenizer is the checkpoint's; put its files there", (None,)),
-    "tokenizer_mode": Foreign("the tokenizer is the checkpoint's", ("auto",)),
-    "skip_tokenizer_init": Foreign("prompts may be token ids in any case", (False,)),
-    "revision": Foreign("download that revision, and name its directory", (None,)),
-    "tokenizer_revision": Foreign("download that revision, and name its directory", (None,)),
-    "download_dir": Foreign("download the model, and name its directory", (None,)),
+    "tokenizer": Foreign("the checkpoint's tokenizer is used; put its files there", (None,)),
+    "tokenizer_mode": Foreign("the checkpoint's tokenizer is used", ("auto",)),
+    "skip_tokenizer_init": Foreign("prompts may always be token ids", (False,)),
+    "revision": Foreign("download that revision, and pass its directory", (None,)),
+    "tokenizer_revision": Foreign("download that revision, and pass its directory", (None,)),
+    "download_dir": Foreign("download the model, and pass its directory", (None,)),
     "use_tqdm_on_load": Foreign("write show_progress", (True, False)),
 }
 
 SAMPLING_OPTIONS = {
     "best_of": Foreign("write n, and choose among the completions by their logprobs", (None, 1)),
-    "use_beam_search": Foreign("there is no beam search; write n", (False,)),
-    "prompt_logprobs": Foreign("log-probabilities are those of sampled tokens: logprobs", (None,)),
-    "detokenize": Foreign("ids are returned beside the text in any case", (True,)),
+    "use_beam_search": Foreign("beam search is not supported; write n", (False,)),
+    "prompt_logprobs": Foreign("logprobs covers sampled tokens only", (None,)),
+    "detokenize": Foreign("token ids are always returned with the text", (True,)),
     "bad_words": Foreign("write logit_bias={token_id: -100}", (None,)),
     "allowed_token_ids": Foreign("write logit_bias for up to 300 tokens", (None,)),
-    "structured_outputs": Foreign("there is no constrained output yet", (None,)),
-    "guided_decoding": Foreign("there is no constrained output yet", (None,)),
+    "structured_outputs": Foreign("constrained output is not supported yet", (None,)),
+    "guided_decoding": Foreign("constrained output is not supported yet", (None,)),
     "logits_processors": Foreign("the sampler is part of the graph; write logit_bias", (None,)),
-    "spaces_between_special_tokens": Foreign("text is what the tokenizer makes of it", (True,)),
-    "truncate_prompt_tokens": Foreign("cut the token ids of the prompt yourself", (None,)),
+    "spaces_between_special_tokens": Foreign("the tokenizer decides", (True,)),
+    "truncate_prompt_tokens": Foreign("truncate the prompt's token ids yourself", (None,)),
     "output_kind": Foreign("generate() returns whole outputs, stream() what each step adds"),
-    "extra_args": Foreign("there is nothing that reads them", (None,)),
+    "extra_args": Foreign("nothing reads them", (None,)),
 }

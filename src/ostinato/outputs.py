@@ -1,4 +1,4 @@
-"""What the user gets back, with the names people know from vLLM."""
+"""What generation returns, under the names known from vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-# Per generated token: the sampled one first, then the most likely, by token id.
+# Per generated token: the sampled one first, then the most likely ones, by token id.
 TokenLogprobs = dict[int, Logprob]
 
 
@@ -51,7 +51,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class TextDelta:
-    """What one step added to one completion; ``text`` can be empty while a word is incomplete."""
+    """What one step added to one completion; ``text`` may be empty while a word is incomplete."""
 
     prompt_index: int
     index: int

@@ -1,4 +1,4 @@
-"""Where Ostinato keeps what it can make again, and that no stranger writes there."""
+"""The cache directory for files that Ostinato can recreate, and who may write there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ostinato.errors import ConfigError
 
 
 def cache_directory() -> Path:
-    """The directory, which may not be there yet."""
+    """The cache directory, which may not exist yet."""
     if own := os.environ.get("OSTINATO_CACHE"):
         return Path(own).expanduser()
     if shared := os.environ.get("XDG_CACHE_HOME"):
@@ -19,10 +19,10 @@ def cache_directory() -> Path:
 
 
 def private_cache_directory() -> Path:
-    """The directory, made if it is not there; raises where strangers can put files into it.
+    """Create the cache directory if needed; raise if other users can put files into it.
 
-    Weights are read from it, and compiled code is run. It must belong to this user, or to root, and
-    not be writable by everyone; a group that may write to it is trusted.
+    Weights are read from it, and compiled code runs from it. It must belong to this user or to
+    root, and not be world-writable; a group with write access is trusted.
     """
     directory = cache_directory()
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -32,12 +32,12 @@ def private_cache_directory() -> Path:
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
             f"the cache directory {directory} belongs to another user (uid {status.st_uid}), who "
-            "could change what is run from it; set OSTINATO_CACHE to a directory of your own"
+            "could change what runs from it; set OSTINATO_CACHE to a directory of your own"
         )
     if status.st_mode & stat.S_IWOTH:
         raise ConfigError(
-            f"the cache directory {directory} can be written by everyone (mode "
-            f"{stat.filemode(status.st_mode)}), who could change what is run from it; chmod o-w "
-            "it, or set OSTINATO_CACHE to another directory"
+            f"the cache directory {directory} is world-writable (mode "
+            f"{stat.filemode(status.st_mode)}), so anyone could change what runs from it; chmod "
+            "o-w it, or set OSTINATO_CACHE to another directory"
         )
     return directory

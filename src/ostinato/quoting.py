@@ -1,4 +1,4 @@
-"""What others give and say, in error messages: short, and on one line, whatever it is."""
+"""Quotes arbitrary values and other libraries' errors in messages: short and on one line."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ _shorten.maxstring = _shorten.maxother = 80
 
 
 def shown(value: object) -> str:
-    """``value`` in an error message, whatever its ``repr`` does."""
+    """``value`` for an error message, even if its ``repr`` misbehaves."""
     try:
         return _one_line(_shorten.repr(value))
-    except ValueError:  # an integer of thousands of digits has none
+    except ValueError:  # repr() of an integer with thousands of digits raises
         return f"an object of type {type(value).__name__}"
 
 
 def said(error: BaseException | str) -> str:
-    """What another library's ``error`` says; such messages can quote whole files."""
+    """The text of another library's ``error``, shortened; such messages can quote whole files."""
     try:
         text = str(error)
-    except Exception:  # a class of its own, and a broken one
+    except Exception:  # a custom class with a broken __str__
         text = ""
     return _one_line(text[: 2 * _LONGEST_SAID], _LONGEST_SAID) or type(error).__name__
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether ``error`` is a library's own: an Exception, or a panic of one written in Rust."""
+    """Whether ``error`` comes from a library: an Exception, or a panic from Rust code."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -42,6 +42,6 @@ def listed(names: list[str]) -> str:
 
 
 def _one_line(text: str, longest: int = _LONGEST) -> str:
-    # A terminal obeys control characters, and surrogates cannot be printed at all.
+    # A terminal interprets control characters, and surrogates cannot be printed at all.
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in " ".join(text.split()))
     return text if len(text) <= longest else text[: longest - 3] + "..."

@@ -1,4 +1,4 @@
-"""``SamplingParams``: how the tokens of one request are chosen, and when it ends."""
+"""``SamplingParams``: how the tokens of one request are sampled, and when it ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ostinato.errors import ConfigError
 from ostinato.options import option, user_options
 from ostinato.quoting import shown
 
-# More than these serve no purpose that we know of, and would hold up or exhaust an engine.
+# Larger values have no known use, and would delay or exhaust an engine.
 MAX_N = 16_384
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 128
@@ -26,51 +26,51 @@ _LARGEST_FLOAT = sys.float_info.max
 @user_options(example="temperature", foreign=other_engines.SAMPLING_OPTIONS)
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends. Names and meanings are vLLM's.
+    """How the tokens of one request are sampled, and when it ends. Names and meanings are vLLM's.
 
-    The ``MAX_`` constants of ``ostinato.sampling_params`` are limits.
+    The ``MAX_`` constants of ``ostinato.sampling_params`` are the limits.
     """
 
-    n: int = option(1, "Completions of the prompt.")
+    n: int = option(1, "Number of completions of the prompt.")
     temperature: float = option(1.0, "0 is greedy; larger is more random.")
-    top_k: int = option(0, "Sample from this many of the likeliest tokens; 0 or -1: from all.")
+    top_k: int = option(0, "Sample from this many of the most likely tokens; 0 or -1: from all.")
     top_p: float = option(
-        1.0, "Sample from the likeliest tokens whose probabilities add up to this."
+        1.0, "Sample from the most likely tokens whose probabilities add up to this."
     )
-    min_p: float = option(0.0, "Leave out tokens less likely than this times the likeliest token.")
+    min_p: float = option(0.0, "Drop tokens less likely than this times the most likely one.")
     presence_penalty: float = option(
-        0.0, "Taken off the logits of tokens that the answer has, in [-2, 2]."
+        0.0, "Subtracted from the logits of tokens already in the output, in [-2, 2]."
     )
     frequency_penalty: float = option(
-        0.0, "The same for each time that the answer has the token, in [-2, 2]."
+        0.0, "Subtracted once per occurrence of the token in the output, in [-2, 2]."
     )
     repetition_penalty: float = option(
-        1.0, "Above 1: makes tokens of the prompt and the answer less likely, by this factor."
+        1.0, "Above 1: makes tokens in the prompt and the output less likely, by this factor."
     )
     logit_bias: Mapping[int, float] | None = option(
         None, "Added to the logits, by token id, in [-100, 100]."
     )
     seed: int | None = option(
         None,
-        "Makes the request's random numbers its own; None draws one. In float32 the tokens are "
-        "then a function of the prompt and these parameters alone, whatever else is in the batch; "
-        "in bfloat16 and float16 the rounding of another batch shape can change them.",
+        "Seed of the request's random numbers; None draws one. In float32 the tokens then depend "
+        "only on the prompt and these parameters, whatever else is in the batch; in bfloat16 and "
+        "float16 the rounding of another batch shape can change them.",
     )
-    max_tokens: int | None = option(16, "Longest answer. None: up to the model's limit.")
-    min_tokens: int = option(0, "Tokens before the answer may end.")
-    stop: str | Sequence[str] = option((), "A string, or several, at which the answer ends.")
-    stop_token_ids: Sequence[int] = option((), "Tokens at which the answer ends.")
-    include_stop_str_in_output: bool = option(False, "Leave the stop string in the text.")
-    ignore_eos: bool = option(False, "Go on after the model's end-of-sequence token.")
+    max_tokens: int | None = option(16, "Longest output. None: up to the model's limit.")
+    min_tokens: int = option(0, "Minimum tokens before the output may end.")
+    stop: str | Sequence[str] = option((), "A string, or several, at which the output ends.")
+    stop_token_ids: Sequence[int] = option((), "Tokens at which the output ends.")
+    include_stop_str_in_output: bool = option(False, "Keep the stop string in the text.")
+    ignore_eos: bool = option(False, "Continue after the model's end-of-sequence token.")
     skip_special_tokens: bool = option(True, "Leave special tokens out of the text.")
     logprobs: int | None = option(
         None,
-        "Return the log-probabilities of the sampled token and of this many of the likeliest, "
-        "before penalties and temperature.",
+        "Return the log-probabilities of the sampled token and of this many of the most likely "
+        "tokens, before penalties and temperature.",
     )
 
     def __post_init__(self) -> None:
-        # Options arrive from the command line and from requests, so types are checked too.
+        # Options come from the command line and from requests, so types are checked too.
         _check_int("n", self.n, at_least=1)
         if self.n > MAX_N:
             raise ConfigError(
@@ -91,8 +91,8 @@ class SamplingParams:
         _check_int("min_tokens", self.min_tokens, at_least=0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(
-                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; nothing "
-                "satisfies both"
+                f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}; lower it, or "
+                "raise max_tokens"
             )
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
             raise ConfigError(f"seed must be an integer in [0, 2**63), got {shown(self.seed)}")
@@ -106,7 +106,7 @@ class SamplingParams:
         self._check_lists()
 
     def _check_lists(self) -> None:
-        # Kept as plain immutable values: a request outlives the caller's lists.
+        # Stored as plain immutable values, because a request outlives the caller's lists.
         given = (self.stop,) if isinstance(self.stop, str) else self.stop
         stop = _as_tuple("stop", given, MAX_STOP_STRINGS, "stop strings")
         if any(not isinstance(text, str) or not text for text in stop):
@@ -114,7 +114,7 @@ class SamplingParams:
         num_characters = sum(map(len, stop))
         if num_characters > MAX_STOP_CHARACTERS:
             raise ConfigError(
-                f"stop strings have at most {MAX_STOP_CHARACTERS} characters together, got "
+                f"stop strings may have at most {MAX_STOP_CHARACTERS} characters together, got "
                 f"{num_characters}"
             )
         if not all(_is_text(text) for text in stop):
@@ -149,14 +149,14 @@ def _as_tuple(name: str, value: object, most: int, what: str) -> tuple[Any, ...]
         return ()
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ConfigError(f"{name} must be a list, got {shown(value)}")
-    items = tuple(islice(value, most + 1))  # an iterator may have no end
+    items = tuple(islice(value, most + 1))  # an iterator may be infinite
     if len(items) > most:
         raise ConfigError(f"at most {most} {what}, got more")
     return items
 
 
 def _is_text(value: str) -> bool:
-    """No lone surrogates: no model says one, so it would never be found."""
+    """Whether the text has no lone surrogates: no model produces one, so it would never match."""
     return not any("\ud800" <= character <= "\udfff" for character in value)
 
 

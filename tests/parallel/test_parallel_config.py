@@ -21,15 +21,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tensor_parallel": 2, "shift_parallel_threshold": 8},
-        "shift_parallel_threshold is 8, but with sequence_parallel 1 no tokens are split",
+        "shift_parallel_threshold is 8, but sequence_parallel is 1, so no tokens are split",
     ),
     (
         {"tensor_parallel": 2, "graphs": GraphConfig(compile=True)},
-        "compile=True is for one device, not for 2 ranks",
+        "compile=True supports one device, not 2 ranks",
     ),
     (
         {"sequence_parallel": 4, "graphs": GraphConfig(eager_fallback=True)},
-        "eager_fallback is for one device, not for 4 ranks",
+        "eager_fallback supports one device, not 4 ranks",
     ),
     (
         {"tensor_parallel": 2, "device": "cuda:1"},
