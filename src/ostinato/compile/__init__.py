@@ -1,1 +1,1 @@
-"""Piecewise graphs by torch.compile; see ``backend.py``. Importing this package imports nothing."""
+"""Piecewise graphs with torch.compile; see ``backend.py``. Importing this package is free."""

@@ -1,11 +1,11 @@
-"""Piecewise graphs by torch.compile.
+"""Piecewise graphs with torch.compile.
 
-A model is traced once, with a symbol for the number of tokens; the trace is split at attention (and
-at whatever else is named); each piece between is compiled and wrapped in a PIECEWISE
-``CUDAGraphWrapper``. What comes out is called like the model, and Dynamo is out of the way: nothing
-is traced or compiled again. A FULL wrapper may go around the whole.
+A model is traced once, with a symbol for the number of tokens. The trace is split at attention (and
+at any other named operator), and each piece in between is compiled and wrapped in a PIECEWISE
+``CUDAGraphWrapper``. The result is called like the model, without Dynamo: nothing is traced or
+compiled again. A FULL wrapper may enclose the whole.
 
-The other way to piecewise graphs, ``graphs.segments``, traces nothing and generates no code.
+The alternative for piecewise graphs, ``graphs.segments``, traces nothing and generates no code.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ostinato.graphs.wrapper import CUDAGraphOptions, CUDAGraphWrapper
 
 logger = logging.getLogger(__name__)
 
-# A prime, so that it is no model's width by accident; a guard that compares the two would tie the
-# number of tokens to it.
+# A prime, so that it does not match a dimension of the model by accident; a guard that compares the
+# two would tie the number of tokens to it.
 _EXAMPLE_SIZE = 127
 
 
 @dataclass(kw_only=True, eq=False)
 class _BuiltModel:
-    """``run`` takes the model's arguments of these numbers and calls all pieces in turn."""
+    """``run`` takes the model's arguments with these indices and calls all pieces in order."""
 
     run: Callable[..., Any]
     arguments: list[int]
@@ -48,12 +48,12 @@ class _BuiltModel:
 
 @dataclass(kw_only=True, eq=False)
 class _Variant:
-    """One trace, ready to run, for the layouts of arguments that it was made for."""
+    """One trace, ready to run, and the argument layouts that it was made for."""
 
     trace: Trace
     layouts: list[tuple[Any, ...]]
     model: _BuiltModel
-    sizes: dict[int, bool]  # known answers
+    sizes: dict[int, bool]  # cached answers
 
     def serves(self, layouts: list[tuple[Any, ...]], num_tokens: int) -> bool:
         if layouts != self.layouts:
@@ -68,7 +68,7 @@ class _Variant:
 
 
 class PiecewiseModel:
-    """A model split and compiled: see ``compile_piecewise``. Called with the model's arguments.
+    """A split and compiled model: see ``compile_piecewise``. Called with the model's arguments.
 
     ``num_recompiles`` counts traces after the first; each is also logged as a warning.
     """
@@ -101,14 +101,14 @@ class PiecewiseModel:
         return variant.trace.result(outputs, args)
 
     def trace(self, *args: torch.Tensor) -> None:
-        """Trace and compile, unless that was done, without running anything.
+        """Trace and compile without running anything, unless that was already done.
 
-        Needed before a FULL capture if the model did not run before.
+        Required before a FULL capture if the model has not run yet.
         """
         self._variant_for(args)
 
     def clear_graphs(self) -> None:
-        """Drop the graphs of all pieces; what was compiled stays."""
+        """Drop the graphs of all pieces; compiled code stays."""
         for wrapper in self.wrappers:
             wrapper.clear_graphs()
 
@@ -135,8 +135,8 @@ class PiecewiseModel:
             raise BatchError("a compiled model takes tensors with one row per token, by position")
         if is_recording():
             raise CaptureError(
-                f"{num_tokens} tokens would have to be traced inside a capture, where "
-                "torch.compile cannot run; call trace() with such arguments before"
+                f"a batch of {num_tokens} tokens would have to be traced inside a capture, where "
+                "torch.compile cannot run; call trace() with such arguments first"
             )
         known = [variant for variant in self._variants if variant.layouts == layouts]
         if self._variants:
@@ -145,15 +145,15 @@ class PiecewiseModel:
             compilation_counter.num_models_seen += 1
         made = [self._compile_size(args, layouts, num_tokens if known else _EXAMPLE_SIZE)]
         if not known and not made[0].trace.serves(1):
-            # Decided while it was traced, by the model's own code or by torch for its operators.
-            logger.info("a single token gets a trace of its own; the other is %s", made[0].trace)
+            # Decided during tracing, by the model's own code or by torch for its operators.
+            logger.info("a single token gets a separate trace; the other is %s", made[0].trace)
             made.append(self._compile_size(args, layouts, 1, fixed=True))
         for variant in made:
             if variant.serves(layouts, num_tokens):
                 self._variants.extend(made)
                 return variant
         raise CaptureError(
-            f"the model cannot be traced for {num_tokens} tokens; all there is is {made[0].trace}"
+            f"the model cannot be traced for {num_tokens} tokens; tracing gave {made[0].trace}"
         )
 
     def _report_recompile(
@@ -161,7 +161,7 @@ class PiecewiseModel:
     ) -> None:
         self.num_recompiles += 1
         reason = (
-            f"there is {known[-1].trace}"
+            f"the existing trace is {known[-1].trace}"
             if known
             else f"it was traced for arguments {self._variants[-1].layouts}, not {layouts}"
         )
@@ -187,10 +187,10 @@ class PiecewiseModel:
         return _Variant(trace=traced, layouts=layouts, model=model, sizes={})
 
     def _build(self, model: SplitModel) -> _BuiltModel:
-        """Compile and wrap the pieces, and put them where the model calls them."""
+        """Compile and wrap the pieces, and insert them into the model."""
         if model.missing_ops:
             logger.warning(
-                "the model is not split at %s, which it does not call", ", ".join(model.missing_ops)
+                "the model is not split at %s, which it never calls", ", ".join(model.missing_ops)
             )
         capturable = [piece for piece in model.pieces if not piece.is_splitting]
         compilation_counter.num_piecewise_graphs_seen += len(model.pieces)
@@ -213,7 +213,7 @@ class PiecewiseModel:
             )
         for name, run in callables.items():
             delattr(model.caller, name)
-            # Not a module any more: the caller finds it as a plain attribute.
+            # No longer a module: the caller finds it as a plain attribute.
             model.caller.__dict__[name] = run
         self.wrappers.extend(run for run in callables.values() if isinstance(run, CUDAGraphWrapper))
         self.pieces.extend(model.pieces)
@@ -242,22 +242,22 @@ def compile_piecewise(
     cache_dir: Path | None = None,
     model_key: str | None = None,
 ) -> PiecewiseModel:
-    """``function`` (a model, or its forward) as compiled pieces around ``splitting_ops``.
+    """Compile ``function`` (a model or its forward) as pieces around ``splitting_ops``.
 
-    It is called with tensors that have one row per token. Under PIECEWISE each piece is captured
-    and replayed; under NONE the pieces run as compiled; under FULL the graph around them holds what
-    they run. ``compiler``: "inductor" generates code, "eager" runs the traced operators. On the CPU
+    The result takes tensors with one row per token. Under PIECEWISE each piece is captured and
+    replayed; under NONE the pieces run as compiled; under FULL the enclosing graph holds what they
+    run. ``compiler``: "inductor" generates code, "eager" runs the traced operators. On the CPU
     graphs hold operators in either case.
 
-    It is traced at the first call, or by ``trace()``. A model that cannot be traced as one graph
+    Tracing happens on the first call, or in ``trace()``. A model that cannot be traced as one graph
     raises ``CaptureError`` with its line. A piece that inductor fails on raises too, unless
-    ``eager_fallback`` lets it run uncompiled. Compiled code is kept below ``cache_dir`` for the
-    next run with the same ``model_key``, versions and settings; None keeps it where torch does.
+    ``eager_fallback`` lets it run uncompiled. Compiled code is cached below ``cache_dir`` for the
+    next run with the same ``model_key``, versions and settings; None uses torch's own cache.
     """
     if compiler not in get_args(Compiler):
         raise ConfigError(f"unknown compiler {compiler!r}; known: {', '.join(get_args(Compiler))}")
     if isinstance(splitting_ops, str):
-        raise ConfigError(f"splitting_ops is a list of names, not one name: {splitting_ops!r}")
+        raise ConfigError(f"splitting_ops must be a list of names, got {splitting_ops!r}")
     cache = None
     if cache_dir is not None and compiler == "inductor":
         name = model_key or name_of(function)

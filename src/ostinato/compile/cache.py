@@ -1,8 +1,8 @@
-"""Where compiled code is kept between runs: one directory per model, versions and settings.
+"""The on-disk cache of compiled code: one directory per model, versions and settings.
 
-What is in it is inductor's own cache; a manifest beside it says, for people, what it was made from.
-A directory is whole when it has its manifest. Without one, or with parts missing, inductor makes
-anew what it does not find.
+It holds inductor's own cache, and a manifest for people that says what it was made from. A
+directory with a manifest is complete. If the manifest or other files are missing, inductor compiles
+what it does not find.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1  # of this layout
+_VERSION = 1  # of the directory layout
 _MANIFEST = "manifest.json"
 
 
@@ -41,7 +41,7 @@ class CompileCache:
 
     @property
     def is_filled(self) -> bool:
-        """Whether a compilation with this key was finished here before."""
+        """Whether an earlier compilation with this key finished here."""
         try:
             found = json.loads((self.path / _MANIFEST).read_text())
         except (OSError, ValueError, RecursionError):
@@ -50,10 +50,10 @@ class CompileCache:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """What is compiled inside the block is looked up here first, and kept here."""
+        """Compilations inside the block read from and write to this cache."""
         self.path.mkdir(parents=True, exist_ok=True)
         logger.info("%s compiled code in %s", "reusing" if self.is_filled else "keeping", self.path)
-        # Inductor and Triton know of no other way to be told.
+        # Inductor and Triton accept this only through the environment.
         with (
             _environment("TORCHINDUCTOR_CACHE_DIR", str(self.path / "inductor")),
             _environment("TRITON_CACHE_DIR", str(self.path / "triton")),

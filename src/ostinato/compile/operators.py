@@ -1,13 +1,14 @@
-"""How an operator of ours is made known to torch; some stay whole under torch.compile.
+"""Registers Ostinato's operators with torch; splitting operators stay whole under torch.compile.
 
-Each takes the tensors it writes into and returns nothing, and reads its integers when it runs, so a
-graph replays it with new contents. ``Library`` costs a few microseconds a call less than
-``torch.library.custom_op``.
+Each operator takes the tensors it writes to and returns nothing, and reads its integers when it
+runs, so a graph replays it with new contents. ``Library`` costs a few microseconds less per call
+than ``torch.library.custom_op``.
 
 A function that reads the forward context, or launches what no graph can hold, cannot be traced. Its
-splitting operator can: the compiler sees a name and what it writes to. A model is split there, and
-calls the function itself, not the operator, so that a recording sees what is inside. The piece
-before allocates what is written, and the piece after reads it, at one address, with no copy.
+splitting operator can: the compiler sees its name and what it writes. A model is split there, and
+calls the function itself, not the operator, so that a recording sees the function's operators. The
+piece before it allocates the outputs, and the piece after reads them at the same address, without a
+copy.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from torch.library import Library, register_fake
 from ostinato.compat import OpOverload
 
 _NAMESPACE = "ostinato"
-# The operators are there for as long as this object is.
+# The operators exist as long as this object does.
 _LIBRARY = Library(_NAMESPACE, "FRAGMENT")
 _functions: dict[Any, Callable[..., None]] = {}
 
 
 def define_operator(schema: str, **kernels: Callable[..., None]) -> OpOverload:
-    """The operator ``ostinato::name`` of ``schema``, with a kernel for each dispatch key.
+    """Define the operator ``ostinato::name`` of ``schema``, with a kernel per dispatch key.
 
     The schema returns nothing: ``name(Tensor x, Tensor(a!) out, int layer) -> ()``.
     """
@@ -41,7 +42,7 @@ def define_operator(schema: str, **kernels: Callable[..., None]) -> OpOverload:
 
 
 def splitting_operator(schema: str, function: Callable[..., None]) -> OpOverload:
-    """An operator that runs ``function``, and at which a traced model is split."""
+    """Define an operator that runs ``function`` and at which a traced model is split."""
     operator = define_operator(schema, CompositeExplicitAutograd=function)
     _functions[operator] = function
     return operator
@@ -53,4 +54,4 @@ def function_of(target: Any) -> Any:
 
 
 def _nothing_to_infer(*_: object) -> None:
-    """The operator under torch.compile: it makes no tensors, it writes into those it is given."""
+    """The operator's fake kernel: it creates no tensors and only writes to its arguments."""

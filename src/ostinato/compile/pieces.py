@@ -1,4 +1,4 @@
-"""A piece as a callable: compiled by inductor, or run operator by operator as it was traced."""
+"""Turns a piece into a callable: compiled by inductor, or run operator by operator as traced."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Compiler = Literal["inductor", "eager"]
 
 @dataclass(kw_only=True, eq=False)
 class CompiledPiece:
-    """A function of the inputs that are not bound to the piece, and the sizes that it is for."""
+    """A function of the piece's unbound inputs, and the sizes that it serves."""
 
     run: Callable[..., Any]
     conditions: Conditions | None = None
 
     def serves(self, num_tokens: int) -> bool:
-        # Compiling settles on strides, and then states that a size is not 1. The strides of a
-        # dimension of size 1 do not matter, and what the model itself decides is in the trace.
+        # Compiling fixes strides, and then requires a size other than 1. The strides of a
+        # dimension of size 1 do not matter, and the model's own conditions are in the trace.
         return self.conditions is None or num_tokens == 1 or self.conditions.hold(num_tokens)
 
 
@@ -40,8 +40,8 @@ def compile_piece(
 ) -> CompiledPiece:
     """Compile the piece for all sizes.
 
-    ``record_operators``: inside a recording run it operator by operator; for the CPU, where
-    compiled code calls no operators and would be missing from the recording.
+    ``record_operators``: inside a recording, run it operator by operator. This is for the CPU,
+    where compiled code calls no operators and would be missing from the recording.
     """
     compilation_counter.num_backend_compilations += 1
     eager = bind(piece, piece.module.forward)
@@ -60,7 +60,7 @@ def compile_piece(
 
 
 def bind(piece: Piece, run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run`` with the piece's weights in their places, as a function of the rest."""
+    """``run`` with the piece's weights filled in, as a function of the other inputs."""
     if not piece.bound:
         return run
     count = len(piece.module.graph.find_nodes(op="placeholder"))
@@ -85,13 +85,13 @@ def _recordable(run: Callable[..., Any], eager: Callable[..., Any]) -> Callable[
 
 def _with_inductor(piece: Piece) -> tuple[Callable[..., Any], Conditions]:
     compile_fx = compat.compile_fx.demand()
-    # Its passes change the graph they are given; ours may still be needed to run eagerly.
+    # Its passes modify the graph, which we may still need to run eagerly.
     graph = fx.Graph()
     with any_size(), torch.inference_mode(False), torch.no_grad():
         inputs, shape_env = _own_examples(piece)
         place = _place_of_size(inputs)
         if place is not None:
-            # Inductor's cache can look up only sizes that are inputs of their own.
+            # Inductor's cache can only look up sizes that are separate inputs.
             graph.placeholder("num_tokens")
             inputs.insert(0, inputs[place[0]].shape[place[1]])
         graph.output(graph.graph_copy(piece.module.graph, {}))
@@ -101,7 +101,7 @@ def _with_inductor(piece: Piece) -> tuple[Callable[..., Any], Conditions]:
 
 
 def _place_of_size(inputs: list[Any]) -> tuple[int, int] | None:
-    """The position of an input, and its dimension, that has the number of tokens."""
+    """The position of an input, and its dimension, that equals the number of tokens."""
     for position, value in enumerate(inputs):
         shape: Any = value.shape if isinstance(value, torch.Tensor) else ()
         for dim, size in enumerate(shape):
@@ -118,17 +118,17 @@ def _with_size(run: Callable[..., Any], position: int, dim: int) -> Callable[...
 
 
 def _own_examples(piece: Piece) -> tuple[list[Any], Any]:
-    """Fake inputs with one symbol, known to this piece alone.
+    """Fake inputs with one symbol that belongs to this piece alone.
 
-    The trace has a symbol per argument, and learns on the way that they are equal. Inductor's
-    cache would keep that with every piece, in terms of arguments that a piece does not have.
+    The trace has a symbol per argument, and learns during tracing that they are equal. Inductor's
+    cache would store that with every piece, in terms of arguments that the piece does not have.
     """
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
     source_of = compat.constant_source.demand()
     env: Any = ShapeEnv()
     mode = compat.fake_tensor_mode.demand()(shape_env=env)
-    symbols: dict[int, Any] = {}  # by example; all symbols of the trace have the same one
+    symbols: dict[int, Any] = {}  # by example; all symbols of the trace share one example
 
     def own(size: Any) -> Any:
         if not isinstance(size, torch.SymInt):
@@ -171,7 +171,7 @@ def _explain_failure(piece: Piece, error: Exception, *, eager_fallback: bool) ->
     what = f"piece {piece.name} ({shown}) could not be compiled by inductor: {reason}"
     if not eager_fallback:
         raise CaptureError(
-            f"{what}; compile with compiler='eager', or allow eager_fallback to run such pieces "
-            "operator by operator"
+            f"{what}; use compiler='eager', or set eager_fallback to run such pieces operator by "
+            "operator"
         ) from error
     logger.warning("%s; it runs operator by operator", what)

@@ -1,8 +1,7 @@
-"""Cut a traced graph at operators: the pieces between them, and the model that calls all in turn.
+"""Splits a traced graph at operators, into pieces and a model that calls them in order.
 
-The pieces take tensors that change from batch to batch, and nothing else: weights are bound to
-them, and the number of tokens is read off a tensor. So a graph of a piece has little to check on
-replay.
+Pieces take only tensors that change from batch to batch: weights are bound, and the number of
+tokens is read from a tensor's shape. So a piece's graph has little to check on replay.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ class Piece:
 
     @property
     def operators(self) -> list[str]:
-        """Names of what it runs, in order."""
+        """Names of the operators it runs, in order."""
         nodes = self.module.graph.nodes
         return [str(node.name) for node in nodes if node.op not in ("placeholder", "output")]
 
     @property
     def example_inputs(self) -> list[Any]:
-        """Of the whole module, bound ones included: fake tensors with symbolic shapes."""
+        """Inputs of the whole module, including bound ones: fake tensors with symbolic shapes."""
         placeholders = self.module.graph.find_nodes(op="placeholder")
         return [node.meta["example_value"] for node in placeholders]
 
 
 @dataclass(kw_only=True, eq=False)
 class SplitModel:
-    """``caller`` takes the model's arguments and calls the pieces, as attributes by their names.
+    """``caller`` takes the model's arguments and calls the pieces, which are its attributes.
 
-    ``arguments`` are the numbers of the arguments that it takes, in order.
+    ``arguments`` are the indices of the arguments that it takes, in order.
     """
 
     caller: fx.GraphModule
@@ -57,9 +56,9 @@ class SplitModel:
 
 
 def split(trace: Trace, splitting_ops: Sequence[str]) -> SplitModel:
-    """Cut at every call of an operator named in ``splitting_ops`` ("namespace::name").
+    """Split at every call of an operator named in ``splitting_ops`` ("namespace::name").
 
-    A function that is no operator goes by its qualified name ("torch.softmax").
+    A function that is not an operator goes by its qualified name ("torch.softmax").
     """
     partition, splitting, found = _partition(trace.graph, set(splitting_ops))
     caller = split_module(
@@ -96,7 +95,7 @@ def split(trace: Trace, splitting_ops: Sequence[str]) -> SplitModel:
 def _partition(
     graph: fx.GraphModule, names: set[str]
 ) -> tuple[dict[fx.Node, int], set[int], set[str]]:
-    """The number of every node's piece, the numbers that are splitting ones, the names found."""
+    """The piece number of every node, the numbers of splitting pieces, and the names found."""
     partition: dict[fx.Node, int] = {}
     splitting: set[int] = set()
     found: set[str] = set()
@@ -107,7 +106,7 @@ def _partition(
         if node.target is operator.getitem and isinstance(
             node.args[0].meta.get("example_value"), (tuple, list)
         ):
-            # One of several results: with its operator, so that only tensors go between pieces.
+            # Keep getitem with its operator, so that only tensors pass between pieces.
             partition[node] = partition[node.args[0]]
             continue
         matched = names & _names_of(node)
@@ -133,7 +132,7 @@ def _names_of(node: fx.Node) -> set[str]:
 
 
 def _read_sizes_off_tensors(call: fx.Node, module: fx.GraphModule) -> None:
-    """Replace integer inputs of a piece that are the length of one of its tensor inputs."""
+    """Replace integer inputs of a piece that equal the length of one of its tensor inputs."""
     placeholders = module.graph.find_nodes(op="placeholder", sort=True)
     lengths: dict[Any, tuple[fx.Node, int]] = {}
     for node in placeholders:
@@ -159,7 +158,7 @@ def _read_sizes_off_tensors(call: fx.Node, module: fx.GraphModule) -> None:
 
 
 def _bind_weights(call: fx.Node, inputs: dict[fx.Node, Any]) -> dict[int, torch.Tensor]:
-    """Take the inputs that are always the same tensor out of the call."""
+    """Remove the inputs that are always the same tensor from the call."""
     values = [inputs.get(arg) if isinstance(arg, fx.Node) else None for arg in call.args]
     bound = {
         position: value for position, value in enumerate(values) if isinstance(value, torch.Tensor)
@@ -181,7 +180,7 @@ def _drop_unused_inputs(caller: fx.GraphModule, inputs: dict[fx.Node, Any]) -> l
     for node, value in inputs.items():
         if isinstance(value, Argument):
             continue
-        if node.users:  # the number of tokens, for a piece with no tensor to read it off
+        if node.users:  # the number of tokens, for a piece without a tensor to read it from
             with caller.graph.inserting_before(first):
                 replacement = (
                     caller.graph.call_method("size", (arguments[0], 0))
@@ -194,6 +193,6 @@ def _drop_unused_inputs(caller: fx.GraphModule, inputs: dict[fx.Node, Any]) -> l
 
 
 def _constant(caller: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
-    """A tensor that the model returns as it is."""
+    """A constant tensor that the model returns."""
     caller.register_buffer(name, value, persistent=False)
     return caller.graph.get_attr(name)

@@ -1,8 +1,8 @@
-"""One trace of a model by Dynamo: its graph, with a symbol for the number of tokens.
+"""Traces a model once with Dynamo: its graph, with a symbol for the number of tokens.
 
-The traced function is never run by Dynamo and Dynamo's guards are not kept. What a guard would have
-said about the number of tokens is in ``serves``; everything else that the model read while it was
-traced (attributes, flags, the shapes of its weights) is fixed from then on, as in any graph.
+Dynamo never runs the traced function, and its guards are not kept. Guards on the number of tokens
+end up in ``serves``; everything else that the model read during tracing (attributes, flags, the
+shapes of its weights) is fixed from then on, as in any graph.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 
 @dataclass(frozen=True)
 class Argument:
-    """Stands for the argument of that number."""
+    """Stands for the argument with this index."""
 
     index: int
 
 
 @dataclass(kw_only=True, eq=False)
 class Trace:
-    """``inputs`` has, per placeholder of ``graph``, an ``Argument``, or the tensor it always is.
+    """``inputs`` has, per placeholder of ``graph``, an ``Argument`` or a constant tensor.
 
     It is None for the placeholders of symbols.
     """
@@ -42,15 +42,15 @@ class Trace:
     graph: fx.GraphModule
     inputs: list[torch.Tensor | Argument | None]
     fixed_size: int | None
-    # What the function returns, with other tensors in place of the graph's outputs and of the
-    # arguments; and the number of each of those.
+    # What the function returns, with placeholder tensors for the graph's outputs and for the
+    # arguments; and the index of each placeholder.
     _result: Any
     _outputs: dict[torch.Tensor, int]
     _arguments: dict[torch.Tensor, int]
     _conditions: Conditions
 
     def result(self, outputs: Sequence[torch.Tensor], args: Sequence[torch.Tensor]) -> Any:
-        """What the function returns when called with ``args``, given the graph's outputs."""
+        """What the function returns for ``args``, given the graph's outputs."""
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             if tensor in self._outputs:
@@ -60,19 +60,19 @@ class Trace:
         return map_tensors(place, self._result)
 
     def serves(self, num_tokens: int) -> bool:
-        """Whether the graph is right for that many tokens."""
+        """Whether the graph is valid for this number of tokens."""
         if self.fixed_size is not None:
             return num_tokens == self.fixed_size
         return self._conditions.hold(num_tokens)
 
     def __str__(self) -> str:
         if self.fixed_size is not None:
-            return f"a trace of {self.fixed_size} tokens"
-        return f"a trace of any number of tokens with {self._conditions}"
+            return f"a trace for {self.fixed_size} tokens"
+        return f"a trace for any number of tokens with {self._conditions}"
 
 
 class Conditions:
-    """What was decided so far about the symbols of a trace, which all are the number of tokens."""
+    """Conditions so far on the symbols of a trace, all of which are the number of tokens."""
 
     def __init__(self, shape_env: Any) -> None:
         self._ranges = dict(shape_env.var_to_range)
@@ -86,11 +86,11 @@ class Conditions:
         return in_range and all(bool(guard.subs(sizes)) for guard in self._guards)
 
     def __str__(self) -> str:
-        return " and ".join(map(str, self._guards)) or "any number will do"
+        return " and ".join(map(str, self._guards)) or "no conditions"
 
 
 def any_size() -> AbstractContextManager[None]:
-    """Traced and compiled inside it, sizes 0 and 1 are sizes like others: one graph serves all."""
+    """Trace and compile without special cases for sizes 0 and 1, so that one graph serves all."""
     config = compat.symbolic_shape_settings.demand()
     patch: AbstractContextManager[None] = config.patch(backed_size_oblivious=True)
     return patch
@@ -99,14 +99,14 @@ def any_size() -> AbstractContextManager[None]:
 def trace(
     function: Callable[..., Any], args: Sequence[torch.Tensor], *, size: int, fixed: bool = False
 ) -> Trace:
-    """Trace ``function`` with the first dimension of all ``args`` symbolic, ``size`` for example.
+    """Trace ``function`` with the first dimension of all ``args`` symbolic, ``size`` as example.
 
-    With ``fixed`` the graph is one of exactly that size.
+    With ``fixed`` the graph is for exactly that size.
 
-    Neither ``args`` nor the function are run. The graph has to be whole: what Dynamo cannot trace
+    Neither ``args`` nor the function are run. The function must trace as one graph: otherwise it
     raises ``CaptureError`` with the user's line.
     """
-    dynamo = compat.dynamo.demand()  # takes two seconds: only those who compile pay
+    dynamo = compat.dynamo.demand()  # importing it takes two seconds, so only when compiling
 
     seen: list[tuple[fx.GraphModule, tuple[Any, ...]]] = []
 
@@ -139,10 +139,10 @@ def trace(
     if len(seen) != 1:
         raise CaptureError(
             f"torch.compile traced {len(seen)} graphs of {name_of(function)}, not one; it is "
-            "switched off (TORCHDYNAMO_DISABLE, torch.compiler.set_stance), or the model runs no "
+            "disabled (TORCHDYNAMO_DISABLE, torch.compiler.set_stance), or the model runs no "
             "operator"
         )
-    graph, inputs = seen.pop()  # Dynamo keeps its backends, and must not keep the weights
+    graph, inputs = seen.pop()  # Dynamo keeps its backends, which must not keep the weights
     arguments = {example: index for index, example in enumerate(examples)}
     return Trace(
         graph=graph,
@@ -167,7 +167,7 @@ def _bind(
         else:
             raise CaptureError(
                 f"the traced model takes a {type(value).__name__} ({name}) from outside; only "
-                "tensors and the number of tokens can be its inputs"
+                "tensors and the number of tokens can be inputs"
             )
     return bound
 
@@ -183,7 +183,7 @@ def _placeholders(graph: fx.GraphModule) -> list[fx.Node]:
 
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` behind a code object of its own: Dynamo keeps, and limits, traces per code."""
+    """``function`` with a new code object: Dynamo keeps, and limits, traces per code object."""
 
     def call(*args: torch.Tensor) -> Any:
         return function(*args)
@@ -198,14 +198,14 @@ def _trace_error(function: Callable[..., Any], error: Exception) -> CaptureError
     reason = str(error).split("\n", 1)[0].rstrip(". ")
     return CaptureError(
         f"{name_of(function)} cannot be traced as one graph, at {source or 'an unknown line'}: "
-        f"{reason}. Rewrite that line with torch operators alone, put what it does into an "
-        "operator and name it in splitting_ops, or capture without compiling",
+        f"{reason}. Rewrite that line with torch operators, move it into an operator named in "
+        "splitting_ops, or capture without compiling",
         source=source,
     )
 
 
 def _user_line(error: Exception) -> str | None:
-    """The innermost line that Dynamo was tracing and that is neither torch's nor this package's."""
+    """The innermost line that Dynamo was tracing that is neither torch's nor this package's."""
     for frame in reversed(getattr(error, "real_stack", None) or []):
         if not frame.filename.startswith((_TORCH, _HERE, "<")):
             line = f": `{frame.line}`" if frame.line else ""

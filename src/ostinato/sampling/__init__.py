@@ -1,1 +1,1 @@
-"""Tokens from logits, by the parameters of each request."""
+"""Samples tokens from logits, with each request's parameters."""

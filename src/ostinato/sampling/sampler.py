@@ -1,12 +1,12 @@
-"""``sample``: logits to tokens, on the device from end to end.
+"""``sample``: logits to tokens, entirely on the device.
 
-Nothing here reads a value back to the host or depends on one, so it runs inside a captured graph as
-it does eagerly. A row's token depends on that row alone, to the last bit: noise is a hash, and what
-is summed over the vocabulary to find a limit is summed in integers.
+Nothing here reads a value back to the host, so it runs the same eagerly and inside a captured
+graph. A row's token depends on that row alone, bit for bit: noise is a hash, and sums over the
+vocabulary that determine a cutoff are integer sums.
 
-In order: logit bias, min_tokens and penalties change the logits; top-k, then top-p on what is left,
-then min-p, each under the temperature, cut them; Gumbel noise scaled by the temperature decides.
-Temperature 0 scales the noise away, which leaves the plain argmax: no filter removes that token.
+In order: logit bias, min_tokens and penalties change the logits; top-k, then top-p on the rest,
+then min-p filter them, each under the temperature; Gumbel noise scaled by the temperature decides.
+Temperature 0 removes the noise and leaves the plain argmax, a token that no filter removes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from ostinato.sampling.sampling_state import SamplingFeatures, SamplingRows, Sam
 
 __all__ = ["SamplerOutput", "SamplingFeatures", "SamplingState", "sample"]
 
-# The weight of the most likely token. 2**22 tokens of this weight still fit into an int64.
+# The weight of the most likely token. A sum of 2**22 such weights still fits into an int64.
 _FULL_WEIGHT = 2.0**40
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerOutput:
-    """``token_ids`` [B] int64. The others are None unless log-probabilities were asked for.
+    """``token_ids`` [B] int64. The others are None unless log-probabilities were requested.
 
     ``logprobs`` float32 and ``logprob_token_ids`` int64, both [B, 1 + n]: column 0 is the sampled
-    token, then the n most likely, from the logits as the model made them. ``ranks`` [B] int64 is
-    the sampled token's place among those, 1 for the most likely.
+    token, then the n most likely ones, from the model's unmodified logits. ``ranks`` [B] int64 is
+    the sampled token's rank among those, 1 for the most likely.
     """
 
     token_ids: torch.Tensor
@@ -47,15 +47,15 @@ def sample(
     token_ids: torch.Tensor,
     features: SamplingFeatures,
 ) -> SamplerOutput:
-    """Choose the next token of each row.
+    """Sample the next token of each row.
 
-    ``logits`` [B, V] float32, left as they are. ``slots`` [B] int64: each row's request in
-    ``state`` and its history in ``token_ids`` [S, max_model_len]. ``lengths`` [B]: tokens of prompt
-    and output so far, which is the position of the new token. Padding rows may hold anything in
-    ``logits``, any valid slot and any length; their result means nothing and touches no other row.
-    ``features`` must cover what the real rows use.
+    ``logits`` [B, V] float32, not modified. ``slots`` [B] int64: each row's request in ``state``
+    and its history in ``token_ids`` [S, max_model_len]. ``lengths`` [B]: tokens of prompt and
+    output so far, which is the position of the new token. Padding rows may have any ``logits``, any
+    valid slot and any length; their result is meaningless and affects no other row. ``features``
+    must cover what the real rows use.
 
-    Does not synchronise, and writes nothing but its result.
+    Does not synchronise, and writes only its result.
     """
     scores = process_logits(logits, slots, lengths, state, token_ids, features)
     if features.any_random:
@@ -75,10 +75,10 @@ def process_logits(
     token_ids: torch.Tensor,
     features: SamplingFeatures,
 ) -> torch.Tensor:
-    """The logits that are drawn from: biased, penalised, and -inf where ruled out.
+    """The logits to sample from: biased, penalised, and -inf where ruled out.
 
-    Arguments as for ``sample``. Not divided by the temperature. A new tensor, or ``logits`` itself
-    where nothing changes them.
+    Arguments as for ``sample``. Not divided by the temperature. Returns a new tensor, or ``logits``
+    itself if nothing changes them.
     """
     scores = logits
     lengths = lengths.long().unsqueeze(1)
@@ -110,7 +110,7 @@ def _with_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> 
 
 
 def _add_bias(logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    # Entries that are no token of this vocabulary add 0 to some token, as there is no "nowhere".
+    # Entries outside this vocabulary add 0 to some token, because every index must be valid.
     valid = (ids >= 0) & (ids < logits.shape[1])
     return logits.scatter_add(1, torch.where(valid, ids, 0), torch.where(valid, values, 0.0))
 
@@ -126,11 +126,11 @@ def _hold_back_stops(
 def _penalise(
     logits: torch.Tensor, history: torch.Tensor, rows: SamplingRows, lengths: torch.Tensor
 ) -> torch.Tensor:
-    """Repetition over prompt and output, then frequency and presence over the output."""
+    """Repetition penalty over prompt and output; frequency and presence over the output."""
     vocab_size = logits.shape[1]
     places = torch.arange(history.shape[1], device=logits.device)
     valid = (places < lengths) & (history >= 0) & (history < vocab_size)
-    # What does not count adds 0, each to another token: additions to one address queue up.
+    # Positions that do not count add 0, each to a different token: atomics on one address queue.
     tokens = torch.where(valid, history.long(), places % vocab_size)
     seen = torch.zeros_like(logits).scatter_add_(1, tokens, valid.float())
     generated = valid & (places >= rows.prompt_len)
@@ -142,10 +142,10 @@ def _penalise(
 
 
 def _filter(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Send what top-k, top-p or min-p rule out to -inf. The most likely token always stays.
+    """Set what top-k, top-p or min-p rule out to -inf. The most likely token always stays.
 
-    Of equally likely tokens at the edge, top-k keeps all, and top-p the first ones, no more than it
-    takes.
+    Among equally likely tokens at the cutoff, top-k keeps all, and top-p the first ones, only as
+    many as it needs.
     """
     vocab_size = logits.shape[1]
     behind, order = (logits.amax(dim=-1, keepdim=True) - logits).sort(dim=-1, stable=True)
@@ -153,8 +153,8 @@ def _filter(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     keep = behind <= behind.gather(1, last)
 
     temperature = torch.where(rows.temperature > 0, rows.temperature, 1.0)
-    likelihood = behind.div_(temperature).neg_().exp_()  # relative to the most likely token's
-    # Whole numbers add up to the same in any order, so an edge does not move with the batch.
+    likelihood = behind.div_(temperature).neg_().exp_()  # relative to the most likely token
+    # Integer sums do not depend on their order, so a cutoff does not move with the batch.
     weights = (likelihood * _FULL_WEIGHT).nan_to_num_(0.0).long().mul_(keep)
     reached = weights.cumsum(dim=-1)
     needed = (reached[:, -1:].double() * rows.top_p.double()).ceil().long().clamp(min=1)

@@ -1,8 +1,8 @@
-"""The sampling parameters of the running requests on the device, one row (slot) per request.
+"""The sampling parameters of the running requests on the device, one row per request.
 
-The sampler reads them by slot, so a batch is described by its slots alone and a parameter travels
-to the device once per request. What the host must know, because it decides which operators run, is
-in ``SamplingFeatures``.
+The sampler reads them by request row (``slot``), so a batch is described by its rows alone, and
+parameters are copied to the device once per request. ``SamplingFeatures`` is the part that the host
+needs, because it decides which operators run.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ostinato.sampling_params import (
 )
 from ostinato.scheduling.request import Request
 
-# A request's stop ids, and a model's end-of-sequence ids beside them.
+# Room for a request's stop ids and the model's end-of-sequence ids.
 STOP_IDS_WIDTH = MAX_STOP_TOKEN_IDS + 16
 
 _RANDOM, _FILTER, _PENALTY, _BIAS, _MIN_TOKENS = (1 << bit for bit in range(5))
 _LOGPROBS_SHIFT = 5
-# Beyond these a float32 overflows somewhere, and the result has long stopped to change.
+# Beyond these a float32 would overflow, and the result no longer changes anyway.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 _LARGEST_INT = 2**31 - 1
 
 
 def feature_bits(params: SamplingParams) -> int:
-    """What ``params`` asks of the sampler, such that ``|`` of several is what a batch asks.
+    """The sampler features that ``params`` needs; ``|`` of several is what a batch needs.
 
-    n logprobs are n + 1 ones: the union of two runs of ones is the longer.
+    n logprobs are n + 1 ones, so that the union of two counts is the larger.
     """
     bits = 0
     if not params.is_greedy:
@@ -56,10 +56,10 @@ def feature_bits(params: SamplingParams) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFeatures:
-    """Which parts of the sampler a batch needs. What is off costs nothing and is not captured.
+    """Which parts of the sampler a batch needs. A feature that is off costs nothing.
 
-    ``num_logprobs`` is the number of most likely tokens to report: 0 for the sampled token alone,
-    -1 for none. A feature that is on and that no request uses changes no token.
+    ``num_logprobs`` is the number of most likely tokens to report: 0 for just the sampled token,
+    -1 for none. A feature that is on but used by no request changes no token.
     """
 
     any_random: bool = False
@@ -76,7 +76,7 @@ class SamplingFeatures:
 
     @staticmethod
     def of_bits(bits: int) -> SamplingFeatures:
-        """From the union of ``feature_bits``."""
+        """Features from the union of ``feature_bits``."""
         return _features_of_bits(bits)
 
 
@@ -94,7 +94,7 @@ def _features_of_bits(bits: int) -> SamplingFeatures:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRows:
-    """What changes the logits of a batch's rows, each [B, 1]."""
+    """The parameters that change the logits of a batch's rows, each [B, 1]."""
 
     temperature: torch.Tensor
     top_p: torch.Tensor
@@ -110,8 +110,8 @@ class SamplingRows:
 class SamplingState:
     """Parameters of up to ``max_num_seqs`` running requests, at fixed addresses on ``device``.
 
-    Owns its tensors. Graphs may read them: a replay sees what was last written. A slot that was
-    never written is greedy, and a stale one is harmless: rows only read their own slot.
+    Owns its tensors. Graphs may read them: a replay sees what was last written. A row that was
+    never written is greedy, and a stale row is harmless: requests read only their own.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device | str) -> None:
@@ -136,11 +136,11 @@ class SamplingState:
         self.stop_ids = self._stop_ids.on_device
 
     def write(self, slot: int, request: Request) -> None:
-        """Make ``slot`` the row of ``request``: two small copies, more for what few requests use.
+        """Write ``request`` to row ``slot``: two small copies, more for rarely used parameters.
 
         The copies are enqueued on the current stream and not waited for. They read staging memory
-        of this slot alone, so the next write of the same slot may overtake a copy still in flight;
-        only work enqueued for the slot's previous owner could notice.
+        of this row alone, so the next write to the row may overtake a copy still in flight; only
+        work enqueued for the row's previous request could notice.
         """
         params = request.params
         floats = (
@@ -156,7 +156,7 @@ class SamplingState:
         ints = (top_k, spread_seed(request.seed), len(request.prompt_token_ids), min_tokens)
         self._floats.write(slot, floats)
         self._ints.write(slot, ints)
-        if min_tokens:  # 0 switches the row's stop ids off, whatever they are
+        if min_tokens:  # with 0 the row's stop ids are ignored
             self._write_stop_ids(slot, request)
         bits = feature_bits(params)
         if (bits | self._bits[slot]) & _BIAS:
@@ -169,18 +169,18 @@ class SamplingState:
         if len(request.stop_token_ids) > STOP_IDS_WIDTH:
             raise ConfigError(
                 f"request {request.request_id!r} has min_tokens and "
-                f"{len(request.stop_token_ids)} stop and end-of-sequence token ids; at most "
-                f"{STOP_IDS_WIDTH} can be held back"
+                f"{len(request.stop_token_ids)} stop and end-of-sequence token ids, but at most "
+                f"{STOP_IDS_WIDTH} can be suppressed"
             )
         self._stop_ids.write(slot, tuple(request.stop_token_ids))
 
     def filtered_rows(self, slots: Iterable[int]) -> list[int]:
-        """Positions among ``slots`` of those that ask for more than a temperature."""
+        """Positions in ``slots`` of requests that use more than a temperature."""
         bits = self._bits
         return [position for position, slot in enumerate(slots) if bits[slot] & ~_RANDOM]
 
     def features(self, slots: Iterable[int]) -> SamplingFeatures:
-        """What the requests last written to ``slots`` ask for; host work only, and little of it."""
+        """The features of the requests last written to ``slots``; cheap, on the host."""
         return _features_of_bits(reduce(or_, map(self._bits.__getitem__, slots), 0))
 
     def rows(self, slots: torch.Tensor) -> SamplingRows:
@@ -201,7 +201,7 @@ class SamplingState:
 
 
 class _Table:
-    """Rows on the device with a staging copy on the host, pinned where that lets copies overlap."""
+    """Rows on the device with a staging copy on the host, pinned if that lets copies overlap."""
 
     def __init__(
         self, shape: tuple[int, int], dtype: torch.dtype, fill: float, device: torch.device
@@ -209,10 +209,10 @@ class _Table:
         self.fill = fill
         self.on_device = torch.full(shape, fill, dtype=dtype, device=device)
         self.staging = torch.full(shape, fill, dtype=dtype, pin_memory=device.type == "cuda")
-        self.host = self.staging.numpy()  # the same memory, quicker to write from Python
+        self.host = self.staging.numpy()  # the same memory, faster to write from Python
 
     def write(self, slot: int, values: tuple[float, ...]) -> None:
-        """Replace row ``slot``; what ``values`` leaves over becomes the fill value."""
+        """Replace row ``slot``; columns beyond ``values`` get the fill value."""
         row = self.host[slot]
         row[: len(values)] = values
         row[len(values) :] = self.fill

@@ -1,1 +1,1 @@
-"""What tests of code on several ranks need, and users may."""
+"""Helpers for testing multi-rank code in a single process."""

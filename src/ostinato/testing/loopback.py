@@ -1,14 +1,14 @@
-"""All ranks in one process: a thread each, real data, no communication library.
+"""All ranks in one process: one thread each, real data, no communication library.
 
-For tests and for measuring the compute of one rank on one device. The ranks take turns: one runs at
-a time, in rank order, up to its next collective. So runs are repeatable, ranks cannot race for the
-process's global state, and a group that can never come together is seen at once instead of
-hanging. It says nothing about the time that communication takes.
+For tests, and for measuring one rank's compute on one device. The ranks take turns: one runs at a
+time, in rank order, up to its next collective. So runs are repeatable, ranks cannot race for the
+process's global state, and a collective that can never complete is detected at once instead of
+hanging. It says nothing about communication time.
 
-On CUDA the threads start on the device and stream that ``run`` was called on, and a collective
-orders the streams of ranks that switched to their own; the host waits for nothing. Collectives are
-eager breaks: on the CPU a piecewise graph runs them between its segments, a full graph cannot
-contain them. On CUDA no graph can: a process captures one forward at a time, from end to end.
+On CUDA the threads start on the device and stream of ``run``'s caller, and a collective orders the
+streams of ranks that switched to their own; the host waits for nothing. Collectives are eager
+breaks: on the CPU a piecewise graph runs them between its segments, and a full graph cannot contain
+them. On CUDA no graph can: a process captures one forward at a time, from end to end.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from ostinato.graphs.capture.segments import eager_break, is_recording
 from ostinato.parallel.comm import equal_parts
 
 T = TypeVar("T")
-Combine = Callable[[list[Tensor]], list[Tensor]]  # the members' tensors -> the members' results
+Combine = Callable[[list[Tensor]], list[Tensor]]  # the members' inputs -> the members' results
 
 
 class LoopbackWorld:
-    """``world_size`` logical ranks. Make the comms, then ``run`` a function on all ranks.
+    """``world_size`` logical ranks. Create the comms, then ``run`` a function on all ranks.
 
-    Comms may be kept, and used in several runs. Ranks must wait for one another through comms only:
-    one that blocks on another in any other way stops the world.
+    Comms may be kept and used in several runs. Ranks must wait for each other only through comms: a
+    rank that blocks on another in any other way stops the world.
     """
 
     def __init__(self, world_size: int) -> None:
         if world_size < 1:
-            raise ConfigError(f"a world needs at least one rank, not {world_size}")
+            raise ConfigError(f"world_size must be at least 1, got {world_size}")
         self.world_size = world_size
         self._run: _Run[object] | None = None
 
     def comm(self, ranks: Sequence[int], rank: int) -> LoopbackComm:
-        """The group of ``ranks``, in this order, as ``rank`` sees it."""
+        """The group of ``ranks``, in this order, as seen by ``rank``."""
         group = tuple(ranks)
         if len(set(group)) != len(group) or not set(group) <= set(range(self.world_size)):
             raise ConfigError(
@@ -58,14 +58,14 @@ class LoopbackWorld:
         return LoopbackComm(self, group, rank)
 
     def run(self, function: Callable[[int], T]) -> list[T]:
-        """Call ``function(rank)`` on every rank; returns the results in rank order.
+        """Call ``function(rank)`` on every rank; return the results in rank order.
 
-        The first error of a rank is raised here; the other ranks are released from the collective
-        they wait in, and end. Grad mode, inference mode, context variables, CUDA device and stream
+        The first error of any rank is raised here; the other ranks are released from their
+        collectives and end. Grad mode, inference mode, context variables, CUDA device and stream
         are the caller's.
         """
         if self._run is not None:
-            raise CollectiveError("this world is running already; one run at a time")
+            raise CollectiveError("this world is already running; start one run at a time")
         run = _Run(self.world_size, function)
         self._run = run  # type: ignore[assignment]  # what the ranks return is no comm's business
         try:
@@ -87,7 +87,7 @@ class LoopbackWorld:
 
 @dataclass(frozen=True)
 class LoopbackComm:
-    """A ``Comm`` between the threads of one world. Make it with ``LoopbackWorld.comm``."""
+    """A ``Comm`` between the threads of one world. Created by ``LoopbackWorld.comm``."""
 
     world: LoopbackWorld
     ranks: tuple[int, ...]
@@ -116,7 +116,7 @@ class LoopbackComm:
             sent = [equal_parts(each, self.size, split_dim) for each in tensors]
             return [torch.cat(parts, concat_dim) for parts in zip(*sent, strict=True)]
 
-        equal_parts(tensor, self.size, split_dim)  # the rank that asked for too much raises
+        equal_parts(tensor, self.size, split_dim)  # raises on the rank that passed a bad shape
         return _exchange(self, f"all_to_all({split_dim}, {concat_dim})", tensor, trade)
 
 
@@ -133,19 +133,19 @@ def _reduce(tensors: list[Tensor]) -> list[Tensor]:
 def _exchange(comm: LoopbackComm, operation: str, tensor: Tensor, combine: Combine) -> Tensor:
     if is_recording() or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         raise CaptureError(
-            f"{operation} of a LoopbackWorld cannot be part of a graph: the ranks meet in Python; "
-            "run eagerly or with piecewise graphs"
+            f"{operation} of a LoopbackWorld cannot be part of a graph, because the ranks meet in "
+            "Python; run eagerly or with piecewise graphs"
         )
     return comm.world._meet(comm.ranks, comm.rank, operation, tensor, combine)
 
 
 class _Released(BaseException):
-    """Ends a rank that waits for one that failed. Not an Exception: nobody should catch it."""
+    """Ends a rank that waits for a failed one. Not an Exception, so that user code lets it pass."""
 
 
 @dataclass
 class _Meeting:
-    """One collective of one group: what the members bring, and what they leave with."""
+    """One collective of one group: the members' inputs and their results."""
 
     brought: dict[int, tuple[str, Tensor, torch.cuda.Stream | None]] = field(default_factory=dict)
     results: dict[int, Tensor] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class _Meeting:
 
 
 class _Run(Generic[T]):
-    """One run of a world. Only the rank whose turn it is touches this, so it needs no lock."""
+    """One run of a world. Only the rank whose turn it is accesses this, so it needs no lock."""
 
     def __init__(self, world_size: int, function: Callable[[int], T]) -> None:
         self._function = function
@@ -205,7 +205,7 @@ class _Run(Generic[T]):
     def _pass_turn(self) -> None:
         if not self._ready and self._waiting and self._error is None:
             waits = "; ".join(f"rank {rank} in {what}" for rank, what in self._waiting.items())
-            self._error = CollectiveError(f"these ranks wait for ranks that will not come: {waits}")
+            self._error = CollectiveError(f"these ranks wait for ranks that never join: {waits}")
         if self._error is not None:
             self._ready.extend(self._waiting)
             self._waiting.clear()
@@ -221,7 +221,7 @@ class _Run(Generic[T]):
             raise CaptureError(
                 f"rank {rank} would wait in {operation} for ranks that wait to capture: a process "
                 "captures one forward on a GPU at a time; use graph mode NONE with LoopbackWorld, "
-                "or a process for each rank"
+                "or one process per rank"
             )
         meeting = self._meetings.setdefault(group, _Meeting())
         stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
@@ -234,8 +234,8 @@ class _Run(Generic[T]):
             if self._error is not None:
                 raise _Released
         else:
-            # The last to come works out everybody's result, before any member can move on and
-            # change what it brought.
+            # The last rank to arrive computes all results, before any member can continue and
+            # change its input.
             del self._meetings[group]
             _conclude(meeting, group, stream, combine)
             for member in group:
@@ -272,7 +272,7 @@ def _conclude(
 
 
 class _ThreadState:
-    """The thread-local torch state of the thread that makes this, for other threads to take on."""
+    """Thread-local torch state of the creating thread, to apply in other threads."""
 
     def __init__(self) -> None:
         self._inference = torch.is_inference_mode_enabled()
