@@ -355,7 +355,7 @@ def test_a_damaged_file_is_made_anew(
     fastest = tuning.candidates(SHAPE)[0]
     with caplog.at_level(logging.WARNING):
         assert tune(file, Stopwatch({fastest: 1.0}), SHAPE).get(KEY) == fastest
-    assert "is ignored and will be made anew" in caplog.text
+    assert "is ignored and will be recreated" in caplog.text
     assert Tuning(file, {}).get(KEY) == fastest
 
 

@@ -151,7 +151,7 @@ def test_wish_of_a_choice() -> None:
 @pytest.mark.parametrize(
     ("wish", "message"),
     [
-        ((CUDAGraphMode.FULL_AND_PIECEWISE, 1), "not FULL_AND_PIECEWISE"),
+        ((CUDAGraphMode.FULL_AND_PIECEWISE, 1), "got FULL_AND_PIECEWISE"),
         ((FULL, -1), "got -1"),
         ((FULL, 2.0), r"got 2\.0"),
         ((FULL, 0), "num_tokens=0 with has_work=True"),

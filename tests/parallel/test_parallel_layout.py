@@ -278,7 +278,13 @@ def test_coordinates_out_of_range_are_named() -> None:
     ("sp", "tp", "num_heads", "num_kv_heads", "message"),
     [
         (2, 2, 9, 3, r"9 query heads .* sp=2 x tp=2 = 4 ranks.*sp x tp can be 1, 3, 9$"),
-        (2, 2, 12, 6, r"6 KV heads \(num_heads=12\) fit sp=2 x tp=2 = 4 .* can be 1, 2, 3, 6, 12$"),
+        (
+            2,
+            2,
+            12,
+            6,
+            r"6 KV heads \(num_heads=12\) do not fit sp=2 x tp=2 = 4 .* can be 1, 2, 3, 6, 12$",
+        ),
         (1, 3, 12, 4, r"4 KV heads .* sp=1 x tp=3 = 3 ranks.* can be 1, 2, 4, 12$"),
         (1, 1, 9, 2, r"num_heads=9 is not a multiple of num_kv_heads=2"),
         (8, 1, 4, 4, r"4 query heads .* 8 ranks.* can be 1, 2, 4$"),

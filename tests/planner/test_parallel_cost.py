@@ -254,9 +254,9 @@ def test_attended_keys(kind: Kind, num_tokens: int, context: int, window: int | 
 @pytest.mark.parametrize(
     ("numbers", "message"),
     [
-        ({"bandwidth": 0.0}, "memory's bandwidth must be a number above 0"),
+        ({"bandwidth": 0.0}, "memory bandwidth must be a number above 0"),
         ({"flops": float("nan")}, "peak FLOP rate must be a number above 0"),
-        ({"context": 0}, "context must be at least 1, not 0"),
+        ({"context": 0}, "context must be at least 1.*got 0"),
     ],
 )
 def test_impossible_rooflines(numbers: dict[str, Any], message: str) -> None:

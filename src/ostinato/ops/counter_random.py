@@ -1,11 +1,11 @@
 """Random numbers without a generator: a hash of (seed, position, vocabulary index).
 
 A draw depends on nothing else, so a request's tokens do not change with the batch around it, its
-row, padding, preemption or the mode it runs in, and there is no state to save or to capture. The
-hash is made of int64 operations that never overflow (its words are kept below 2**32, its
-multipliers below 2**31), so the words are the same bits on every device.
+row, padding, preemption or graph mode, and there is no state to save or capture. The hash uses
+int64 operations that never overflow (its words stay below 2**32, its multipliers below 2**31), so
+the words have the same bits on every device.
 
-It is a statistical generator, as good as sampling needs. It is not for secrets.
+It is a statistical generator, sufficient for sampling. Do not use it for cryptography.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 
 WORD_MASK = 0xFFFFFFFF
-# Words are 52 bits. The highest 32 are random to the eye; those below only make them finer.
+# Words have 52 bits. The highest 32 are well mixed; the lower ones only add resolution.
 WORD_BITS = 52
-# Large batches are hashed some columns at a time: int64 temporaries of all columns would take four
+# Large batches are hashed a few columns at a time: int64 temporaries of all columns would take four
 # times the memory of the logits.
 PIECE_ELEMENTS = 1 << 24
 
@@ -25,9 +25,9 @@ _LARGEST_BELOW_ONE = 1 - 2**-24  # in float32
 
 
 def spread_seed(seed: int) -> int:
-    """The key of a seed in [0, 2**64), an int64: one to one, and alike seeds get unlike keys.
+    """An int64 key for a seed in [0, 2**64): one to one, and similar seeds get unrelated keys.
 
-    Done once per request on the host, it spares the device most of the mixing of every step.
+    Computed once per request on the host, which saves the device most of the mixing in every step.
     """
     key = (seed + 0x9E3779B97F4A7C15) % 2**64
     key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9 % 2**64
@@ -37,9 +37,9 @@ def spread_seed(seed: int) -> int:
 
 
 def mix32(words: torch.Tensor) -> torch.Tensor:
-    """A bijection of the integers below 2**32 in which every input bit moves every output bit."""
+    """A bijection of the integers below 2**32 in which every input bit affects every output bit."""
     words = ((words ^ (words >> 16)) * 0x21F0AAAD) & WORD_MASK
-    # The same product modulo 2**32, from a multiplier small enough for int64.
+    # The same product modulo 2**32, with a multiplier small enough for int64.
     words = ((words ^ (words >> 15)) * (0xD35A2D97 - 2**32)) & WORD_MASK
     return words ^ (words >> 15)
 
@@ -57,7 +57,7 @@ def random_words(
     columns = torch.arange(start, stop, device=keys.device).mul_(_GOLDEN).bitwise_and_(WORD_MASK)
     columns ^= columns >> 15  # multiples alone would line up with some rows' multipliers
     columns.mul_(0x21F0AAAD).bitwise_and_(WORD_MASK)
-    # The part that is paid per row and column: few operations, in place.
+    # The cost per row and column: few operations, in place.
     words: torch.Tensor = columns ^ offset
     words *= multiplier
     words ^= words >> 32
@@ -70,8 +70,8 @@ def random_words(
 def exponential_log(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Logarithms of standard exponential draws, float32 [B, vocab_size], all finite.
 
-    Their negatives are standard Gumbel draws: ``argmax(logits - exponential_log(...))`` is a draw
-    from ``softmax(logits)``. The small draws, which are those that win, have full precision.
+    Their negatives are standard Gumbel draws: ``argmax(logits - exponential_log(...))`` is a sample
+    from ``softmax(logits)``. The small draws, which win, have full precision.
     """
     num_rows = keys.shape[0]
     draws = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=keys.device)
@@ -80,6 +80,6 @@ def exponential_log(keys: torch.Tensor, positions: torch.Tensor, vocab_size: int
         stop = min(start + width, vocab_size)
         draws[:, start:stop].copy_(random_words(keys, positions, start, stop))
     # -log(1 - u) is exponential for u in (0, 1): a word as a fraction, never below 2**-33, since
-    # words have 32 good bits. Kept negative throughout.
+    # words have 32 well-mixed bits. Kept negative throughout.
     draws.mul_(-(2.0**-WORD_BITS)).sub_(2.0**-33).clamp_(min=-_LARGEST_BELOW_ONE)
     return draws.log1p_().neg_().log_()

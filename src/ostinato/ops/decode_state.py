@@ -1,8 +1,8 @@
 """The ends of a decode step that stays on the device: inputs from the request state, tokens back.
 
 ``load_decode_inputs`` does for a batch of one token per request what ``InputBuffers.fill`` does for
-any batch, and needs no more from the host than who runs. ``store_decode_outputs`` leaves the state
-as the next step wants it. To torch each is one operator that reads its integers when it runs, so a
+any batch, and needs only the request rows from the host. ``store_decode_outputs`` leaves the state
+ready for the next step. To torch each is one operator that reads its integers when it runs, so a
 graph replays it with new contents: on CUDA one Triton kernel each, on the CPU torch operators.
 """
 
@@ -23,7 +23,7 @@ _STORE_SCHEMA = """store_decode_outputs(
     Tensor slots, Tensor tokens, Tensor(a!) num_computed, Tensor(b!) token_ids, int padding_slot
 ) -> ()"""
 
-_STORE_ROWS = 128  # of a program
+_STORE_ROWS = 128  # per program
 
 
 def load_decode_inputs(
@@ -40,15 +40,15 @@ def load_decode_inputs(
     block_table: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Fill a decode batch of R rows, padding included, from the state of S slots.
+    """Fill a decode batch of R rows, including padding, from the state of S request rows.
 
-    Read: ``slots`` [R] int64, real ones first, then ``padding_slot``; of the state,
+    Reads ``slots`` [R] int64, real ones first, then ``padding_slot``; and from the state
     ``num_computed`` [S], ``token_ids`` [S, L] and ``state_block_table`` [S, blocks], all int32.
     Every real row's next token must be in ``token_ids``, and its block in the table.
 
-    Written: ``input_ids``, ``positions`` and ``slot_mapping`` [R] int64, ``seq_lens`` [R] int32,
-    ``query_start_loc`` [R + 1] int32; of ``block_table`` [R, blocks] int32 only the entries that
-    the row's ``seq_lens`` reach. Padding rows get id 0, position 0, slot -1 and length 0.
+    Writes ``input_ids``, ``positions`` and ``slot_mapping`` [R] int64, ``seq_lens`` [R] int32,
+    ``query_start_loc`` [R + 1] int32; and of ``block_table`` [R, blocks] int32 only the entries
+    within the row's ``seq_lens``. Padding rows get id 0, position 0, slot -1 and length 0.
     """
     _load(
         slots,
@@ -73,10 +73,10 @@ def store_decode_outputs(
     token_ids: torch.Tensor,
     padding_slot: int,
 ) -> None:
-    """Count the token that was computed and append the one that was sampled, for each real row.
+    """Count the computed token and append the sampled one, for each real row.
 
-    ``slots`` and ``tokens`` [R] int64; the state as in ``load_decode_inputs``. The row of padding
-    is neither read nor written.
+    ``slots`` and ``tokens`` [R] int64; the state as in ``load_decode_inputs``. The padding row is
+    neither read nor written.
     """
     _store(slots, tokens, num_computed, token_ids, padding_slot)
 
@@ -95,7 +95,7 @@ def load_decode_inputs_cpu(
     block_table: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """The body on the CPU: real rows first, then padding."""
+    """The CPU kernel: real rows first, then padding."""
     num_rows = slots.shape[0]
     count = int((slots != padding_slot).sum())
     rows = slots[:count]
@@ -121,7 +121,7 @@ def store_decode_outputs_cpu(
     token_ids: torch.Tensor,
     padding_slot: int,
 ) -> None:
-    """The body on the CPU."""
+    """The CPU kernel."""
     is_real = slots != padding_slot
     rows = slots[is_real]
     computed = num_computed[rows] + 1
@@ -143,7 +143,7 @@ def triton_load_decode_inputs(
     block_table: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """The body on CUDA. CPU tensors are for the tests, under Triton's interpreter."""
+    """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
     from ostinato.ops.triton.decode_state import load_inputs_kernel
 
     num_rows = slots.shape[0]
@@ -182,7 +182,7 @@ def triton_store_decode_outputs(
     token_ids: torch.Tensor,
     padding_slot: int,
 ) -> None:
-    """The body on CUDA. CPU tensors are for the tests, under Triton's interpreter."""
+    """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
     from ostinato.ops.triton.decode_state import store_outputs_kernel
 
     num_rows = slots.shape[0]

@@ -1,6 +1,6 @@
-"""How long a matrix product takes on the GPU, one way or another, as it would in a decode step.
+"""Measures a GEMM on the GPU under the conditions of a decode step.
 
-That is: in a CUDA graph, one launch after the other, each over the weights of another layer.
+That is: in a CUDA graph, one launch after another, each over the weights of another layer.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 from ostinato.ops.linear import Norm, run_kernel, wide
 from ostinato.ops.tuning import Choice, LinearShape, row_class
 
-_MEASURED_ROWS = {1: 1, 16: 8, 32: 32, 64: 64}  # of the classes of numbers of rows
+_MEASURED_ROWS = {1: 1, 16: 8, 32: 32, 64: 64}  # by row class
 
 
 def measure_linear(
     shape: LinearShape, choice: Choice, weights: Sequence[torch.Tensor], *, launches: int = 24
 ) -> float:
-    """Microseconds of one product, from a CUDA graph of at least ``launches`` over the weights."""
+    """Microseconds per GEMM, from a CUDA graph of at least ``launches`` over the weights."""
     device = weights[0].device
     rows = _MEASURED_ROWS[row_class(shape.num_rows)]
     generator = torch.Generator(device=device).manual_seed(0)
@@ -58,11 +58,11 @@ def _runner(
 
 
 def time_in_graph(run: Callable[[], Any], device: torch.device, *, replays: int = 9) -> float:
-    """The median microseconds of replays of a graph of ``run``. Synchronises."""
+    """Median microseconds of replaying a graph of ``run``. Synchronises."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        run()  # compiles, and lets libraries allocate what they keep
+        run()  # compiles, and lets libraries allocate their workspaces
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(capture_error_mode="thread_local")

@@ -1,8 +1,8 @@
-"""``sample_rows``: the next token of each row, greedy or random, where nothing else is asked for.
+"""``sample_rows``: the next token of each row, greedy or random, without other features.
 
-It chooses as ``runtime.sampler.sample`` does for rows without filters, penalties, bias or
+It samples like ``sampling.sampler.sample`` for rows without filters, penalties, bias or
 log-probabilities, with the same noise. Each row's temperature is read when it runs, so one launch
-in a graph serves any mix of rows, and greedy ones cost no noise. To torch it is one operator: on
+in a graph serves any mix of rows, and greedy rows compute no noise. To torch it is one operator: on
 CUDA two Triton kernels, on the CPU torch operators.
 """
 
@@ -20,8 +20,8 @@ _SCHEMA = """sample_rows(
     Tensor(a!) out_tokens
 ) -> ()"""
 
-# Columns a program looks at in one go. Rows are cut into chunks of such blocks until there are so
-# many programs for each processor of the GPU; how they are cut does not change the tokens.
+# Columns that a program reads at a time. Rows are split into chunks of such blocks until there are
+# enough programs per SM; the split does not change the tokens.
 _BLOCK = 1024
 _NUM_WARPS = 2
 _PROGRAMS_PER_PROCESSOR = 24
@@ -41,10 +41,10 @@ def sample_rows(
     ``logits`` [B, V] of any float type. ``slots`` [B] int64: each row's request in ``temperature``
     [S] float32 and ``seed_key`` [S] int64, which may be columns of tables. ``lengths`` [B] int32:
     tokens so far, which is the position of the new one. Padding rows need a valid slot; their
-    result means nothing.
+    result is meaningless.
 
-    The highest logit wins where the temperature is 0, the highest of the logits less temperature
-    times ``exponential_log`` elsewhere; of equal ones the first, and the first NaN over all, as in
+    At temperature 0 the highest logit wins, otherwise the highest of the logits minus temperature
+    times ``exponential_log``; ties go to the first, and the first NaN beats all, as in
     torch.argmax. A row's token depends on that row alone. Does not synchronise on CUDA.
     """
     _operator(logits, slots, temperature, seed_key, lengths, out_tokens)
@@ -58,7 +58,7 @@ def sample_rows_cpu(
     lengths: torch.Tensor,
     out_tokens: torch.Tensor,
 ) -> None:
-    """The body on the CPU: reads the temperatures, and makes noise for the rows that want some."""
+    """The CPU kernel: reads the temperatures, and computes noise only for rows that need it."""
     heat = temperature[slots]
     rows = (heat > 0).nonzero().squeeze(1)
     if rows.numel() < slots.numel():
@@ -77,7 +77,7 @@ def triton_sample_rows(
     lengths: torch.Tensor,
     out_tokens: torch.Tensor,
 ) -> None:
-    """The body on CUDA. CPU tensors are for the tests, under Triton's interpreter."""
+    """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
     from ostinato.ops.triton.sampling import best_of_all_kernel, best_of_chunk_kernel
 
     num_rows, vocab_size = logits.shape
@@ -85,10 +85,10 @@ def triton_sample_rows(
         return
     if logits.stride(1) != 1:
         logits = logits.contiguous()
-    # The kernels step through these by one.
+    # The kernels assume unit strides for these.
     slots, lengths = slots.contiguous(), lengths.contiguous()
     if not out_tokens.is_contiguous():
-        raise BatchError(f"out_tokens must be in one piece, its strides are {out_tokens.stride()}")
+        raise BatchError(f"out_tokens must be contiguous, its strides are {out_tokens.stride()}")
     blocks_per_chunk, num_chunks = chunks(num_rows, vocab_size, num_processors(logits.device))
     candidates = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
     launch(
@@ -106,7 +106,7 @@ def triton_sample_rows(
         BLOCK=_BLOCK,
         **overlap(logits.device),
         num_warps=_NUM_WARPS,
-        enable_fp_fusion=False,  # torch rounds the product before it subtracts it
+        enable_fp_fusion=False,  # torch rounds the product before subtracting it
     )
     launch(
         best_of_all_kernel,
@@ -120,7 +120,7 @@ def triton_sample_rows(
 
 
 def chunks(num_rows: int, vocab_size: int, num_processors: int) -> tuple[int, int]:
-    """How a row is cut: blocks per chunk, and chunks."""
+    """How to split a row: blocks per chunk, and chunks."""
     num_blocks = -(-vocab_size // _BLOCK)
     wanted = -(-num_processors * _PROGRAMS_PER_PROCESSOR // num_rows)
     blocks_per_chunk = -(-num_blocks // min(wanted, num_blocks, _MAX_CHUNKS))

@@ -1,10 +1,10 @@
-"""Which blocks a matrix product of few rows is cut into on a GPU, or that torch does it better.
+"""Tile configs for small-M GEMMs on a GPU, or the decision to use torch instead.
 
-A choice is looked up by shape: in what was measured on this machine (a file in the user's cache),
-then in the table that is shipped for known GPUs, whose choices were the fastest in the order that a
-decode step has its products in. ``tune_linears`` measures what neither has, once, before anything
-is captured. What was never measured gets a sensible default. Nothing here launches a kernel:
-measuring is in ``operators.measuring``, decisions are plain Python.
+A choice is looked up by shape: first in this machine's measurements (a file in the user's cache),
+then in the shipped table for known GPUs, whose choices were the fastest in the GEMM order of a
+decode step. ``tune_linears`` measures missing shapes once, before anything is captured. Shapes that
+were never measured get a sensible default. Nothing here launches a kernel: measuring is in
+``ops.measuring``, decisions are plain Python.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ostinato.ops.triton.launch import next_power_of_2
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 1  # of the kernels as far as blocks matter; a new number makes everybody measure again
+_VERSION = 1  # of the kernels as far as tiles matter; a new number invalidates all measurements
 _SHIPPED = "tuned_h200.json"
 ROW_CLASSES = (1, 16, 32, 64)
 MAX_ROWS = ROW_CLASSES[-1]
-_ENOUGH_PROGRAMS = 90  # of those that take a processor each
+_ENOUGH_PROGRAMS = 90  # if each takes an SM
 
 
 class Blocks(NamedTuple):
-    """How a product becomes programs: constants of a kernel and of its launch."""
+    """A tile config: constants of a kernel and of its launch."""
 
-    block_n: int  # results of a program (pairs of them, if gated)
-    block_k: int  # of the inputs at a time
+    block_n: int  # results per program (pairs, if gated)
+    block_k: int  # inputs at a time
     num_warps: int
-    num_stages: int = 1  # blocks on their way; one row has a scheme of its own
+    num_stages: int = 1  # tiles in flight; the one-row kernel pipelines in its own way
     split_k: int = 1  # programs that share the inputs of one tile; not for one row
-    prefetch: int = 0  # blocks asked for into L2 before the last kernel is done
+    prefetch: int = 0  # tiles prefetched into L2 before the previous kernel is done
 
     def as_json(self) -> dict[str, int]:
         return self._asdict()
@@ -50,7 +50,7 @@ Choice = Blocks | Literal["torch"]
 
 
 class LinearShape(NamedTuple):
-    """What a choice depends on, beside the GPU. ``num_rows`` stands for the class it is in."""
+    """What a choice depends on, besides the GPU. ``num_rows`` stands for its row class."""
 
     num_rows: int
     n: int  # rows of the weight
@@ -65,7 +65,7 @@ class LinearShape(NamedTuple):
         return self.n // 2 if self.gated else self.n
 
     def key(self, gpu: str) -> str:
-        """The name of this shape's entry in a table."""
+        """The key of this shape in a table."""
         flags = [name for name in ("norm", "gated", "residual") if getattr(self, name)]
         rows = row_class(self.num_rows)
         dtype = str(self.dtype).removeprefix("torch.")
@@ -77,7 +77,7 @@ WeightsOf = Callable[[LinearShape], Sequence[torch.Tensor]]
 
 
 def row_class(num_rows: int) -> int:
-    """The most rows of the class: 1, 2 to 16, 17 to 32, 33 to 64."""
+    """The largest number of rows in the class: 1, 2 to 16, 17 to 32, 33 to 64."""
     return next(most for most in ROW_CLASSES if num_rows <= most)
 
 
@@ -85,7 +85,7 @@ def row_class(num_rows: int) -> int:
 
 
 def choice_from_json(value: object) -> Choice | None:
-    """An entry of a table, or None if it is none that this version can use."""
+    """Parse a table entry; None if this version cannot use it."""
     if value == "torch":
         return "torch"
     if not isinstance(value, dict) or not {"block_n", "block_k", "num_warps"} <= value.keys():
@@ -102,7 +102,7 @@ def choice_from_json(value: object) -> Choice | None:
 
 
 def read_table(text: str) -> dict[str, Choice]:
-    """The entries of a table that this version can use. Raises ValueError if it is no table."""
+    """The table entries that this version can use. Raises ValueError if it is not a table."""
     content = json.loads(text)
     entries = content.get("entries") if isinstance(content, dict) else None
     if not isinstance(entries, dict):
@@ -129,19 +129,19 @@ def cache_file() -> Path:
 
 
 class Tuning:
-    """What is known: the user's file over the shipped table, both read once."""
+    """Known choices: the user's file over the shipped table, both read once."""
 
     def __init__(self, file: Path, shipped: dict[str, Choice]) -> None:
         self._file = file
         self._shipped = shipped
         self._own = self._read()
-        self._choices: dict[tuple[LinearShape, str], Choice] = {}  # made so far
+        self._choices: dict[tuple[LinearShape, str], Choice] = {}  # cache
 
     def get(self, key: str) -> Choice | None:
         return self._own.get(key) or self._shipped.get(key)
 
     def choice(self, shape: LinearShape, gpu: str) -> Choice:
-        """What is known for this shape, or else a guess."""
+        """The known choice for this shape, or else a default."""
         choice = self._choices.get((shape, gpu))
         if choice is None:
             choice = self.get(shape.key(gpu)) or default_choice(shape)
@@ -151,8 +151,7 @@ class Tuning:
     def remember(self, choices: dict[str, Choice]) -> None:
         """Use ``choices`` from now on, in later processes too if the file can be written.
 
-        Two processes may write at once: each file is whole, and what one of them loses will be
-        measured again.
+        Two processes may write at once: each file is complete, and lost entries are measured again.
         """
         self._own = self._read() | self._own | choices
         self._choices.clear()
@@ -160,8 +159,8 @@ class Tuning:
             _replace(self._file, write_table(self._own))
         except OSError as error:
             logger.warning(
-                "what was measured for matrix products cannot be kept in %s: %s; it will be "
-                "measured again by the next process. Set OSTINATO_CACHE to use another directory",
+                "cannot save GEMM measurements in %s: %s; the next process will measure again. Set "
+                "OSTINATO_CACHE to use another directory",
                 self._file,
                 error,
             )
@@ -172,12 +171,12 @@ class Tuning:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, RecursionError) as error:
-            logger.warning("%s is ignored and will be made anew: %s", self._file, error)
+            logger.warning("%s is ignored and will be recreated: %s", self._file, error)
             return {}
 
 
 def _replace(file: Path, text: str) -> None:
-    """The file holds ``text`` or what it held before, never part of it."""
+    """Replace the file atomically: it never holds part of ``text``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=file.name, suffix=".tmp", dir=file.parent)
     try:
@@ -191,7 +190,7 @@ def _replace(file: Path, text: str) -> None:
 
 @cache
 def tuning() -> Tuning:
-    """The one of this process."""
+    """The process-wide instance."""
     shipped = files("ostinato.ops").joinpath(_SHIPPED).read_text(encoding="utf-8")
     return Tuning(cache_file(), read_table(shipped))
 
@@ -200,17 +199,17 @@ def tuning() -> Tuning:
 
 
 def default_choice(shape: LinearShape) -> Choice:
-    """Without a measurement: our kernels where reading the weight is nearly all there is to do."""
+    """Without a measurement: our kernels if the GEMM is bound by reading the weight."""
     if row_class(shape.num_rows) > 16:
         return "torch"
     return candidates(shape)[0]
 
 
 def candidates(shape: LinearShape) -> list[Blocks]:
-    """At most five cuts worth measuring, the safest first. torch itself is one more.
+    """At most five tile configs worth measuring, safest first. torch is one more option.
 
-    Of some hundred that were measured on an H200 for the shapes of two models, the best of these is
-    within 6% of the best of all, and 2% on average.
+    Of about a hundred measured on an H200 for the shapes of two models, the best of these is within
+    6% of the overall best, and 2% on average.
     """
     rows = row_class(shape.num_rows)
     cuts = _cuts_of_one_row(shape) if rows == 1 else _cuts_of_rows(shape, rows)
@@ -220,7 +219,7 @@ def candidates(shape: LinearShape) -> list[Blocks]:
 def _cuts_of_one_row(shape: LinearShape) -> list[Blocks]:
     whole = max(64, next_power_of_2(shape.k))
     sizes = [(8, 512, 8), (4, 1024, 4), (2, 1024, 4), (2, 2048, 4), (2, 4096, 4)]
-    if shape.outputs < 4096:  # programs are few: rather smaller ones
+    if shape.outputs < 4096:  # few programs, so smaller tiles
         sizes[:2] = sizes[1::-1]
     return [
         Blocks(block_n, min(block_k, whole), num_warps, prefetch=int(block_k < min(shape.k, 2048)))
@@ -230,7 +229,7 @@ def _cuts_of_one_row(shape: LinearShape) -> list[Blocks]:
 
 def _cuts_of_rows(shape: LinearShape, rows: int) -> list[Blocks]:
     def cut(block_n: int, block_k: int, num_warps: int, room: int) -> Blocks:
-        """As deep as ``room`` in shared memory allows, split into about one program a processor."""
+        """As many stages as fit ``room`` in shared memory, split into about one program per SM."""
         tiles, split = -(-shape.outputs // block_n), 1
         while tiles * split < _ENOUGH_PROGRAMS and split < 8 and 2 * split * block_k <= shape.k:
             split *= 2
@@ -239,7 +238,7 @@ def _cuts_of_rows(shape: LinearShape, rows: int) -> list[Blocks]:
         return Blocks(block_n, block_k, num_warps, max(2, depth), split)
 
     cuts = [
-        cut(64, 64, 4, 96_000),  # fits any GPU that has bfloat16
+        cut(64, 64, 4, 96_000),  # fits any GPU with bfloat16
         cut(64, 64, 4, 150_000),
         cut(64, 128, 4, 114_000),
         cut(64, 128, 4, 150_000),
@@ -250,16 +249,16 @@ def _cuts_of_rows(shape: LinearShape, rows: int) -> list[Blocks]:
 def choose(
     shape: LinearShape, options: Sequence[Choice], weights: Sequence[torch.Tensor], measure: Measure
 ) -> Choice:
-    """The fastest of ``options``. One that does not run on this GPU is out of the race."""
+    """The fastest of ``options``. Options that do not run on this GPU are skipped."""
     best: Choice = "torch"
     shortest = float("inf")
     for option in options:
         try:
             time = measure(shape, option, weights)
-        except Exception as error:  # too little shared memory, or a compiler that gives up
+        except Exception as error:  # too little shared memory, or a compiler error
             if option == "torch":
                 raise
-            logger.debug("%s cannot be cut into %s here: %s", shape, option, error)
+            logger.debug("%s cannot use %s here: %s", shape, option, error)
             continue
         if time < shortest:
             best, shortest = option, time
@@ -274,11 +273,11 @@ def tune_linears(
     known: Tuning | None = None,
     measure: Measure | None = None,
 ) -> None:
-    """Measure what is not known yet of ``shapes``, and remember it on disk. Not in a capture.
+    """Measure the ``shapes`` that are not known yet, and save the results. Not in a capture.
 
-    ``weights_of``: the weights of that shape, all layers of the model's, so that none is in the
-    GPU's cache when its turn comes. It synchronises, and takes about a second for every shape that
-    is new to this machine.
+    ``weights_of`` returns the weights of a shape from all layers of the model, so that none is in
+    the GPU's cache when it is used. Synchronises, and takes about a second for every shape that is
+    new to this machine.
     """
     measure = _measure() if measure is None else measure
     known = tuning() if known is None else known
@@ -286,7 +285,7 @@ def tune_linears(
     found: dict[str, Choice] = {}
     for shape in shapes:
         if not 1 <= shape.num_rows <= MAX_ROWS:
-            continue  # torch's, always
+            continue  # always torch
         key = shape.key(gpu)
         if key not in found and known.get(key) is None:
             options: list[Choice] = ["torch", *candidates(shape)]
@@ -296,6 +295,6 @@ def tune_linears(
 
 
 def _measure() -> Measure:
-    from ostinato.ops.measuring import measure_linear  # which needs what is here
+    from ostinato.ops.measuring import measure_linear  # imports this module
 
     return measure_linear

@@ -1,9 +1,9 @@
-"""Kernels for the CPU in Python that Numba compiles, for what torch takes several operators for.
+"""CPU kernels compiled by Numba that replace several torch operators each.
 
-A model that decodes one request on a CPU spends its time reading weights; what comes next is the
-way from one operator to the other. Like the Triton kernels, each stands beside a twin in plain
-torch, which runs where Numba is not installed. Kernels take arrays of float32 in one piece, trust
-their shapes, and are one thread each.
+A model that decodes one request on a CPU spends its time reading weights, and next on overhead
+between operators. Like the Triton kernels, each has a reference implementation in plain torch,
+which runs if Numba is not installed. Kernels take contiguous float32 arrays, trust their shapes,
+and run on one thread each.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Of a matrix whose rows are worked on one by one; for more, torch has threads.
+# Largest number of rows to process one by one; for more, torch's threads are faster.
 MOST_ROWS = 64
 _WORTH_SAYING_S = 2.0
 
 
 @cache
 def has_numba() -> bool:
-    """Whether there is a Numba that can be used."""
+    """Whether a usable Numba is installed."""
     try:
         import numba  # noqa: F401
     except ModuleNotFoundError:
         return False
-    except Exception as error:  # as of one that does not know this NumPy yet
-        logger.warning("CPU kernels are not compiled, torch runs instead: numba says %s", error)
+    except Exception as error:  # for example, a Numba too old for this NumPy
+        logger.warning("CPU kernels are not compiled and torch runs instead: %s", error)
         return False
     return True
 
 
 @cache
 def load_kernels() -> Any:
-    """The module of the kernels. Compiles them, if that was never done on this machine."""
+    """Import the kernels, compiling them if this machine has not done so before."""
     start = time.perf_counter()
     from ostinato.ops.numba import kernels
 
     seconds = time.perf_counter() - start
     if seconds > _WORTH_SAYING_S:
-        logger.info("compiled the CPU kernels in %.1f s; they are kept for the next time", seconds)
+        logger.info("compiled the CPU kernels in %.1f s; they are cached for next time", seconds)
     return kernels
 
 
 def runs_compiled(*tensors: torch.Tensor) -> bool:
-    """Whether kernels of this package can take these tensors."""
+    """Whether this package's kernels can take these tensors."""
     return has_numba() and all(
         each.dtype is torch.float32
         and each.device.type == "cpu"
@@ -60,7 +60,7 @@ def runs_compiled(*tensors: torch.Tensor) -> bool:
 
 
 def prepare_kernel(name: str) -> Callable[..., Callable[[], object]]:
-    """For ``define_for_cpu``: the kernel of that name, with an operator's arguments."""
+    """For ``define_for_cpu``: the named kernel, called with an operator's arguments."""
 
     def prepare(*args: Any) -> Callable[[], object]:
         kernel = getattr(load_kernels(), name)

@@ -1,8 +1,8 @@
-"""How a kernel is compiled: once per machine, when the module that holds it is imported.
+"""Compiles kernels: once per machine, when their module is imported.
 
-A kernel has the types it is written with, and no others, so nothing is compiled in the middle of a
-step. What was compiled is kept on disk, by Numba, which notices changes in the file of the kernel
-alone: a kernel may call only what is in its own file, where its options are too.
+A kernel has fixed types, so nothing is compiled in the middle of a step. Numba caches compiled code
+on disk, and notices changes only in the kernel's own file: so a kernel may call only what is in its
+file, where its options are too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def compilers(**options: Any) -> tuple[_Decorator, Callable[[str], _Decorator]]:
-    """Decorators: for functions that kernels of the same file call, and for kernels by type."""
+    """Decorators: one for helper functions in the same file, one for kernels by type."""
 
     def kernel(signature: str) -> _Decorator:
         def compile_it(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,7 +24,7 @@ def compilers(**options: Any) -> tuple[_Decorator, Callable[[str], _Decorator]]:
             try:
                 compiled = numba.njit(signature, cache=True, **options)(function)
             except Exception:
-                # No directory, a full disk, a damaged file: every process compiles for itself.
+                # No directory, a full disk, a damaged file: every process compiles again.
                 compiled = numba.njit(signature, **options)(function)
             return compiled
 

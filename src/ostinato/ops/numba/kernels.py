@@ -1,7 +1,7 @@
 """The kernels: norms, the gated activation, and attention for one query per request.
 
-All in one file, because each may call only what is in its own file (see ``compiled.py``). What they
-compute is said by their operators. ``T`` tokens, ``R`` requests.
+All are in one file, because each may call only what is in its own file (see ``compiled.py``). Their
+operators document what they compute. ``T`` tokens, ``R`` requests.
 """
 
 import math
@@ -12,9 +12,9 @@ from ostinato.ops.numba.compiled import compilers
 
 inlined, kernel = compilers(
     nogil=True,
-    error_model="numpy",  # dividing does not look for zeros
-    # Sums in any order, and multiply-adds, or nothing would be vectorised. NaN and infinities keep
-    # their meaning.
+    error_model="numpy",  # no checks for division by zero
+    # Allow reordered sums and fused multiply-adds; without them nothing would be vectorised. NaN
+    # and infinities keep their meaning.
     fastmath={"reassoc", "contract", "arcp", "nsz"},
 )
 
@@ -22,18 +22,18 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 _LOWEST, _HIGHEST = np.float32(-np.inf), np.float32(np.inf)
 _HALF = np.float32(0.5)
 _LOG2_E = np.float32(math.log2(math.e))
-_LN2 = math.log(2)  # in float64, and with it all that follows from it
-_LEAST = np.float32(-87)  # e to the power of this is the smallest normal number, nearly
-_MOST = np.float32(88)  # and of this the largest
+_LN2 = math.log(2)  # float64, and so is everything derived from it
+_LEAST = np.float32(-87)  # e to this power is about the smallest normal number
+_MOST = np.float32(88)  # e to this power is about the largest number
 
 
 @inlined
 def _exponential(x):
     """e^x of a number from -87 to 88, or NaN, as (m, b): m times the float whose bits are b.
 
-    Within one unit of the last place, and without a call, so that a loop over it is vectorised; the
-    compiler has no vectors for the library's. The polynomial is that of Cephes. In float64: the
-    usual ln 2 in two parts would be put together again by sums in any order, which cost 4 units.
+    Accurate to one ulp, and without a call, so that a loop over it is vectorised; the compiler
+    cannot vectorise the library's. The polynomial is from Cephes. It uses float64: reordering would
+    merge the usual two-part ln 2 and lose 4 ulps.
     """
     exponent = math.floor(x * _LOG2_E + _HALF)
     rest = x - exponent * _LN2
@@ -91,7 +91,7 @@ def silu_and_mul(gate_up, out):
 
 @inlined
 def _rotate(head, angles, weight, eps, out):
-    """One head of a query or key: normed if it has a weight, then turned."""
+    """One head of a query or key: normed if it has a weight, then RoPE."""
     dim = head.shape[0]
     half = dim // 2
     if weight.shape[0]:
@@ -110,12 +110,12 @@ def _rotate(head, angles, weight, eps, out):
 @inlined
 def _check_row(row, table):
     if not 0 <= row < table.shape[0]:
-        raise IndexError("a position, slot or block lies outside of its tensor")
+        raise IndexError("a position, slot or block is out of range")
 
 
 @inlined
 def _rotate_and_store(qkv, positions, table, qk_norm, eps, keys, values, slots, query, num_tokens):
-    """Queries to ``query`` [T, heads, dim], keys and values to their slots of the caches."""
+    """Write queries to ``query`` [T, heads, dim], keys and values to their slots of the caches."""
     num_heads, dim = query.shape[1:]
     block_size, num_kv_heads = keys.shape[1:3]
     for token in range(num_tokens):
@@ -136,7 +136,7 @@ def _rotate_and_store(qkv, positions, table, qk_norm, eps, keys, values, slots, 
 
 @inlined
 def _softmax(scores, bits, soft_cap, sink):
-    """In place, over ``scores`` and one more that has no value. ``bits`` is as long."""
+    """In place, over ``scores`` and a sink without a value. ``bits`` is scratch of equal length."""
     powers = bits.view(np.float32)
     if soft_cap > _ZERO:
         for i in range(scores.shape[0]):
@@ -146,7 +146,7 @@ def _softmax(scores, bits, soft_cap, sink):
         most = scores[i] if scores[i] > most else most
     for i in range(scores.shape[0]):
         x = scores[i] - most
-        x = _LEAST if x < _LEAST else x  # a NaN is not less, and stays
+        x = _LEAST if x < _LEAST else x  # NaN compares false, and stays
         scores[i], bits[i] = _exponential(x)
     total = math.exp(sink - most)
     for i in range(scores.shape[0]):
@@ -159,9 +159,9 @@ def _softmax(scores, bits, soft_cap, sink):
 
 @inlined
 def _score(query, keys, table, first, length, scores):
-    """Products of ``query`` [heads, dim] with the keys from ``first`` to before ``length``.
+    """Dot products of ``query`` [heads, dim] with the keys from ``first`` up to ``length``.
 
-    Blocks are looked up in ``table``, which is checked here, and not again by ``_mix``.
+    Checks the block numbers in ``table``; ``_mix`` does not check them again.
     """
     block_size, num_kv_heads, dim = keys.shape[1:]
     group = query.shape[0] // num_kv_heads
@@ -172,7 +172,7 @@ def _score(query, keys, table, first, length, scores):
         four = low + (high - low) // 4 * 4
         for head in range(query.shape[0]):
             q, kv_head, row = query[head], head // group, scores[head]
-            for place in range(low, four, 4):  # four at a time share what is read of the query
+            for place in range(low, four, 4):  # four at a time share reads of the query
                 a = b = c = d = _ZERO
                 for i in range(dim):
                     a += q[i] * block[place, kv_head, i]
@@ -190,7 +190,7 @@ def _score(query, keys, table, first, length, scores):
 
 @inlined
 def _mix(weights, values, table, first, length, out):
-    """The sum of the values from ``first`` to before ``length`` to ``out`` [heads, dim]."""
+    """Sum the weighted values from ``first`` up to ``length`` into ``out`` [heads, dim]."""
     block_size, num_kv_heads, dim = values.shape[1:]
     group = out.shape[0] // num_kv_heads
     out[:] = _ZERO
@@ -200,7 +200,7 @@ def _mix(weights, values, table, first, length, out):
         four = low + (high - low) // 4 * 4
         for head in range(out.shape[0]):
             mixed, kv_head, row = out[head], head // group, weights[head]
-            for place in range(low, four, 4):  # four at a time share what is written
+            for place in range(low, four, 4):  # four at a time share writes
                 a, b = row[at + place], row[at + place + 1]
                 c, d = row[at + place + 2], row[at + place + 3]
                 for i in range(dim):
@@ -215,10 +215,10 @@ def _mix(weights, values, table, first, length, out):
 
 @inlined
 def _attend(query, keys, values, out, starts, lengths, tables, sinks, rules, most_keys):
-    """All requests with one query and at most ``most_keys`` keys in sight; how many others.
+    """Attend for requests with one query and at most ``most_keys`` keys; return how many remain.
 
     ``rules``: scale, window (0: none), soft cap (0: none). Rows that belong to no request become
-    zero; those of the other requests are not written, so ``out`` may be ``query``. A batch made up
+    zero; rows of the remaining requests are not written, so ``out`` may be ``query``. A dummy batch
     for a capture may claim more keys than its table can hold.
     """
     scale, window, soft_cap = rules
@@ -260,7 +260,7 @@ def rotary_attention(
     qkv, positions, table, qk_norm, eps,
     keys, values, out, starts, lengths, tables, slots, sinks, rules, most_keys,
 ):  # fmt: skip
-    """Rotate, store, attend. Rows of the requests that are left out hold their queries."""
+    """RoPE, store, attend. Rows of requests that are left out hold their queries."""
     num_tokens = starts[lengths.shape[0]]
     _rotate_and_store(qkv, positions, table, qk_norm, eps, keys, values, slots, out, num_tokens)
     return _attend(out, keys, values, out, starts, lengths, tables, sinks, rules, most_keys)
@@ -271,7 +271,7 @@ def attention(
     query, key, value,
     keys, values, out, starts, lengths, tables, slots, sinks, rules, most_keys,
 ):  # fmt: skip
-    """Store and attend. Rows of the requests that are left out are not written."""
+    """Store and attend. Rows of requests that are left out are not written."""
     block_size = keys.shape[1]
     for token in range(key.shape[0]):
         if slots[token] >= 0:

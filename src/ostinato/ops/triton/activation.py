@@ -18,7 +18,7 @@ def silu_and_mul_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row and BLOCK columns of ``out`` [T, width], which is dense."""
+    """One program per row and BLOCK columns of ``out`` [T, width], which is contiguous."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()

@@ -1,9 +1,9 @@
-"""Counters for kernels whose programs count themselves: the last to arrive combines the parts.
+"""Counters for kernels in which the last program to arrive combines the partial results.
 
-A launch's counters are zero because the step that it is part of has zeroed them, never because an
-earlier launch left them so. Hence engines, pools and streams share none, and a launch that failed
-or was aborted leaves nothing behind for the next. The zeroing is enqueued on the same stream, ahead
-of the launch and without overlap; the kernel counts after its wait.
+A launch's counters are zero because the current step zeroes them, never because an earlier launch
+left them zero. So engines, pools and streams share none, and a launch that failed or was aborted
+leaves nothing behind for the next. The memset is enqueued on the same stream, ahead of the launch
+and without overlap; the kernel counts after its wait.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import torch
 
 from ostinato.graphs.capture.segments import open_recording
 
-# Int32 that one recording zeroes at once: more than the launches of most decode steps take between
-# them, and small enough that its size does not show in the time of the memset.
+# Number of int32 that one recording zeroes at once: more than the launches of most decode steps
+# need together, and small enough not to affect the duration of the memset.
 SLAB_SIZE = 1 << 16
-_ALIGNED = 32  # Triton compiles another kernel for an address that is not round
+_ALIGNED = 32  # Triton compiles a separate kernel for unaligned addresses
 
 
 class CounterSlabs:
-    """Counters of one recording on one device. Launches have disjoint slices of a slab.
+    """Counters of one recording on one device. Launches get disjoint slices of a slab.
 
-    The recording holds it, so nothing else of the same recording is placed on it. Afterwards other
-    graphs of the pool may: they never run at the same time, and every replay zeroes its own first.
+    The recording holds the slab, so nothing else in it is placed there. Later graphs of the pool
+    may reuse its memory: they never run concurrently, and every replay zeroes its own first.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,8 +42,8 @@ class CounterSlabs:
 def take_counters(device: torch.device, count: int) -> torch.Tensor:
     """``count`` int32 zeros for one launch, enqueued ahead of it on the current stream.
 
-    In a recording of ours one memset serves many launches, in all segments of the recording. In a
-    capture by others, and eagerly, each launch has a memset of its own.
+    In one of our recordings a single memset serves many launches, in all segments. In another
+    library's capture, and eagerly, each launch has its own memset.
     """
     recording = open_recording()
     if recording is None or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():

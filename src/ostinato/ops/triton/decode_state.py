@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """Two kernels at the ends of a decode step: from the request state to its inputs, and back.
 
-OVERLAP: each waits for all that came before it, and lets the next begin meanwhile.
+OVERLAP: each waits for all earlier kernels, and lets the next one start meanwhile.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Rows counted, and entries of a block table copied, in one go.
+# Rows to count, and block-table entries to copy, at a time.
 WIDTH = tl.constexpr(256)
 
 
@@ -52,7 +52,7 @@ def load_inputs_kernel(
         tl.store(input_ids + row, token.to(tl.int64))
         tl.store(positions + row, position.to(tl.int64))
         tl.store(seq_lens + row, position + 1)
-        tl.store(query_start_loc + row + 1, row + 1)  # real rows stand first
+        tl.store(query_start_loc + row + 1, row + 1)  # real rows come first
         tl.store(slot_mapping + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
         target = block_table + row.to(tl.int64) * table_stride
         used = position // BLOCK_SIZE + 1

@@ -1,4 +1,4 @@
-"""Launching a Triton kernel, and the facts about a device that a launch depends on."""
+"""Launches Triton kernels, and knows the device properties that a launch depends on."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ostinato.compat import current_device, raw_stream, triton_launches
 
 
 class _Variant(NamedTuple):
-    """A kernel as it was compiled for one kind of arguments and one device."""
+    """A kernel compiled for one kind of arguments and one device."""
 
     run: Callable[..., None]
     function: int
     metadata: tuple[Any, ...]
-    constants: tuple[Any, ...]  # those that are parameters, in their order
+    constants: tuple[Any, ...]  # the constants that are parameters, in order
 
 
 _variants: dict[tuple[Any, ...], _Variant] = {}
-_MOST_VARIANTS = 1 << 14  # then all are found out anew
+_MOST_VARIANTS = 1 << 14  # beyond this, the cache starts over
 
 
 def launch(
@@ -31,18 +31,18 @@ def launch(
     numbers: Sequence[float | None] = (),
     **constants: Any,
 ) -> None:
-    """``kernel[grid](*tensors, *numbers, **constants)``, with less Python from the second time on.
+    """``kernel[grid](*tensors, *numbers, **constants)``, with less Python after the first call.
 
-    Tensors and then numbers are all the arguments that are no constants of the kernel. Triton looks
-    at each of them, and at every option, to find the variant that was compiled for them, which
-    takes longer than all else in a launch; a capture makes some ten thousand. Here a variant is
-    found by types and values as they are, and by whether 16 divides an address. Triton's settings
-    for debugging, and globals that a kernel reads, count when they are first seen.
+    ``tensors`` and then ``numbers`` are all arguments that are not kernel constants. Triton
+    inspects each of them, and every option, to find the compiled variant, which takes longer than
+    the rest of a launch; a capture makes about ten thousand. Here a variant is looked up by types
+    and values, and by whether 16 divides an address. Triton's debug settings, and globals that a
+    kernel reads, count as they were on the first call.
 
-    It runs on the device of its first tensor, whichever is the current one.
+    Runs on the device of the first tensor, regardless of the current device.
     """
     first = tensors[0]
-    assert first is not None, "a kernel's first argument is always there"
+    assert first is not None, "a kernel's first argument is never optional"
     device = first.get_device()
     if first.is_cuda and device != current_device():
         with torch.cuda.device(device):
@@ -57,12 +57,12 @@ def launch(
         None if each is None else (each.dtype, each.is_cuda, address % 16 == 0)
         for each, address in zip(tensors, addresses, strict=True)
     ]
-    # With the types of numbers, because 1 equals 1.0.
+    # Includes the types of numbers, because 1 equals 1.0.
     key = (kernel.fn, device, *kinds, *numbers, *map(type, numbers), *constants.items())
     variant = _variants.get(key)
     if variant is None:
         compiled = kernel[grid](*tensors, *numbers, **constants)
-        if compiled is not None:  # as it is under Triton's interpreter
+        if compiled is not None:  # None under Triton's interpreter
             names = kernel.arg_names[len(tensors) + len(numbers) :]
             _remember(key, compiled, tuple(constants[name] for name in names))
         return
@@ -84,13 +84,13 @@ def next_power_of_2(number: int) -> int:
 
 @cache
 def can_overlap(device: torch.device) -> bool:
-    """Whether one kernel may begin before the last is done: from Hopper on."""
+    """Whether a kernel may start before the previous one is done: from Hopper on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @cache
 def overlap(device: torch.device) -> dict[str, Any]:
-    """Arguments of a launch for a kernel that takes OVERLAP (programmatic dependent launch)."""
+    """Launch arguments for a kernel that takes OVERLAP (programmatic dependent launch)."""
     return {"OVERLAP": True, "launch_pdl": True} if can_overlap(device) else {"OVERLAP": False}
 
 

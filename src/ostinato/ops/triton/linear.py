@@ -1,18 +1,18 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""Matrix products with few rows of input, and with what comes before and after them.
+"""Small-M GEMMs, fused with the operations before and after them.
 
 y = x @ weight.T + bias, then silu(gate) * up of its two halves if GATED, then + residual.
-Two kernels: ``row_kernel`` for one row, on ordinary arithmetic, and ``tile_kernel`` for up to
-BLOCK_M rows, on tensor cores, with the weight as the large operand. Both are bound by reading the
-weight, once; everything else is arranged around that. Sums are in float32.
+Two kernels: ``row_kernel`` for one row, without tensor cores, and ``tile_kernel`` for up to BLOCK_M
+rows, on tensor cores, with the weight as the large operand. Both are bound by reading the weight
+once; everything else is arranged around that. Sums are in float32.
 
-``row_kernel`` takes a norm of x along, for no pass of its own: 1 / rms is a factor of the result,
-so the product is taken of x * norm_weight while the squares of x are summed, and scaled at the end.
-For several rows that was measured to cost more than a kernel for the norm does: tensor cores take
-their operands from shared memory, where a norm would have to put them back.
+``row_kernel`` fuses a norm of x at no extra pass: 1 / rms is a factor of the result, so the GEMM
+runs on x * norm_weight while the squares of x are summed, and the result is scaled at the end. For
+several rows this was measured to be slower than a separate norm kernel: tensor cores take their
+operands from shared memory, and the norm would have to write them back there.
 
-OVERLAP: the weights, which nobody writes, are asked for before ``gdc_wait``; all else comes after.
+OVERLAP: weights, which no kernel writes, are prefetched before ``gdc_wait``; all else comes after.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# Each thread asks for one row: $1 first byte, $2 rows, $3 bytes from row to row, $4 bytes of each.
+# Each thread prefetches one row: $1 first byte, $2 rows, $3 bytes between rows, $4 bytes per row.
 _PREFETCH_ROWS = tl.constexpr(
     """{
     .reg .pred mine;
@@ -38,9 +38,9 @@ _PREFETCH_ROWS = tl.constexpr(
 
 @triton.jit
 def _prefetch(weight, row, begin, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH):
-    """Ask for [ROWS, WIDTH] of ``weight`` from (row, begin) on, as far as there are any, into L2.
+    """Prefetch [ROWS, WIDTH] of ``weight`` from (row, begin) into L2, within its bounds.
 
-    The hardware takes multiples of 16 bytes; other matrices are left to be read when needed.
+    The hardware takes multiples of 16 bytes; other matrices are read when needed.
     """
     BYTES: tl.constexpr = weight.dtype.element_ty.primitive_bitwidth // 8
     if (K * BYTES) % 16 == 0:
@@ -59,7 +59,7 @@ def _prefetch(weight, row, begin, N: tl.constexpr, K: tl.constexpr, ROWS: tl.con
 
 @triton.jit
 def _weights(tile, there, k, K: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr):
-    """A tile of the weight, which is read once and then only in the way of others."""
+    """A tile of the weight, which is read once and should not evict other data."""
     if MASKED:
         mask = there & (k < K)[None, :]
         return tl.load(tile, mask=mask, other=0.0, eviction_policy=EVICT)
@@ -98,8 +98,8 @@ def row_kernel(
 ):
     """One program per BLOCK_N results (of N, half the weight's rows if GATED).
 
-    Blocks of the weight are loaded one ahead of their use, the first one before ``gdc_wait``; up to
-    PREFETCH more are asked for into L2 there.
+    Blocks of the weight are loaded one ahead of their use, the first before ``gdc_wait``; up to
+    PREFETCH more are prefetched into L2 there.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -127,7 +127,7 @@ def row_kernel(
                 _prefetch(weight, first + N, BLOCK_K, 2 * N, K, BLOCK_N, PREFETCH * BLOCK_K)
         gdc_wait()
     v = _vector(x, k, K, MASKED)
-    if residual is not None:  # here, that nobody waits for it at the end
+    if residual is not None:  # loaded here, so that the end does not wait for it
         residual_n = tl.load(residual + n, mask=n < N, other=0.0).to(tl.float32)
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     up_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
@@ -174,7 +174,7 @@ def row_kernel(
 
 @triton.jit
 def _inputs(x, m, k, M, x_stride, K: tl.constexpr, MASKED: tl.constexpr):
-    """A block of x as the second operand has it: [k, m]."""
+    """A block of x as the second operand: [k, m]."""
     there = (m < M)[None, :]
     if MASKED:
         there = there & (k < K)[:, None]
@@ -208,9 +208,9 @@ def tile_kernel(
 ):
     """One program per BLOCK_N results of all M rows (at most BLOCK_M) and part of K.
 
-    With SPLIT_K every program leaves its sums in ``partial`` [tiles, SPLIT_K, 1 or 2, BLOCK_N,
-    BLOCK_M], and the last of a tile to arrive adds them up, in their order, whoever that is.
-    ``counters`` [tiles] are 0 before.
+    With SPLIT_K every program writes its sums to ``partial`` [tiles, SPLIT_K, 1 or 2, BLOCK_N,
+    BLOCK_M], and the last program of a tile to arrive adds them in a fixed order.
+    ``counters`` [tiles] must be 0.
     """
     NUM_BLOCKS: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT_K - 1) // SPLIT_K
     MASKED_K: tl.constexpr = NUM_BLOCKS * BLOCK_K * SPLIT_K != K
@@ -227,12 +227,12 @@ def tile_kernel(
             if GATED:
                 _prefetch(weight, first + N, begin, 2 * N, K, BLOCK_N, WIDTH)
         gdc_wait()
-        # Not sooner, unlike elsewhere: up to a third more time was measured. These programs are few
-        # and large, and with two kernels waiting their places on the processors become uneven.
+        # Later than in other kernels: earlier was measured to take up to a third more time. These
+        # programs are few and large, and a second waiting kernel makes SM occupancy uneven.
         gdc_launch_dependents()
     rows = m.to(tl.int64)[None, :]
     results = there & (m < M)[None, :]
-    if residual is not None:  # here, that nobody waits for it at the end
+    if residual is not None:  # loaded here, so that the end does not wait for it
         place = residual + rows * residual_stride + n[:, None]
         residual_n = tl.load(place, mask=results, other=0.0)
 
@@ -257,13 +257,13 @@ def tile_kernel(
         tl.store(place + mine * (PARTS * SIZE), sums)
         if GATED:
             tl.store(place + mine * (PARTS * SIZE) + SIZE, up_sums)
-        tl.debug_barrier()  # all threads have stored before one of them says so
+        tl.debug_barrier()  # all threads have stored before one of them signals it
         arrived = tl.atomic_add(counters + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
         if arrived != SPLIT_K - 1:
             return
         sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
         up_sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        for part in tl.static_range(SPLIT_K):  # unrolled, that all are on their way at once
+        for part in tl.static_range(SPLIT_K):  # unrolled, so that all loads are in flight at once
             at = (home + part) * (PARTS * SIZE)
             sums += tl.load(place + at, cache_modifier=".cg")
             if GATED:

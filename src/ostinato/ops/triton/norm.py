@@ -1,10 +1,10 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""One kernel: RMSNorm of rows, with or without a residual added first.
+"""One kernel: RMSNorm of rows, optionally adding a residual first.
 
-The input may come in parts, whose sum it is.
+The input may be given as several parts to be summed.
 
-OVERLAP: weights are fetched while the kernel before is still running, all else when it is done.
+OVERLAP: weights are loaded while the previous kernel is still running, all else when it is done.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rms_norm_kernel(
     DIM_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row. Row r of an input is at [r // INNER, r % INNER]; results are dense.
+    """One program per row. Row r of an input is at [r // INNER, r % INNER]; results are contiguous.
 
     ``residual`` None: the norm of ``x`` alone, and ``total`` is not written.
     """
@@ -55,7 +55,7 @@ def rms_norm_kernel(
         values += tl.load(place + d, mask=there, other=0.0).to(tl.float32)
         rounded = values.to(total.dtype.element_ty)
         tl.store(total + row * DIM + d, rounded, mask=there)
-        values = rounded.to(tl.float32)  # the norm is that of the sum as the next layer reads it
+        values = rounded.to(tl.float32)  # normalize the rounded sum, which the next layer reads
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / DIM + eps)
     normed = (values * scale).to(out.dtype.element_ty).to(tl.float32) * w.to(tl.float32)
     tl.store(out + row * DIM + d, normed.to(out.dtype.element_ty), mask=there)

@@ -1,13 +1,13 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""Two kernels that choose a token per row: the best of each chunk of the vocabulary, then of all.
+"""Two kernels that sample a token per row: the best of each chunk of the vocabulary, then of all.
 
-The noise is that of ``counter_random``, operation for operation: the hash in integers, to the bit;
-its logarithms in float32 with the functions that torch calls.
+The noise matches ``counter_random`` operation for operation: the hash in integers, bit for bit; its
+logarithms in float32 with the functions that torch calls.
 
-A candidate travels as one int64, score above and token below, ordered as argmax orders: the highest
-score, of equal ones the first token, and NaN above all. The largest of such integers is the same
-however they are grouped, so how the work is cut up has no say in the result.
+A candidate is one int64, score above and token below, ordered like argmax: the highest score, the
+first token among equal scores, and NaN above all. The maximum of such integers does not depend on
+how they are grouped, so the split of the work does not affect the result.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LAST_MULTIPLIER = tl.constexpr(0x7FEB352D)
 WORD_MASK = tl.constexpr(0xFFFFFFFF)
 LARGEST_INT = tl.constexpr(0x7FFFFFFF)
 
-if knobs.runtime.interpret:  # which cannot call CUDA's library
+if knobs.runtime.interpret:  # the interpreter cannot call CUDA's libdevice
 
     @triton.jit
     def log1p(x):
-        """log(1 + x): the rounding of 1 + x is made up for by the same in the denominator."""
+        """log(1 + x): the denominator cancels the rounding of 1 + x."""
         rounded = 1.0 + x
         exact = rounded == 1.0
         return tl.where(exact, x, tl.log(rounded) * (x / tl.where(exact, 1.0, rounded - 1.0)))
@@ -45,7 +45,7 @@ def _mix32(words):
 
 @triton.jit
 def _exponential_log(column, offset, multiplier):
-    """``counter_random.exponential_log`` of the row that ``offset`` and ``multiplier`` stand for.
+    """``counter_random.exponential_log`` of the row given by ``offset`` and ``multiplier``.
 
     ``column`` int32; ``offset`` uint32 and ``multiplier`` uint64, both scalars.
     """
@@ -76,7 +76,7 @@ def _best(
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     token = first_block * BLOCK + lane
-    # Without noise to make, two blocks at a time are on their way.
+    # Without noise, two blocks at a time are in flight.
     UNROLL: tl.constexpr = 1 if RANDOM else 2
     for block in tl.range(first_block, first_block + num_blocks, loop_unroll_factor=UNROLL):
         column = block * BLOCK + lane
@@ -87,7 +87,7 @@ def _best(
         better = (score > best) | ((score != score) & (best == best))
         best = tl.where(better, score, best)
         token = tl.where(better, column, token)
-    best = tl.where(best == 0.0, 0.0, best)  # -0.0 equals 0.0, its bits do not
+    best = tl.where(best == 0.0, 0.0, best)  # -0.0 equals 0.0, but has other bits
     bits = best.to(tl.int32, bitcast=True)
     order = tl.where(best == best, bits ^ ((bits >> 31) & LARGEST_INT), LARGEST_INT)
     return tl.max((order.to(tl.int64) << 32) | (token ^ LARGEST_INT).to(tl.int64), axis=0)
@@ -110,7 +110,7 @@ def best_of_chunk_kernel(
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row and chunk of the vocabulary: its best to ``candidates`` [B, chunks]."""
+    """One program per row and chunk of the vocabulary: writes its best to [B, chunks]."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -134,9 +134,9 @@ def best_of_chunk_kernel(
             offset,
             multiplier.to(tl.uint64),
             RANDOM=True,
-            BLOCK=BLOCK // 2,  # the hash takes registers, and then memory is not what it waits for
+            BLOCK=BLOCK // 2,  # the hash needs registers, and memory is no longer the bottleneck
         )
-    else:  # the noise would be scaled away: it is not made
+    else:  # at temperature 0 no noise is needed
         candidate = _best(
             its_logits,
             first_block,
@@ -159,11 +159,11 @@ def best_of_all_kernel(
     CHUNKS_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row: the token of the best of its candidates."""
+    """One program per row: the token of its best candidate."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.minimum(tl.arange(0, CHUNKS_PAD), num_chunks - 1)  # the last one more than once
+    chunk = tl.minimum(tl.arange(0, CHUNKS_PAD), num_chunks - 1)  # repeats the last one
     best = tl.max(tl.load(candidates + row * num_chunks + chunk), axis=0)
     tl.store(out_tokens + row, (best & LARGEST_INT) ^ LARGEST_INT)
