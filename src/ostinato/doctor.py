@@ -97,7 +97,7 @@ def _fast_paths() -> Iterator[FastPath]:
     yield FastPath(
         name="programmatic dependent launch",
         on=overlaps,
-        why="" if overlaps else no_gpu if not on_cuda else "needs compute capability 9.0",
+        why="" if overlaps else no_gpu if not on_cuda else "needs compute capability 9.0 or higher",
     )
     has_guards = compat.tensor_guards.find() is not None
     yield FastPath(
@@ -109,7 +109,7 @@ def _fast_paths() -> Iterator[FastPath]:
     yield FastPath(
         name="moved weights detected in one call",
         on=compares,
-        why="" if compares else "only in CUDA builds of torch; weights are checked one by one",
+        why="" if compares else "only in CUDA builds of torch; checked one by one, 20 us for 300",
     )
     yield FastPath(
         name="CUDA graph node counts, private capture streams",

@@ -76,7 +76,7 @@ ENGINE_OPTIONS = {
 SAMPLING_OPTIONS = {
     "best_of": Foreign("write n, and choose among the completions by their logprobs", (None, 1)),
     "use_beam_search": Foreign("beam search is not supported; write n", (False,)),
-    "prompt_logprobs": Foreign("logprobs covers sampled tokens only", (None,)),
+    "prompt_logprobs": Foreign("write logprobs; it covers sampled tokens only", (None,)),
     "detokenize": Foreign("token ids are always returned with the text", (True,)),
     "bad_words": Foreign("write logit_bias={token_id: -100}", (None,)),
     "allowed_token_ids": Foreign("write logit_bias for up to 300 tokens", (None,)),

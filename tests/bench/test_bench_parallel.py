@@ -378,7 +378,7 @@ def test_plan_tables_of_one_layout() -> None:
         (["--latency", "-1"], "the latency of a collective must be a number of at least 0"),
         (["--memory-bandwidth", "-3"], "the memory bandwidth must be a number above 0"),
         (["--peak", "0"], "the peak FLOP rate must be a number above 0, got 0.0"),
-        (["--context", "0"], "context must be at least 1.*got 0"),
+        (["--context", "0"], "context must be at least 1, got 0"),
         (["--max-tokens", "0"], "--max-tokens must be a positive integer, got 0"),
         (["--dtype", "int4"], "unknown dtype 'int4'; choose bfloat16"),
         (["--model", "giant"], "no model shape is called 'giant'"),

@@ -63,7 +63,7 @@ def break_down(intervals: Iterable[Interval], *, num_steps: int) -> dict[str, An
     """
     ordered = sorted(intervals, key=lambda each: (each.start, -each.end))
     parts = dict.fromkeys(PARTS, 0.0)
-    kernels: dict[str, list[float]] = {}  # by name: count, time not counted for others
+    kernels: dict[str, list[float]] = {}  # by name: count, exclusive time
     counts = dict.fromkeys(PARTS, 0)
     covered = ordered[0].start if ordered else 0.0  # everything before is accounted for
     begin = covered

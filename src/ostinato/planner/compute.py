@@ -76,7 +76,7 @@ class Roofline:
         check_number("the peak FLOP rate", self.flops, above_zero=True)
         if self.context < 1:
             raise ConfigError(
-                f"context must be at least 1, because a token attends to itself; got {self.context}"
+                f"context must be at least 1, got {self.context}: a token attends to itself"
             )
 
     def seconds(self, model: Model, layout: ParallelLayout, kind: Kind, num_tokens: int) -> float:

@@ -30,9 +30,9 @@ from ostinato.ranks.progress import HungRanks, Progress
 class Watchdog:
     """Beats for this rank and watches the others, from construction to ``close()``.
 
-    When a rank dies, the others know once its last beat is ``timeout_s + interval_s`` old; an error
-    that it reported is known after one interval. A rank that has not moved for that long while
-    others wait for it is known to all, itself included; a delay shorter than
+    When a rank dies, the others know before its last beat is ``timeout_s + interval_s`` old; an
+    error that it reported is known after one interval. A rank that has not moved for that long
+    while others wait for it is known to all, itself included; a delay shorter than
     ``timeout_s - 3 * interval_s`` never counts as a hang. From then on ``check()`` raises, and
     ``on_failure`` has been called once, from a watchdog thread. ``on_failure`` is for main threads
     that are stuck in a collective with the dead rank: see ``end_process``. A store that does not

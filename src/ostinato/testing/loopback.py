@@ -67,7 +67,7 @@ class LoopbackWorld:
         if self._run is not None:
             raise CollectiveError("this world is already running; start one run at a time")
         run = _Run(self.world_size, function)
-        self._run = run  # type: ignore[assignment]  # what the ranks return is no comm's business
+        self._run = run  # type: ignore[assignment]  # comms do not depend on the result type
         try:
             return run.finish()
         finally:

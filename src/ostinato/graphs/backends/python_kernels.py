@@ -1,7 +1,7 @@
 """Python functions that serve as CPU kernels, called directly by a replay.
 
 Going through the dispatcher and back into Python would run the same function, about twenty
-microseconds later when a model's weights have just evicted the caches.
+microseconds later when a model's weights have just flushed the caches.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ runs on x * norm_weight while the squares of x are summed, and the result is sca
 several rows this was measured to be slower than a separate norm kernel: tensor cores take their
 operands from shared memory, and the norm would have to write them back there.
 
-OVERLAP: weights, which no kernel writes, are prefetched before ``gdc_wait``; all else comes after.
+OVERLAP: weights, which no kernel writes, are requested before ``gdc_wait``; all else comes after.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An operator from ``torch.ops`` parses its arguments against its schema on every call. The function
 that torch generates for Python (``torch.mm`` for ``mm.out``) knows its arguments. That saves one or
-two microseconds per call, and more when a model's weights have just evicted the caches: 2 of the
+two microseconds per call, and more when a model's weights have just flushed the caches: 2 of the
 35 ms of a SmolLM2-135M step on two cores.
 """
 
