@@ -1,16 +1,16 @@
-"""Two engines at once, on two streams and two threads; every request must say what it says alone.
+"""Runs two engines at once, on two streams and two threads; each request must match a solo run.
 
-Requests are drawn from a number of distinct ones. First a third engine answers each of these alone.
-Then two engines serve them in crowds: in random order, with shared prefixes, aborts, and a KV cache
+Requests are drawn from a set of distinct ones. First a third engine answers each of these alone.
+Then two engines serve them together: in random order, with shared prefixes, aborts, and a KV cache
 so small that requests are preempted. At the end the first engine answers some of them alone again.
-Tokens, reasons to stop and log-probabilities are compared with those of the request alone; what was
-aborted must be a beginning of it. In float32, because half precision rounds differently in batches
-of another size.
+Tokens, finish reasons and log-probabilities are compared with the solo run; an aborted request must
+be a prefix of it. Uses float32, because half precision rounds differently in batches of another
+size.
 
     PYTHONPATH=src python benchmarks/soak.py --output result.json
     PYTHONPATH=src python benchmarks/soak.py --device cpu --requests 200
 
-Exits 1 if anything differs, or if nothing was aborted, preempted or reused: then it tested little.
+Exits with 1 if anything differs, or if nothing was aborted, preempted or reused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ostinato.engine.engine import Engine
 MAX_MODEL_LEN = 192
 MAX_PROMPT = 96
 MAX_NEW_TOKENS = 48
-LOGPROB_TOLERANCE = 1e-3  # float32, a few layers, batches of other sizes
+LOGPROB_TOLERANCE = 1e-3  # float32, a few layers, other batch sizes
 SHOWN_DIFFERENCES = 20
 
 
@@ -53,7 +53,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one sequence of a request."""
+    """The result of one sequence of a request."""
 
     tokens: list[int]
     reason: str | None
@@ -72,7 +72,7 @@ class Answer:
 
 @dataclass
 class Tally:
-    """Counts of one engine's thread, and what differed."""
+    """Counts of one engine's thread, and the differences found."""
 
     requests: int = 0
     sequences: int = 0
@@ -90,7 +90,7 @@ class Tally:
 
 
 def draw_params(source: random.Random, vocab_size: int) -> SamplingParams:
-    """Any mixture of what a sampler can do. Everything random has a seed."""
+    """Any mixture of sampler features. Everything random has a seed."""
     options: dict[str, Any] = {"max_tokens": source.randint(1, MAX_NEW_TOKENS), "ignore_eos": True}
     if source.random() < 0.6:
         options["temperature"] = source.choice([0.3, 0.7, 1.0, 1.5])
@@ -122,7 +122,7 @@ def draw_params(source: random.Random, vocab_size: int) -> SamplingParams:
 
 
 def draw_questions(source: random.Random, count: int, vocab_size: int) -> list[Question]:
-    """Distinct requests; half of the prompts begin as others do."""
+    """Distinct requests; half of the prompts share a prefix with others."""
 
     def tokens(most: int) -> list[int]:
         return [source.randrange(vocab_size) for _ in range(source.randint(1, most))]
@@ -170,7 +170,7 @@ def answer_alone(engine: Engine, question: Question) -> list[Answer]:
 
 
 class Crowd:
-    """One engine with a queue that never runs dry until all of its requests are served."""
+    """One engine whose queue stays filled until all its requests are served."""
 
     def __init__(
         self,
@@ -187,11 +187,11 @@ class Crowd:
         self._queue = deque(numbers)
         self._source = random.Random(seed)
         self._most = 2 * engine.runner.plan.max_num_seqs
-        # By identity of the completion: itself, the number of its question, steps left or None.
+        # By identity of the completion: the completion, its question's number, steps left or None.
         self._running: dict[int, list[Any]] = {}
 
     def run(self, stream: AbstractContextManager[Any]) -> None:
-        """Serve all requests. An error is left in the tally, for the main thread."""
+        """Serve all requests. An error goes into the tally, for the main thread."""
         try:
             with stream:
                 while self._queue or self._running:
@@ -260,7 +260,7 @@ def say(text: str, started: float) -> None:
 
 
 def soak(args: argparse.Namespace) -> dict[str, Any]:
-    """All of it; what it found."""
+    """Run everything; return the findings."""
     started = time.perf_counter()
     source = random.Random(args.seed)
     with open_engine(args) as alone:
@@ -269,7 +269,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
         say(f"{len(questions)} distinct requests, each alone first", started)
         expected = [answer_alone(alone, question) for question in questions]
     say(f"{sum(len(a.tokens) for row in expected for a in row)} tokens alone", started)
-    # Another block size and other graphs: the second engine's steps are not those of the first.
+    # Another block size and other graphs, so that the engines' steps differ.
     graphs = GraphConfig(mode="FULL", capture_sizes=[4, 24, 96])
     with open_engine(args) as first, open_engine(args, block_size=16, graphs=graphs) as second:
         numbers = [source.randrange(len(questions)) for _ in range(args.requests)]
@@ -289,7 +289,7 @@ def soak(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_at_once(crowds: list[Crowd], device: torch.device, total: int, started: float) -> None:
-    """Each crowd in its own thread, and on its own stream where there are streams."""
+    """Run each crowd in its own thread, and on its own stream if there are streams."""
     threads = []
     for crowd in crowds:
         stream: Any = nullcontext()

@@ -1,8 +1,8 @@
 """Attention that must not be captured, between graphs of everything else.
 
-The attention here reads the lengths of the requests on the host, which no graph can do. Marked with
-``@eager_break`` it runs eagerly between two graph segments, and reads what changes from batch to
-batch from the forward context. It writes its result in place, so nothing is copied.
+This attention reads the lengths of the requests on the host, which no graph can do. Marked with
+``@eager_break`` it runs eagerly between two graph segments, and reads whatever changes from batch
+to batch from the forward context. It writes its result in place, so nothing is copied.
 
     python examples/eager_break.py
 """
@@ -26,7 +26,7 @@ SIZES = [4, 8, 16]
 
 @eager_break
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
-    """Causal attention within each request; requests lie one after another in the rows."""
+    """Causal attention within each request; the rows of a request are contiguous."""
     lengths: list[int] = get_forward_context().attn_metadata
     start = 0
     for length in lengths:

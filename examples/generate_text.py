@@ -1,4 +1,4 @@
-"""The demo: a real language model, through graphs and eagerly, on whatever this machine has.
+"""The demo: a real language model, with graphs and eagerly, on the hardware of this machine.
 
 python examples/generate_text.py        (or: make demo)
 """
@@ -22,7 +22,7 @@ PROMPTS = [
 
 def tokens_per_second(llm: LLM, num_tokens: int) -> tuple[float, list[list[int]]]:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    llm.generate(PROMPTS, params)  # warm: code, caches and the prefix cache alike for both
+    llm.generate(PROMPTS, params)  # warms up code, caches and the prefix cache for both
     start = time.perf_counter()
     results = llm.generate(PROMPTS, params)
     seconds = time.perf_counter() - start

@@ -1,7 +1,7 @@
 """FULL and PIECEWISE graphs of the same model, nested: the context decides which one runs.
 
 A FULL wrapper holds the whole model, PIECEWISE wrappers hold its blocks. Each acts only when the
-forward context asks for its mode, so neither knows of the other. They share one memory pool.
+forward context asks for its mode, so they are independent. They share one memory pool.
 
     python examples/nested_wrappers.py
 """
@@ -29,7 +29,7 @@ def build(device: torch.device) -> nn.Sequential:
 
 
 def wrap(blocks: nn.Sequential, pool: GraphPool) -> CUDAGraphWrapper[torch.Tensor]:
-    """Pieces inside, the whole outside. Only the first piece collects garbage before capture."""
+    """Wrap the pieces, then the whole. Only the first piece collects garbage before capture."""
     pieces = [
         CUDAGraphWrapper(
             block,
@@ -59,7 +59,7 @@ def run(
 
 def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    x = torch.randn(4, WIDTH, device=device)  # the caller keeps the input where it is
+    x = torch.randn(4, WIDTH, device=device)  # the caller keeps the input at one address
     with GraphPool(device, lazy_capture=True) as pool:
         model = wrap(build(device), pool)
         for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):

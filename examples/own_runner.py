@@ -1,9 +1,9 @@
 """A model runner of your own: plan, dispatcher, manager and wrapper around a plain PyTorch model.
 
-The decoder below keeps its keys and values in a cache and knows nothing of graphs, except that its
-attention is marked as an eager break and reads the batch from the forward context. The runner gives
-it FULL graphs for decode batches and PIECEWISE graphs, broken at attention, for all others, and
-prints how each batch ran and why.
+The decoder below keeps its keys and values in a cache and knows nothing about graphs, except that
+its attention is an eager break and reads the batch from the forward context. The runner gives it
+FULL graphs for decode batches and PIECEWISE graphs, broken at attention, for all others, and prints
+how each batch ran and why.
 
     python examples/own_runner.py
 """
@@ -37,7 +37,7 @@ VOCAB, WIDTH, HEADS, LAYERS = 100, 32, 4, 3
 MAX_SEQS, MAX_LEN, MAX_TOKENS = 4, 32, 24
 SIZES = [1, 2, 4, 8, 16]
 PROMPTS = [[11, 12, 13, 14, 15], [21, 22], [31, 32, 33, 34, 35, 36]]
-LENGTHS = [9, 5, 12]  # of each sequence when it ends, prompt included
+LENGTHS = [9, 5, 12]  # final length of each sequence, including the prompt
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -47,8 +47,8 @@ LENGTHS = [9, 5, 12]  # of each sequence when it ends, prompt included
 class BatchMetadata:
     """One batch as attention sees it. The tensors are static buffers, cut to the padded size.
 
-    ``query_lens``, the tokens of each request, is for the host: None says that every request has
-    one, and then attention needs no host at all.
+    ``query_lens``, the tokens of each request, is for the host. None means one token per request,
+    and then attention does not need the host.
     """
 
     rows: torch.Tensor  # [tokens] the cache row of each token's request; padding has a row too
@@ -73,7 +73,7 @@ def attention(
         out.copy_(F.scaled_dot_product_attention(q[:, :, None], keys, values, mask)[:, :, 0])
         return
     start = 0
-    for query_len in batch.query_lens:  # as long as the requests are: it cannot hold this
+    for query_len in batch.query_lens:  # depends on the batch: a graph cannot hold this
         end = start + query_len
         row, first = int(batch.rows[start]), int(batch.positions[start])
         seen = first + query_len
@@ -109,7 +109,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(WIDTH, VOCAB)
 
     def forward(self, inputs: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """Token ids and positions, both [tokens], to logits [tokens, VOCAB]."""
+        """Map token ids and positions, both [tokens], to logits [tokens, VOCAB]."""
         ids, positions = inputs
         x = self.tokens(ids) + self.places(positions)
         for layer in self.layers:
@@ -121,18 +121,18 @@ class Decoder(nn.Module):
 
 
 class Runner:
-    """Owns everything that graphs hold the address of: inputs, caches, outputs."""
+    """Owns all memory that graphs refer to: inputs, caches, outputs."""
 
     def __init__(self, model: Decoder, device: torch.device, mode: CUDAGraphMode) -> None:
-        # 1. What may be captured: attention needs the host unless every request has one token.
+        # 1. What can be captured: attention needs the host unless every request has one token.
         resolved = resolve_mode(
             mode, AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, piecewise_available=True
         )
-        # 2. Which graphs there will be.
+        # 2. Which graphs to capture.
         self.plan = CapturePlan.build(
             resolved.mode, SIZES, max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS
         )
-        # 3. Static memory. One row of the cache more than requests: padding writes there.
+        # 3. Static memory. The cache has one extra row, which padding writes to.
         self.ids = torch.zeros(MAX_TOKENS, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.ids)
         self.rows = torch.full_like(self.ids, MAX_SEQS)
@@ -141,8 +141,8 @@ class Runner:
             (torch.zeros(shape, device=device), torch.zeros(shape, device=device))
             for _ in range(LAYERS)
         ]
-        # 4. The wrapper captures pieces when the context says PIECEWISE, and else gets out of the
-        #    way; the manager captures FULL graphs around it. Both use one pool.
+        # 4. The wrapper captures pieces when the context says PIECEWISE, and otherwise just calls
+        #    the model; the manager captures FULL graphs around it. Both use one pool.
         self.pool = GraphPool(device)
         self.forward = CUDAGraphWrapper(
             model, CUDAGraphMode.PIECEWISE, pool=self.pool, split_at_breaks=True
@@ -153,7 +153,7 @@ class Runner:
             self.report = self.manager.capture(self.forward, self.prepare)
 
     def prepare(self, entry: PlanEntry) -> PreparedBatch[tuple[torch.Tensor, torch.Tensor]]:
-        """The inputs that one entry of the plan is captured with."""
+        """The inputs for capturing one entry of the plan."""
         size = entry.descriptor.num_tokens
         self.ids.zero_()
         self.positions.zero_()
@@ -179,7 +179,7 @@ class Runner:
         """Run one batch {row: (tokens before, new tokens)}; the next token of each request."""
         query_lens = [len(new) for _, new in batch.values()]
         num_tokens = sum(query_lens)
-        # 5. Ask before anything is filled: the answer says how far to pad.
+        # 5. Dispatch before filling buffers: the choice says how far to pad.
         choice = self.manager.dispatch(
             BatchShape(num_tokens, len(batch), max(query_lens), has_prompts=has_prompts)
         )
@@ -187,7 +187,7 @@ class Runner:
         self.fill(batch, size)
         if choice.mode is CUDAGraphMode.FULL:
             logits = self.manager.run_fullgraph(choice.descriptor, num_tokens)
-        else:  # PIECEWISE or NONE: the wrapper reads in the context which one
+        else:  # PIECEWISE or NONE: the wrapper reads the mode from the context
             metadata = self.metadata(size, query_lens)
             with set_forward_context(choice.mode, choice.descriptor, attn_metadata=metadata):
                 logits = self.forward(self.inputs(size))[:num_tokens]
@@ -245,7 +245,7 @@ def main() -> None:
         entries, num_bytes = len(runner.plan.entries), runner.report.num_bytes
         print(f"  {entries} entries, {captured} graphs, {num_bytes:,} bytes")
         tokens[mode] = runner.generate(PROMPTS, LENGTHS)
-        # More tokens than the largest size: eager, and it says so.
+        # More tokens than the largest size: runs eagerly, and says so.
         runner.generate([list(range(12)), list(range(8))], [13, 9])
         for (ran_as, reason), count in runner.choices.items():
             print(f"  {count:2} x {ran_as:9}  {reason}")

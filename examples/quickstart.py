@@ -1,4 +1,4 @@
-"""The demo: a small transformer, batches of any size, eager against graphs.
+"""The demo: a small transformer with batches of any size, eager vs. graphs.
 
 python examples/quickstart.py        (or: make demo)
 """
@@ -37,7 +37,7 @@ def main() -> None:
     fast.capture(batches[0])
     worst = max((fast(batch) - model(batch)).abs().max().item() for batch in batches)
 
-    # Taken in turns, so that whatever else the machine does hits both alike.
+    # Interleaved, so that other load on the machine affects both equally.
     times = [(seconds_of(model, batches), seconds_of(fast, batches)) for _ in range(5)]
     eager, graphs = (min(column) for column in zip(*times, strict=True))
 

@@ -1,6 +1,6 @@
 """A transformer block with a cache that stays in place and a mask given as a dictionary entry.
 
-Arguments can be nested, have their batch in any dimension, or be static: read where they are.
+Arguments can be nested, have their batch in any dimension, or be static: read in place.
 
     python examples/transformer_block.py
 """

@@ -1,4 +1,4 @@
-"""Everything that can run on the CPU backend does, and runs again on CUDA where there is a GPU."""
+"""Every test that can run on the CPU backend does, and runs again on CUDA if there is a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import settings
 from workers import GlooPool
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported, so before that
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is first imported
 
 from ostinato import GraphPool
 
@@ -38,9 +38,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def mark_sweeps(items: list[pytest.Item]) -> None:
-    """Of a test marked ``sweep``, all but a few parameters are ``slow``.
+    """Mark all but a few parameters of a test marked ``sweep`` as ``slow``.
 
-    They are drawn, not taken at regular distances: those would leave out values of an axis.
+    They are drawn at random: a regular stride would miss some values of an axis.
     """
     sweeps = defaultdict(list)
     for item in items:
@@ -56,14 +56,14 @@ def mark_sweeps(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def few_objects() -> None:
-    """Every capture collects garbage; what was imported until now is none, and is left out."""
+    """Exclude everything imported so far from garbage collection, which every capture runs."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The device under test: every test that takes it holds on both backends."""
+    """The device under test: every test that takes it runs on both backends."""
     torch.manual_seed(0)
     return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
 
@@ -73,10 +73,10 @@ _entered: list[Any] = []
 
 @pytest.fixture
 def after_interrupts() -> Iterator[None]:
-    """For tests whose signal handlers raise anywhere: in the middle of torch's own context managers
-    too, which then leave their switches as they are, for all tests that follow."""
+    """For tests whose signal handlers raise anywhere, even inside torch's context managers, which
+    would then leave their switches changed for all later tests."""
     yield
-    gc.collect()  # some guards switch back when they go
+    gc.collect()  # some guards restore their switch when they are destroyed
     torch.set_grad_enabled(True)
     if torch.is_inference_mode_enabled():
         _entered.append(torch.inference_mode(False))
@@ -85,12 +85,12 @@ def after_interrupts() -> Iterator[None]:
 
 @pytest.fixture
 def pool(device: torch.device) -> Iterator[GraphPool]:
-    """A pool that captures whatever it is asked to."""
+    """A pool that captures on demand."""
     with GraphPool(device, lazy_capture=True) as pool:
         yield pool
 
 
-# One for the whole run: starting the processes costs seconds, using them nothing.
+# One for the whole run: starting the processes takes seconds, using them is free.
 @pytest.fixture(scope="session")
 def gloo_pool() -> Iterator[GlooPool]:
     """Four worker processes. ``gloo_pool.run(function, *args, world_size=4)``: see ``GlooPool``."""

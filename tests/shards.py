@@ -1,9 +1,9 @@
-"""Run tests in several processes where pytest is all that is installed: ``make test-gpu``.
+"""Run tests in several processes with just pytest installed: ``make test-gpu``.
 
     python tests/shards.py -m gpu --jobs 8
 
-A process takes tests of one file. Tests marked ``alone`` run last, one process at a time. Prints
-one line for each process, the whole output of those that fail, and the sum of all counts.
+A process runs tests of one file. Tests marked ``alone`` run last, one process at a time. Prints
+one line per process, the full output of failed ones, and the sum of all counts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=-q"]
-MOST_TESTS = 50  # of a process: long files are shared out
+MOST_TESTS = 50  # per process: long files are split
 NO_TESTS_COLLECTED = 5
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|xfailed|errors?)\b")
 
 
 def collect(expression: str, paths: list[str]) -> list[list[str]]:
-    """The selected tests in runs of one file each; those that may take longest come first."""
+    """The selected tests in groups of one file each, longest first."""
     command = [*PYTEST, "--collect-only", "-m", expression, *paths]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode not in (0, NO_TESTS_COLLECTED):
@@ -36,12 +36,12 @@ def collect(expression: str, paths: list[str]) -> list[list[str]]:
         number = -(-len(of_file) // MOST_TESTS)
         size = -(-len(of_file) // number)
         shards += [of_file[at : at + size] for at in range(0, len(of_file), size)]
-    # Those of tests/gpu are few and compile many kernels.
+    # Tests in tests/gpu are few and compile many kernels.
     return sorted(shards, key=lambda tests: ("/gpu/" in tests[0], len(tests)), reverse=True)
 
 
 def run(tests: list[str]) -> tuple[Counter[str], bool]:
-    """What became of the tests, by kind, and whether all is well."""
+    """The outcomes by kind, and whether all is well."""
     done = subprocess.run([*PYTEST, *tests], capture_output=True, text=True)
     summary = done.stdout.rstrip().rpartition("\n")[2].strip("= ")
     counts = Counter({kind.rstrip("s"): int(number) for number, kind in COUNT.findall(summary)})

@@ -1,4 +1,4 @@
-"""Private names of other packages: in one module, each explained, no import without them broken."""
+"""Private names of other packages: in one module, each explained, no import breaks without them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ostinato.cli.app import app
 
 SOURCE = Path(ostinato.__file__).parent
 OTHERS = ("torch", "triton", "transformers")
-# Operators may be called _something; and what is asked about a module's name alone is no use of it.
+# Operators may be named _something; and querying a module by name alone does not use it.
 ALLOWED = ("torch.ops.", "torch.__")
 
 
@@ -75,7 +75,7 @@ def test_a_missing_name_is_refused_when_it_is_used() -> None:
 
 @pytest.mark.slow
 def test_no_missing_name_breaks_an_import() -> None:
-    """As if torch and its like had none of them; and then with those that captures need."""
+    """As if torch and the others had none of them; then with those that captures need."""
     program = """
 import importlib.util, pkgutil, sys, torch
 

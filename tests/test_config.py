@@ -1,4 +1,4 @@
-"""Settings: what is refused, and what is chosen where nothing was said."""
+"""Settings: what is refused, and what the defaults resolve to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options: declared once, explained, and refused by name."""
+"""Options: declared once, documented, and unknown names refused with a hint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the benchmarks work out from their measurements. No timings are looked at."""
+"""What the benchmarks compute from their measurements. No timings are checked."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_part_of(name: str, part: str) -> None:
 
 
 def test_all_our_kernels_are_known() -> None:
-    """A kernel that is not would be counted as a small one, whatever it does."""
+    """A missing kernel would be counted as a small one."""
     found = set()
     for path in Path(ostinato.__path__[0]).glob("*/triton/*.py"):
         functions = [
@@ -223,7 +223,7 @@ intervals = st.builds(
 
 @given(st.lists(intervals, min_size=1, max_size=12))
 def test_parts_add_up(events: list[Interval]) -> None:
-    """Against a clock that ticks: at each tick, the running kernel that started first."""
+    """Against a ticking clock: at each tick, the running kernel that started first."""
     result = break_down(events, num_steps=1)
     begin, end = min(each.start for each in events), max(each.end for each in events)
     busy = sum(
@@ -250,7 +250,7 @@ def test_parts_add_up(events: list[Interval]) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("native", [True, False])
 def test_weight_bytes(tmp_path: Path, tied: bool, native: bool) -> None:
-    """What transformers counts, without the table of embeddings where only rows of it are read."""
+    """What transformers counts, without an embedding table of which only rows are read."""
     config = LlamaConfig(
         vocab_size=96,
         hidden_size=32,
@@ -259,7 +259,7 @@ def test_weight_bytes(tmp_path: Path, tied: bool, native: bool) -> None:
         num_attention_heads=2,
         max_position_embeddings=64,
         tie_word_embeddings=tied,
-        # With another activation, our own decoder does not take it, and transformers' code runs.
+        # With another activation, our decoder rejects it, and transformers' code runs.
         hidden_act="silu" if native else "gelu",
     )
     with torch.random.fork_rng(devices=[]):
@@ -313,7 +313,7 @@ def test_bandwidth_is_that_of_the_fastest_way(monkeypatch: pytest.MonkeyPatch) -
 
 
 class FakeModel:
-    """Stands for a model of transformers; keeps what it was asked."""
+    """Stands in for a transformers model; records its arguments."""
 
     device = torch.device("cpu")
 
@@ -333,7 +333,7 @@ def test_compiled_transformers_are_compiled_once_for_each_batch_size() -> None:
         generate([[1, 2]] * batch, num_tokens) for batch, num_tokens in ((2, 3), (2, 5), (1, 3))
     ]
     assert answers == [[[7] * 3] * 2, [[7] * 5] * 2, [[7] * 3]]
-    # Two to warm up when the batch size is new.
+    # Two warm-ups for a new batch size.
     assert [(call["batch"], call["max_new_tokens"]) for call in model.calls] == [
         *[(2, 3)] * 3,
         (2, 5),
@@ -397,7 +397,7 @@ def test_draw() -> None:
 
 
 def test_draw_a_result_without_a_floor() -> None:
-    """Results from before there was one can be drawn too."""
+    """Results without a floor can be plotted too."""
     pytest.importorskip("matplotlib")
     old = result(b1={"tpot_ms": {"ostinato": 0.8}})
     del old["bandwidth"]

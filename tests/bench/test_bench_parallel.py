@@ -1,4 +1,4 @@
-"""``bench parallel`` and ``plan parallel``: what they measure, predict, print, draw and refuse."""
+"""``bench parallel`` and ``plan parallel``: what they measure, predict, print, plot and refuse."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_batches_are_real_batches(checkpoint: tuple[Any, Path], padded: int) -> 
     with torch.inference_mode():
         expected = theirs(torch.arange(21)[None]).logits[0]
     torch.testing.assert_close(hidden_of("prefill", 21, padded), expected, atol=1e-4, rtol=1e-4)
-    # All requests have that prompt now, but for its last token, which is their own number.
+    # All requests now have that prompt, except for its last token, which is their number.
     blocks = -(-21 // BLOCK_SIZE)
     for layer in cache.layers:
         for tensor in layer:
@@ -329,7 +329,7 @@ def test_assumptions_are_printed(ostinato: Run) -> None:
         "4390 GB/s (a plain read of an H200",
         "989 TFLOP/s (an H200's data sheet",
         "moves 2(n-1)/n of its tensor, twice per layer",
-        "sees 512 keys",
+        "attends to 512 keys",
         "batches of 1 to 64 tokens",
         "decode-heavy is 32 requests of 128 tokens that generate 512",
     ):
@@ -341,7 +341,7 @@ def test_assumptions_are_printed(ostinato: Run) -> None:
         "5 µs and its bytes / bandwidth (given)",
         "3000 GB/s (given)",
         "9 TFLOP/s (given)",
-        "sees 7 keys",
+        "attends to 7 keys",
     ):
         assert words in shown
 

@@ -30,7 +30,7 @@ class Result:
 
     @property
     def json(self) -> Any:
-        """All of the standard output, which must be JSON and nothing else."""
+        """All of stdout, which must be just JSON."""
         assert self.exit_code == 0, self.err
         return json.loads(self.out)
 
@@ -73,7 +73,7 @@ def test_generate_json(ostinato: Run, expected: list[int]) -> None:
     (output,) = answer["outputs"]
     assert output["token_ids"] == expected
     assert output["finish_reason"] == "length"
-    assert result.err == ""  # no progress bars where a program reads
+    assert result.err == ""  # no progress bars in JSON output
 
 
 @pytest.mark.parametrize("mode", ["NONE", "full", "PIECEWISE"])
@@ -292,7 +292,7 @@ def test_errors_are_one_line(
 
 @pytest.mark.slow
 def test_errors_of_the_installed_command() -> None:
-    """In a process of its own: one line, exit code 1, no traceback."""
+    """In a separate process: one line, exit code 1, no traceback."""
     command = [sys.executable, "-m", "ostinato", "explain", "--tokens", "1", "--reqs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
@@ -363,13 +363,13 @@ def test_bench_prefill(ostinato: Run) -> None:
 
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bandwidth is measured on less; no test looks at how high it is."""
+    """The bandwidth is measured on less memory; no test checks its value."""
     monkeypatch.setattr("ostinato.bench.floor._CPU_BYTES", 2**20)
 
 
 @pytest.fixture
 def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Generating takes as long as its tokens say, on a machine however busy."""
+    """Generating takes a time that depends on its tokens, however busy the machine is."""
 
     def timed(generate: Callable[[], list[list[int]]]) -> tuple[list[list[int]], float]:
         tokens = generate()
@@ -380,7 +380,7 @@ def steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def noisy_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of 3 take any time."""
+    """Batches of 3 take varying times."""
     times = itertools.cycle([0.3, 0.2, 0.1])
 
     def timed(generate: Callable[[], list[list[int]]]) -> tuple[list[list[int]], float]:
@@ -415,7 +415,7 @@ def test_bench_decode(ostinato: Run) -> None:
         for name in ("eager", "hf"):
             ratio = times[name] / times["ostinato"]
             assert row["speedup_over"][name] == pytest.approx(ratio)
-        # Random weights of transformers' own are others, so there is nothing to compare.
+        # transformers' random weights differ, so there is nothing to compare.
         assert row["same_tokens_as"] == {"eager": True, "hf": None}
         # A warm-up of 25 tokens, and twice 17 and 25, for each request.
         requests, tokens = 5 * row["batch"], (25 + 2 * (17 + 25)) * row["batch"]
@@ -435,7 +435,7 @@ def test_bench_decode(ostinato: Run) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("little_memory", "steady_clock")
 def test_bench_decode_of_a_checkpoint(ostinato: Run, talking: str) -> None:
-    """The same weights: the tokens must be those of transformers."""
+    """The same weights: the tokens must match transformers."""
     options = ["--batch", "2", "--prompt-len", "5", "--new-tokens", "4", "--repeats", "1"]
     command = ["bench", "decode", "--model", talking, "--device", "cpu", *options]
     (row,) = ostinato(*command, "--baselines", "hf", "--json").json["rows"]
@@ -497,7 +497,7 @@ def test_bench_decode_shows_progress_apart_from_results(ostinato: Run) -> None:
 
 
 def cells(table: str) -> list[list[str]]:
-    """What the rows of the tables in ``table`` say."""
+    """The contents of the rows in ``table``."""
     lines = [line for line in table.splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
@@ -563,7 +563,7 @@ def test_bench_decode_profile(ostinato: Run, tmp_path: Path) -> None:
     assert list(parts) == ["GEMM", "attention", "small kernels", "copies", "gaps"]
     assert sum(part["us"] for part in parts.values()) == pytest.approx(answer["window_us"])
     assert parts["attention"]["count"] == 2  # layers
-    assert parts["GEMM"]["count"] == 2 * 4 + 1  # four products in each, and the head
+    assert parts["GEMM"]["count"] == 2 * 4 + 1  # four per layer, and the head
     assert min(answer["step_us"], answer["host_us"]) > 0
     shown = ostinato(*command)
     rows = [row[0] for row in cells(shown.out) if row[1].endswith("µs")]
@@ -618,7 +618,7 @@ MODEL_OPTIONS: list[tuple[list[str], str, Any]] = [
 def test_options_of_the_model_reach_the_engine(
     ostinato: Run, monkeypatch: pytest.MonkeyPatch, given: list[str], name: str, value: Any
 ) -> None:
-    """One at a time; all others keep the defaults of the library."""
+    """One at a time; all others keep the library's defaults."""
     configs = []
 
     def kept(config: EngineConfig, **_: Any) -> dict[str, Any]:

@@ -1,5 +1,5 @@
-"""Piecewise graphs by torch.compile: the same results as the plain model, and known numbers of
-pieces, compilations and graphs."""
+"""Piecewise graphs with torch.compile: the same results as the plain model, and the expected
+numbers of pieces, compilations and graphs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ needs_compiler = pytest.mark.skipif(
 
 
 class Running:
-    """Attention whose results depend on the order of tokens, on all inputs and on the layer."""
+    """Attention whose results depend on token order, on all inputs and on the layer."""
 
     def forward(
         self, spec: Any, query: Any, key: Any, value: Any, metadata: Any, out: Any, sinks: Any
@@ -105,7 +105,7 @@ class Bench:
 
     @torch.inference_mode()
     def run(self, model: Callable[..., Any], num_tokens: int, mode: str = "NONE") -> Any:
-        """On the inputs as they are. What is under a mode is copied: it is the graph's memory."""
+        """On the current inputs. Results under a mode are copied: they are graph memory."""
         args = self.ids[:num_tokens], self.positions[:num_tokens]
         with set_forward_context(
             mode, BatchDescriptor(num_tokens=num_tokens), attn_metadata=self.metadata
@@ -136,7 +136,7 @@ def native(device: torch.device) -> Callable[..., Any]:
     model = Decoder(DecoderConfig.from_hf(config), device=device, dtype=torch.float32)
     for parameter in model.parameters():
         parameter.data.normal_(0.0, 0.3)
-    # torch.compile sees the model written out, and only that can equal it to the bit.
+    # torch.compile traces the unfused model, and only that can match it bit for bit.
     model._runs_fused = lambda hidden: False  # type: ignore[method-assign]
     return model.forward
 
@@ -172,7 +172,7 @@ def test_equals_the_plain_model(
     for size in (*captured, 1, *reversed(captured)):  # replays
         bench.fill(size)
         assert torch.equal(bench.run(compiled, size, "PIECEWISE"), bench.run(model, size))
-    for size in (2, 7, 9, 31, 33, 1):  # no graphs: between, under and over
+    for size in (2, 7, 9, 31, 33, 1):  # no graphs: between, below and above
         bench.fill(size)
         assert torch.equal(bench.run(compiled, size), bench.run(model, size))
     assert compilation_counter == before
@@ -387,7 +387,7 @@ def test_a_graph_break_shows_the_line(device: torch.device, pool: GraphPool, ben
     assert caught.value.source is not None
     assert Path(__file__).name in caught.value.source
     assert "the line to blame" in caught.value.source
-    assert bench.run(eager(model, pool), 4).shape == (4, WIDTH)  # and the next model compiles
+    assert bench.run(eager(model, pool), 4).shape == (4, WIDTH)  # the next model compiles
 
 
 @pytest.mark.slow
@@ -420,7 +420,7 @@ def test_settings_are_checked(pool: GraphPool) -> None:
 
 
 def break_inductor(monkeypatch: pytest.MonkeyPatch, *, when: str) -> None:
-    """Have inductor fail on the pieces that contain ``when``."""
+    """Make inductor fail on the pieces that contain ``when``."""
     import torch._inductor.compile_fx as module
 
     def broken(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -514,7 +514,7 @@ def test_a_failed_compilation_leaves_no_manifest(tmp_path: Path) -> None:
 
 
 def test_captures_that_overlap_in_threads_leave_the_compiler_as_it_was() -> None:
-    """Ranks that take turns enter and leave in any order; what is left over would stay for good."""
+    """Ranks that take turns enter and leave in any order; a leftover stance would be permanent."""
     import torch._dynamo
 
     first, second = compiled_functions_run_eagerly(), compiled_functions_run_eagerly()

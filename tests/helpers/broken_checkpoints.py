@@ -1,7 +1,7 @@
 """Hundreds of broken checkpoints, each made from a small healthy one by one change.
 
-``cases`` yields them by name. A change is a function of the directory of a copy. What must become
-of them is said in test_broken_checkpoints.py.
+``cases`` yields them by name. A change is a function of a copy's directory.
+test_broken_checkpoints.py says what must happen to them.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ _FILES = (
 _DEEP = 100_000
 _BIG = 10**400  # no float; its digits are within what Python parses
 
-# Fields like others that are tried.
+# Other fields to try.
 _UNUSED = ("summary_", "attn_pdrop", "embd_pdrop", "transformers_version", "initializer_", "scale_")
 
-# In place of any field of a config.
+# Values to put in place of any config field.
 _NONSENSE: dict[str, str] = {
     "null": "null",
     "negative": "-1",
@@ -78,7 +78,7 @@ _NONSENSE: dict[str, str] = {
 
 
 def save_bases(directory: Path) -> dict[str, Path]:
-    """Healthy checkpoints: of the native decoder, in one file and in shards, and of the others."""
+    """Healthy checkpoints: for the native decoder, in one file and in shards, and for others."""
     configs = {
         "llama": transformers.LlamaConfig(**_SIZES),
         "qwen2": transformers.Qwen2Config(**_SIZES, tie_word_embeddings=True),
@@ -124,7 +124,7 @@ def cases(bases: dict[str, Path]) -> Iterator[tuple[str, str, Change]]:
 
 
 def _set(file: str, field: str, text: str) -> Change:
-    """Put the JSON ``text`` in place of a field, whatever Python thinks of it."""
+    """Put the raw JSON ``text`` in place of a field."""
 
     def change(path: Path) -> None:
         fields = json.loads((path / file).read_text())
@@ -211,7 +211,7 @@ def _file_cases_of_weights() -> Iterator[tuple[str, Change]]:
 
 
 def _instead(file: str, make: Callable[[Path], object], removed: str | None = None) -> Change:
-    """Make ``file`` anew, without the one that was there, or another."""
+    """Create ``file`` again, without the existing one or another."""
 
     def change(path: Path) -> None:
         (path / (removed or file)).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
 """Requests over one paged cache, run piece by piece: batches whose padding is poisoned.
 
-Everything that belongs to nobody is NaN in the cache and points to nobody's blocks in the tables.
+Unowned cache slots are NaN, and unused table entries point to unowned blocks.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Batch:
     metadata: AttentionMetadata
 
     def tensors(self) -> list[torch.Tensor]:
-        """Everything that a graph finds at a fixed address, the cache apart."""
+        """Everything that a graph finds at a fixed address, except the cache."""
         metadata = self.metadata
         found = [self.input_ids, self.positions, metadata.query_start_loc, metadata.seq_lens]
         found += [metadata.block_table, metadata.slot_mapping]
@@ -52,7 +52,7 @@ class Batch:
 
 
 class PagedRequests:
-    """The blocks of requests are dealt out in turn, from the last block down."""
+    """Blocks are assigned to requests in turn, from the last block down."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class PagedRequests:
         num_selected: int | None = None,
         backend: Any = None,
     ) -> Batch:
-        """``num_selected``: how many tokens, padding included, are selected; None for no word."""
+        """``num_selected``: number of selected tokens, including padding; None for no selection."""
         num_tokens = sum(piece.count for piece in pieces)
         padding = (padded_tokens or num_tokens) - num_tokens
         num_reqs = padded_reqs or len(pieces)
@@ -102,7 +102,7 @@ class PagedRequests:
         for piece in pieces:
             starts.append(starts[-1] + piece.count)
         starts += [starts[-1]] * (num_reqs - len(pieces))
-        # Block 0 is nobody's and full of NaN.
+        # Block 0 belongs to no request and is full of NaN.
         table = torch.zeros(num_reqs, self.blocks_each, dtype=torch.int32)
         for index, piece in enumerate(pieces):
             for block in range(-(-piece.end // BLOCK_SIZE)):

@@ -49,7 +49,7 @@ class Outcome:
     reasons: list[str | None]
     steps: set[tuple[str, str]]
     num_graphs: int
-    num_preemptions: int  # as rank 0 knows
+    num_preemptions: int  # known to rank 0
 
 
 def run_llm(path: str, mode: str, **options: Any) -> Outcome:
@@ -85,7 +85,7 @@ def poison(runner: Any) -> None:
 
 
 def assert_block_0_untouched(runner: Any) -> None:
-    """It is nobody's: what padding wrote would be there."""
+    """It belongs to no request: writes by padding would show here."""
     for layer in runner.kv_cache.layers:
         for cache in layer:
             assert cache[0].isnan().all(), "padding was written to the KV cache"
@@ -106,6 +106,6 @@ def spy_on(runner: Any) -> set[tuple[str, str]]:
 
 
 def blocks_of(num_blocks: int, *, num_kv_heads: int, head_dim: int, num_layers: int) -> int:
-    """Bytes of KV cache for so many blocks in float32."""
+    """Bytes of KV cache for this many blocks in float32."""
     per_token = 2 * num_kv_heads * head_dim * num_layers * torch.float32.itemsize
     return num_blocks * LIMITS["block_size"] * per_token

@@ -27,7 +27,7 @@ NUM_BLOCKS = 16
 
 @dataclass(frozen=True)
 class Step:
-    """So many tokens more, by the base or by the shift model."""
+    """This many more tokens, on the base or the shift model."""
 
     num_tokens: int
     model: str
@@ -61,7 +61,7 @@ def run_request(
     tokens: Sequence[int],
     steps: Sequence[Step],
 ) -> RankResult:
-    """Every token's logits, whichever model ran it; all steps share one cache."""
+    """Every token's logits, from either model; all steps share one cache."""
     config = DecoderConfig.from_hf(AutoConfig.from_pretrained(path))
     options: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
     models: dict[str, Any] = {
@@ -94,7 +94,7 @@ def run_request(
 
 
 def slot_of(position: int) -> int:
-    """Blocks in an order of their own; block 0 is nobody's."""
+    """Blocks in a shuffled order; block 0 belongs to no request."""
     block = NUM_BLOCKS - 1 - position // BLOCK_SIZE
     return block * BLOCK_SIZE + position % BLOCK_SIZE
 
@@ -107,7 +107,7 @@ def forward(
     start: int,
     step: Step,
 ) -> torch.Tensor:
-    """Hidden states of the step's tokens; padding, of the base model, is poisoned and cut off."""
+    """Hidden states of the step's tokens; the base model's padding is poisoned and cut off."""
     stop = start + step.num_tokens
     padded = layout.padded_tokens(step.num_tokens) if step.model == "base" else step.num_tokens
     padding = padded - step.num_tokens

@@ -1,4 +1,4 @@
-"""SwiftKV stated plainly, over transformers' parts: no pages, no batches, no selection.
+"""A plain reference of SwiftKV, built from transformers' parts: no pages, batches or selection.
 
 Every token of one request goes through all layers.
 """
@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 @dataclass
 class Stated:
-    """Of one request: logits [T, V], and keys and values [T, num_kv_heads, head_dim] per layer."""
+    """Logits [T, V], and keys and values [T, num_kv_heads, head_dim] per layer, of one request."""
 
     logits: Tensor
     caches: list[tuple[Tensor, Tensor]]
@@ -88,7 +88,7 @@ class Statement:
         return Stated(F.linear(self.norm(hidden, "norm"), head), caches)
 
     def greedy(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """The most likely tokens after ``prompt``. None of them is a close call."""
+        """The most likely tokens after ``prompt``. None is a close call."""
         tokens = list(prompt)
         for _ in range(num_tokens):
             best = self.run(tokens).logits[-1].topk(2)
@@ -98,7 +98,7 @@ class Statement:
 
 
 def untrained(weights: dict[str, Tensor], num_early: int, num_layers: int) -> dict[str, Tensor]:
-    """A plain decoder's weights in the places of a SwiftKV checkpoint's: where training starts."""
+    """A plain decoder's weights under a SwiftKV checkpoint's names: the start of training."""
     weights = dict(weights)
     for index in range(num_early, num_layers):
         for kind in "qkv":

@@ -1,4 +1,4 @@
-"""A time limit for Python code that is not ours and may not end."""
+"""A time limit for third-party Python code that may not terminate."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class _Stopped(BaseException):
-    """Raised in code that took too long, where no ``except Exception`` of its own catches it."""
+    """Raised in code that took too long; not an Exception, so that it is not caught there."""
 
 
 def within_seconds(limit: float, call: Callable[[], T]) -> T:
-    """What ``call`` returns or raises, or TimeoutError after ``limit`` seconds.
+    """Return or raise what ``call`` does, or raise TimeoutError after ``limit`` seconds.
 
-    It runs in a thread of its own. After the limit, or when the caller is interrupted, that thread
-    is told to stop, which it does at its next line of Python.
+    It runs in a separate thread. After the limit, or when the caller is interrupted, that thread is
+    told to stop, which it does at its next line of Python.
     """
     results: list[T] = []
     errors: list[BaseException] = []

@@ -204,7 +204,7 @@ def _qwen3() -> PretrainedConfig:
     return transformers.Qwen3Config(**_GROUPED, head_dim=32)
 
 
-# Run through transformers' own modules.
+# These run through transformers' own modules.
 TINY_GENERIC: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": _gpt2,
     "opt": _opt,
@@ -252,7 +252,7 @@ def _aria_text() -> PretrainedConfig:
     )
 
 
-# Their experts are routed on the host, in transformers' own code: no graph can hold them.
+# Their experts are routed on the host, in transformers' code: no graph can hold them.
 TINY_HOST_READING: dict[str, Callable[[], PretrainedConfig]] = {
     "dbrx": _dbrx,
     "jetmoe": _jetmoe,
@@ -269,7 +269,7 @@ TINY_WITH_OPTIONS: dict[str, Callable[[], PretrainedConfig]] = {
     "glm4": _glm4,
 }
 
-# Run by the native decoder.
+# These run on the native decoder.
 TINY_NATIVE: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama,
     "llama3_rope": _llama3,
@@ -283,9 +283,9 @@ TINY_NATIVE: dict[str, Callable[[], PretrainedConfig]] = {
 def save_tiny(config: PretrainedConfig, directory: Path, seed: int = 0) -> Path:
     """Save a model of ``config`` with seeded float32 weights as safetensors in ``directory``.
 
-    Weights are large enough for well separated logits, so that greedy tokens vary with the prompt;
-    norms, biases, sinks and router corrections are moved off the constants they start with, so that
-    leaving one out shows.
+    Weights are large enough for well-separated logits, so that greedy tokens vary with the prompt.
+    Norms, biases, sinks and router corrections are moved off their initial constants, so that
+    omitting one shows.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -293,8 +293,8 @@ def save_tiny(config: PretrainedConfig, directory: Path, seed: int = 0) -> Path:
         embedding = model.get_input_embeddings().weight
         with torch.no_grad():
             for parameter in model.parameters():
-                # A large embedding would outweigh the layers: models with tied weights would say
-                # their input again.
+                # A large embedding would outweigh the layers: models with tied weights would
+                # repeat their input.
                 _randomize(parameter, gain=1.0 if parameter is embedding else 2.0)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):

@@ -1,4 +1,4 @@
-"""The pool of worker processes behind the ``gloo_pool`` fixture. Knows nothing of what it runs."""
+"""The pool of worker processes behind the ``gloo_pool`` fixture, independent of what it runs."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ class GlooPool:
 
     ``pool.run(function, *args, world_size=2)`` calls ``function(*args)`` on ranks 0 to
     world_size - 1 and returns their results, in rank order. In the function,
-    ``torch.distributed`` is initialised (gloo) with that world size, anew for every call, so
-    nothing of one test reaches the next; ``dist.get_rank()`` says which rank this is, and
-    ``rendezvous_store()`` gives a key-value store that the ranks of this call share.
+    ``torch.distributed`` is initialised (gloo) with that world size, again for every call, so that
+    tests do not affect each other; ``dist.get_rank()`` is the rank, and ``rendezvous_store()``
+    returns a key-value store that the ranks of this call share.
 
-    The function must be at the top level of a module (of the test's own, say); arguments and
-    results are pickled, tensors by value. Plain ``assert`` in it is fine.
+    The function must be at the top level of a module, such as the test's; arguments and results
+    are pickled, tensors by value. Plain ``assert`` in it is fine.
 
-    An exception in a worker is raised here as it is, the earliest first, with the worker's
+    An exception in a worker is raised here unchanged, the earliest first, with the worker's
     traceback as a note. A worker that dies raises ``WorkerDiedError``, one that does not finish in
     ``timeout_s`` ``WorkerTimeoutError``; either is replaced at the next call. Nothing hangs.
     """
@@ -151,7 +151,7 @@ class GlooPool:
                     target=serve, args=(rank, there, self._store.port), daemon=True
                 )
                 process.start()
-                there.close()  # else the end of the process would not be the end of the pipe
+                there.close()  # otherwise the pipe would stay open after the process ends
                 self._workers[rank] = _Worker(process, here)
 
     def _kill(self, rank: int) -> None:
@@ -187,7 +187,7 @@ def rendezvous_store() -> Store:
 
 
 def serve(rank: int, connection: Connection, port: int) -> None:
-    """The life of a worker: run what comes through the pipe until it ends."""
+    """A worker's main loop: run what comes through the pipe until it closes."""
     torch.set_num_threads(1)
     if "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # host names need not resolve
@@ -203,7 +203,7 @@ def serve(rank: int, connection: Connection, port: int) -> None:
 def _answer(
     rank: int, store: Store, world_size: int, timeout_s: float, task: bytes
 ) -> tuple[str, float, Any]:
-    """What kind of answer, when it was known, and the result or error."""
+    """The kind of answer, when it was known, and the result or error."""
     global _store
     _store = store
     try:
@@ -212,8 +212,8 @@ def _answer(
         return "result", time.monotonic(), pickle.dumps(function(*args))
     except Exception as error:
         answer = "error", time.monotonic(), _packed(rank, error)
-    # The error is gone, and with it the frames that kept the group: so this does close the
-    # connections, and ends the collectives that others wait in for this rank.
+    # The error is gone, and with it the frames that kept the group: so this closes the connections
+    # and ends collectives in which others wait for this rank.
     gc.collect()
     _leave_group()
     return answer
@@ -225,10 +225,10 @@ def _leave_group() -> None:
 
 
 def _join_group(rank: int, store: Store, world_size: int, timeout_s: float) -> None:
-    """A new process group. The one before is left here, when all its ranks have finished with it.
+    """Create a new process group, and leave the previous one once all its ranks are done with it.
 
-    A rank that closed its connections earlier would break those of a slower one. For the same
-    reason nobody goes on before all are connected.
+    A rank that closed its connections earlier would break a slower one's. For the same reason no
+    rank continues before all are connected.
     """
     _leave_group()
     timeout = timedelta(seconds=timeout_s)
@@ -242,7 +242,7 @@ def _packed(rank: int, error: Exception) -> tuple[bytes | None, str]:
     text = f"on rank {rank}:\n{''.join(traceback.format_exception(error))}"
     try:
         pickled = pickle.dumps(error)
-        pickle.loads(pickled)  # some exceptions pickle and do not come back
+        pickle.loads(pickled)  # some exceptions pickle but do not unpickle
     except Exception:
         return None, text
     return pickled, text

@@ -1,4 +1,4 @@
-"""Kernels that Numba compiles: where they come from, and what happens if they cannot."""
+"""Kernels compiled by Numba: where they come from, and what happens without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters of split kernels: zero for every launch, and no launch's are another's."""
+"""Counters of split kernels: zero for every launch, and never shared between launches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_eager_launches_share_none_and_inherit_no_dirt(device: torch.device) -> 
     first = take_counters(device, 5)
     second = take_counters(device, 7)
     assert not places(first) & places(second)
-    for _ in range(20):  # memory of launches that were aborted half-way
+    for _ in range(20):  # memory of aborted launches
         take_counters(device, 5).fill_(3)
         assert take_counters(device, 5).tolist() == [0] * 5
 

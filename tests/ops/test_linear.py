@@ -1,7 +1,7 @@
-"""Products with their norm, gate and residual, held against float64; and which blocks are chosen.
+"""GEMMs with their norm, gate and residual, compared with float64; and the choice of tiles.
 
-Without a GPU the kernels run in Triton's interpreter, as in ``test_triton_paged``. What only a GPU
-shows is in ``tests/gpu/test_linear_gpu.py``.
+Without a GPU the kernels run in Triton's interpreter, as in ``test_triton_paged``. GPU-only tests
+are in ``tests/gpu/test_linear_gpu.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def device() -> torch.device:
 
 
 class Case:
-    """The arguments of a product, and what comes of them in float64."""
+    """The arguments of a GEMM, and its result in float64."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Case:
             return (torch.randn(*shape, generator=generator) * size).to(device, dtype)
 
         n = 2 * outputs if gated else outputs
-        # Rows of a wider matrix, in which the rest is nothing to be read.
+        # Rows of a wider matrix, whose remaining columns must not be read.
         self.x = torch.full((num_rows, k + 3), torch.nan, device=device, dtype=dtype)[:, :k]
         self.x.copy_(draw(num_rows, k, size=size))
         self.weight = draw(n, k, size=k**-0.5)
@@ -86,7 +86,7 @@ class Case:
         assert y.shape == expected.shape
         assert y.dtype == self.x.dtype
         assert y.is_contiguous()
-        # Of halves, inputs of a product with a norm are rounded once more than its result.
+        # In half precision, inputs of a GEMM with a norm are rounded once more than its result.
         tolerance = 2e-5 if y.dtype == torch.float32 else 4 * torch.finfo(y.dtype).eps
         torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=4 * tolerance)
 
@@ -162,7 +162,7 @@ def test_kernel_of_any_shape(
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_kernel_has_room_for_large_inputs_of_a_norm(device: torch.device, num_rows: int) -> None:
-    """60,000 times a norm's weight is beyond float16, though the normed input is not."""
+    """60,000 times a norm's weight overflows float16, though the normed input does not."""
     case = Case(num_rows, 20, 64, dtype=torch.float16, device=device, norm=True, size=15_000.0)
     case.check(case.launch(Blocks(16, 32, 4)))
 
@@ -229,7 +229,7 @@ FAST = Blocks(32, 128, 4, 4)
 
 
 class Stopwatch:
-    """Times as they are told, and what was measured."""
+    """Returns given times, and records what was measured."""
 
     def __init__(self, times: dict[Choice, float | Exception]) -> None:
         self._times = times
@@ -415,7 +415,7 @@ def test_what_another_process_found_is_kept(tmp_path: Path) -> None:
 
 
 def test_the_shipped_table_is_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every entry can be used: none was left out in reading it."""
+    """Every entry is usable: none was skipped when reading it."""
     monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path))
     text = Path(tuning.__file__).with_name("tuned_h200.json").read_text(encoding="utf-8")
     content = json.loads(text)

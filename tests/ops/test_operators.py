@@ -1,6 +1,6 @@
 """The small operators of a decode step, and their kernels, against torch and transformers.
 
-"public" is what the runtime calls; "kernel" is Triton, in its interpreter where there is no GPU.
+"public" is what the runtime calls; "kernel" is Triton, in its interpreter without a GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ostinato.sampling.sampling_state import SamplingFeatures, SamplingState
 
 pytest.importorskip("triton")
 
-# What one rounding may change, in parts; float32 results are sums and exponentials besides.
+# Relative effect of one rounding; float32 results also contain sums and exponentials.
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
 POISON = 2**30
 few = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -45,13 +45,13 @@ def find(request: pytest.FixtureRequest, device: torch.device) -> Callable[[Any,
 
 
 def known(dtype: torch.dtype, find: Any, device: torch.device) -> torch.dtype:
-    """The interpreter does not round to bfloat16, it cuts off."""
+    """The interpreter truncates to bfloat16 instead of rounding."""
     interpreted = find is not getattr and device.type == "cpu"
     return torch.float16 if interpreted and dtype is torch.bfloat16 else dtype
 
 
 def assert_rounded(got: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Right but for the last bit or two."""
+    """Equal up to the last bit or two."""
     assert got.dtype is dtype
     torch.testing.assert_close(got.double(), exact.double(), rtol=4 * ROUNDING[dtype], atol=1e-6)
 
@@ -170,7 +170,7 @@ def test_parts_are_even_and_never_more_than_fill_a_gpu(rows: int, outputs: int, 
 
 
 def test_parts_as_they_were_measured() -> None:
-    narrow, wide = (2048, 8192), (4096, 14336)  # the last product of Llama-3.2-1B and 3.1-8B
+    narrow, wide = (2048, 8192), (4096, 14336)  # the last GEMMs of Llama-3.2-1B and 3.1-8B
     assert [num_parts(rows, *narrow) for rows in (64, 65, 128, 256, 257)] == [1, 4, 4, 4, 1]
     assert [num_parts(rows, *wide) for rows in (64, 128, 256, 257)] == [1, 4, 2, 1]
     assert num_parts(256, 28672, 4096) == 1
@@ -253,7 +253,7 @@ def test_silu_and_mul_of_extreme_gates(device: torch.device) -> None:
 
 @pytest.mark.parametrize("rows", [64, 65, 200])
 def test_as_many_rows_as_one_likes(rows: int) -> None:
-    """On the CPU few go through compiled kernels, more through torch's operators."""
+    """On the CPU few rows go through compiled kernels, more through torch's operators."""
     x, residual, weight = torch.randn(rows, 48), torch.randn(rows, 48), torch.randn(48)
     got, total = norm.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)
@@ -316,7 +316,7 @@ class Rows:
         return self.logits, self.slots, *settings, self.lengths, self.tokens
 
     def check(self) -> None:
-        """Against the sampler; another token may win only where float32 cannot tell them apart."""
+        """Against the sampler; another token may win only if float32 cannot distinguish them."""
         logits = self.logits.float()
         features = SamplingFeatures(any_random=True)
         history = torch.zeros(0, device=logits.device)
@@ -355,7 +355,7 @@ def test_tokens_are_the_samplers(
 
 
 def test_slots_and_lengths_may_be_columns(find: Any, device: torch.device) -> None:
-    """What stands between them would be rows and places that do not exist."""
+    """The gaps between them would be rows and positions that do not exist."""
     batch = Rows(3, 700, device).set([0.7, 0.0, 1.3], [5, 6, 7])
     slots, lengths = (
         torch.stack((tensor, torch.full_like(tensor, 2**30)), dim=1)[:, 0]
@@ -368,7 +368,7 @@ def test_slots_and_lengths_may_be_columns(find: Any, device: torch.device) -> No
 
 @pytest.mark.slow
 def test_the_noise_is_the_samplers_to_the_last_draw(find: Any, device: torch.device) -> None:
-    """Of many rows without preference: one wrong bit of the hash, and other tokens win."""
+    """With many equally likely rows, one wrong bit of the hash makes other tokens win."""
     num_rows = 24
     batch = Rows(num_rows, 2100, device).set([1.0] * num_rows, [3**i for i in range(num_rows)])
     batch.logits.zero_()
@@ -522,7 +522,7 @@ class Decode:
         return slots, tokens, state.num_computed, state.token_ids, state.padding_slot
 
     def check_loaded(self) -> None:
-        """Against the filling of any batch; then what padding holds, and what is nobody's."""
+        """Against ``InputBuffers.fill``; then the contents of padding and unowned memory."""
         oracle, state = self.new_buffers(), self.state
         slots = self.buffers.slots[: self.count].tolist()
         garbage = state.num_computed[-1].clone()
@@ -583,7 +583,7 @@ def test_decode_outputs_go_to_the_rows_that_ran(
 
 @pytest.mark.slow
 def test_long_tables_and_large_batches(find: Any, device: torch.device) -> None:
-    """More blocks, and more rows, than a program looks at in one go."""
+    """More blocks, and more rows, than a program handles at a time."""
     cache = CacheSize(num_blocks=700, block_size=2, max_model_len=1200)
     decode = Decode({4: 1199, 2: 511, 9: 512, 0: 3}, 13, device, cache)
     find(decode_state, "load_decode_inputs")(*decode.load_arguments())
@@ -603,9 +603,9 @@ def test_long_tables_and_large_batches(find: Any, device: torch.device) -> None:
 
 
 def test_a_whole_step_replays_with_new_contents(device: torch.device, pool: GraphPool) -> None:
-    """Captured on padding alone; replayed for batches that come, go on, and ask for other things.
+    """Captured on padding alone; replayed for batches that start, continue, and change features.
 
-    The logits are made from what was loaded, so that nothing can be left out unnoticed.
+    The logits are computed from what was loaded, so that omissions show.
     """
     decode, eager = (Decode({}, 4, device) for _ in range(2))
     table = torch.randn(1000, 64, device=device)
@@ -626,7 +626,7 @@ def test_a_whole_step_replays_with_new_contents(device: torch.device, pool: Grap
         )
         decode_state.store_decode_outputs(*which.store_arguments(tokens))
 
-    step(decode)  # kernels are compiled and loaded by a first call
+    step(decode)  # the first call compiles and loads kernels
     captured = pool.capture(lambda: step(decode))
     seen = set()
     for computed in ({3: 5, 1: 0}, {1: 7, 3: 2, 0: 8, 5: 20}, {2: 9}):
@@ -635,7 +635,7 @@ def test_a_whole_step_replays_with_new_contents(device: torch.device, pool: Grap
             which.write(computed)
             which.state.sampling.temperature.copy_(torch.rand(7).round() * 3)
             which.state.sampling.seed_key.copy_(torch.randint(1 << 60, (7,)))
-        for _ in range(3):  # each step reads what the one before has stored
+        for _ in range(3):  # each step reads what the previous one stored
             pool.replay(captured.tape)
             got = tokens[: len(computed)].tolist()
             step(eager)

@@ -1,4 +1,4 @@
-"""Ranks that step together: whatever their batches, all run one mode and size, or all eagerly."""
+"""Ranks that step together: for any batches, all run one mode and size, or all run eagerly."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECE
 
 
 class SentError(Exception):
-    """Ends a rank's first pass, once what it sends is known."""
+    """Ends a rank's first pass once its message is known."""
 
 
 class Rank:
-    """One rank of a group: says what it sends, and is answered with the sum when that is known."""
+    """One rank of a group: records what it sends, and returns the sum once that is known."""
 
     def __init__(self, index: int, size: int) -> None:
         self.index, self.size = index, size
@@ -42,7 +42,7 @@ class Rank:
 def step_together(
     plan: CapturePlan, shapes: list[BatchShape | None], *, captured: bool = True
 ) -> list[AgreedStep | None]:
-    """What each rank runs, each with a dispatcher of its own."""
+    """What each rank runs, each with its own dispatcher."""
     ranks = [Rank(index, len(shapes)) for index in range(len(shapes))]
     dispatchers = []
     for rank, shape in zip(ranks, shapes, strict=True):
@@ -168,7 +168,7 @@ def check_fits(plan: CapturePlan, shape: BatchShape | None, choice: Choice) -> N
 
 
 def check_not_worse_than_needed(group: Group, mode: CUDAGraphMode, ran: list[Choice]) -> None:
-    """The mode is the least of what each rank would run alone, unless no size of it fits all."""
+    """The mode is the lowest of what each rank would run alone, unless no size of it fits all."""
     plan, shapes, captured = group
     dispatcher = Dispatcher(plan)
     for entry in plan.entries if captured else ():
@@ -217,7 +217,7 @@ def test_each_rank_keeps_its_own_adapters() -> None:
 
 
 def test_a_decode_only_size_beside_pieces_is_dispatched_again() -> None:
-    # Decode batches of 3 tokens a request have size 6, which pieces have not.
+    # Decode batches of 3 tokens per request have size 6, which piecewise graphs lack.
     plan = plan_of(BOTH, [2, 4, 8], decode_query_lens=(3,))
     ran = choices(plan, [BatchShape(6, 2, 3), BatchShape(2, 1, 2, has_prompts=True)])
     assert [choice.descriptor for choice in ran] == [BatchDescriptor(8)] * 2
@@ -232,7 +232,7 @@ def test_without_pieces_large_enough_all_are_eager() -> None:
 
 
 def test_the_size_is_that_of_the_unpadded_maximum() -> None:
-    # 4 tokens are padded to 6 in decode graphs, but 4 is a size of pieces.
+    # 4 tokens are padded to 6 in decode graphs, but 4 is a piecewise size.
     plan = plan_of(BOTH, [1, 4, 6], decode_query_lens=(3,))
     ran = choices(plan, [BatchShape(3, 1, 3), BatchShape(4, 1, 4, has_prompts=True)])
     assert [choice.descriptor for choice in ran] == [BatchDescriptor(4)] * 2
@@ -246,7 +246,7 @@ def test_ranks_of_several_query_lengths_take_a_size_that_all_have() -> None:
         (3, 3),
         (3, 1),
     ]
-    # Size 6 is out of reach of requests with one token each, of which there are 4 at most.
+    # Size 6 is unreachable for requests with one token each, of which there are at most 4.
     plan = plan_of(DECODE_ONLY, [2, 3, 6], decode_query_lens=(1, 3), max_num_seqs=4)
     ran = choices(plan, [BatchShape(2, 2, 1), BatchShape(6, 2, 3)])
     assert {(choice.mode, choice.reason) for choice in ran} == {(NONE, Reason.NO_COMMON_SIZE)}

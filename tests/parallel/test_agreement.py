@@ -1,4 +1,4 @@
-"""Ranks that must step together: the rule, what travels, and the refusal of unequal starts."""
+"""Ranks that must step together: the rule, the messages, and the refusal of unequal starts."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ groups = st.lists(wishes, min_size=1, max_size=8)
 
 
 class SentError(Exception):
-    """Ends a rank's first pass, once what it sends is known."""
+    """Ends a rank's first pass once its message is known."""
 
 
 class FakeComm:
-    """One rank of a group: records what it sends, or answers with the sum where it is known."""
+    """One rank of a group: records what it sends, or returns the sum if it is known."""
 
     def __init__(self, index: int, size: int, total: torch.Tensor | None = None) -> None:
         self.index, self.size, self.total = index, size, total
@@ -59,7 +59,7 @@ class FakeComm:
 def run(
     ranks: Callable[[FakeComm, int], Any], size: int, indices: list[int] | None = None
 ) -> list[Any]:
-    """The result, or the error, of every rank, each of which made exactly one all-reduce."""
+    """The result or error of every rank, each of which made exactly one all-reduce."""
     indices = list(range(size)) if indices is None else indices
     first = [FakeComm(index, size) for index in indices]
     for rank, comm in enumerate(first):
@@ -265,7 +265,7 @@ def test_long_values_that_differ_at_the_end_differ() -> None:
         assert "rank 0 has" in str(error)
         assert "rank 1 has" in str(error)
         assert len(str(error)) < 500
-        # The beginnings are equal, so the digests must tell the two apart.
+        # The beginnings are equal, so the digests must distinguish them.
         digests = [part[:8] for part in str(error).split("(sha256 ")[1:]]
         assert len(set(digests)) == 2
 

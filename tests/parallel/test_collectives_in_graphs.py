@@ -1,4 +1,4 @@
-"""Collectives inside graphs: a replay communicates anew, over gloo on the CPU and NCCL on CUDA."""
+"""Collectives in graphs: each replay communicates, over gloo on the CPU and NCCL on CUDA."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ostinato.parallel.place import RankPlace
 from ostinato.parallel.sharded_decoder import ShardedDecoder
 from ostinato.runner import startup
 
-ORDER = (2, 0, 3, 1)  # not torch's
+ORDER = (2, 0, 3, 1)  # differs from torch's
 
 
 def work(comm: Comm, x: torch.Tensor) -> torch.Tensor:
-    """Every collective, with operators of torch between them."""
+    """Every collective, with torch operators in between."""
     total = comm.all_reduce(x * 2)
     gathered = comm.all_gather(total + x, dim=1)
     wide = comm.all_to_all(gathered.contiguous(), split_dim=1, concat_dim=0)
@@ -32,7 +32,7 @@ def work(comm: Comm, x: torch.Tensor) -> torch.Tensor:
 
 
 def replays(comm: Comm, device: torch.device) -> int:
-    """Capture, then replay on other data: each time what an eager run gives. How many nodes."""
+    """Capture, then replay on other data, comparing with eager. Returns the number of nodes."""
     with GraphPool(device, lazy_capture=True) as pool:
         x = torch.randn(4, 8, device=device) + dist.get_rank()
         expected = work(comm, x)
@@ -103,7 +103,7 @@ def test_a_runner_with_collectives_in_its_graphs(
     assert num_calls > 0
     assert generate(runner) == expected
     eager = runner.stats.misses
-    assert len(calls.calls) - num_calls == eager * 4  # two sums a layer; replays call no Python
+    assert len(calls.calls) - num_calls == eager * 4  # two sums per layer; replays call no Python
     assert runner.stats.hits > 10
     runner.close()
 

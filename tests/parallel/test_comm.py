@@ -50,7 +50,7 @@ def test_loopback_collectives_equal_plain_torch(data: st.DataObject) -> None:
         tensor = stored[rank].permute(*reversed(range(dims)))
         results = [comm.all_gather(tensor, concat), comm.all_to_all(tensor, split, concat)]
         for result in results:
-            result += 0  # nobody else's memory
+            result += 0  # must not be shared memory
         assert comm.all_reduce(tensor) is tensor
         return comm.index, [*results, tensor]
 
@@ -65,7 +65,7 @@ def test_loopback_collectives_equal_plain_torch(data: st.DataObject) -> None:
 
 
 def test_results_are_nobody_elses_memory(device: torch.device) -> None:
-    """Each rank spoils what it sent and what it got at once, while others have yet to read it."""
+    """Each rank overwrites what it sent and received while others have yet to read it."""
 
     def spoil(comm: Comm) -> list[list[float]]:
         seen = []
@@ -149,7 +149,7 @@ def test_the_first_error_is_raised_and_nobody_hangs(failing: int) -> None:
     waited = [rank for rank in range(4) if rank != failing]
     assert set(released) <= set(waited)
     assert not [t for t in threading.enumerate() if t.name.startswith("loopback")]
-    assert world.run(lambda rank: rank) == [0, 1, 2, 3]  # and the world is as good as new
+    assert world.run(lambda rank: rank) == [0, 1, 2, 3]  # the world is still usable
 
 
 def test_released_ranks_do_not_go_on() -> None:
@@ -203,7 +203,7 @@ def test_one_rank_runs_at_a_time_in_order() -> None:
     def rank_function(comm: Comm) -> None:
         for _ in range(3):
             log.append(comm.index)
-            time.sleep(0.001)  # an invitation to the others, were they running
+            time.sleep(0.001)  # would let the others run, if they could
             log.append(comm.index)
             comm.all_reduce(torch.ones(1))
 
@@ -231,7 +231,7 @@ def test_misuse_of_the_world() -> None:
         comms[0].all_reduce(torch.ones(1))
     with pytest.raises(CollectiveError, match="rank 1 called all_reduce outside its own thread"):
         world.run(lambda rank: comms[1 - rank].all_reduce(torch.ones(1)))
-    with pytest.raises(CollectiveError, match="running already"):
+    with pytest.raises(CollectiveError, match="already running"):
         world.run(lambda rank: world.run(lambda rank: rank))
     with pytest.raises(ConfigError, match=r"rank 1 is not in the group \(0,\)"):
         world.comm((0,), 1)
@@ -270,7 +270,7 @@ def test_loopback_between_the_segments_of_piecewise_graphs(device: torch.device)
     ranks = [
         RankOfGraphs(world.comm((0, 1), rank), device, CUDAGraphMode.PIECEWISE) for rank in range(2)
     ]
-    if device.type == "cuda":  # where threads capture one after the other
+    if device.type == "cuda":  # threads capture one at a time
         with pytest.raises(CaptureError, match="wait in all_reduce for ranks that wait to capture"):
             world.run(lambda rank: ranks[rank].step(1.0))
         return
@@ -336,7 +336,7 @@ TIMEOUT_S = 0.8
 
 
 class MemoryStore:
-    """A store in memory, which can be lost or stop answering like one on another machine."""
+    """A store in memory that can be lost or stop answering like one on another machine."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

@@ -21,7 +21,7 @@ UNSORTED = (0, 2, 1, 3)
 
 
 def tensor_of(rank: int, dtype: torch.dtype, *, strided: bool) -> torch.Tensor:
-    """[12, 24, 3] small whole numbers, so that sums are exact in bfloat16; ranks differ."""
+    """[12, 24, 3] small integers, so that sums are exact in bfloat16; they differ by rank."""
     numbers = (torch.arange(864) * 7 + rank * 31) % 61
     if strided:
         return numbers.view(3, 24, 12).transpose(0, 2).to(dtype)
@@ -29,7 +29,7 @@ def tensor_of(rank: int, dtype: torch.dtype, *, strided: bool) -> torch.Tensor:
 
 
 def expected(ranks: tuple[int, ...], index: int, dtype: torch.dtype, *, strided: bool) -> Any:
-    """What the collectives of ``collectives`` give, from everybody's tensors."""
+    """What the collectives of ``collectives`` return, computed from all ranks' tensors."""
     tensors = [tensor_of(rank, dtype, strided=strided) for rank in ranks]
     size = len(ranks)
     return [
@@ -91,7 +91,7 @@ def test_two_ranks_reversed(gloo_pool: GlooPool) -> None:
 
 def wrong_without_the_permutation() -> list[bool]:
     comm = DistributedComm(UNSORTED, "cpu")
-    comm._places = tuple(range(4))  # torch's order taken for ours
+    comm._places = tuple(range(4))  # torch's order instead of ours
     found = collectives(comm, torch.float32, strided=False)
     wanted = expected(UNSORTED, comm.index, torch.float32, strided=False)
     return [torch.equal(got, want) for got, want in zip(found, wanted, strict=True)]
@@ -99,7 +99,7 @@ def wrong_without_the_permutation() -> list[bool]:
 
 def test_negative_control_torch_sorts_the_ranks(gloo_pool: GlooPool) -> None:
     for same in gloo_pool.run(wrong_without_the_permutation, world_size=4):
-        assert same == [True, *[False] * 6]  # a sum has no order; everything else has
+        assert same == [True, *[False] * 6]  # a sum does not depend on order; the others do
 
 
 def empty_tensors() -> list[tuple[int, ...]]:
@@ -195,7 +195,7 @@ TIMEOUT_S = 2.0
 
 
 def one_dies() -> tuple[int | None, str, float]:
-    """Rank 1 ends without a word; rank 0 returns whom it blames, and after how long."""
+    """Rank 1 exits silently; rank 0 returns whom it blames, and after how long."""
     with Watchdog(TIMEOUT_S, dist.get_rank(), rendezvous_store(), world_size=2) as watchdog:
         time.sleep(2 * TIMEOUT_S)
         watchdog.check()  # two healthy ranks outlive the timeout
@@ -218,6 +218,6 @@ def test_a_dead_rank_is_named_and_replaced(gloo_pool: GlooPool) -> None:
     rank, message, seconds = caught.value.results[0]
     assert (caught.value.rank, rank) == (1, 1)
     assert "rank 1 stopped beating" in message
-    # The stated time, timeout + interval; a second for a machine that is busy.
+    # timeout + interval, plus a second for a busy machine.
     assert TIMEOUT_S / 2 < seconds < TIMEOUT_S * 1.1 + 1
     assert gloo_pool.run(where) == [(0, 2), (1, 2)]

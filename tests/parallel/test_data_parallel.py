@@ -1,4 +1,4 @@
-"""Runners that step together by loop-back: each with its own requests, all with the same graphs."""
+"""Loopback runners that step together: each with its own requests, all with the same graphs."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[Call]]:
 
 
 def listed(calls: list[Call]) -> list[tuple[str, int, list[int]]]:
-    """Inside a capture, no tensor can be read."""
+    """Inside a capture, tensors cannot be read."""
     return [(how, count, [] if t is None else t.tolist()) for how, count, t in calls]
 
 
@@ -156,7 +156,7 @@ def run_together(
 def test_tokens_are_those_of_each_rank_alone(
     seen: Any, mode: str, swiftkv_layers: int | None
 ) -> None:
-    """One token a rank, prompts, many, and a rank that never has any work."""
+    """One token per rank, prompts, many tokens, and a rank that never has work."""
     lengths = [(3, 17), (1, 5, 6, 2, 9), (), (40,)]
     results = run_together(mode, lengths, seen, swiftkv_layers=swiftkv_layers)
     assert len({steps for *_, steps in results}) == 1
@@ -177,7 +177,7 @@ def test_tokens_are_those_of_each_rank_alone(
 
 
 def test_one_eager_rank_makes_all_eager(seen: Any) -> None:
-    """A prompt larger than every size; the others would have had graphs, and say why not."""
+    """A prompt larger than every size: the others would have had graphs, and report why not."""
     results = run_together("FULL_AND_PIECEWISE", [(1,), (20,), ()], seen)
     first, second, idle = (stats for *_, stats, _ in results)
     assert first.eager == {Reason.EAGER_ON_ANOTHER_RANK: 1}

@@ -1,4 +1,4 @@
-"""Settings for several ranks: what is refused, and that the command line has them."""
+"""Settings for several ranks: what is refused, and that the command line offers them."""
 
 from __future__ import annotations
 

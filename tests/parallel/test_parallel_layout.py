@@ -128,7 +128,7 @@ Cells = list[list[tuple[int, int]]]  # [token][head] of (token number, head numb
 
 
 def trade(layout: ParallelLayout, before: dict[int, Cells]) -> dict[int, Cells]:
-    """Equal parts of the heads to the members of the sequence group, tokens joined in order."""
+    """Equal parts of the heads to the members of the sequence group, tokens in order."""
     after: dict[int, Cells] = {}
     for rank in range(layout.world_size):
         group = layout.sequence_group(rank)
@@ -225,7 +225,7 @@ def test_vocabulary_shards_cover_it_once(vocab_size: int, parts: int) -> None:
     shards = [vocabulary(vocab_size, parts, index) for index in range(parts)]
     assert [token for shard in shards for token in shard] == list(range(vocab_size))
     rows = len(shards[0])
-    # A token is found at row `token % rows` of shard `token // rows`: no table is needed.
+    # A token is at row `token % rows` of shard `token // rows`: no table is needed.
     assert all(token // rows == i for i, shard in enumerate(shards) for token in shard)
     assert rows * parts < vocab_size + parts
 

@@ -1,8 +1,8 @@
 """Runners of all ranks in one process, on any device: base and shift model through graphs.
 
-The ranks meet by loop-back, which graphs cannot contain, so on the CPU they are piecewise or none,
-on CUDA none. Each rank has a scheduler of its own; they decide alike, because all ranks sample
-alike.
+The ranks communicate by loopback, which full graphs cannot contain, so on the CPU graphs are
+piecewise or none, and on CUDA none. Each rank has its own scheduler; they agree, because all ranks
+sample the same tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Random weights of a rank's part are that part of the whole model's, to the bit."""
+"""Random weights of a rank's shard equal that part of the whole model's, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ostinato.parallel.sharded_models import (
 
 
 class Named(NoComm):
-    """Says it is one of several, and moves nothing."""
+    """Claims to be one of several ranks, and moves nothing."""
 
     def __init__(self, size: int, index: int) -> None:
         self.size, self.index = size, index  # type: ignore[misc]

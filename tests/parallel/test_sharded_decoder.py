@@ -1,4 +1,4 @@
-"""The decoder over several ranks against transformers in one process, all ranks by loop-back."""
+"""The sharded decoder with loopback ranks against transformers in one process."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ostinato.testing.loopback import LoopbackWorld
 
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 TOKENS = [(i * 29 + 3) % 97 for i in range(23)]
-# Prompts whose lengths SP does not divide, decode by shift, a chunk by base again, and so on.
+# Prompts whose lengths SP does not divide, decode with shift, another chunk with base, and so on.
 STEPS = [Step(9, "base"), Step(1, "shift"), Step(2, "shift"), Step(5, "base")]
 STEPS += [Step(1, "base"), Step(3, "shift"), Step(1, "shift"), Step(1, "base")]
 
 
 def config_of(family: str, num_kv_heads: int) -> Any:
     sizes: dict[str, Any] = {
-        "vocab_size": 97,  # not even: the last part is shorter
+        "vocab_size": 97,  # not divisible: the last shard is shorter
         "hidden_size": 64,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -158,7 +158,7 @@ def test_layers_fused_and_written_out(
 
 
 class NaiveOrder(ParallelLayout):
-    """The shift model's parts in the order of the ranks, as a plain world would have them."""
+    """The shift model's shards in rank order, as a naive layout would have them."""
 
     def shift_index(self, rank: int) -> int:
         return rank

@@ -1,4 +1,4 @@
-"""The same request as in test_sharded_decoder over real processes."""
+"""The request of test_sharded_decoder, over real processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 def run_rank(sp: int, tp: int, path: str) -> RankResult:
     """On one process of a world of sp x tp."""
     layout, rank = ParallelLayout(sp, tp), dist.get_rank()
-    # Groups are made by all ranks together, in one order; each asks for its own.
+    # All ranks create the groups together, in one order; each requests its own.
     made: dict[tuple[int, ...], Comm] = {}
     for group in (layout.tensor_group(rank), layout.sequence_group(rank), layout.shift_group):
         if group not in made:

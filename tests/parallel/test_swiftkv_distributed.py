@@ -1,6 +1,6 @@
-"""SwiftKV over several ranks against the same model in one process, by loop-back and by gloo.
+"""SwiftKV over several ranks against the same model in one process, by loopback and by gloo.
 
-That the model in one process is right is the business of its own tests.
+Other tests check the model in one process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OPTIONS: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 EARLY, LAYERS, HIDDEN = 2, 4, 64
 TOKENS = [[(7 * i + 29 * r + 3) % 97 for i in range(n)] for r, n in enumerate((14, 7, 9))]
-# Numbers of tokens that SP does not divide; each request goes from model to model.
+# Token counts that SP does not divide; each request moves from model to model.
 STEPS: list[tuple[str, list[Piece]]] = [
     ("base", [Piece(0, 0, 10), Piece(1, 0, 3), Piece(2, 0, 2)]),
     ("shift", [Piece(1, 3, 1), Piece(2, 2, 4)]),
@@ -61,7 +61,7 @@ class Result:
 
 def config_of(num_kv_heads: int, *, trained: bool, family: str = "llama") -> SwiftKVConfig:
     sizes: dict[str, Any] = {
-        "vocab_size": 97,  # not even: the last part is shorter
+        "vocab_size": 97,  # not divisible: the last shard is shorter
         "hidden_size": HIDDEN,
         "intermediate_size": 48,
         "num_hidden_layers": LAYERS,
@@ -111,7 +111,7 @@ def run_steps(models: dict[str, Any], layout: ParallelLayout) -> Result:
         batch = requests.batch(
             pieces,
             padded_tokens=layout.padded_tokens(num_tokens) if name == "base" else num_tokens,
-            # A step that says nothing runs all of its tokens through all layers.
+            # A step without a selection runs all of its tokens through all layers.
             num_selected=None if num_tokens == len(pieces) else len(pieces) + 1,
         )
         with set_forward_context(attn_metadata=batch.metadata):
@@ -192,7 +192,7 @@ def test_other_names_and_families(trained: bool, tmp_path: Path) -> None:
 
 
 class NaiveOrder(ParallelLayout):
-    """Late layers in the order of the ranks, as a plain world would have them."""
+    """Late layers in rank order, as a naive layout would have them."""
 
     def shift_index(self, rank: int) -> int:
         return rank
@@ -300,7 +300,7 @@ def run_process(sp: int, tp: int, config: SwiftKVConfig, path: str) -> Result:
     """On one process of a world of sp x tp."""
     layout, rank = ParallelLayout(sp, tp), dist.get_rank()
     made: dict[tuple[int, ...], Comm] = {}
-    # Groups are made by all ranks together, in one order.
+    # All ranks create the groups together, in one order.
     for group in (
         tuple(range(layout.world_size)),
         layout.tensor_group(rank),

@@ -1,4 +1,4 @@
-"""The calculator of several GPUs: against the decoder's own calls and weights, and by property."""
+"""The multi-GPU planner: against the decoder's own calls and weights, and by property tests."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def roofline(config: DecoderConfig = LLAMA, **changes: Any) -> Roofline:
 def test_roofline_by_hand() -> None:
     """Llama 3.1 8B on one GPU: 6.98e9 weights in its layers, 0.525e9 in its head."""
     layers, head = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336 + 2), 128256 * 4096
-    kv = 32 * 2 * 8 * 128 * 2  # bytes of one token
+    kv = 32 * 2 * 8 * 128 * 2  # bytes per token
     alone = ParallelLayout()
     seconds = roofline().seconds("base", alone, "decode", 1)
     assert seconds == pytest.approx((2 * layers + 2 * head + 512 * kv) / 4e12)
@@ -222,10 +222,10 @@ def test_roofline_by_hand() -> None:
 
 
 def test_roofline_of_parts() -> None:
-    """The shift model reads its part of all ranks, the base model its part of TP; one head."""
+    """The shift model reads its share of all ranks, the base model its share of TP; one head."""
     few = partial(roofline().seconds, kind="decode", num_tokens=1)
     slow = roofline(flops=1e30).seconds("base", ParallelLayout(8, 1), "decode", 8)
-    assert few("base", ParallelLayout(8, 1)) < slow  # as much is read, but for seven more tokens
+    assert few("base", ParallelLayout(8, 1)) < slow  # reads the same, but has seven fewer tokens
     assert few("shift", ParallelLayout(8, 1)) < few("base", ParallelLayout(8, 1)) / 3
     assert few("shift", ParallelLayout(8, 1)) > few("base", ParallelLayout(1, 8))  # a whole head
     many = partial(roofline().seconds, kind="prefill", num_tokens=2048)
@@ -241,7 +241,7 @@ def test_roofline_of_parts() -> None:
     window=st.none() | st.integers(1, 50),
 )
 def test_attended_keys(kind: Kind, num_tokens: int, context: int, window: int | None) -> None:
-    """Against counting them, query by query."""
+    """Against counting query by query."""
     limit = window or 10**9
     if kind == "decode":
         seen = [min(context, limit)] * num_tokens
@@ -265,7 +265,7 @@ def test_impossible_rooflines(numbers: dict[str, Any], message: str) -> None:
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    """A measured 2x1 whose base takes 10 ms and shift a ms per token; prefill twice of each."""
+    """A measured 2x1: base takes 10 ms, shift 1 ms per token; prefill takes twice as long."""
     rows = [
         {
             "sp": 2,
@@ -427,7 +427,7 @@ times = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30)
 
 @given(times)
 def test_threshold_is_the_smallest_of_the_best(pairs: list[tuple[int, int]]) -> None:
-    """Against trying all of them."""
+    """Against brute force."""
     base, shift = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     totals = [sum(shift[:place]) + sum(base[place:]) for place in range(len(pairs) + 1)]
     assert best_threshold(base, shift) == totals.index(min(totals))
@@ -447,7 +447,7 @@ def test_threshold_is_where_curves_cross(start: int, slope: int, flat: int, n: i
 
 
 def test_ties() -> None:
-    assert best_threshold([1, 1, 1], [1, 1, 1]) == 0  # no faster: not worth its memory
+    assert best_threshold([1, 1, 1], [1, 1, 1]) == 0  # no faster, so not worth its memory
     assert best_threshold([2, 1, 1], [1, 1, 2]) == 1
     assert best_threshold([2, 2, 2], [1, 1, 1]) == 3  # always
     assert best_threshold([], []) == 0
@@ -474,7 +474,7 @@ def test_thresholds_of_a_model(sp: int, tp: int) -> None:
 
 
 def test_threshold_of_a_measurement() -> None:
-    """Without communication, and 10 ms against a ms per token, the curves meet at 10."""
+    """Without communication, 10 ms and 1 ms per token meet at 10 tokens."""
     free = Interconnect(bandwidth=1e30, latency=0.0)
     cost = cost_of(
         (2, 1),

@@ -1,4 +1,4 @@
-"""Plans of the base and the shift model: every batch a graph or a reason, every graph a batch."""
+"""Plans of the base and shift models: every batch has a graph or a reason, every graph a batch."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def test_every_batch_has_a_graph_or_a_reason_and_every_graph_a_batch(
         planned = {(entry.mode, entry.descriptor) for entry in plan.entries}
         assert reached[number] <= planned
         unreached = [key for mode, key in planned - reached[number]]
-        # With several tokens a request, decode batches step over the threshold: the shift model's
-        # largest decode graph may then be out of reach. Nothing else is.
+        # With several tokens per request, decode batches skip over the threshold: the shift
+        # model's largest decode graph may then be unreachable. Nothing else is.
         if plan is shift and plan.decode_query_lens != (1,):
             largest = max((key.num_tokens for _, key in planned if key.uniform), default=0)
             unreached = [key for key in unreached if not key.uniform or key.num_tokens < largest]

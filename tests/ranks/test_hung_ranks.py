@@ -1,4 +1,4 @@
-"""Ranks that beat, and whose main thread hangs: who is named, when, and who is not."""
+"""Ranks that beat while their main thread hangs: which one is named, and when."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.alone]  # it is timed
 
 TIMEOUT_S = 2.5
 WATCHED: dict[str, Any] = {**TINY, "rank_timeout_s": TIMEOUT_S}
-# The stated time, the timeout and a tenth; three seconds for a machine that is busy.
+# The timeout plus a tenth, and three seconds for a busy machine.
 KNOWN_S = 1.1 * TIMEOUT_S + 3
 
 
@@ -32,13 +32,13 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_rank(rank: int, code: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the rank that is started under this number run ``code`` before anything else."""
+    """Make the rank started under this number run ``code`` before anything else."""
     guarded = f"import sys, time\nif sys.argv[:1] == ['-m'] and sys.argv[-1] == '{rank}':\n{code}"
     (directory / "sitecustomize.py").write_text(guarded)
     monkeypatch.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
 
 
-# Sleeps at the n-th call of a method, for so many seconds, by what SLEEPS says.
+# Sleeps at the n-th call of a method, for the seconds given in SLEEPS.
 SLEEPY = """
     from {module} import {name}
     calls, method = [], {name}.{method}
@@ -53,7 +53,7 @@ SLEEPY = """
 def test_a_rank_that_hangs_in_a_step_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And is not while it is only slow, nor is anybody while rank 0 asks for nothing."""
+    """A rank that is only slow is not named, nor is any rank while rank 0 is idle."""
     sleeps = {5: 0.3 * TIMEOUT_S, 40: 1000}
     in_step = {"module": "ostinato.runner.request_state", "name": "RequestState"}
     in_rank(1, SLEEPY.format(**in_step, method="update", sleeps=sleeps), tmp_path, monkeypatch)
@@ -79,7 +79,7 @@ def test_a_rank_that_hangs_in_a_step_is_named(
 def test_of_many_ranks_the_one_that_does_not_come_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever finds out ends; that is the reason which is given, and not that it ended."""
+    """The rank that finds the failure ends; the others report the failure, not that rank's end."""
     channel = {"module": "ostinato.ranks.channel", "name": "Channel"}
     in_rank(2, SLEEPY.format(**channel, method="receive", sleeps={6: 1000}), tmp_path, monkeypatch)
     with LLM(**WATCHED, tensor_parallel=2, sequence_parallel=2) as llm:
@@ -134,7 +134,7 @@ def test_rank_0_that_hangs_in_a_step_ends_with_the_others(tmp_path: Path) -> Non
 
 
 def comes_late() -> str:
-    """A rank of those that all run the script, and that is elsewhere in it."""
+    """All ranks run the script, and one is elsewhere in it."""
     with LLM(**WATCHED, tensor_parallel=2) as llm:
         llm.generate(PROMPTS, PARAMS)
         if dist.get_rank() == 1:
@@ -148,10 +148,10 @@ def comes_late() -> str:
 
 
 def test_a_rank_that_is_elsewhere_in_the_script_is_named(gloo_pool: GlooPool) -> None:
-    """It is told as soon as it is known; leaving, it frees rank 0, which else would have ended."""
+    """It is told at once; by leaving, it frees rank 0, which would otherwise have ended."""
     try:
         results = dict(enumerate(gloo_pool.run(comes_late)))
-    except WorkerDiedError as died:  # the machine is busy, and rank 1 came too late for that
+    except WorkerDiedError as died:  # the machine is busy, and rank 1 was too late
         results = died.results
     assert 1 in results
     for said in results.values():

@@ -1,6 +1,6 @@
 """No process outlives rank 0: signals at random moments, forks, threads and interrupted starts.
 
-``OSTINATO_NUM_SIGNALS=200`` sends more of them, and ``OSTINATO_SIGNAL_SEED`` other ones.
+``OSTINATO_NUM_SIGNALS=200`` sends more signals, ``OSTINATO_SIGNAL_SEED`` different ones.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="needs /proc"),
 ]
 
-MARK = "OSTINATO_TEST_MARK"  # in the environment of a script and of all that it starts
-PATIENCE_S = 30.0  # of a busy machine
+MARK = "OSTINATO_TEST_MARK"  # in the environment of a script and of everything it starts
+PATIENCE_S = 30.0  # for a busy machine
 START = """
 import os, sys, threading, time
 def say(text):
@@ -60,7 +60,7 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Script:
-    """A script in a process of its own, and what it has started."""
+    """A script in a separate process, and what it started."""
 
     def __init__(self, code: str, directory: Path, cwd: Path | None = None) -> None:
         path = directory / "script.py"
@@ -83,7 +83,7 @@ class Script:
         raise AssertionError(f"it ended before {line!r}:\n{self.process.communicate()[1]}")
 
     def living(self) -> set[int]:
-        """All processes of this script; zombies, which have ended, do not count."""
+        """All live processes of this script, excluding zombies."""
         found = set()
         for directory in Path("/proc").iterdir():
             with contextlib.suppress(OSError, ValueError):
@@ -95,7 +95,7 @@ class Script:
         return self.living() - {self.process.pid}
 
     def wait_for_end(self, patience_s: float = PATIENCE_S) -> tuple[str, str]:
-        """What it still said, when it and all that it started are gone."""
+        """Its remaining output, once it and everything it started are gone."""
         said = self.process.communicate(timeout=patience_s)  # until no process holds its streams
         deadline = time.monotonic() + patience_s
         while self.living():
@@ -116,7 +116,7 @@ class Script:
 # --- signals -------------------------------------------------------------------------------------
 
 SIGNALS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP)
-# After which word of the script, and up to how long after.
+# After which line of the script's output to send the signal, and the longest delay.
 MOMENTS = {"starting": 3.0, "ready": 1.0, "capturing": 0.6, "begun": 3.0}
 FOREVER = """
 start()
@@ -137,7 +137,7 @@ def hit(script: Script, number: signal.Signals, *, in_rank_1: bool, stopped: boo
     deadline = time.monotonic() + PATIENCE_S
     while script.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.5)
-        if number == signal.SIGINT:  # Python drops one that comes in a finaliser or a callback
+        if number == signal.SIGINT:  # Python drops one that arrives in a finaliser or callback
             script.process.send_signal(number)
 
 
@@ -165,8 +165,8 @@ def test_no_process_outlives_a_signal(tmp_path: Path) -> None:
 
 # --- forks and threads ---------------------------------------------------------------------------
 
-# The thread that starts the ranks ends, a fork lives on, and a module of the standard library's
-# name lies in the current directory.
+# The thread that starts the ranks ends, a fork lives on, and the current directory contains a
+# module named like one of the standard library.
 FORKED = """
 thread = threading.Thread(target=start)
 thread.start()
@@ -240,7 +240,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rank_whose_parent_is_gone_ends_before_it_imports_torch() -> None:
-    """Even if a fork keeps the other end of its pipe: its parent is another process then."""
+    """Even if a fork keeps the other end of its pipe: its parent is then another process."""
     here, there = socket.socketpair()
     with here, there:
         command = [sys.executable, "-m", "ostinato.ranks.worker"]
@@ -285,4 +285,4 @@ def test_a_rank_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPatch)
         LLM(**TINY, tensor_parallel=2)
     assert error.value.rank == 1
     with pytest.raises(RankFailedError, match="could not start the process of rank 1"):
-        LLM(**TINY, tensor_parallel=2)  # the first has let go of everything
+        LLM(**TINY, tensor_parallel=2)  # the first one has released everything

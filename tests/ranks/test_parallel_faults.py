@@ -1,4 +1,4 @@
-"""What goes wrong around ranks that ``LLM`` starts: while they start, load, leave, or stop."""
+"""Faults around ranks that ``LLM`` starts: while they start, load, leave, or stop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_rank_1(code: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every rank that is started run ``code`` before anything else."""
+    """Make every started rank run ``code`` before anything else."""
     guarded = "import os, signal, sys\nif sys.argv[:1] == ['-m']:\n" + code
     (directory / "sitecustomize.py").write_text(guarded)
     monkeypatch.setenv("PYTHONPATH", str(directory), prepend=os.pathsep)
@@ -184,12 +184,12 @@ FAULTY_LOAD = """
 def test_a_rank_that_fails_leaves_rank_0_to_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its process is the user's: it is told in the main thread, and not ended."""
+    """Its process belongs to the user, so the error is raised in the main thread instead."""
     in_rank_1(FAULTY_LOAD, tmp_path, monkeypatch)
     load = startup.load
 
     def slow(*args: Any, **options: Any) -> Any:
-        time.sleep(TIMEOUT_S + 1)  # longer than it takes to be known, and to be set free
+        time.sleep(TIMEOUT_S + 1)  # longer than detection and rescue take
         return load(*args, **options)
 
     monkeypatch.setattr(startup, "load", slow)
@@ -229,7 +229,7 @@ def steps_on_its_own() -> tuple[str, list[int]]:
 def test_only_rank_0_takes_requests(gloo_pool: GlooPool) -> None:
     (_, first), (said, second) = gloo_pool.run(steps_on_its_own)
     assert said.startswith("this is rank 1, but only rank 0 takes requests")
-    assert first == second  # and the ranks are in step
+    assert first == second  # the ranks are in step
 
 
 SCRIPT = """
@@ -247,7 +247,7 @@ while True:
 
 
 def has_ended(pid: int) -> bool:
-    """Also if nobody has asked for its exit code yet: its parent is stopped."""
+    """Even before its exit code was collected, because its parent is stopped."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except FileNotFoundError:
@@ -256,7 +256,7 @@ def has_ended(pid: int) -> bool:
 
 @pytest.mark.alone  # it is timed
 def test_a_stopped_rank_0_ends_the_others(tmp_path: Path) -> None:
-    """The store is in its process, so whoever asks it for beats waits."""
+    """The store is in its process, so ranks that read beats block."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with subprocess.Popen(
@@ -267,7 +267,7 @@ def test_a_stopped_rank_0_ends_the_others(tmp_path: Path) -> None:
             pid = int(process.stdout.readline())
             time.sleep(0.5)
             process.send_signal(signal.SIGSTOP)
-            # The stated time, the timeout and a tenth; three seconds for a machine that is busy.
+            # The timeout plus a tenth, and three seconds for a busy machine.
             deadline = time.monotonic() + 1.1 * TIMEOUT_S + 3
             while not has_ended(pid) and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -277,6 +277,6 @@ def test_a_stopped_rank_0_ends_the_others(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert "which rank 0 hosts, has not answered for" in said
-    # Awake again, rank 0 names rank 1: by an error or, where gloo keeps hold of it, at its end.
+    # Awake again, rank 0 names rank 1: in an error or, if gloo still blocks it, when it exits.
     assert process.returncode == 1
     assert re.search("the process of rank 1 ended with exit code 1|rank 1 stopped beating", said)

@@ -1,4 +1,4 @@
-"""``LLM`` over gloo processes against ``LLM`` in one: the same tokens, whatever the layout."""
+"""``LLM`` over gloo processes against ``LLM`` in one: the same tokens for every layout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADS = {"head_dim": 8, "num_layers": 2}
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[str, Outcome]]:
-    """A checkpoint with so many KV heads, and what one process makes of it, eagerly."""
+    """A checkpoint with this many KV heads, and one process's eager results for it."""
     made: dict[int, tuple[str, Outcome]] = {}
 
     def make(num_kv_heads: int) -> tuple[str, Outcome]:
@@ -76,7 +76,7 @@ def call(path: str, mode: str, options: dict[str, Any]) -> Outcome:
 def test_other_modes(gloo_pool: GlooPool, reference: Any, sp: int, tp: int, mode: str) -> None:
     path, expected = reference(2)
     options = {"tensor_parallel": tp, "sequence_parallel": sp}
-    options["max_num_seqs"] = 3  # padded to a multiple of sp: one row more than there can be
+    options["max_num_seqs"] = 3  # padded to a multiple of sp: one row more than requests
     outcomes = gloo_pool.run(call, path, mode, options, world_size=sp * tp)
     for outcome in outcomes:
         assert outcome.tokens == expected.tokens
@@ -89,11 +89,11 @@ def test_other_modes(gloo_pool: GlooPool, reference: Any, sp: int, tp: int, mode
 def test_shift_in_the_middle_of_requests(
     gloo_pool: GlooPool, reference: Any, sp: int, tp: int, num_kv_heads: int
 ) -> None:
-    """Two requests decode by the shift model; a third, or a prompt, and all go back to the base."""
+    """Two requests decode on the shift model; a third request or a prompt moves all to the base."""
     path, expected = reference(num_kv_heads)
     options: dict[str, Any] = {"tensor_parallel": tp, "sequence_parallel": sp}
     options["shift_parallel_threshold"] = 2
-    options["overlap"] = True  # plans go out before the tokens of the step before are known
+    options["overlap"] = True  # plans are sent before the previous step's tokens are known
     outcomes = gloo_pool.run(call, path, "FULL_AND_PIECEWISE", options, world_size=sp * tp)
     for outcome in outcomes:
         assert outcome.tokens == expected.tokens
@@ -101,7 +101,7 @@ def test_shift_in_the_middle_of_requests(
 
 
 def captured_plans(path: str) -> tuple[list[list[int]], int, str]:
-    """Sizes of both models, triggers, and what the progress bars said."""
+    """Sizes of both models, triggers, and the progress bars' output."""
     before, bars = compilation_counter.clone(), io.StringIO()
     with (
         contextlib.redirect_stderr(bars),
@@ -134,14 +134,14 @@ def test_both_models_are_captured_by_one_trigger(gloo_pool: GlooPool, reference:
     places = [bars[0].find(name) for name in named]
     assert -1 not in places
     assert places == sorted(places)
-    assert "model:" not in bars[1]  # they are for the first rank's screen
+    assert "model:" not in bars[1]  # only the first rank shows them
 
 
 # --- the script on every rank --------------------------------------------------------------------
 
 
 def stream_and_refuse(path: str) -> tuple[list[tuple[int, list[int]]], str, list[int]]:
-    """A stream that is left in the middle, a refused request, and a call after both."""
+    """A stream abandoned half-way, a refused request, and a call after both."""
     with LLM(path, tensor_parallel=2, **LIMITS) as llm:
         deltas = []
         for delta in llm.stream(prompts()[:2], SamplingParams(max_tokens=30)):
@@ -219,7 +219,7 @@ def test_ranks_that_differ_are_all_told(
 
 
 def with_another_plan(path: str) -> str:
-    """The settings are the same; what this rank makes of them is not."""
+    """The settings are the same, but this rank resolves them differently."""
     from ostinato.runner import startup
 
     if dist.get_rank() == 1:
@@ -243,7 +243,7 @@ def test_unequal_plans_are_refused(gloo_pool: GlooPool, reference: Any) -> None:
 
 
 def with_other_weights(directory: str, paths: list[str]) -> str:
-    """The same name on all ranks, and not the same files: a stale copy on one machine."""
+    """The same name on all ranks, but different files: a stale copy on one machine."""
     own, before = Path(directory, f"rank-{dist.get_rank()}"), Path.cwd()
     own.mkdir()
     (own / "model").symlink_to(paths[dist.get_rank()])

@@ -1,4 +1,4 @@
-"""Plans through messages: what a runner sees of them is the same on the other side."""
+"""Plans through messages: a runner on the other side sees the same plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CACHE = CacheSize(num_blocks=24, block_size=4, max_model_len=48)
 
 
 class Wire:
-    """Broadcasts of one channel, delivered to another in order."""
+    """Delivers one channel's broadcasts to another, in order."""
 
     def __init__(self) -> None:
         self.sent: deque[torch.Tensor] = deque()
@@ -129,7 +129,7 @@ def test_plans_arrive_as_they_were_made(given: list[tuple[int, int, int, bool]])
         if isinstance(plan, DecodePlan):
             assert isinstance(arrived, DecodePlan)
             assert wire.sizes == [512], "a steady step is one small message"
-            # A runner knows by identity that the rows are those of the step before.
+            # A runner recognizes by identity that the rows are the previous step's.
             assert (arrived.slots is kept) == (plan.slots is last_slots)
             last_slots, kept = plan.slots, arrived.slots
         here.update(plan)
@@ -170,7 +170,7 @@ def test_a_steady_state_may_be_joined_at_any_step() -> None:
         scheduler.commit(plans[-1], [7])
     decoder = PlanDecoder()
     decoder.decode(*PlanEncoder().encode(plans[0]))
-    encoder = PlanEncoder()  # which has not seen those between
+    encoder = PlanEncoder()  # which has not seen the plans in between
     for plan in plans[4:]:
         assert isinstance(plan, DecodePlan)
         arrived = decoder.decode(*encoder.encode(plan))
@@ -183,7 +183,7 @@ def test_a_plan_without_the_one_before_is_refused() -> None:
 
 
 class Exploit:
-    """What a pickle can do to the process that reads it."""
+    """What unpickling can do to a process."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ran.append, ("code",)
@@ -208,7 +208,7 @@ def test_words_that_are_no_plan_are_refused(numbers: list[int]) -> None:
             PlanDecoder().decode(kind, np.array(numbers, dtype=np.int64))
         except CollectiveError:
             continue
-        # No request is known here, so the one plan there can be has none.
+        # No request is known here, so the only possible plan is empty.
         assert len(numbers) == 4 if kind is Kind.STEP else numbers[:1] == [0]
 
 

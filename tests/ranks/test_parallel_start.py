@@ -112,7 +112,7 @@ def test_ranks_are_started_and_ended(alone: list[list[int]], llm: LLM) -> None:
     interrupt_in_the_middle_of_a_step(llm)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, PARAMS)
-    again = llm.generate(PROMPTS, PARAMS)  # the ranks are in step still
+    again = llm.generate(PROMPTS, PARAMS)  # the ranks are still in step
     assert [output.outputs[0].token_ids for output in again] == tokens
 
     llm.close()
@@ -141,13 +141,13 @@ def test_a_rank_that_hangs_is_ended(llm: LLM) -> None:
     start = time.monotonic()
     with pytest.raises(RankFailedError, match="rank 1 stopped beating"):
         llm.generate(PROMPTS, SamplingParams(max_tokens=50))
-    # The stated time, the timeout and a tenth; three seconds for a machine that is busy.
+    # The timeout plus a tenth, and three seconds for a busy machine.
     assert time.monotonic() - start < 1.1 * TIMEOUT_S + 3
     llm.close()
     assert gone(pid)
 
 
-# Runs in every process that is started with it, before anything else: a fault in rank 1's code.
+# Runs first in every process started with it: a fault in rank 1's code.
 FAULT = """
 import sys
 if sys.argv[:1] == ["-m"]:
@@ -209,6 +209,6 @@ def test_scripts(alone: list[list[int]], tmp_path: Path, torchrun: bool) -> None
         env=os.environ | {"GLOO_SOCKET_IFNAME": "lo"},
     )
     assert done.returncode == 0, done.stderr
-    # Under torchrun every rank runs the script, and every rank has the result.
+    # Under torchrun every rank runs the script and gets the result.
     assert done.stdout.splitlines() == [str(alone[0])] * (2 if torchrun else 1), done.stderr
     assert "Traceback" not in done.stderr

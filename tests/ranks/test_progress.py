@@ -1,4 +1,4 @@
-"""Who holds the others up: the rule on a model of the ranks, and its clock; no processes."""
+"""Which rank holds up the others: the rule on a model of the ranks, and its clock; no processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ AFTER_S = 8.0
 
 # --- ranks that are not processes ----------------------------------------------------------------
 
-# A rank yields what it waits for: a function that says whether it may go on.
+# A rank yields what it waits for: a function that says whether it may continue.
 Wait = Callable[[], bool]
 
 
@@ -43,10 +43,10 @@ def nothing() -> bool:
 
 @dataclass
 class Model:
-    """Ranks that step as ours do. Whatever lies between two waits happens at once.
+    """Ranks that step like ours. Everything between two waits happens at once.
 
-    With ``on_device``, collectives hold up a device and not the rank that calls them, and are not
-    counted; rank 0 waits for each step's results, for which all ranks must have started it.
+    With ``on_device``, collectives block a device and not the calling rank, and are not counted;
+    rank 0 waits for each step's results, for which all ranks must have started it.
     """
 
     layout: ParallelLayout
@@ -58,7 +58,7 @@ class Model:
         self.size = self.layout.world_size
         self.calls = [0] * self.size
         self.progress = [Progress(lambda rank=rank: self.calls[rank]) for rank in range(self.size)]
-        self.started = [0] * self.size  # steps whose collectives all were called
+        self.started = [0] * self.size  # steps whose collectives were all called
         self.ranks = [self.lead(), *(self.follow(rank) for rank in range(1, self.size))]
         self.waits: list[Wait | None] = [nothing] * self.size  # None: has ended
 
@@ -87,7 +87,7 @@ class Model:
             yield from self.run(rank, step)
 
     def sent(self, rank: int, step: int) -> Iterator[Wait]:
-        """Messages go down a tree, and are passed on when the next rank asks for them."""
+        """Messages go down a tree, and are forwarded when the next rank receives."""
         for child in (2 * rank + 1, 2 * rank + 2):
             if child < self.size:
                 awaited = Position(step, AWAITED)
@@ -109,7 +109,7 @@ class Model:
         yield nothing
 
     def go_on(self, rank: int) -> bool:
-        """Let one rank go as far as its next wait, if it may."""
+        """Let one rank run to its next wait, if it may."""
         wait = self.waits[rank]
         if wait is None or not wait():
             return False
@@ -139,7 +139,7 @@ models = st.builds(
 @settings(max_examples=300)
 @given(models, st.data())
 def test_the_rank_that_hangs_is_named_whoever_else_waits(model: Model, data: st.DataObject) -> None:
-    """Anywhere in its code, if it owes anything; wherever the others are held up then."""
+    """Anywhere in its code, if it owes anything, and wherever the others are blocked then."""
     hung = data.draw(st.integers(0, model.size - 1), "hung")
     left = data.draw(st.integers(0, 40), "moves until it hangs")
     others = [rank for rank in range(model.size) if rank != hung]
@@ -148,14 +148,14 @@ def test_the_rank_that_hangs_is_named_whoever_else_waits(model: Model, data: st.
         moved = False
         for rank in data.draw(st.permutations(range(model.size))):
             wait = model.waits[rank]
-            # In its own code, that is, and not where it waits for another.
+            # In its own code, and not where it waits for another rank.
             if rank == hung and left <= 0 and wait is nothing:
                 continue
             went = model.go_on(rank)
             left -= went and rank == hung
             moved |= went
-    ended = model.waits[hung] is not nothing  # it never got so far as to hang
-    # All others stand still: at the end, waiting for a step that was not begun, or held up by it.
+    ended = model.waits[hung] is not nothing  # it ended before it could hang
+    # All others stand still: at the end, waiting for a step that was not begun, or blocked by it.
     assert not any(model.go_on(rank) for rank in others)
     expected = [] if ended or not model.owes(hung) else [hung]
     assert ranks_behind(model.positions()) == expected
@@ -167,7 +167,7 @@ def test_the_rank_that_hangs_is_named_whoever_else_waits(model: Model, data: st.
 @settings(max_examples=100)
 @given(models, st.data())
 def test_ranks_that_move_are_not_taken_for_hung(model: Model, data: st.DataObject) -> None:
-    """Each goes on within the time, in any order; and rank 0 may take any time between steps."""
+    """Each continues within the time, in any order; rank 0 may take any time between steps."""
     onlooker = HungRanks(model.size, AFTER_S, None)
     now, last = 0.0, dict.fromkeys(range(model.size), (Position(), 0.0))
     while model.waits[0] is not None:
@@ -197,7 +197,7 @@ def test_ranks_that_move_are_not_taken_for_hung(model: Model, data: st.DataObjec
         ([(4, ANNOUNCED, 9), (4, AWAITED, 9)], [0]),
         ([(4, RUNNING, 9), (4, AWAITED, 9)], [1]),
         ([(4, RUNNING, 12), (4, RUNNING, 11), (4, RUNNING, 12)], [1]),
-        ([(4, RUNNING, 12), (4, RUNNING, 12)], []),  # none can be told
+        ([(4, RUNNING, 12), (4, RUNNING, 12)], []),  # indistinguishable
         ([(4, RUNNING, 9), (3, DONE, 9), (4, AWAITED, 9), (3, DONE, 9)], [1, 3]),
         ([(4, DONE, 0), (4, RUNNING, 0), (5, AWAITED, 0)], [1]),  # collectives are in a graph
         ([(4, RUNNING, 0), (5, AWAITED, 0), (5, AWAITED, 0)], [0]),
@@ -207,12 +207,12 @@ def test_ranks_that_move_are_not_taken_for_hung(model: Model, data: st.DataObjec
 def test_who_is_behind(positions: list[tuple[int, Stage, int]], behind: list[int]) -> None:
     by_rank = {rank: Position(*position) for rank, position in enumerate(positions)}
     assert ranks_behind(by_rank) == behind
-    del by_rank[0]  # it has left, or was not heard yet
+    del by_rank[0]  # it left, or was not heard yet
     assert ranks_behind(by_rank) == []
 
 
 def test_a_step_is_with_a_rank_when_it_is_sent_or_received() -> None:
-    """What rank 0 does before it sends is rank 0's to answer for, not the others'."""
+    """Rank 0, and no other rank, is responsible for what it does before it sends."""
     at_broadcast: list[Stage] = []
 
     class Group:
@@ -280,7 +280,7 @@ def test_a_move_starts_it_again() -> None:
     look(watch, AFTER_S + 1)
     own.run()
     look(watch, 2 * AFTER_S + 1)
-    watch.forget(0)  # and who has left needs nothing
+    watch.forget(0)  # a rank that left needs nothing
     look(watch, 4 * AFTER_S)
 
 
@@ -347,7 +347,7 @@ def failure_of(dog: Watchdog) -> RankFailedError:
 
 @pytest.mark.slow
 def test_all_ranks_come_to_the_same_finding() -> None:
-    """Also the rank that hangs, which beats, and one that is told before it sees for itself."""
+    """Including the rank that hangs but beats, and one that is told before it notices."""
     store, progress = MemoryStore(), [Progress() for _ in range(3)]
     dogs = [
         Watchdog(TIMEOUT_S, rank, store, world_size=3, progress=own)

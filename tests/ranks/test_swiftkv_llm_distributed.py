@@ -1,4 +1,4 @@
-"""SwiftKV in ``LLM`` over gloo processes against ``LLM`` in one, which has tests of its own."""
+"""SwiftKV in ``LLM`` over gloo processes against ``LLM`` in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EARLY, LAYERS = 2, 4
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Outcome]:
-    """A plain checkpoint, and what one process makes of it as SwiftKV, eagerly."""
+    """A plain checkpoint, and one process's eager results for it as SwiftKV."""
     torch.manual_seed(0)
     config = config_of("llama", 2)
     config.num_hidden_layers = LAYERS
@@ -39,7 +39,7 @@ def call(path: str, mode: str, options: dict[str, Any]) -> Outcome:
     return run_llm(path, mode, swiftkv_layers=EARLY, **options)
 
 
-# With both SP and TP and no threshold, nobody but the late layers needs the group of all ranks.
+# With both SP and TP and no threshold, only the late layers need the group of all ranks.
 @pytest.mark.parametrize(
     ("sp", "tp", "threshold", "mode"),
     [
@@ -71,7 +71,7 @@ def test_tokens_equal_those_of_one_process(
 
 
 def shift_sizes(path: str) -> list[list[int]]:
-    """Of the base model and of the shift model."""
+    """The base model's and the shift model's."""
     with LLM(
         path,
         swiftkv_layers=EARLY,

@@ -151,7 +151,7 @@ def python_mix(x: int) -> int:
 
 
 def python_word(seed: int, position: int, index: int) -> int:
-    """The hash in Python's own integers, which have no size."""
+    """The hash in Python's unbounded integers."""
     key = spread_seed(seed) % 2**64
     offset, second = (
         python_mix((half ^ position * 0x9E3779B1) % WORD) for half in (key % WORD, key >> 32)
@@ -170,7 +170,7 @@ def keys_of(seeds: Iterable[int], device: torch.device = CPU) -> torch.Tensor:
 def test_the_hash_gives_these_numbers(device: torch.device) -> None:
     mixed = mix32(torch.tensor([0, 1, 2**31, 2**32 - 1], device=device))
     assert mixed.tolist() == [0, 114555507, 3233617010, 3652544131]
-    # Known from elsewhere: this is the finisher of splitmix64.
+    # A known value: this is the finisher of splitmix64.
     assert spread_seed(0) % 2**64 == 0xE220A8397B1DCDAF
     assert spread_seed(0x9E3779B97F4A7C15) % 2**64 == 0x6E789E6AA1B965F4
     keys = keys_of([0, 1, 2**32, 2**63 - 1], device)
@@ -219,7 +219,7 @@ def test_draws_are_finite_at_the_ends(
 
 
 def chi_square_limit(degrees: int) -> float:
-    """Exceeded by chance once in about 30,000 times (Wilson and Hilferty)."""
+    """Exceeded by chance about once in 30,000 times (Wilson and Hilferty)."""
     return degrees * (1 - 2 / (9 * degrees) + 4 * math.sqrt(2 / (9 * degrees))) ** 3
 
 
@@ -244,7 +244,7 @@ def test_words_are_uniform_and_unrelated(rows: Callable[[int], tuple[int, int]])
     words = random_words(keys_of(seeds), torch.tensor(positions), 0, num_columns)
     assert words.min() >= 0
     assert words.max() < 2**52
-    words >>= 20  # the part that matters
+    words >>= 20  # the significant part
     for shift in (0, 8, 16, 24):  # every byte
         counts = torch.bincount((words >> shift & 255).flatten(), minlength=256)
         assert chi_square(counts, torch.full((256,), words.numel() / 256)) < chi_square_limit(255)
@@ -253,10 +253,10 @@ def test_words_are_uniform_and_unrelated(rows: Callable[[int], tuple[int, int]])
         pairs = (first >> 28 << 4) + (second >> 28)
         counts = torch.bincount(pairs.flatten(), minlength=256)
         assert chi_square(counts, torch.full((256,), pairs.numel() / 256)) < chi_square_limit(255)
-        # Where one is in the tail that decides draws, the other is there no more often.
+        # If one is in the tail that decides draws, the other is there no more often.
         both = int(((first < WORD // 64) & (second < WORD // 64)).sum())
         assert abs(both - pairs.numel() / 64**2) < 4 * math.sqrt(pairs.numel() / 64**2)
-    # No row is bad: one value of chi-square per row, all of them within reason.
+    # No row is bad: one chi-square value per row, all of them plausible.
     per_row = torch.zeros(num_rows, 64).scatter_add_(1, words >> 26, torch.ones(words.shape))
     worst = ((per_row - 128) ** 2 / 128).sum(dim=1).max()
     assert worst < 1.05 * chi_square_limit(63)
@@ -296,7 +296,7 @@ def test_tokens_follow_the_distribution(
     each = torch.arange(size, device=device)
     state = SamplingState(size, device)
     state.write(0, Row(params, logits, seed=42).request)
-    # Every slot as slot 0, but for the seed.
+    # Every row like row 0, except for the seed.
     for column in (state.temperature, state.top_p, state.min_p, state.top_k, state.seed_key):
         column.copy_(column[0].clone().expand_as(column))
     tokens = []
@@ -316,7 +316,7 @@ def test_tokens_follow_the_distribution(
     expected = transformers_scores(params, logits).softmax(dim=-1)[0]
     counts = torch.bincount(torch.cat(tokens), minlength=32).cpu()
     assert (counts[expected == 0] == 0).all()
-    likely = expected * count >= 5  # chi-square needs a few of each
+    likely = expected * count >= 5  # chi-square needs a few samples of each
     rest = ~likely & (expected > 0)
     observed = torch.cat((counts[likely], counts[rest].sum()[None]))
     probable = torch.cat((expected[likely], expected[rest].sum()[None])) * count
@@ -484,7 +484,7 @@ CHANGES = st.builds(
 
 
 def expected_scores(row: Row) -> torch.Tensor:
-    """transformers where it has the thing, the definition of the OpenAI API where it has not."""
+    """transformers if it has the feature, otherwise the OpenAI API's definition."""
     params, scores = row.params, row.logits[None].clone()
     ids = torch.tensor([row.request.all_token_ids])
     if params.logit_bias:
@@ -521,7 +521,7 @@ def test_logits_change_as_transformers_changes_them(
     torch.testing.assert_close(
         scores.call(process_logits, SamplingFeatures.of([params]))[-1], expected_scores(row)
     )
-    # With everything on for the sake of others it is the same.
+    # Turning everything on for other requests changes nothing.
     if params.is_greedy:
         torch.testing.assert_close(scores.scores()[-1], expected_scores(row))
         assert torch.equal(scores.scores()[1], row.logits)
@@ -733,7 +733,7 @@ def test_a_replay_is_the_eager_run_on_new_inputs(params: SamplingParams, pool: G
             wanted, got = getattr(eager, name), getattr(replayed, name)
             assert (wanted is None) == (got is None)
             assert wanted is None or torch.equal(wanted, got)
-    assert len(seen) == 5  # else new inputs would not show
+    assert len(seen) == 5  # otherwise new inputs would not show
 
 
 # --- state and features -------------------------------------------------------------------------
@@ -835,5 +835,5 @@ def test_more_stop_ids_than_fit() -> None:
     state = SamplingState(1, CPU)
     with pytest.raises(ConfigError, match=f"{STOP_IDS_WIDTH + 1} stop and end-of-sequence"):
         state.write(0, Row(everything(), torch.zeros(1), stop_ids=stops).request)
-    # Without min_tokens nothing is held back, so any number will do.
+    # Without min_tokens nothing is suppressed, so any number is allowed.
     state.write(0, Row(GREEDY, torch.zeros(1), stop_ids=stops).request)

@@ -1,4 +1,4 @@
-"""What ``SamplingParams`` takes, and what it says about what it does not take."""
+"""What ``SamplingParams`` accepts, and its errors for what it does not."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_logit_bias_is_a_mapping(value: Any) -> None:
 
 
 def test_min_tokens_above_max_tokens() -> None:
-    with pytest.raises(ConfigError, match="min_tokens 9 is above max_tokens 8; nothing satisfies"):
+    with pytest.raises(ConfigError, match="min_tokens 9 is above max_tokens 8; lower it"):
         SamplingParams(min_tokens=9, max_tokens=8)
     SamplingParams(min_tokens=8, max_tokens=8)
     SamplingParams(min_tokens=10_000, max_tokens=None)

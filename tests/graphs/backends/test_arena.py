@@ -1,7 +1,7 @@
-"""The CPU pool's memory: blocks that never overlap, never move, and are used again when free.
+"""The CPU pool's memory: blocks never overlap, never move, and are reused when free.
 
-Ends with the claim that matters: the graphs of a whole decoder, all sizes in one pool, take hardly
-more memory than one eager run of the largest.
+The last test checks the main claim: the graphs of a whole decoder, all sizes in one pool, take
+hardly more memory than one eager run of the largest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGE = 4096
 
 
 def block(arena: Arena, num_bytes: int) -> Tensor:
-    """Memory without contents; the example costs none itself."""
+    """Memory without contents; the example itself costs none."""
     return arena.strong_like(torch.empty(num_bytes, dtype=torch.uint8, device="meta"))
 
 
@@ -373,7 +373,7 @@ class Decoder:
 
 
 class LiveBytes(TorchDispatchMode):
-    """The most bytes of storages alive at once, of those that operators made inside."""
+    """Peak bytes of live storages that operators created inside."""
 
     def __init__(self, given: Iterator[Tensor]) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ def test_graphs_of_all_sizes_need_hardly_more_than_one_eager_run() -> None:
     decoder = Decoder()
     with LiveBytes(decoder.tensors()) as eager:
         decoder(max(SIZES))
-    # At the widest point two MLP activations and their product are alive, beside the residual.
+    # At the widest point two MLP activations and their product are alive, besides the residual.
     assert eager.peak >= max(SIZES) * (3 * MLP + 2 * WIDTH) * 4
     tapes, outputs = {}, {}
     with GraphPool("cpu") as pool:

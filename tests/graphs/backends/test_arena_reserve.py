@@ -1,4 +1,4 @@
-"""The addresses of the CPU pool, on a system that limits how many there are."""
+"""The CPU pool's address range, on a system that limits address space."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALLEST = 1 << 26
 
 
 class LimitedSystem:
-    """Refuses ranges of more than ``most`` bytes, and writes down what it was asked for."""
+    """Refuses ranges of more than ``most`` bytes, and records what was requested."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int, error: Exception) -> None:
         self.asked: list[int] = []

@@ -1,7 +1,7 @@
 """What a capture refuses: with which error, naming which operator and which line.
 
-Each refused function is one lambda on a line of its own, so the line that the error has to name is
-the lambda's. After every refusal the pool must go on as if nothing had happened.
+Each refused function is a lambda on its own line, so the error must name the lambda's line. After
+every refusal the pool must work as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HOST_DATA = "aten.lift_fresh.default"
 TO_COPY = "aten._to_copy.default"
 
 
-# On both devices, by the same operator.
+# Refused on both devices, with the same operator.
 @cache
 def stray_generator(device: torch.device) -> torch.Generator:
     """A generator that no pool knows."""
@@ -126,7 +126,7 @@ def assert_names_the_line(error: CaptureError, function: Function) -> None:
 def assert_still_works(pool: GraphPool) -> None:
     """Captures, replays and random numbers are right, and reading values is legal again."""
     x = torch.randn(4, 8, device=pool.device)
-    # The collector has no part in this, and takes most of the time.
+    # The garbage collector is irrelevant here, and takes most of the time.
     captured = pool.capture(lambda: (x @ x.t() + 1).relu(), collect_garbage=False)
     draws = pool.capture(lambda: torch.rand(64, device=pool.device), collect_garbage=False)
     first = draws.output.clone()

@@ -1,7 +1,7 @@
 """Encoders of transformers with an attention mask, through ``graphed()`` on the CPU.
 
-transformers looks at the mask on the host, unless it is told that a CUDA graph is being captured. A
-recording on the CPU tells it the same.
+transformers reads the mask on the host, unless it is told that a CUDA graph is being captured. A
+CPU recording tells it the same.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def test_an_encoder_with_a_mask_is_captured_and_right(encoder: Hidden, inference
 
 
 def capturing() -> bool:
-    """torch's answer. Without CUDA it has none, and raises; transformers takes that for no."""
+    """torch's answer. Without CUDA it raises; transformers takes that as no."""
     try:
         answers = {is_current_stream_capturing(), torch.cuda.is_current_stream_capturing()}
     except RuntimeError:

@@ -1,9 +1,9 @@
 """Every way of reading a tensor's values on the host, in every grad mode: refused, or right.
 
-A value that a function has read is part of what was captured, so a replay with other values would
-go on using it. Each function of the table reads ``x`` in some way. A capture of it either raises
-``CaptureError`` and names the operator, or replays what eager gives for other values. On CUDA,
-where torch itself refuses some of these for any tensor of the device, its error will do.
+A value that a function has read becomes part of the capture, so a replay would keep using it for
+other inputs. Each function in the table reads ``x`` in some way. Capturing it must either raise
+``CaptureError`` that names the operator, or replay what eager gives for other values. On CUDA,
+where torch itself refuses some of these for any device tensor, its error is accepted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DATA = "aten.lift_fresh.default"  # torch.tensor([x[0], ...]) reads, and then bu
 RIGHT = None
 
 
-# What each function does, and the operator that the CPU backend refuses it by.
+# What each function does, and the operator that the CPU backend names in its error.
 READS: dict[str, tuple[Function, str | None]] = {
     "item": (lambda x: x.sum().item(), ITEM),
     "bool": (lambda x: bool(x[3]), ITEM),
@@ -155,7 +155,7 @@ READS: dict[str, tuple[Function, str | None]] = {
         "aten._ctc_loss.Tensor",
     ),
     "validated_distribution": (
-        # Said out loud, because Dynamo turns the default off for the whole process.
+        # Explicit, because Dynamo turns the default off for the whole process.
         lambda x: torch.distributions.Categorical(logits=x, validate_args=True).probs,
         ITEM,
     ),
@@ -235,7 +235,7 @@ def test_a_read_is_refused_or_right(
         torch.manual_seed(0)
         eager = function(x)
     if type(eager).__name__ == "PyCapsule":
-        return  # an address on the GPU, of which nothing was read
+        return  # an address on the GPU, from which nothing was read
     torch.testing.assert_close(captured.output, eager, rtol=0, atol=0)
 
 
@@ -243,7 +243,7 @@ def test_a_read_is_refused_or_right(
 
 
 def digest(value: Any) -> float:
-    """A number that tells values apart, whatever they are."""
+    """A number that distinguishes values of any kind."""
     return float(zlib.crc32(repr(value).encode()) % 1009)
 
 
@@ -257,7 +257,7 @@ def operator_reading(name: str, read: Function) -> Function:
     return body
 
 
-# On CUDA a read breaks the capture, all in the same way, and each broken one leaves a graph behind.
+# On CUDA every read breaks the capture in the same way, and each broken one leaks a graph.
 READ_IN_BODIES = {
     "cpu": [name for name in READS if name not in ("to_dlpack", "pickle")],  # hold addresses
     "cuda": ["item", "tolist", "repr", "mask"],

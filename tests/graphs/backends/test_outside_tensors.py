@@ -1,8 +1,8 @@
 """Tensors from outside: a graph keeps the memory and the shape they had when it was captured.
 
-A CUDA graph holds addresses. What Python objects refer to later (``parameter.data = ...``) changes
-nothing for it, while new values at the same address are seen. A CPU recording does the same, for
-all tensors alike, so that no replay mixes old weights with new ones.
+A CUDA graph holds addresses. What Python objects refer to later (``parameter.data = ...``) does not
+affect it, while new values at the same address do. A CPU recording behaves the same for all
+tensors, so that no replay mixes old and new weights.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_the_memory_lives_as_long_as_the_graph() -> None:
         parameter = weakref.ref(modules[0].weight)
         modules.clear()
         gc.collect()
-        assert parameter() is None  # the memory is kept, and not the model
+        assert parameter() is None  # the memory is kept, but not the model
         junk = [torch.randn(64, 64) for _ in range(64)]
         pool.replay(captured.tape)
         torch.testing.assert_close(captured.output, x @ weight.t())

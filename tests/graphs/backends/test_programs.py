@@ -1,4 +1,4 @@
-"""Programs that no example foresaw: what a graph replays is what eager does, bit for bit.
+"""Generated programs: what a graph replays is what eager does, bit for bit.
 
 Hypothesis builds straight-line programs of views, in-place writes through views, ``out=``, casts,
 reductions and random draws over a few tensors, and runs them in any grad mode. Beside them, the
@@ -147,7 +147,7 @@ STEPS = st.tuples(st.integers(0, len(OPERATIONS) - 1), st.integers(0, 20), st.in
 
 @pytest.fixture(scope="module")
 def shared_pool() -> Iterator[GraphPool]:
-    """One pool for all programs, so that each finds the calls that others have verified."""
+    """One pool for all programs, so that each reuses the calls verified by others."""
     with GraphPool("cpu", lazy_capture=True) as pool:
         yield pool
 
@@ -286,7 +286,7 @@ def test_corners_of_torch(name: str, autocast: str, mode: str) -> None:
         with AROUND[autocast]():
             around = seeded(3, lambda: pool.capture(lambda: function(x), collect_garbage=False))
             x.copy_(torch.randn(4, 8))
-        seeded(2, lambda: pool.replay(around.tape))  # autocast is over, and has done its work
+        seeded(2, lambda: pool.replay(around.tape))  # autocast has ended, and took effect
         assert_same(around.output, seeded(2, within))
 
 

@@ -1,8 +1,8 @@
 """What a graph replays: every kind of operator, bit for bit what eager gives on the same data.
 
-Each case is captured on static inputs, given new data, replayed, and held against the same function
-run eagerly on a twin of the inputs. Outputs are compared, and so are the inputs, since a function
-may write into them.
+Each case is captured on static inputs, given new data, replayed, and compared with the same
+function run eagerly on a copy of the inputs. Outputs are compared, and so are the inputs, since a
+function may write into them.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def assert_same(actual: Any, expected: Any) -> None:
 @torch.no_grad()
 def check_replays(pool: GraphPool, function: Callable[..., Any], *inputs: Tensor) -> None:
     """The capture and every replay do what eager does, to the outputs and to the inputs."""
-    function(*(tensor.clone() for tensor in inputs))  # CUDA libraries want a first call
-    for _ in range(2):  # the second capture finds calls that the first one made
+    function(*(tensor.clone() for tensor in inputs))  # CUDA libraries need a first call
+    for _ in range(2):  # the second capture reuses calls that the first one verified
         check_one_capture(pool, function, *inputs)
 
 
@@ -317,7 +317,7 @@ NETWORK = [
         floats(2, 6, 1, 16),
         *[floats(2, 3, 5, 16)] * 2,
     ),
-    # Its out-variant gives other bits than it does.
+    # Its out-variant gives different bits.
     case(
         "binary_cross_entropy",
         lambda x, y: F.binary_cross_entropy(x.sigmoid(), y.sigmoid()),
@@ -1004,7 +1004,7 @@ def run_program(program: list[Instruction], *inputs: Tensor) -> list[Tensor]:
 @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(program=st.lists(instructions, min_size=10, max_size=30))
 def test_random_programs(pool: GraphPool, program: list[Instruction]) -> None:
-    # One pool for all examples: each captures into memory that those before it used.
+    # One pool for all examples: each captures into memory that earlier ones used.
     static = [torch.randn(4, 4, device=pool.device) for _ in range(2)]
     twins = [tensor.clone() for tensor in static]
     torch.manual_seed(1)

@@ -1,7 +1,7 @@
 """All of torch.nn: a graph gives, bit for bit, what the module gives eagerly, or is refused.
 
 torch's modules look at more than their inputs: whether a mode is active, whether gradients are
-wanted, whether a mask is there. None of that may differ between a run and its capture.
+enabled, whether there is a mask. None of that may differ between a run and its capture.
 """
 
 from __future__ import annotations
@@ -408,7 +408,7 @@ TRAINING_ONLY = {"BatchNorm1d average": ITEM}  # counts its batches on the host
 
 
 def refused_by(name: str, *, training: bool) -> str | None:
-    """The operator that the CPU backend refuses a module by. Everything else must be right."""
+    """The operator for which the CPU backend refuses a module. All other modules must be right."""
     kind, words = name.split()[0], name.split()[1:]
     if kind == "CTCLoss":
         return f"aten._ctc_loss.{'Tensor' if words else 'default'}"
@@ -418,16 +418,16 @@ def refused_by(name: str, *, training: bool) -> str | None:
         return ITEM  # checks that no variance is negative
     if kind == "TransformerEncoder":
         masked = "src_key_padding_mask" in words or "holes" in words
-        # Makes a nested tensor, as long as the mask says, where it takes its fast path.
+        # On its fast path it creates a nested tensor whose shape depends on the mask.
         if not training and masked and "nested" in words and "norm" not in words:
             return NESTED
-        return ITEM if "mask" in words else None  # looks whether the mask is a causal one
+        return ITEM if "mask" in words else None  # checks whether the mask is causal
     return TRAINING_ONLY.get(name) if training else None
 
 
 # On CUDA recurrent layers point a tensor at their weights, and a matrix exponential reads its norm.
 REFUSED_ON_CUDA = ("RNN", "GRU", "LSTM", "orthogonal")
-# cuDNN adds up its result in whichever order its blocks finish.
+# cuDNN sums its result in the order in which its blocks finish.
 IN_ANY_ORDER_ON_CUDA = {"ConvTranspose3d"}
 
 

@@ -1,4 +1,4 @@
-"""The compilation counter: copies, expectations that can fail, and blocks that do not count."""
+"""The compilation counter: copies, expectations that can fail, and uncounted blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mode knob: parsing, the halves of a pair, and CONTRACT section 1's table cell by cell."""
+"""The graph mode: parsing, the halves of a pair, and CONTRACT section 1's table cell by cell."""
 
 from __future__ import annotations
 

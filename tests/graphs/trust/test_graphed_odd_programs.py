@@ -1,4 +1,4 @@
-"""Programs of kinds that users write: right on every call, or refused with what to do."""
+"""Unusual user programs: right on every call, or refused with advice."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nonzero_of_the_largest(x: torch.Tensor) -> torch.Tensor:
 def test_rows_that_mix_before_a_cast_are_refused(
     function: Callable[[torch.Tensor], torch.Tensor], device: torch.device
 ) -> None:
-    """Zeros as padding are among what a batch of both signs ranges over, and show nothing."""
+    """Zero padding lies within the range of a batch with both signs, so it shows nothing."""
     x = torch.randn(3, 8, device=device)
     with (
         graphed(function, sizes=[4]) as fast,
@@ -144,7 +144,7 @@ def test_padding_is_not_tried_with_what_an_operator_does_not_take() -> None:
 def test_seeding_a_generator_inside_is_refused(
     device: torch.device, place: str, seeded_before: bool
 ) -> None:
-    """Also with the seed that the generator has: torch allows that in a capture on CUDA."""
+    """Even with the seed that the generator already has: torch allows that in a CUDA capture."""
     generator = torch.Generator(device)
     if seeded_before:
         generator.manual_seed(7)
@@ -194,7 +194,7 @@ class Observer(nn.Module):
 
 
 def test_state_that_padding_would_change_is_refused(device: torch.device) -> None:
-    """Zeros change nothing beside a first batch of both signs, and do beside a later one."""
+    """Zeros change nothing next to a first batch of both signs, but do next to a later one."""
     model = Observer().to(device)
     x = torch.tensor([[-1.0], [2.0], [3.0]], device=device)
     with graphed(model, sizes=[3, 4]) as fast:

@@ -2,8 +2,8 @@
 
 A callable is a few steps drawn from a table, many of them hazards: rows out of order, statistics
 over the batch, writes to arguments and state, branches, autocast. Between calls weights move,
-values change and torch's switches are thrown. Every call is compared with the same model, run
-eagerly beside it.
+values change and torch's switches are toggled. Every call is compared with the same model run
+eagerly.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Step = Callable[["Program", torch.Tensor], torch.Tensor]
 
 
 class Program(nn.Module):
-    """Runs steps one after the other on its argument."""
+    """Runs steps in order on its argument."""
 
     def __init__(self, steps: list[str], shape: str, device: torch.device) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ STEPS = TAME | HAZARDS
 
 # --- between calls --------------------------------------------------------------------------------
 
-# Each is done to both models, and must lead to the same result or to a refusal.
+# Each is applied to both models, and must lead to the same result or to a refusal.
 EVENTS: dict[str, Callable[[Program], object]] = {
     "nothing": lambda p: None,
     "weights in place": lambda p: p.linear.weight.data.mul_(2),
@@ -236,7 +236,7 @@ def batch(rows: int, content: str, seed: int, device: torch.device) -> torch.Ten
 def run_program(
     device: torch.device, steps: list[str], shape: str, calls: list[tuple[int, str, str, str]]
 ) -> str | None:
-    """Compare every call with eager. The text of the refusal, or None if all were right."""
+    """Compare every call with eager. Returns the refusal's text, or None if all were right."""
     program = Program(steps, shape, device)
     reference = copy.deepcopy(program)
     with graphed(program, sizes=[2, 4], copy_outputs=True) as fast:

@@ -1,4 +1,4 @@
-"""What ``graphed()`` refuses after looking at a first or a later call, and that it names why."""
+"""What ``graphed()`` refuses on a first or later call, with a message that says why."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_results_that_follow_the_batch_in_another_dimension_are_refused(
 def test_what_rounding_could_explain_is_refused_in_the_end(
     device: torch.device, eager_fallback: bool
 ) -> None:
-    """Eight calls are given the eager result, each compared again; the ninth decides."""
+    """Eight calls return the eager result and are compared again; the ninth decides."""
 
     def depends_on_rows(x: torch.Tensor) -> torch.Tensor:
         return x + 1e-3 * len(x)

@@ -27,7 +27,7 @@ def test_warmups_run_before_each_capture(device: torch.device, sizes: list[int])
 
 
 def test_what_only_later_runs_write_is_put_back_too(device: torch.device) -> None:
-    """The first run makes something for the others, which then write where it did not."""
+    """The first run creates something for later runs, which then write elsewhere."""
     made: list[torch.Tensor] = []
     state = torch.zeros(3, device=device)
 

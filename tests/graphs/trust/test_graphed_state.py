@@ -1,4 +1,4 @@
-"""State that a callable reads, wherever it is kept: a change is found, or the result is right."""
+"""State that a callable reads, wherever it is stored: a change is found, or the result is right."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class WithProperty(nn.Module):
 
 @pytest.fixture
 def settings_module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A module of the user's, by a name that begins like a library's."""
+    """A user's module whose name begins like a library's."""
     module = types.ModuleType("torch_settings")
     source = "factor = 2.0\ndef scaled(x):\n    return x * factor\n"
     exec(compile(source, "torch_settings.py", "exec"), vars(module))
@@ -339,7 +339,7 @@ class Initialised(nn.Module):
 
 
 class Warm(nn.Module):
-    """Its first call answers otherwise."""
+    """Its first call returns something else."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What graphed() finds out by trying: rows that mix for other values, random numbers, own state."""
+"""What graphed() finds by trials: rows that mix for other values, random numbers, own state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def seed(device: torch.device, number: int = 0) -> None:
 
 # --- rows that mix for some values only -----------------------------------------------------------
 
-# Of a batch that has a 0 in it, or nothing below 0, padding of 0 does not show at first.
+# In a batch that contains a 0, or nothing below 0, zero padding does not show at first.
 INTEGER_MIXERS: dict[str, tuple[Callable[[torch.Tensor], Any], list[int]]] = {
     "least": (lambda p: p - p.min(), [0, 5, 2]),
     "greatest": (lambda p: p.max() - p, [5, 2, 3]),
@@ -68,7 +68,7 @@ def test_integers_by_row_are_right(device: torch.device, case: str) -> None:
 
 
 def test_padding_that_means_something_must_be_named(device: torch.device) -> None:
-    """A mean over rows that a mask lets through is right, as long as padding stays masked."""
+    """A mean over the rows that a mask lets through is right as long as padding stays masked."""
 
     def centred(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         weights = mask[:, None].to(x.dtype)
@@ -91,7 +91,7 @@ def _with_the_row_before(ids: torch.Tensor) -> torch.Tensor:
 def test_indices_are_not_driven_out_of_range(
     device: torch.device, combine: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """Of the batch's largest row, over and over, these would end a CUDA process."""
+    """Run on repeats of the batch's largest row, these would crash a CUDA process."""
     table = torch.arange(9, device=device)
     with graphed(lambda ids: table[combine(ids)], sizes=[4]) as fast:
         for batch in ([0, 7, 1], [8, 0, 0]):
@@ -110,7 +110,7 @@ def test_indices_are_not_driven_out_of_range(
 def test_probabilities_stay_probabilities(
     device: torch.device, function: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
-    """These check the range of their numbers, with a CUDA process's life."""
+    """These assert the range of their numbers, which crashes a CUDA process."""
     with graphed(function, sizes=[4]) as fast:
         assert fast(torch.rand(3, 6, device=device)).shape[0] == 3
 
@@ -139,7 +139,7 @@ def test_a_full_batch_draws_what_an_eager_call_does(device: torch.device, case: 
     function = DRAWS[case]
     x = rows_of(4, device)
     with graphed(function, sizes=[4], copy_outputs=True) as fast:
-        for number in range(3):  # the first call is the one that captures
+        for number in range(3):  # the first call captures
             seed(device, number)
             result = fast(x)
             seed(device, number)
@@ -203,7 +203,7 @@ def test_a_generator_of_its_own_is_left_as_eager_code_leaves_it() -> None:
 
 
 class ReadsTheLast(nn.Module):
-    """Adds the number of rows of the call before."""
+    """Adds the number of rows of the previous call."""
 
     def __init__(self, *, read_first: bool) -> None:
         super().__init__()

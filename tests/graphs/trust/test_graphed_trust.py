@@ -1,4 +1,4 @@
-"""graphed() with callables that a graph cannot simply be made of: right, or refused by name."""
+"""graphed() with difficult callables: right, or refused with a clear error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows_of(count: int, device: torch.device) -> torch.Tensor:
 
 # --- rows ---------------------------------------------------------------------------------------
 
-# What no cut of a padded result can give back.
+# Results that no cut of a padded result can recover.
 ROW_MIXERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "cat": lambda x: torch.cat([x, -x]),
     "stack": lambda x: torch.stack([x, -x]).reshape(-1, x.shape[1]),
@@ -59,7 +59,7 @@ ROW_MIXERS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-# Of zeros, padded with zeros, these make zeros however many rows there are.
+# From zeros padded with zeros, these produce zeros for any number of rows.
 RIGHT_FOR_ZEROS = {"number of rows", "branch on the number of rows"}
 
 
@@ -74,7 +74,7 @@ def test_results_that_no_cut_gives_are_refused(
         if values == "zeros" and case in RIGHT_FOR_ZEROS:
             for _ in range(5):
                 torch.testing.assert_close(fast(x), function(x))
-            x = rows_of(3, device)  # and only another batch can tell
+            x = rows_of(3, device)  # only another batch can tell
         with pytest.raises(BatchError, match=r"output.* (of 3|3 rows padded to 4)"):
             fast(x)
 
@@ -137,7 +137,7 @@ def test_without_verification_the_callable_runs_for_the_layout_of_its_result_alo
         assert runs == after_capture
         fast(x[:3])
         assert runs == after_capture + 1
-        assert (fast(x[:2])[0] == 0).all()  # padding, as asked for
+        assert (fast(x[:2])[0] == 0).all()  # padding, as requested
         assert runs == after_capture + 1
 
 
@@ -275,7 +275,7 @@ def test_a_size_that_replaces_what_others_read_is_refused(device: torch.device) 
 
 
 class Needy:
-    """Fails on rows that its caller never passed, and on numbers of rows it never asked for."""
+    """Fails on rows that its caller never passed, and on batch sizes it never requested."""
 
     def __init__(self, rows: set[int]) -> None:
         self.rows = rows
@@ -570,7 +570,7 @@ class Holder:
 
 
 class Furnished(nn.Module):
-    """Reads a number, one way or another, from whatever is in its attribute."""
+    """Reads a number, in one of several ways, from its attribute."""
 
     default = 2.0
 
@@ -973,7 +973,7 @@ def test_a_graphed_module_is_a_module(device: torch.device) -> None:
     torch.testing.assert_close(outer(x), inner(x).relu())
     outer.load_state_dict({name: tensor * 2 for name, tensor in outer.state_dict().items()})
     torch.testing.assert_close(outer(x), inner(x).relu())
-    outer.double()  # through the outer module: the graphs know, and are captured again
+    outer.double()  # through the outer module: the graphs notice, and are captured again
     torch.testing.assert_close(outer(x.double()), inner(x.double()).relu())
 
 
