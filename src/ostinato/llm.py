@@ -115,7 +115,9 @@ class LLM:
         try:
             with _bar(submission.num_completions) if shows_bar else nullcontext() as bar:
                 while submission.num_left:
-                    for number, completion in submission.step():  # those that ended
+                    for number, completion in submission.step():
+                        if not completion.finished:
+                            continue  # of requests that the engine watches
                         output = outputs[number]
                         output.outputs.append(completion.output)
                         if completion.output.index == 0:

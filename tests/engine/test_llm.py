@@ -447,6 +447,17 @@ def test_a_length_that_was_not_asked_for_is_cut_to_the_cache(
         assert len(result.outputs[0].token_ids) == 1
 
 
+def test_each_sequence_comes_once_and_in_order(llm: LLM) -> None:
+    """Also of requests that the engine hears of with every token."""
+    params = [
+        SamplingParams(n=n, max_tokens=5, ignore_eos=True, logprobs=logprobs, seed=1)
+        for n, logprobs in ((1, None), (3, 1), (2, None))
+    ]
+    results = llm.generate(PROMPTS[:3], params)
+    assert [[o.index for o in result.outputs] for result in results] == [[0], [0, 1, 2], [0, 1]]
+    assert {len(o.token_ids) for result in results for o in result.outputs} == {5}
+
+
 # --- faults ---------------------------------------------------------------------------------------
 
 
