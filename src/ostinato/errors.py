@@ -34,7 +34,8 @@ class ContextError(OstinatoError, RuntimeError):
 class CaptureError(OstinatoError, RuntimeError):
     """A capture failed or was not allowed. It leaves nothing behind.
 
-    ``operator`` and ``source`` are the operator and the user's line that caused it, if known.
+    ``message`` says what and where; ``operator`` and ``source`` are the operator and the user's
+    line that caused it, if known.
     """
 
     def __init__(
@@ -46,7 +47,10 @@ class CaptureError(OstinatoError, RuntimeError):
 
 
 class CaptureOutOfMemoryError(CaptureError, MemoryError):
-    """The device ran out of memory during a capture; the capture's memory was freed."""
+    """The device ran out of memory during a capture; the capture's memory was freed.
+
+    ``message``, ``operator`` and ``source`` are as in ``CaptureError``.
+    """
 
 
 class ReplayMismatchError(OstinatoError, RuntimeError):

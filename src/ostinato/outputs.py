@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Logprob:
-    """A token's log-probability before penalties and temperature."""
+    """A token's log-probability (``logprob``), before penalties and temperature.
+
+    ``decoded_token``: its text; None for models without a tokenizer.
+    """
 
     logprob: float
     decoded_token: str | None = None
@@ -19,7 +22,14 @@ TokenLogprobs = dict[int, Logprob]
 
 @dataclass(kw_only=True)
 class CompletionOutput:
-    """One completion of a prompt. ``token_ids`` include the token that ended it."""
+    """One completion of a prompt.
+
+    ``index``: which of the request's ``n``. ``text`` and ``token_ids``: the answer; the ids include
+    the token that ended it. ``logprobs``: a dict per token, from token id to ``Logprob``, with the
+    sampled token first; None unless asked for, as is ``cumulative_logprob``, their sum.
+    ``finish_reason``: "stop", "length" or "abort"; None while it runs. ``stop_reason``: the stop
+    string or token id that ended it; None for the end-of-sequence token.
+    """
 
     index: int
     text: str = ""
@@ -36,7 +46,12 @@ class CompletionOutput:
 
 @dataclass(kw_only=True)
 class RequestOutput:
-    """A prompt and its completions, ``SamplingParams.n`` of them."""
+    """A prompt and its completions.
+
+    ``request_id``: unique in the engine. ``prompt``: its text; None if it was given as token ids.
+    ``prompt_token_ids``: what the model saw. ``outputs``: ``SamplingParams.n`` completions.
+    ``num_cached_tokens``: tokens of the prompt whose keys and values were in the KV cache.
+    """
 
     request_id: str
     prompt: str | None
@@ -51,7 +66,12 @@ class RequestOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class TextDelta:
-    """What one step added to one completion; ``text`` may be empty while a word is incomplete."""
+    """What one step added to one completion.
+
+    ``prompt_index``: which prompt of the call. ``index``: which of its ``n`` completions. ``text``
+    can be empty while a character is incomplete. ``token_ids``: the new ones. ``finish_reason``:
+    set in the last delta of a completion.
+    """
 
     prompt_index: int
     index: int

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import enum
+import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -75,3 +78,20 @@ def test_all_public_names_are_there_and_typed() -> None:
     for name in ostinato.__all__:
         assert getattr(ostinato, name) is not None
         assert name == "__version__" or name in typed
+
+
+# Errors and enumerations; and what is made by graphed(), where the options are explained.
+EXPLAINED_ELSEWHERE = (Exception, enum.Enum, ostinato.GraphedCallable, ostinato.GraphedModule)
+
+
+@pytest.mark.parametrize("name", [name for name in ostinato.__all__ if name[0] != "_"])
+def test_help_explains_every_parameter(name: str) -> None:
+    thing = getattr(ostinato, name)
+    assert thing.__doc__
+    if not callable(thing) or (inspect.isclass(thing) and issubclass(thing, EXPLAINED_ELSEWHERE)):
+        return
+    parameters = inspect.signature(thing).parameters.values()
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    given = {each.name for each in parameters if each.kind not in variadic}
+    unexplained = {each for each in given if not re.search(rf"\b{each}\b", thing.__doc__)}
+    assert not unexplained

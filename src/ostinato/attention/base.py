@@ -29,6 +29,9 @@ from ostinato.graphs.policy.modes import AttentionCGSupport
 class AttentionSpec:
     """One attention layer: its place in the KV cache and what is fixed about its computation.
 
+    ``layer``: its index in the KV cache. ``num_heads`` query heads share ``num_kv_heads`` heads of
+    keys, ``head_dim`` wide, and of values, ``value_dim`` wide. ``scale``: of scores.
+
     A query at position p sees the keys at positions p - window + 1 to p (``window`` None: all up to
     p). ``soft_cap`` c turns scores s into c * tanh(s / c).
     """
@@ -59,6 +62,9 @@ class AttentionMetadata:
     ``logits_indices`` [S] int64: the tokens whose hidden states will be read, each at most once;
     -1 for padding. None: those of all tokens. Models may spare the others their last layers.
 
+    ``kv_caches``: for each layer keys [num_blocks, block_size, num_kv_heads, head_dim], and values
+    likewise. No request ever holds block 0. ``backend``: what computes attention.
+
     The tensors may be read by graphs: a replay finds new contents at the same addresses.
     """
 
@@ -68,8 +74,6 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor
     max_query_len: int
     max_seq_len: int
-    # Per layer: keys [num_blocks, block_size, num_kv_heads, head_dim], values likewise. Block 0 is
-    # nobody's: no request ever holds it.
     kv_caches: Sequence[tuple[torch.Tensor, torch.Tensor]]
     backend: AttentionBackend
     logits_indices: torch.Tensor | None = None

@@ -11,6 +11,7 @@ and replays. A batch above the largest size runs eagerly, and the statistics say
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
@@ -90,3 +91,9 @@ def graphed(
         return GraphedModule(graphs) if isinstance(wrapped, torch.nn.Module) else graphs
 
     return wrap if function is None else wrap(function)
+
+
+_options = inspect.signature(GraphedCallable).parameters.values()
+graphed.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [each.replace(default=None) if each.name == "function" else each for each in _options]
+)

@@ -34,6 +34,9 @@ Output = TypeVar("Output")  # of the forward: hidden states [num_tokens, ...], o
 class PreparedBatch(Generic[Inputs]):
     """The inputs of one captured shape, and what the forward context carries along.
 
+    ``inputs``: what the forward is called with. ``attn_metadata``, ``slot_mapping`` and
+    ``num_tokens_across_dp`` go into the ``ForwardContext``.
+
     ``output_in_place``: what a FULL graph leaves stays in its own memory, valid until the next
     replay in the pool, and is copied to no buffer; it may be of any structure.
     """
@@ -71,6 +74,10 @@ class CudaGraphManager(Generic[Inputs, Output]):
     only the first is warmed up. It also says that what one size may capture another may: of a mode,
     only the first uniform entry and the first other are watched. If a later one fails, it is tried
     once more as if it were the first.
+
+    ``plan``: which graphs. ``pool``: whose memory they use. ``dispatcher``: one that other managers
+    share; None: its own. ``eager_fallback``: entries whose capture fails run eagerly. ``name``: of
+    the model, in progress bars (``show_progress``).
     """
 
     def __init__(

@@ -29,9 +29,10 @@ R = TypeVar("R")
 class CUDAGraphOptions:
     """How one wrapper captures.
 
-    ``gc_disable``: do not collect garbage before the capture; for all but the first of many small
-    pieces. ``weak_ref_output``: let even the first call return a weak output, so that the pool can
-    reuse its memory at once; for the last piece, whose output no other piece reads.
+    ``debug_log_enable``: log each capture at level DEBUG. ``gc_disable``: do not collect garbage
+    before the capture; for all but the first of many small pieces. ``weak_ref_output``: return a
+    weak output even from the first call, so that the pool can reuse its memory at once; for the
+    last piece, whose output no other piece reads.
     """
 
     debug_log_enable: bool = True
@@ -41,7 +42,12 @@ class CUDAGraphOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CUDAGraphEntry(Generic[R]):
-    """One captured key: what it was called with, what to replay, and where the output is."""
+    """A captured graph: its key, what it was called with, what to replay, where its output is.
+
+    ``batch_descriptor``: the key. ``signature`` checks arguments, ``tape`` is replayed.
+    ``numerics``: torch's switches that change results, as they were. ``is_bare_tensor``: the output
+    is one tensor, not a tree of them.
+    """
 
     batch_descriptor: BatchDescriptor
     signature: CallSignature
@@ -63,6 +69,7 @@ class CUDAGraphWrapper(Generic[R]):
     memory, valid until the next replay in the pool; the first call returns the strong reference,
     later ones an alias that reserves nothing.
 
+    ``pool``: whose memory the graphs use. ``cudagraph_options``: how to capture; None: defaults.
     With ``split_at_breaks`` the runnable is captured as segments around ``@eager_break`` functions.
     """
 

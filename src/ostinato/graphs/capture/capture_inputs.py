@@ -43,7 +43,15 @@ class TokenBuffers:
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureInputs:
-    """One captured shape: the static buffers cut to size."""
+    """One captured shape: ``TokenBuffers`` cut to its size, under the same names.
+
+    ``num_reqs``, ``num_tokens``: padded. ``max_query_len``: tokens of each request; the last may
+    have more. ``max_seq_len``: the model's limit. ``uniform_decode``: the shape is a decode batch.
+    ``attn_metadata``: what ``build_attn_metadata`` made.
+
+    The tensors are ``query_start_loc``, ``seq_lens``, ``dcp_local_seq_lens``, ``block_tables``,
+    ``slot_mappings``, ``positions``, and ``input_ids`` or ``inputs_embeds``.
+    """
 
     uniform_decode: bool
     num_reqs: int
@@ -69,7 +77,11 @@ def prepare_inputs_to_capture(
     max_model_len: int,
     build_attn_metadata: Callable[[CaptureInputs], Any] | None = None,
 ) -> CaptureInputs:
-    """Lay ``entry``'s padded batch out in the buffers and cut them to its size."""
+    """Lay ``entry``'s padded batch out in the buffers and cut them to its size.
+
+    ``plan``: the one that ``entry`` is of. ``max_model_len``: becomes ``max_seq_len``.
+    ``build_attn_metadata``: makes attention's metadata of the result.
+    """
     num_tokens = entry.descriptor.num_tokens
     if entry.descriptor.uniform:
         query_len = plan.query_len_of(entry.descriptor)

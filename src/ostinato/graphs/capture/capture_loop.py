@@ -36,7 +36,7 @@ class EntryReport:
 
 @dataclass(kw_only=True)
 class CaptureReport:
-    """What a capture of a plan took, entry by entry."""
+    """What capturing a plan took. ``entries``: one report for each, in the order of capture."""
 
     entries: list[EntryReport] = field(default_factory=list)
 

@@ -20,7 +20,12 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardContext:
-    """The running batch. Frozen: a new batch is a new context."""
+    """The running batch. Frozen: a new batch is a new context.
+
+    ``cudagraph_runtime_mode``: NONE, PIECEWISE or FULL. ``batch_descriptor``: the key of its graph;
+    needed unless the mode is NONE. ``attn_metadata``, ``slot_mapping``: for attention, whatever it
+    takes. ``num_tokens_across_dp``: padded tokens of each data-parallel rank, [ranks] on the CPU.
+    """
 
     cudagraph_runtime_mode: CUDAGraphMode
     batch_descriptor: BatchDescriptor | None = None
@@ -58,7 +63,12 @@ def get_forward_context() -> ForwardContext:
 
 
 class set_forward_context:  # noqa: N801  (used like a function: `with set_forward_context(...)`)
-    """Set the context for a ``with`` block; the previous one is restored, exception or not."""
+    """Set the context for a ``with`` block; the previous one is restored, exception or not.
+
+    Takes the fields of ``ForwardContext``: ``cudagraph_runtime_mode`` (a mode or its name; default:
+    NONE), ``batch_descriptor``, ``attn_metadata``, ``slot_mapping``, ``num_tokens_across_dp``
+    (default: None).
+    """
 
     __slots__ = ("_token", "context")
 

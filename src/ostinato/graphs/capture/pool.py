@@ -102,6 +102,10 @@ class GraphPool:
     replay or capture in the same pool. Close the pool, or leave its ``with`` block, to give the
     memory back; tensors that alias it must not be used afterwards.
 
+    ``lazy_capture``: graphs may be captured at any time, not at start-up alone. ``generators``:
+    random generators of the ``device`` that graphs draw from, other than its default one.
+    ``offloader``: is told of captures and replays (``WeightOffloader``).
+
     A pool may be used on one CUDA stream after the other (``follow_stream``), and two pools at the
     same time on two: they share no memory, workspaces of libraries included.
     """

@@ -17,6 +17,9 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 class BatchShape(NamedTuple):
     """One batch before padding. A tuple, because one is built for every step.
 
+    ``num_tokens`` and ``num_reqs``: in all. ``max_query_len``: most tokens of one request.
+    ``num_active_loras``: different adapters in use.
+
     ``attention_blocks_full`` is set when attention cannot be captured for this batch (cascade
     attention, say): a FULL graph is then out of the question whatever the sizes.
 
@@ -36,6 +39,9 @@ class BatchShape(NamedTuple):
 @dataclass(frozen=True)
 class BatchDescriptor:
     """The least that identifies a padded batch; the key under which its graph is stored.
+
+    ``num_tokens``: padded. ``uniform``: for uniform decode batches alone. ``num_active_loras``:
+    the plan's case of adapters; ``has_lora``: whether it is above 0.
 
     PIECEWISE keys leave ``num_reqs`` None, since attention runs outside their graphs and any number
     of requests can use them. FULL keys set it. ``query_len`` is set only when decode graphs of
@@ -108,7 +114,8 @@ class Reason(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How one batch runs: under which mode, padded to which key, and why.
+    """How one batch runs: under which ``mode``, padded to which key (``descriptor``), and why
+    (``reason``).
 
     It is made once, before the input buffers are filled, and travels with the batch; nothing
     downstream decides again. For an eager batch the descriptor holds its token count, padded no

@@ -116,7 +116,7 @@ class AttentionCGSupport(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedMode:
-    """The mode in effect, the requested mode, and why they differ (None if they are the same)."""
+    """The ``mode`` in force, the one ``requested``, and the ``reason`` why they differ, if so."""
 
     mode: CUDAGraphMode
     requested: CUDAGraphMode
@@ -130,7 +130,11 @@ def resolve_mode(
     decode_query_len: int = 1,
     piecewise_available: bool,
 ) -> ResolvedMode:
-    """Lower ``requested`` to what the attention backend supports, and log why if it changes."""
+    """Lower ``requested`` to what the attention backend supports, and log why if it changes.
+
+    ``support``: of the weakest backend in the model. ``decode_query_len``: tokens of each request
+    in a decode batch. ``piecewise_available``: the model can be split, or broken, at attention.
+    """
     mode, why = _allowed(requested, support, decode_query_len, piecewise_available)
     if mode is requested:
         return ResolvedMode(mode=mode, requested=requested)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEntry:
-    """One graph to capture: the runtime mode it belongs to and its key."""
+    """One graph to capture: its runtime ``mode``, FULL or PIECEWISE, and key, ``descriptor``."""
 
     mode: CUDAGraphMode
     descriptor: BatchDescriptor
@@ -43,6 +43,9 @@ class CapturePlan:
     Order of capture: PIECEWISE before FULL, mixed before decode, and the largest first in each, so
     that the memory pool is sized once and every later graph fits into it.
 
+    ``mode``: resolved. ``sizes``: padded numbers of tokens, sorted. ``decode_query_lens``: tokens
+    of each request in uniform decode batches. ``max_num_seqs`` and ``max_num_batched_tokens``: most
+    requests and tokens of a batch. ``max_loras``: most active adapters. ``entries``: the graphs.
     ``token_multiple``: batches always have a multiple of so many tokens, eager ones too, because
     their tokens are split evenly over ranks; so do all sizes.
     """

@@ -23,7 +23,9 @@ def default_sizes(
 ) -> tuple[int, ...]:
     """1, 2, 4, then multiples of 8 up to 256, then multiples of 16, up to ``largest``.
 
-    ``largest`` defaults to twice the decode batch, at most 512 (16 on the CPU).
+    ``largest`` defaults to twice the decode batch (``max_num_seqs`` requests of
+    ``decode_query_len`` tokens), at most 512 (16 if ``device_type`` is "cpu"). Sizes never exceed
+    ``max_num_batched_tokens``.
     """
     for name, value in (
         ("max_num_seqs", max_num_seqs),
@@ -79,6 +81,10 @@ def get_cudagraph_sizes(
     uniform_decode_cudagraph: bool = False,
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Which size each number of tokens is padded to: in any batch, and in uniform decode batches.
+
+    ``capture_sizes``: None or empty for no graphs. ``max_num_reqs`` and ``max_num_tokens``: most
+    requests and tokens of a batch. With ``cudagraph_mode`` NONE there are no graphs either.
+    ``uniform_decode_query_len``: tokens of each request in a decode batch.
 
     Numbers that are missing run eagerly. The second is empty without ``uniform_decode_cudagraph``.
     """

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class GraphedStats:
-    """What a graphed callable did so far. ``str()`` of it is a small table."""
+    """What a graphed callable did so far. ``str()`` of it is a small table.
+
+    ``graphs``: captured. ``hits``: calls that were replayed. ``padding_rows``, and as
+    ``padding_fraction`` of all rows replayed. ``eager_calls``: by reason. ``pool_bytes`` and
+    ``buffer_bytes``: memory of graphs and of static inputs. ``capture_seconds``: in total.
+    """
 
     graphs: int
     hits: int
