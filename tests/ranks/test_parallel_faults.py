@@ -208,7 +208,7 @@ def test_a_rank_that_cannot_join_says_so(
     here, there = socket.socketpair()
     with here:
         assert worker._run(there.detach(), 1) == 1
-    assert "rank 1 could not join (ConfigError: rank 1 of this machine" in capsys.readouterr().err
+    assert "rank 1 could not join (ConfigError: no GPU is left for rank 1" in capsys.readouterr().err
 
 
 # --- rank 0 --------------------------------------------------------------------------------------
