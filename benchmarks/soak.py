@@ -148,11 +148,11 @@ def open_engine(args: argparse.Namespace, **changed: Any) -> Engine:
         "max_num_seqs": args.max_num_seqs,
         "max_num_batched_tokens": 256,
         "max_model_len": MAX_MODEL_LEN,
-        "prefill_chunk": 64,
+        "long_prefill_token_threshold": 64,
         "block_size": 8,
-        "kv_cache_memory": args.kv_cache_memory,
+        "kv_cache_memory_bytes": args.kv_cache_memory_bytes,
         "graphs": GraphConfig(capture_sizes=[1, 2, 4, 8, 16, 32, 64, 128]),
-        "overlap": True,
+        "async_scheduling": True,
         "show_progress": False,
     }
     return Engine(EngineConfig(**{**options, **changed}))

@@ -49,7 +49,13 @@ def test_graph_settings_are_read() -> None:
         config.num_warmups = 3  # type: ignore[misc]
 
 
-LIMITS = ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefill_chunk", "block_size"]
+LIMITS = [
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "long_prefill_token_threshold",
+    "block_size",
+]
 BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     *(({name: 0}, f"{name} must be a positive integer, got 0") for name in LIMITS),
     *(({name: True}, f"{name} must be a positive integer, got True") for name in LIMITS),
@@ -66,7 +72,7 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
         for share in (0, 1.01, -0.5, float("nan"), "0.9", None)
     ),
     (
-        {"kv_cache_memory": "lots"},
+        {"kv_cache_memory_bytes": "lots"},
         "not an amount of memory: 'lots'; write 1073741824, '1GiB' or '512M'",
     ),
     ({"model": ""}, "model is empty; give a directory, a hub model, a shape or None"),
@@ -107,7 +113,7 @@ AMOUNTS: list[tuple[int | str, int]] = [
 @pytest.mark.parametrize(("text", "count"), AMOUNTS, ids=str)
 def test_amounts_of_memory(text: int | str, count: int) -> None:
     assert parse_bytes(text) == count
-    assert EngineConfig(kv_cache_memory=text).kv_cache_memory == count
+    assert EngineConfig(kv_cache_memory_bytes=text).kv_cache_memory_bytes == count
 
 
 NOT_AMOUNTS = [0, -1, "0", "-1G", "", "G", ".", "1.2.3G", "1e9", "12 apples", "1Gi", "1XB", True]

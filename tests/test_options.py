@@ -57,7 +57,10 @@ def test_an_llm_has_the_options_of_an_engine() -> None:
         ),
         (lambda: LLM(attention=object()), "has no name, support, forward, forward_qkv"),
         (lambda: LLM(attention=TorchPagedAttention), "is a class: pass an instance"),
-        (lambda: LLM(attention=TorchPagedAttention(), tensor_parallel=2), "cannot be sent to 2"),
+        (
+            lambda: LLM(attention=TorchPagedAttention(), tensor_parallel_size=2),
+            "cannot be sent to 2",
+        ),
     ],
 )
 def test_what_is_refused_says_what_to_write(make: Any, message: str) -> None:

@@ -110,7 +110,6 @@ class GraphConfig:
 @user_options(
     name="LLM",
     example="device",
-    aliases={"kv_cache_memory_bytes": "kv_cache_memory"},
     foreign=other_engines.ENGINE_OPTIONS,
 )
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ class EngineConfig:
     max_model_len: int | None = option(
         None, "Longest sequence, prompt plus output. None: the model's own limit.", cli=int
     )
-    kv_cache_memory: int | str | None = option(
+    kv_cache_memory_bytes: int | str | None = option(
         None,
         "Memory of the KV cache: bytes, '512M', '4GiB'. None: what gpu_memory_utilization leaves "
         "on CUDA, 512 MiB on the CPU.",
@@ -161,16 +160,16 @@ class EngineConfig:
         cli=str,
     )
     block_size: int = option(16, "Tokens per KV cache block.", cli=int)
-    prefix_reuse: bool = option(
+    enable_prefix_caching: bool = option(
         True, "Reuse the KV cache of finished requests for prompts with the same prefix.", cli=bool
     )
-    prefill_chunk: int | None = option(
+    long_prefill_token_threshold: int | None = option(
         None,
         "Maximum tokens of one prompt per step, so that a long prompt does not delay other "
         "requests. None: as many as fit in the step.",
         cli=int,
     )
-    overlap: bool | None = option(
+    async_scheduling: bool | None = option(
         None,
         "Start a step before the host has read the previous step's tokens. None: on for CUDA, "
         "where the device then never waits for Python; off for the CPU, which overlaps nothing.",
@@ -189,8 +188,8 @@ class EngineConfig:
         cli=int,
     )
     show_progress: bool = option(True, "Progress bars while capturing and generating.")
-    tensor_parallel: int = option(1, "Number of ranks to split the weights over.", cli=int)
-    sequence_parallel: int = option(
+    tensor_parallel_size: int = option(1, "Number of ranks to split the weights over.", cli=int)
+    ulysses_sequence_parallel_size: int = option(
         1, "Number of ranks to split a batch's tokens over (Ulysses).", cli=int
     )
     shift_parallel_threshold: int | None = option(
@@ -222,7 +221,12 @@ class EngineConfig:
                 )
             graphs = replace(graphs, mode=CUDAGraphMode.NONE)
         object.__setattr__(self, "graphs", graphs)
-        limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "prefill_chunk")
+        limits = (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "long_prefill_token_threshold",
+        )
         for name in (*limits, "swiftkv_layers"):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))
@@ -233,8 +237,10 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if not isinstance(share, (int, float)) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
-        if self.kv_cache_memory is not None:
-            object.__setattr__(self, "kv_cache_memory", parse_bytes(self.kv_cache_memory))
+        if self.kv_cache_memory_bytes is not None:
+            object.__setattr__(
+                self, "kv_cache_memory_bytes", parse_bytes(self.kv_cache_memory_bytes)
+            )
         if self.model == "":
             raise ConfigError("model is empty; give a directory, a hub model, a shape or None")
         self._check_parallel()
@@ -255,18 +261,18 @@ class EngineConfig:
             )
 
     def _check_parallel(self) -> None:
-        check_positive_int("tensor_parallel", self.tensor_parallel)
-        check_positive_int("sequence_parallel", self.sequence_parallel)
+        check_positive_int("tensor_parallel_size", self.tensor_parallel_size)
+        check_positive_int("ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size)
         timeout = self.rank_timeout_s
         if not isinstance(timeout, (int, float)) or not timeout > 0:
             raise ConfigError(f"rank_timeout_s must be a positive number, got {timeout!r}")
         if self.shift_parallel_threshold is not None:
             check_positive_int("shift_parallel_threshold", self.shift_parallel_threshold)
-            if self.sequence_parallel == 1:
+            if self.ulysses_sequence_parallel_size == 1:
                 raise ConfigError(
                     f"shift_parallel_threshold is {self.shift_parallel_threshold}, but "
-                    "sequence_parallel is 1, so no tokens are split; raise sequence_parallel or "
-                    "omit the threshold"
+                    "ulysses_sequence_parallel_size is 1, so no tokens are split; raise it or omit "
+                    "the threshold"
                 )
         if self.layout.world_size == 1:
             return
@@ -291,7 +297,7 @@ class EngineConfig:
     @property
     def layout(self) -> ParallelLayout:
         """The ranks that the model runs on."""
-        return ParallelLayout(sp=self.sequence_parallel, tp=self.tensor_parallel)
+        return ParallelLayout(sp=self.ulysses_sequence_parallel_size, tp=self.tensor_parallel_size)
 
     def torch_device(self) -> torch.device:
         import torch
@@ -329,7 +335,7 @@ class EngineConfig:
 
         On the CPU there is nothing to overlap, and sequences that stop early cost one extra step.
         """
-        return device.type == "cuda" if self.overlap is None else self.overlap
+        return device.type == "cuda" if self.async_scheduling is None else self.async_scheduling
 
     def batch_limits(self, device: torch.device) -> tuple[int, int]:
         """The maximum number of requests and of tokens in one step."""

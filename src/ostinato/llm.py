@@ -34,11 +34,11 @@ class LLM:
     Use it in ``with``, or ``close()`` it, to give the memory back. For one thread at a time: while
     one is in a call or has a stream open, others get ``ConcurrentUseError``.
 
-    With ``tensor_parallel`` x ``sequence_parallel`` more than one it runs on that many ranks, one
-    GPU each, or processes on the CPU. In a plain process it starts the other ranks itself. Under
-    ``torchrun`` every rank runs the script and makes the same calls, and every rank gets the
-    results; there the number of ranks must be right, and the network between them trusted: what
-    they send is neither encrypted nor signed.
+    It runs on ``tensor_parallel_size`` x ``ulysses_sequence_parallel_size`` ranks, one GPU each, or
+    processes on the CPU. In a plain process it starts the other ranks itself. Under ``torchrun``
+    every rank runs the script and makes the same calls, and every rank gets the results; there the
+    number of ranks must be right, and the network between them trusted: what they send is neither
+    encrypted nor signed.
 
     That a rank died or hangs is known to the others within ``rank_timeout_s`` and a tenth of it,
     and takes them down with an error that names it; a process that cannot be set free from waiting

@@ -246,7 +246,10 @@ ERRORS: list[tuple[list[str], str]] = [
     ([*GENERATE[:1], "1,512", *TINY], "RequestError: the prompt contains 512; token ids are "),
     ([*GENERATE, "--chat"], "RequestError: this model has no chat template"),
     ([*GENERATE, "--top-p", "0"], "ConfigError: top_p must be a number in (0, 1], got 0.0"),
-    ([*GENERATE, "--kv-cache-memory", "lots"], "ConfigError: not an amount of memory: 'lots'"),
+    (
+        [*GENERATE, "--kv-cache-memory-bytes", "lots"],
+        "ConfigError: not an amount of memory: 'lots'",
+    ),
     ([*GENERATE, "--max-model-len", "9999"], "ConfigError: a longest sequence of 9999 tokens "),
     (["generate", "hi", "--model", "no/such/model/here"], "ModelLoadError: "),
     ([*DECODE, "--baselines", "vllm"], "ConfigError: unknown baselines ['vllm']; choose from "),
@@ -610,7 +613,7 @@ MODEL_OPTIONS: list[tuple[list[str], str, Any]] = [
     (["--max-num-batched-tokens", "9"], "max_num_batched_tokens", 9),
     (["--max-model-len", "7"], "max_model_len", 7),
     (["--swiftkv-layers", "5"], "swiftkv_layers", 5),
-    (["--kv-cache-memory", "1M"], "kv_cache_memory", 2**20),
+    (["--kv-cache-memory-bytes", "1M"], "kv_cache_memory_bytes", 2**20),
 ]
 
 

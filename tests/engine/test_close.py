@@ -38,7 +38,8 @@ if what == "graphed":
     closed(torch.ones(1, 3))
 else:
     closed = LLM("tiny", random_weights=True, device="cpu", max_model_len=128, show_progress=False,
-                 graphs=GraphConfig(capture_sizes=[1, 2, 4]), tensor_parallel=1 + (what == "ranks"))
+                 graphs=GraphConfig(capture_sizes=[1, 2, 4]),
+                 tensor_parallel_size=1 + (what == "ranks"))
     closed.generate([[1, 2, 3]], SamplingParams(max_tokens=8))
 
 def used():

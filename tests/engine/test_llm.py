@@ -41,7 +41,7 @@ def open_tiny(device: torch.device, **settings: Any) -> LLM:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "max_model_len": 64,
-        "kv_cache_memory": "16M",
+        "kv_cache_memory_bytes": "16M",
         "show_progress": False,
     }
     return LLM("tiny", device=str(device), **{**options, **settings})
@@ -58,14 +58,14 @@ def free_blocks(llm: LLM) -> int:
 @pytest.fixture(params=[False, True], ids=["in-step", "overlap"])
 def llm(device: torch.device, request: pytest.FixtureRequest) -> Iterator[LLM]:
     """Takes in each step's tokens before the next one starts, or one step later."""
-    with open_tiny(device, overlap=request.param) as llm:
+    with open_tiny(device, async_scheduling=request.param) as llm:
         yield llm
 
 
 @pytest.fixture
 def expected(device: torch.device) -> list[list[int]]:
     """Each prompt alone, eagerly."""
-    with open_tiny(device, graphs=GraphConfig(mode="NONE"), prefix_reuse=False) as llm:
+    with open_tiny(device, graphs=GraphConfig(mode="NONE"), enable_prefix_caching=False) as llm:
         return [tokens_of(llm, prompt)[0] for prompt in PROMPTS]
 
 
@@ -87,10 +87,10 @@ def test_tokens_do_not_depend_on_the_mode(
 def test_prompts_around_the_captured_sizes(mode: str, device: torch.device) -> None:
     """Size 1, one under, exactly, one over, and more than the largest."""
     prompts = [list(range(3, 3 + length)) for length in (1, 7, 8, 9, 20, 31, 32, 33, 50)]
-    with open_tiny(device, graphs=GraphConfig(mode="NONE"), prefix_reuse=False) as llm:
+    with open_tiny(device, graphs=GraphConfig(mode="NONE"), enable_prefix_caching=False) as llm:
         alone = [tokens_of(llm, [prompt])[0] for prompt in prompts]
     graphs = GraphConfig(mode=mode, capture_sizes=[8, 32])
-    with open_tiny(device, graphs=graphs, prefix_reuse=False) as llm:
+    with open_tiny(device, graphs=graphs, enable_prefix_caching=False) as llm:
         for prompt, expected_tokens in zip(prompts, alone, strict=True):
             before = llm.engine.runner.stats.misses
             assert tokens_of(llm, [prompt])[0] == expected_tokens
@@ -103,10 +103,10 @@ def test_prompts_around_the_captured_sizes(mode: str, device: torch.device) -> N
 @pytest.mark.parametrize(
     "settings",
     [
-        {"prefix_reuse": False},
-        {"prefill_chunk": 1},
-        {"prefill_chunk": 7},
-        {"prefill_chunk": 64},
+        {"enable_prefix_caching": False},
+        {"long_prefill_token_threshold": 1},
+        {"long_prefill_token_threshold": 7},
+        {"long_prefill_token_threshold": 64},
         {"max_num_batched_tokens": 8},
         {"max_num_seqs": 1},
         {"block_size": 1},
@@ -127,10 +127,10 @@ def test_tokens_do_not_depend_on_scheduling(
 def test_preempted_requests_get_the_same_tokens(
     device: torch.device, expected: list[list[int]]
 ) -> None:
-    with open_tiny(device, block_size=4, kv_cache_memory=None) as llm:
+    with open_tiny(device, block_size=4, kv_cache_memory_bytes=None) as llm:
         per_block = sum(k[0].nbytes + v[0].nbytes for k, v in llm.engine.runner.kv_cache.layers)
     # One request of the longest length, and hardly more.
-    with open_tiny(device, block_size=4, kv_cache_memory=per_block * 18) as llm:
+    with open_tiny(device, block_size=4, kv_cache_memory_bytes=per_block * 18) as llm:
         results = [llm.engine.prepare_request(prompt, GREEDY)[0] for prompt in PROMPTS]
         for completion in results:
             llm.engine.add(completion)
@@ -270,7 +270,7 @@ def test_overlap_changes_nothing(mode: str, device: torch.device) -> None:
     plain = SamplingParams(temperature=0, max_tokens=12)
     results = []
     for overlap in (False, True):
-        with open_tiny(device, graphs=graphs, overlap=overlap, max_num_seqs=6) as llm:
+        with open_tiny(device, graphs=graphs, async_scheduling=overlap, max_num_seqs=6) as llm:
             stop = llm.generate([PROMPTS[1]], plain)[0].outputs[0].token_ids[5]
             params = [
                 plain,
@@ -319,7 +319,9 @@ def test_the_length_limit_ends_a_request(llm: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[tuple[Engine, dict[tuple[int, ...], list[int]]]]:
-    with open_tiny(torch.device("cpu"), max_num_seqs=4, block_size=4, kv_cache_memory=2**17) as llm:
+    with open_tiny(
+        torch.device("cpu"), max_num_seqs=4, block_size=4, kv_cache_memory_bytes=2**17
+    ) as llm:
         yield llm.engine, {}
 
 
@@ -405,8 +407,8 @@ def test_bad_requests_are_refused_before_any_work(
 BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer, got 0"),
     ({"max_model_len": 100_000}, "100000 tokens"),
-    ({"kv_cache_memory": 1000}, "KV cache has 1,000 bytes"),
-    ({"kv_cache_memory": "lots"}, "not an amount of memory: 'lots'"),
+    ({"kv_cache_memory_bytes": 1000}, "KV cache has 1,000 bytes"),
+    ({"kv_cache_memory_bytes": "lots"}, "not an amount of memory: 'lots'"),
     ({"max_num_batched_tokens": 4}, "max_num_batched_tokens 4 is below max_num_seqs 8"),
     ({"device": "tpu"}, "tpu"),
     ({"dtype": "int8"}, "unknown dtype 'int8'"),
@@ -439,7 +441,7 @@ def test_unknown_options_are_refused() -> None:
 def test_a_length_that_was_not_asked_for_is_cut_to_the_cache(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with open_tiny(torch.device("cpu"), max_model_len=None, kv_cache_memory=2**17) as llm:
+    with open_tiny(torch.device("cpu"), max_model_len=None, kv_cache_memory_bytes=2**17) as llm:
         length = llm.engine.max_model_len
         assert 0 < length < llm.engine.model.max_position
         assert f"max_model_len becomes {length}" in caplog.text
@@ -650,7 +652,7 @@ def test_tokens_are_right_after_capturing_again(llm: LLM, expected: list[list[in
 def test_attention_between_pieces_costs_no_copy(device: torch.device) -> None:
     """It writes where the next piece reads: at the same address in every replay of a size."""
     graphs = GraphConfig(mode="PIECEWISE", capture_sizes=[8, 64])
-    with open_tiny(device, graphs=graphs, prefix_reuse=False) as llm:
+    with open_tiny(device, graphs=graphs, enable_prefix_caching=False) as llm:
         runner = llm.engine.runner
         written: list[tuple[int, int, int]] = []
         # Queries, keys and values, or all of them in one tensor to be rotated.

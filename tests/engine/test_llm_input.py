@@ -38,7 +38,7 @@ def open_llm(path: str) -> LLM:
         max_num_seqs=4,
         max_num_batched_tokens=64,
         max_model_len=32,
-        kv_cache_memory="1M",
+        kv_cache_memory_bytes="1M",
         show_progress=False,
         graphs=GraphConfig(mode="FULL_DECODE_ONLY", capture_sizes=[1, 4]),
     )
@@ -374,7 +374,7 @@ def test_models_that_cannot_talk_say_so(tmp_path_factory: pytest.TempPathFactory
         with pytest.raises(RequestError, match="no chat template, so it cannot take messages"):
             llm.chat([USER], GREEDY)
     with LLM(
-        "tiny", random_weights=True, device="cpu", show_progress=False, kv_cache_memory="4M"
+        "tiny", random_weights=True, device="cpu", show_progress=False, kv_cache_memory_bytes="4M"
     ) as llm:
         with pytest.raises(RequestError, match="no chat template"):
             llm.chat([USER], GREEDY)

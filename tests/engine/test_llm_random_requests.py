@@ -30,7 +30,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         max_num_seqs=4,
         max_num_batched_tokens=32,
         max_model_len=MAX_MODEL_LEN,
-        kv_cache_memory="1M",
+        kv_cache_memory_bytes="1M",
         show_progress=False,
         graphs=GraphConfig(capture_sizes=[1, 4]),
     ) as llm:

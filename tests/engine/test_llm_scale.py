@@ -27,7 +27,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
         max_num_seqs=ROWS,
         max_num_batched_tokens=64,
         max_model_len=MAX_MODEL_LEN,
-        kv_cache_memory="4M",
+        kv_cache_memory_bytes="4M",
         show_progress=False,
         graphs=GraphConfig(mode="NONE"),
     ) as llm:

@@ -39,7 +39,7 @@ def open_llm(checkpoint: str, **settings: Any) -> LLM:
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
         "max_model_len": 64,
-        "kv_cache_memory": "4M",
+        "kv_cache_memory_bytes": "4M",
         "show_progress": False,
         "graphs": GraphConfig(capture_sizes=[1, 4, 8]),
     }
@@ -48,14 +48,14 @@ def open_llm(checkpoint: str, **settings: Any) -> LLM:
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in-step", "overlap"])
 def llm(checkpoint: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    with open_llm(checkpoint, overlap=request.param) as llm:
+    with open_llm(checkpoint, async_scheduling=request.param) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def expected(checkpoint: str) -> list[list[int]]:
     """The prompts and the conversation, each alone and eagerly."""
-    with open_llm(checkpoint, graphs=GraphConfig(mode="NONE"), prefix_reuse=False) as llm:
+    with open_llm(checkpoint, graphs=GraphConfig(mode="NONE"), enable_prefix_caching=False) as llm:
         return [generated(llm, prompt) for prompt in PROMPTS] + [chatted(llm)]
 
 

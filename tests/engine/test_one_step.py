@@ -59,8 +59,8 @@ def test_a_step_goes_through_the_files_that_are_listed() -> None:
         max_num_seqs=8,
         max_num_batched_tokens=64,
         max_model_len=96,
-        kv_cache_memory="4M",
-        overlap=True,
+        kv_cache_memory_bytes="4M",
+        async_scheduling=True,
         graphs=GraphConfig(mode="FULL_DECODE_ONLY", capture_sizes=[8]),
         show_progress=False,
     ) as llm:

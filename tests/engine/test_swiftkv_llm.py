@@ -106,7 +106,11 @@ def test_tokens_are_those_of_the_statement(
     chunk: int | None,
 ) -> None:
     graphs = GraphConfig(mode=mode, capture_sizes=None if mode == "NONE" else [1, 2, 4, 12, 24])
-    options = LIMITS | {"device": device.type, "graphs": graphs, "prefill_chunk": chunk}
+    options = LIMITS | {
+        "device": device.type,
+        "graphs": graphs,
+        "long_prefill_token_threshold": chunk,
+    }
     with LLM(plain, swiftkv_layers=EARLY, **options) as llm:
         poison(llm)
         assert tokens_of(llm) == stated["plain"]
@@ -143,7 +147,7 @@ def test_with_at_most_one_late_layer_it_is_the_plain_model(
     params = SamplingParams(max_tokens=OUTPUT, temperature=0.8, seed=1)
     with LLM("tiny", **options) as llm:
         expected = tokens_of(llm, params)
-    with LLM("tiny", swiftkv_layers=num_early, prefill_chunk=7, **options) as llm:
+    with LLM("tiny", swiftkv_layers=num_early, long_prefill_token_threshold=7, **options) as llm:
         assert llm.engine.runner.memory.selects == (num_early == 1)
         assert tokens_of(llm, params) == expected
 

@@ -70,7 +70,7 @@ def open_engine(device: str, **settings: Any) -> Engine:
             max_num_batched_tokens=96,
             max_model_len=MAX_MODEL_LEN,
             block_size=8,
-            kv_cache_memory=2**19,
+            kv_cache_memory_bytes=2**19,
             show_progress=False,
             **settings,
         )
@@ -81,8 +81,10 @@ def open_engine(device: str, **settings: Any) -> Engine:
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
     graphs = GraphConfig(capture_sizes=[1, 2, 4, 8, 16, 64])
     with (
-        open_engine(request.param, graphs=graphs, overlap=True) as replaying,
-        open_engine(request.param, graphs=GraphConfig(mode="NONE"), overlap=False) as eager,
+        open_engine(request.param, graphs=graphs, async_scheduling=True) as replaying,
+        open_engine(
+            request.param, graphs=GraphConfig(mode="NONE"), async_scheduling=False
+        ) as eager,
     ):
         poison_every_step(replaying)
         yield replaying, eager

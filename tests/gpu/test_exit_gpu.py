@@ -50,7 +50,7 @@ PROGRAMS = {
     "a model": """
         from ostinato import LLM, SamplingParams
         llm = LLM("tiny", random_weights=True, device=str(device), max_model_len=64,
-                  max_num_seqs=4, kv_cache_memory="4M", show_progress=False)
+                  max_num_seqs=4, kv_cache_memory_bytes="4M", show_progress=False)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
     """,
 }

@@ -69,7 +69,7 @@ def open_llm(path: Path, **settings: Any) -> LLM:
         max_num_seqs=80,
         max_num_batched_tokens=2048,
         max_model_len=256,
-        kv_cache_memory="256M",
+        kv_cache_memory_bytes="256M",
         show_progress=False,
         **settings,
     )
@@ -134,7 +134,7 @@ def test_the_cache_is_the_same_in_every_mode(
     caches, tokens = [], []
     for mode in ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
         graphs = GraphConfig(mode=mode, capture_sizes=[4, 64])
-        with open_llm(path, graphs=graphs, prefix_reuse=False) as llm:
+        with open_llm(path, graphs=graphs, enable_prefix_caching=False) as llm:
             layers = llm.engine.runner.kv_cache.layers
             for layer in layers:
                 for cache in layer:

@@ -87,7 +87,8 @@ def open_llm(path: Path, **settings: Any) -> LLM:
     options = {
         "dtype": "float32",
         "graphs": GraphConfig(capture_sizes=[1, 2, 4, 8, 16, 64]),
-        "prefix_reuse": False,  # or a second run would have other batches, and other rounding
+        # Or a second run would have other batches, and other rounding.
+        "enable_prefix_caching": False,
         **settings,
     }
     return LLM(
@@ -96,7 +97,7 @@ def open_llm(path: Path, **settings: Any) -> LLM:
         max_num_seqs=16,
         max_num_batched_tokens=1024,
         max_model_len=MAX_MODEL_LEN,
-        kv_cache_memory="64M",
+        kv_cache_memory_bytes="64M",
         show_progress=False,
         **options,
     )

@@ -18,7 +18,7 @@ LIMITS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 33,
     "max_model_len": 64,
-    "prefill_chunk": 15,
+    "long_prefill_token_threshold": 15,
     "block_size": 4,
     "show_progress": False,
 }

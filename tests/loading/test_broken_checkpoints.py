@@ -49,7 +49,7 @@ def run(path: Path) -> torch.Tensor:
         device="cpu",
         graphs=GraphConfig(mode="NONE"),
         max_num_seqs=1,
-        kv_cache_memory="1MiB",
+        kv_cache_memory_bytes="1MiB",
         show_progress=False,
     )
     with llm:

@@ -30,7 +30,7 @@ def open_llm(path: Path, graphs: GraphConfig) -> LLM:
         max_num_seqs=4,
         max_num_batched_tokens=64,
         max_model_len=64,
-        kv_cache_memory="4M",
+        kv_cache_memory_bytes="4M",
         show_progress=False,
         graphs=graphs,
     )
@@ -84,6 +84,12 @@ def test_no_remedy_where_it_is_none(monkeypatch: pytest.MonkeyPatch, error: Exce
     monkeypatch.setattr("ostinato.models.native.decoder.Decoder.forward", forward)
     expected = CaptureOutOfMemoryError if isinstance(error, MemoryError) else CaptureError
     with pytest.raises(expected) as raised:
-        LLM("tiny", random_weights=True, device="cpu", show_progress=False, kv_cache_memory="4M")
+        LLM(
+            "tiny",
+            random_weights=True,
+            device="cpu",
+            show_progress=False,
+            kv_cache_memory_bytes="4M",
+        )
     assert str(error) in str(raised.value)
     assert 'GraphConfig(mode="NONE")' not in str(raised.value)

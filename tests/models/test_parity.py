@@ -94,7 +94,7 @@ def open_llm(directory: Path, device: torch.device, mode: str) -> LLM:
         max_num_seqs=8,
         max_num_batched_tokens=96,
         max_model_len=128,
-        kv_cache_memory="64M",
+        kv_cache_memory_bytes="64M",
         graphs=graphs,
         show_progress=False,
     )

@@ -45,7 +45,7 @@ def config_for(mode: str, **options: Any) -> EngineConfig:
         max_num_batched_tokens=32,
         max_model_len=64,
         block_size=4,
-        kv_cache_memory=2**18,
+        kv_cache_memory_bytes=2**18,
         show_progress=False,
         graphs=GraphConfig(mode=mode, capture_sizes=None if mode == "NONE" else SIZES),
         **options,
@@ -60,7 +60,7 @@ def build(config: EngineConfig, **options: Any) -> ModelRunner:
 def scheduler_of(runner: ModelRunner, requests: Sequence[Request]) -> Scheduler:
     cache = runner.cache
     scheduler = Scheduler(
-        BlockAllocator(cache.num_blocks, cache.block_size, prefix_reuse=True),
+        BlockAllocator(cache.num_blocks, cache.block_size, enable_prefix_caching=True),
         max_num_seqs=runner.plan.max_num_seqs,
         max_num_batched_tokens=runner.plan.max_num_batched_tokens,
         max_model_len=cache.max_model_len,

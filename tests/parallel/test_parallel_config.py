@@ -12,27 +12,31 @@ from ostinato.engine.explain import explain_batch
 from ostinato.errors import ConfigError
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"tensor_parallel": 0}, "tensor_parallel must be a positive integer, got 0"),
-    ({"sequence_parallel": True}, "sequence_parallel must be a positive integer, got True"),
+    ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a positive integer, got 0"),
+    (
+        {"ulysses_sequence_parallel_size": True},
+        "ulysses_sequence_parallel_size must be a positive integer, got True",
+    ),
     ({"rank_timeout_s": 0}, "rank_timeout_s must be a positive number, got 0"),
     (
-        {"sequence_parallel": 2, "shift_parallel_threshold": 0},
+        {"ulysses_sequence_parallel_size": 2, "shift_parallel_threshold": 0},
         "shift_parallel_threshold must be a positive integer, got 0",
     ),
     (
-        {"tensor_parallel": 2, "shift_parallel_threshold": 8},
-        "shift_parallel_threshold is 8, but sequence_parallel is 1, so no tokens are split",
+        {"tensor_parallel_size": 2, "shift_parallel_threshold": 8},
+        "shift_parallel_threshold is 8, but ulysses_sequence_parallel_size is 1, so no tokens are "
+        "split",
     ),
     (
-        {"tensor_parallel": 2, "graphs": GraphConfig(compile=True)},
+        {"tensor_parallel_size": 2, "graphs": GraphConfig(compile=True)},
         "compile=True supports one device, not 2 ranks",
     ),
     (
-        {"sequence_parallel": 4, "graphs": GraphConfig(eager_fallback=True)},
+        {"ulysses_sequence_parallel_size": 4, "graphs": GraphConfig(eager_fallback=True)},
         "eager_fallback supports one device, not 4 ranks",
     ),
     (
-        {"tensor_parallel": 2, "device": "cuda:1"},
+        {"tensor_parallel_size": 2, "device": "cuda:1"},
         "device 'cuda:1' names one device, but there are 2 ranks; write 'cuda'",
     ),
 ]
@@ -49,7 +53,7 @@ def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigError, match="needs 2 GPUs, but torch finds 1"):
-        LLM("tiny", random_weights=True, device="cuda", tensor_parallel=2)
+        LLM("tiny", random_weights=True, device="cuda", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [("3", "0"), ("1", "0")])
@@ -59,15 +63,15 @@ def test_a_world_of_the_wrong_size(
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", world_size)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    message = f"sequence_parallel 1 needs 2 ranks, but this world has {world_size}"
+    message = f"ulysses_sequence_parallel_size 1 needs 2 ranks, but this world has {world_size}"
     with pytest.raises(ConfigError, match=message):
-        LLM("tiny", random_weights=True, device="cpu", tensor_parallel=2)
+        LLM("tiny", random_weights=True, device="cpu", tensor_parallel_size=2)
 
 
 def test_explain_names_the_model() -> None:
     config = EngineConfig(
         device="cpu",
-        sequence_parallel=2,
+        ulysses_sequence_parallel_size=2,
         shift_parallel_threshold=3,
         graphs=GraphConfig(capture_sizes=[1, 2, 4]),
     )

@@ -37,9 +37,9 @@ def config_for(device: torch.device, **options: Any) -> EngineConfig:
         max_num_seqs=3,
         max_num_batched_tokens=33,
         max_model_len=64,
-        prefill_chunk=15,
+        long_prefill_token_threshold=15,
         block_size=4,
-        kv_cache_memory=2**18,
+        kv_cache_memory_bytes=2**18,
         show_progress=False,
         **options,
     )
@@ -50,11 +50,11 @@ def generate(runner: ModelRunner) -> list[list[int]]:
     """Some tokens for a few prompts; some greedy, some not."""
     cache = runner.cache
     scheduler = Scheduler(
-        BlockAllocator(cache.num_blocks, cache.block_size, prefix_reuse=True),
+        BlockAllocator(cache.num_blocks, cache.block_size, enable_prefix_caching=True),
         max_num_seqs=runner.plan.max_num_seqs,
         max_num_batched_tokens=runner.plan.max_num_batched_tokens,
         max_model_len=cache.max_model_len,
-        prefill_chunk=15,
+        long_prefill_token_threshold=15,
     )
     requests = [
         Request(
@@ -122,8 +122,8 @@ def test_tokens_equal_those_of_one_rank(
     expected = tokens_alone(device, alone)
     config = config_for(
         device,
-        tensor_parallel=tp,
-        sequence_parallel=sp,
+        tensor_parallel_size=tp,
+        ulysses_sequence_parallel_size=sp,
         shift_parallel_threshold=threshold or None,
         graphs=GraphConfig(mode=mode, capture_sizes=None if mode == "NONE" else [1, 2, 4, 8]),
     )
@@ -158,7 +158,7 @@ def test_tokens_equal_those_of_one_rank(
 def test_ranks_that_would_wait_for_each_others_captures_are_told() -> None:
     device = torch.device("cuda")
     graphs = GraphConfig(mode="PIECEWISE", capture_sizes=[4])
-    config = config_for(device, tensor_parallel=2, graphs=graphs)
+    config = config_for(device, tensor_parallel_size=2, graphs=graphs)
     world = LoopbackWorld(2)
 
     def rank_of_world(rank: int) -> None:

@@ -57,7 +57,7 @@ def test_a_rank_that_hangs_in_a_step_is_named(
     sleeps = {5: 0.3 * TIMEOUT_S, 40: 1000}
     in_step = {"module": "ostinato.runner.request_state", "name": "RequestState"}
     in_rank(1, SLEEPY.format(**in_step, method="update", sleeps=sleeps), tmp_path, monkeypatch)
-    with LLM(**WATCHED, tensor_parallel=2) as llm:
+    with LLM(**WATCHED, tensor_parallel_size=2) as llm:
         pid = pid_of_rank_1(llm)
         tokens = llm.generate(PROMPTS[0], PARAMS[0])[0].outputs[0].token_ids
         time.sleep(2 * TIMEOUT_S)
@@ -82,7 +82,7 @@ def test_of_many_ranks_the_one_that_does_not_come_is_named(
     """The rank that finds the failure ends; the others report the failure, not that rank's end."""
     channel = {"module": "ostinato.ranks.channel", "name": "Channel"}
     in_rank(2, SLEEPY.format(**channel, method="receive", sleeps={6: 1000}), tmp_path, monkeypatch)
-    with LLM(**WATCHED, tensor_parallel=2, sequence_parallel=2) as llm:
+    with LLM(**WATCHED, tensor_parallel_size=2, ulysses_sequence_parallel_size=2) as llm:
         start = time.monotonic()
         with pytest.raises(
             RankFailedError, match=r"rank 2 has been in step 5 for .* rank 0 wai"
@@ -97,7 +97,7 @@ import sys, time
 from ostinato import LLM, SamplingParams
 
 llm = LLM("tiny", random_weights=True, device="cpu", max_model_len=128, show_progress=False,
-          tensor_parallel=2, rank_timeout_s={timeout_s})
+          tensor_parallel_size=2, rank_timeout_s={timeout_s})
 steps, update = [], llm.engine.runner.state.update
 
 def hangs(plan):
@@ -135,7 +135,7 @@ def test_rank_0_that_hangs_in_a_step_ends_with_the_others(tmp_path: Path) -> Non
 
 def comes_late() -> str:
     """All ranks run the script, and one is elsewhere in it."""
-    with LLM(**WATCHED, tensor_parallel=2) as llm:
+    with LLM(**WATCHED, tensor_parallel_size=2) as llm:
         llm.generate(PROMPTS, PARAMS)
         if dist.get_rank() == 1:
             world: Any = llm.engine.runner._world  # type: ignore[attr-defined]

@@ -47,7 +47,7 @@ def start():
     global llm
     say("starting")
     llm = LLM("tiny", random_weights=True, device="cpu", max_model_len=128, show_progress=False,
-              graphs=GraphConfig(capture_sizes=[1, 2, 4]), tensor_parallel=2, rank_timeout_s=5)
+              graphs=GraphConfig(capture_sizes=[1, 2, 4]), tensor_parallel_size=2, rank_timeout_s=5)
 def generate():
     output = llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=12, temperature=0))[0]
     return output.outputs[0].token_ids
@@ -232,7 +232,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch: pytest.MonkeyPa
     with monkeypatch.context() as patched:
         patched.setattr(RankProcesses, "wait_for_all", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            LLM(**TINY, tensor_parallel=2)
+            LLM(**TINY, tensor_parallel_size=2)
     assert [process.returncode for process in started] == [-signal.SIGKILL]  # and was waited for
     assert started[0].stdin is not None
     assert started[0].stdin.closed
@@ -273,16 +273,16 @@ def test_a_rank_that_dies_before_it_connects_is_named(
     with monkeypatch.context() as faulty:
         in_rank_1(DIES, tmp_path, faulty)
         with pytest.raises(RankFailedError, match="the process of rank 1 ended with exit code 3"):
-            LLM(**TINY, tensor_parallel=2, rank_timeout_s=4.0)
+            LLM(**TINY, tensor_parallel_size=2, rank_timeout_s=4.0)
     assert time.monotonic() - start < 60  # it was 300
-    with LLM(**TINY, tensor_parallel=2) as llm:
+    with LLM(**TINY, tensor_parallel_size=2) as llm:
         assert llm.generate([[1, 2, 3]])
 
 
 def test_a_rank_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nonexistent/python")
     with pytest.raises(RankFailedError, match="could not start the process of rank 1: ") as error:
-        LLM(**TINY, tensor_parallel=2)
+        LLM(**TINY, tensor_parallel_size=2)
     assert error.value.rank == 1
     with pytest.raises(RankFailedError, match="could not start the process of rank 1"):
-        LLM(**TINY, tensor_parallel=2)  # the first one has released everything
+        LLM(**TINY, tensor_parallel_size=2)  # the first one has released everything

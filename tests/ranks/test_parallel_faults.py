@@ -30,7 +30,7 @@ from ostinato.runner import startup
 
 pytestmark = pytest.mark.slow
 
-TWO: dict[str, Any] = {**TINY, "tensor_parallel": 2, "rank_timeout_s": TIMEOUT_S}
+TWO: dict[str, Any] = {**TINY, "tensor_parallel_size": 2, "rank_timeout_s": TIMEOUT_S}
 
 
 @pytest.fixture(autouse=True)
@@ -208,7 +208,9 @@ def test_a_rank_that_cannot_join_says_so(
     here, there = socket.socketpair()
     with here:
         assert worker._run(there.detach(), 1) == 1
-    assert "rank 1 could not join (ConfigError: no GPU is left for rank 1" in capsys.readouterr().err
+    assert (
+        "rank 1 could not join (ConfigError: no GPU is left for rank 1" in capsys.readouterr().err
+    )
 
 
 # --- rank 0 --------------------------------------------------------------------------------------
@@ -237,7 +239,7 @@ import sys
 from ostinato import LLM, SamplingParams
 
 llm = LLM("tiny", random_weights=True, device="cpu", max_model_len=128, show_progress=False,
-          tensor_parallel=2, rank_timeout_s=4)
+          tensor_parallel_size=2, rank_timeout_s=4)
 ranks = llm.engine.runner._world._dead_rank.__self__
 sys.stdout.write(f"{ranks._processes[0].pid}\\n")
 sys.stdout.flush()

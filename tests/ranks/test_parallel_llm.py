@@ -57,8 +57,8 @@ def test_tokens_equal_those_of_one_process(
     gloo_pool: GlooPool, reference: Any, sp: int, tp: int, num_kv_heads: int
 ) -> None:
     path, expected = reference(num_kv_heads)
-    options: dict[str, Any] = {"tensor_parallel": tp, "sequence_parallel": sp}
-    options["kv_cache_memory"] = few_blocks(num_kv_heads, sp, tp)
+    options: dict[str, Any] = {"tensor_parallel_size": tp, "ulysses_sequence_parallel_size": sp}
+    options["kv_cache_memory_bytes"] = few_blocks(num_kv_heads, sp, tp)
     outcomes = gloo_pool.run(call, path, "FULL_AND_PIECEWISE", options, world_size=sp * tp)
     for outcome in outcomes:
         assert outcome.tokens == expected.tokens
@@ -75,7 +75,7 @@ def call(path: str, mode: str, options: dict[str, Any]) -> Outcome:
 @pytest.mark.parametrize(("sp", "tp"), [(1, 2), (2, 2)])
 def test_other_modes(gloo_pool: GlooPool, reference: Any, sp: int, tp: int, mode: str) -> None:
     path, expected = reference(2)
-    options = {"tensor_parallel": tp, "sequence_parallel": sp}
+    options = {"tensor_parallel_size": tp, "ulysses_sequence_parallel_size": sp}
     options["max_num_seqs"] = 3  # padded to a multiple of sp: one row more than requests
     outcomes = gloo_pool.run(call, path, mode, options, world_size=sp * tp)
     for outcome in outcomes:
@@ -91,9 +91,9 @@ def test_shift_in_the_middle_of_requests(
 ) -> None:
     """Two requests decode on the shift model; a third request or a prompt moves all to the base."""
     path, expected = reference(num_kv_heads)
-    options: dict[str, Any] = {"tensor_parallel": tp, "sequence_parallel": sp}
+    options: dict[str, Any] = {"tensor_parallel_size": tp, "ulysses_sequence_parallel_size": sp}
     options["shift_parallel_threshold"] = 2
-    options["overlap"] = True  # plans are sent before the previous step's tokens are known
+    options["async_scheduling"] = True  # plans are sent before the previous step's tokens are known
     outcomes = gloo_pool.run(call, path, "FULL_AND_PIECEWISE", options, world_size=sp * tp)
     for outcome in outcomes:
         assert outcome.tokens == expected.tokens
@@ -107,7 +107,7 @@ def captured_plans(path: str) -> tuple[list[list[int]], int, str]:
         contextlib.redirect_stderr(bars),
         LLM(
             path,
-            sequence_parallel=2,
+            ulysses_sequence_parallel_size=2,
             shift_parallel_threshold=3,
             graphs=GraphConfig(capture_sizes=[1, 2, 4, 12]),
             **(LIMITS | {"show_progress": True}),
@@ -142,7 +142,7 @@ def test_both_models_are_captured_by_one_trigger(gloo_pool: GlooPool, reference:
 
 def stream_and_refuse(path: str) -> tuple[list[tuple[int, list[int]]], str, list[int]]:
     """A stream abandoned half-way, a refused request, and a call after both."""
-    with LLM(path, tensor_parallel=2, **LIMITS) as llm:
+    with LLM(path, tensor_parallel_size=2, **LIMITS) as llm:
         deltas = []
         for delta in llm.stream(prompts()[:2], SamplingParams(max_tokens=30)):
             deltas.append((delta.prompt_index, delta.token_ids))
@@ -166,7 +166,7 @@ def test_every_rank_gets_the_results(gloo_pool: GlooPool, reference: Any) -> Non
 
 
 def fails_inside_a_call(path: str) -> str:
-    with LLM(path, tensor_parallel=2, rank_timeout_s=5.0, **LIMITS) as llm:
+    with LLM(path, tensor_parallel_size=2, rank_timeout_s=5.0, **LIMITS) as llm:
         if dist.get_rank() == 0:
             llm.engine.scheduler.commit = lambda plan, tokens: 1 / 0  # type: ignore[assignment]
         with pytest.raises(ZeroDivisionError) as caught:
@@ -193,19 +193,20 @@ def refused(path: str, options: list[dict[str, Any]]) -> str:
     ("options", "message"),
     [
         (
-            [{"tensor_parallel": 2}, {"tensor_parallel": 2, "max_num_seqs": 2}],
+            [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "max_num_seqs": 2}],
             "ranks differ in the setting max_num_seqs: rank 0 has '4'.*rank 1 has '2'",
         ),
         (
             [
-                {"tensor_parallel": 2, "graphs": GraphConfig(capture_sizes=[1, 2])},
-                {"tensor_parallel": 2, "graphs": GraphConfig(capture_sizes=[1, 4])},
+                {"tensor_parallel_size": 2, "graphs": GraphConfig(capture_sizes=[1, 2])},
+                {"tensor_parallel_size": 2, "graphs": GraphConfig(capture_sizes=[1, 4])},
             ],
             "ranks differ in the setting graphs",
         ),
         (
-            [{"tensor_parallel": 2, "sequence_parallel": 2}],
-            "tensor_parallel 2 x sequence_parallel 2 needs 4 ranks, but this world has 2",
+            [{"tensor_parallel_size": 2, "ulysses_sequence_parallel_size": 2}],
+            "tensor_parallel_size 2 x ulysses_sequence_parallel_size 2 needs 4 ranks, but this "
+            "world has 2",
         ),
     ],
 )
@@ -230,10 +231,10 @@ def with_another_plan(path: str) -> str:
 
         startup.CapturePlan.build = smaller  # type: ignore[method-assign,assignment]
         try:
-            return refused(path, [{"tensor_parallel": 2}])
+            return refused(path, [{"tensor_parallel_size": 2}])
         finally:
             startup.CapturePlan.build = whole  # type: ignore[method-assign]
-    return refused(path, [{"tensor_parallel": 2}])
+    return refused(path, [{"tensor_parallel_size": 2}])
 
 
 def test_unequal_plans_are_refused(gloo_pool: GlooPool, reference: Any) -> None:
@@ -249,7 +250,7 @@ def with_other_weights(directory: str, paths: list[str]) -> str:
     (own / "model").symlink_to(paths[dist.get_rank()])
     os.chdir(own)
     try:
-        return refused("model", [{"tensor_parallel": 2}])
+        return refused("model", [{"tensor_parallel_size": 2}])
     finally:
         os.chdir(before)
 
@@ -262,7 +263,7 @@ def test_unequal_weights_are_refused(gloo_pool: GlooPool, reference: Any, tmp_pa
 
 def generic_model(path: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        LLM(path, tensor_parallel=2, random_weights=True, **LIMITS)
+        LLM(path, tensor_parallel_size=2, random_weights=True, **LIMITS)
     return str(caught.value)
 
 
@@ -281,7 +282,7 @@ def test_generic_models_are_refused_by_name(gloo_pool: GlooPool, tmp_path: Path)
 
 
 def raises_in_a_step(path: str) -> tuple[type[BaseException], str]:
-    with LLM(path, tensor_parallel=2, rank_timeout_s=4.0, **LIMITS) as llm:
+    with LLM(path, tensor_parallel_size=2, rank_timeout_s=4.0, **LIMITS) as llm:
         runner = llm.engine.runner
         update, steps = runner.state.update, 0
 
@@ -318,7 +319,7 @@ def raises_at_start(path: str) -> tuple[type[BaseException], str]:
 
         ModelGraphs.capture = fails  # type: ignore[method-assign]
     try:
-        LLM(path, tensor_parallel=2, rank_timeout_s=4.0, **LIMITS)
+        LLM(path, tensor_parallel_size=2, rank_timeout_s=4.0, **LIMITS)
     except Exception as error:
         return type(error), str(error)
     finally:

@@ -101,7 +101,7 @@ arrivals = st.lists(
 @given(arrivals)
 def test_plans_arrive_as_they_were_made(given: list[tuple[int, int, int, bool]]) -> None:
     scheduler = Scheduler(
-        BlockAllocator(CACHE.num_blocks, CACHE.block_size, prefix_reuse=True),
+        BlockAllocator(CACHE.num_blocks, CACHE.block_size, enable_prefix_caching=True),
         max_num_seqs=4,
         max_num_batched_tokens=18,
         max_model_len=CACHE.max_model_len,

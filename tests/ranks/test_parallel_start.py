@@ -68,7 +68,7 @@ def come_and_go(llm: LLM) -> list[list[int]]:
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    with LLM(**TINY, tensor_parallel=2, rank_timeout_s=TIMEOUT_S) as llm:
+    with LLM(**TINY, tensor_parallel_size=2, rank_timeout_s=TIMEOUT_S) as llm:
         yield llm
 
 
@@ -167,7 +167,7 @@ def test_an_error_in_a_started_rank_is_told(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(FAULT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with LLM(**TINY, tensor_parallel=2, rank_timeout_s=TIMEOUT_S) as llm:
+    with LLM(**TINY, tensor_parallel_size=2, rank_timeout_s=TIMEOUT_S) as llm:
         with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: a fault of this"):
             llm.generate(PROMPTS, PARAMS)
         with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: a fault of this"):
@@ -179,7 +179,7 @@ def test_a_model_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(
         ConfigError, match="4 query heads cannot be divided evenly among sp=1 x tp=3"
     ):
-        LLM(**TINY, tensor_parallel=3, rank_timeout_s=TIMEOUT_S)
+        LLM(**TINY, tensor_parallel_size=3, rank_timeout_s=TIMEOUT_S)
     assert not dist.is_initialized()
 
 
@@ -189,7 +189,7 @@ from ostinato import LLM, GraphConfig, SamplingParams
 
 # No main guard, and nothing is closed.
 llm = LLM("tiny", random_weights=True, device="cpu", max_model_len=128, show_progress=False,
-          graphs=GraphConfig(capture_sizes=[1, 2, 4]), tensor_parallel=2)
+          graphs=GraphConfig(capture_sizes=[1, 2, 4]), tensor_parallel_size=2)
 output = llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=12, temperature=0))[0]
 sys.stdout.write(f"{output.outputs[0].token_ids}\\n")
 """

@@ -58,7 +58,7 @@ def test_tokens_equal_those_of_one_process(
     mode: str,
 ) -> None:
     path, expected = reference
-    options: dict[str, Any] = {"tensor_parallel": tp, "sequence_parallel": sp}
+    options: dict[str, Any] = {"tensor_parallel_size": tp, "ulysses_sequence_parallel_size": sp}
     if threshold is not None:
         options["shift_parallel_threshold"] = threshold
     for outcome in gloo_pool.run(call, path, mode, options, world_size=sp * tp):
@@ -75,7 +75,7 @@ def shift_sizes(path: str) -> list[list[int]]:
     with LLM(
         path,
         swiftkv_layers=EARLY,
-        sequence_parallel=2,
+        ulysses_sequence_parallel_size=2,
         shift_parallel_threshold=3,
         graphs=GraphConfig(capture_sizes=SIZES),
         **LIMITS,

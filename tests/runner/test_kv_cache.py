@@ -106,8 +106,8 @@ def test_the_errors_say_what_to_do() -> None:
     asked = {"bytes_per_block": 100, "block_size": 16, "model_limit": 4096, "max_num_seqs": 8}
     message = (
         "the KV cache has 1,050 bytes, room for 9 blocks of 16 tokens, but one request of 2048 "
-        "tokens takes 128 blocks (12,900 bytes with the spare one); raise kv_cache_memory or lower "
-        "max_model_len"
+        "tokens takes 128 blocks (12,900 bytes with the spare one); raise "
+        "kv_cache_memory_bytes or lower max_model_len"
     )
     with pytest.raises(ConfigError) as error:
         size_cache(1050, max_model_len=2048, **asked)
@@ -122,7 +122,7 @@ def test_the_errors_say_what_to_do() -> None:
 )
 def test_the_budget_on_the_cpu(given_memory: int | str | None, budget: int) -> None:
     """A setting or a constant; the model is not run for it."""
-    config = EngineConfig(device="cpu", kv_cache_memory=given_memory)
+    config = EngineConfig(device="cpu", kv_cache_memory_bytes=given_memory)
     device, backend = torch.device("cpu"), TorchPagedAttention()
     plans = plan_graphs(config, device, backend, selects_tokens=False)
     model: Any = SimpleNamespace(device=device)

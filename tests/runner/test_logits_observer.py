@@ -24,8 +24,8 @@ def open_llm(device: torch.device, mode: str, **options: object) -> LLM:
         max_num_seqs=8,
         max_num_batched_tokens=64,
         max_model_len=96,
-        prefill_chunk=16,  # the long prompt takes steps in which it samples nothing
-        kv_cache_memory="4M",
+        long_prefill_token_threshold=16,  # the long prompt takes steps in which it samples nothing
+        kv_cache_memory_bytes="4M",
         graphs=GraphConfig(mode=mode, capture_sizes=sizes),
         show_progress=False,
         **options,  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def test_each_token_has_the_row_that_it_was_chosen_from(
         SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0 if i % 2 else None)
         for i in range(len(PROMPTS))
     ]
-    with open_llm(device, mode, overlap=overlap) as llm:
+    with open_llm(device, mode, async_scheduling=overlap) as llm:
         rows = watch(llm)
         results = llm.generate(PROMPTS, params)
     assert set(rows) == {f"{result.request_id}.0" for result in results}

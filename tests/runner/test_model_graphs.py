@@ -53,7 +53,7 @@ def open_llm(mode: str, **options: Any) -> LLM:
         max_num_seqs=4,
         max_num_batched_tokens=32,
         max_model_len=64,
-        kv_cache_memory="4M",
+        kv_cache_memory_bytes="4M",
         graphs=GraphConfig(mode=mode, capture_sizes=[2, 4, 16], **options),
         show_progress=False,
     )

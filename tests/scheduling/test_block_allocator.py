@@ -113,7 +113,7 @@ def test_the_first_block_of_a_name_keeps_it() -> None:
 
 
 def test_without_prefix_reuse_nothing_is_found() -> None:
-    allocator = BlockAllocator(4, 16, prefix_reuse=False)
+    allocator = BlockAllocator(4, 16, enable_prefix_caching=False)
     [block] = allocator.allocate(1)
     allocator.publish(block, name("a"))
     assert allocator.match_prefix([name("a")]) == []

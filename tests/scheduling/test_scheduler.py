@@ -70,18 +70,18 @@ def make_scheduler(
     *,
     num_blocks: int = 64,
     block_size: int = 2,
-    prefix_reuse: bool = True,
+    enable_prefix_caching: bool = True,
     max_num_seqs: int = 4,
     max_num_batched_tokens: int = 16,
     max_model_len: int = MAX_LEN,
-    prefill_chunk: int | None = None,
+    long_prefill_token_threshold: int | None = None,
 ) -> Scheduler:
     return Scheduler(
-        BlockAllocator(num_blocks, block_size, prefix_reuse=prefix_reuse),
+        BlockAllocator(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
-        prefill_chunk=prefill_chunk,
+        long_prefill_token_threshold=long_prefill_token_threshold,
     )
 
 
@@ -604,10 +604,10 @@ limits = st.builds(
     block_size=st.integers(1, 5),
     spare=st.integers(0, 8),
     max_model_len=st.sampled_from([MAX_LEN, 2 * MAX_LEN]),
-    prefix_reuse=st.booleans(),
+    enable_prefix_caching=st.booleans(),
     max_num_seqs=st.integers(1, 5),
     max_num_batched_tokens=st.integers(1, 20),
-    prefill_chunk=st.none() | st.integers(1, 6),
+    long_prefill_token_threshold=st.none() | st.integers(1, 6),
 )
 depths = st.integers(1, MAX_DEPTH)
 
@@ -856,9 +856,9 @@ LONG = 80
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("prefix_reuse", [False, True])
-def test_a_long_decode_is_steady(depth: int, prefix_reuse: bool) -> None:
-    twins = Twins(block_size=4, max_model_len=LONG, prefix_reuse=prefix_reuse)
+@pytest.mark.parametrize("enable_prefix_caching", [False, True])
+def test_a_long_decode_is_steady(depth: int, enable_prefix_caching: bool) -> None:
+    twins = Twins(block_size=4, max_model_len=LONG, enable_prefix_caching=enable_prefix_caching)
     for number in range(3):
         twins.add(prompt=[number] * (3 + number), max_tokens=30, max_len=LONG, watched=number == 1)
     kinds = []
@@ -1063,7 +1063,7 @@ def test_an_empty_plan_may_be_committed_at_any_time() -> None:
 
 
 def test_a_preempted_request_waits_for_the_token_it_is_owed() -> None:
-    world = make_world(block_size=1, num_blocks=13, prefix_reuse=False)
+    world = make_world(block_size=1, num_blocks=13, enable_prefix_caching=False)
     old, young = (make_request(name, [0, 1, 2, 0, 1], max_tokens=7) for name in "ab")
     world.add(old, young)
     world.schedule()
@@ -1082,7 +1082,7 @@ def test_a_preempted_request_waits_for_the_token_it_is_owed() -> None:
 
 
 def test_a_preempted_request_may_end_while_it_waits() -> None:
-    world = make_world(block_size=1, num_blocks=13, prefix_reuse=False)
+    world = make_world(block_size=1, num_blocks=13, enable_prefix_caching=False)
     old, young = make_request("a", [0] * 5, max_tokens=7), make_request("b", [0] * 6, max_tokens=1)
     world.add(old, young)
     world.schedule()
@@ -1097,7 +1097,7 @@ def test_a_preempted_request_may_end_while_it_waits() -> None:
 
 def test_a_chunk_computed_before_a_preemption_is_published_by_nobody() -> None:
     """The request runs again, in other blocks, when the result of its old ones arrives."""
-    world = make_world(block_size=2, num_blocks=7, prefill_chunk=4)
+    world = make_world(block_size=2, num_blocks=7, long_prefill_token_threshold=4)
     old, other = make_request("a", [0, 0], max_tokens=8), make_request("b", [0, 1], max_tokens=8)
     young = make_request("c", [1, 1, 0, 0, 1, 1])
     world.add(old, other, young)
@@ -1174,7 +1174,7 @@ def test_an_abort_in_flight_frees_what_later_plans_may_use() -> None:
 def test_what_was_forgotten_stays_forgotten() -> None:
     """A request that goes on names the blocks that it completes from then on, and no others."""
     for num_steps, done in ((1, 1), (5, 4)):  # in the middle of the prompt, and steady
-        world = make_world(block_size=2, prefill_chunk=2)
+        world = make_world(block_size=2, long_prefill_token_threshold=2)
         request = make_request("a", [0] * 6, max_tokens=6)
         world.add(request)
         for _ in range(num_steps):
@@ -1193,7 +1193,7 @@ def test_what_was_forgotten_stays_forgotten() -> None:
 
 def interrupted_life(operation: str, moment: int, number: int) -> bool:
     """Interrupt an operation at a line, go on, and end well. False if there is no such line."""
-    world = make_world(block_size=2, num_blocks=8, prefill_chunk=3, max_num_seqs=3)
+    world = make_world(block_size=2, num_blocks=8, long_prefill_token_threshold=3, max_num_seqs=3)
     stop = expected_output(make_request("x", [0, 1, 1], max_tokens=9))[0][2]
     world.add(
         make_request("a", [0, 1, 1], max_tokens=9, eos=stop, min_tokens=2, watched=True),
@@ -1269,7 +1269,7 @@ def test_decodes_come_first_and_prompts_fill_the_budget() -> None:
 
 
 def test_the_chunk_leaves_budget_for_others() -> None:
-    world = make_world(max_num_batched_tokens=6, prefill_chunk=4)
+    world = make_world(max_num_batched_tokens=6, long_prefill_token_threshold=4)
     for name in "ab":
         world.add(make_request(name, [0] * 8))
     assert row_facts(world.schedule()) == [("a", 0, 4, False), ("b", 0, 2, False)]
@@ -1318,7 +1318,7 @@ def test_generated_tokens_are_found_too() -> None:
 
 
 def test_without_prefix_reuse_nothing_is_hashed() -> None:
-    world = make_world(prefix_reuse=False)
+    world = make_world(enable_prefix_caching=False)
     for name in "ab":
         request = make_request(name, [0, 1, 2, 0, 1])
         world.add(request)
@@ -1329,7 +1329,7 @@ def test_without_prefix_reuse_nothing_is_hashed() -> None:
 
 
 def test_preemption_takes_the_youngest_and_it_comes_back_first() -> None:
-    world = make_world(block_size=1, num_blocks=13, prefix_reuse=False, max_num_seqs=3)
+    world = make_world(block_size=1, num_blocks=13, enable_prefix_caching=False, max_num_seqs=3)
     requests = [make_request(name, [0, 1, 2], max_tokens=8) for name in "abc"]
     for request in requests:
         world.add(request)
@@ -1353,7 +1353,9 @@ def test_preemption_takes_the_youngest_and_it_comes_back_first() -> None:
 
 
 def test_a_request_may_preempt_itself_but_nobody_older() -> None:
-    world = make_world(block_size=1, num_blocks=13, prefix_reuse=False, prefill_chunk=5)
+    world = make_world(
+        block_size=1, num_blocks=13, enable_prefix_caching=False, long_prefill_token_threshold=5
+    )
     old, young = make_request("a", [0] * 4, max_tokens=8), make_request("b", [0] * 6)
     world.add(old)
     world.add(young)
@@ -1366,7 +1368,9 @@ def test_a_request_may_preempt_itself_but_nobody_older() -> None:
 
 
 def test_a_prompt_is_admitted_only_if_all_of_it_fits() -> None:
-    world = make_world(block_size=2, num_blocks=8, prefill_chunk=2, prefix_reuse=False)
+    world = make_world(
+        block_size=2, num_blocks=8, long_prefill_token_threshold=2, enable_prefix_caching=False
+    )
     first, second = make_request("a", [0] * 8, max_tokens=1), make_request("b", [1] * 8)
     world.add(first)
     world.add(second)
@@ -1507,7 +1511,9 @@ def test_a_cache_too_small_for_one_request_is_refused() -> None:
     make_scheduler(num_blocks=7, block_size=2)
 
 
-@pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "prefill_chunk"])
+@pytest.mark.parametrize(
+    "name", ["max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold"]
+)
 @pytest.mark.parametrize("value", [0, -1, 2.0, True])
 def test_limits_are_checked(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be .* got {value!r}"):

@@ -19,7 +19,7 @@ from ostinato.config import EngineConfig
 if TYPE_CHECKING:
     from ostinato.llm import LLM
 
-_RANKS = ("tensor_parallel", "sequence_parallel", "shift_parallel_threshold")
+_RANKS = ("tensor_parallel_size", "ulysses_sequence_parallel_size", "shift_parallel_threshold")
 
 
 @options.takes_model()

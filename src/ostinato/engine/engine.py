@@ -54,11 +54,15 @@ class Engine:
         cache, plan = self.runner.cache, self.runner.plan
         self.max_model_len = cache.max_model_len
         self.scheduler = Scheduler(
-            BlockAllocator(cache.num_blocks, cache.block_size, prefix_reuse=config.prefix_reuse),
+            BlockAllocator(
+                cache.num_blocks,
+                cache.block_size,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,
             max_model_len=cache.max_model_len,
-            prefill_chunk=config.prefill_chunk,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         self._completions: dict[str, Completion] = {}
         self._in_flight: deque[tuple[Plan, StepResult]] = deque()
@@ -185,9 +189,9 @@ class Engine:
     def step(self) -> list[Completion]:
         """Start one batch, take in the results of the one before; the sequences that ended.
 
-        With ``overlap`` the device always has a batch to work on while the host looks at the last
-        one's tokens; without, the two are the same batch. If it raises or is interrupted, no token
-        is lost: whatever was on its way is computed again.
+        With ``async_scheduling`` the device always has a batch to work on while the host looks at
+        the last one's tokens; without, the two are the same batch. If it raises or is interrupted,
+        no token is lost: what was in flight is computed again.
         """
         return self._step()
 

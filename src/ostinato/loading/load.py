@@ -143,8 +143,9 @@ def _check_can_split(place: RankPlace | None, generic_reason: str | None) -> Non
     if place is not None and generic_reason is not None:
         layout = place.layout
         raise ConfigError(
-            f"only models of the native decoder run on several ranks (tensor_parallel "
-            f"{layout.tp}, sequence_parallel {layout.sp}); this one does not: {generic_reason}"
+            f"only models of the native decoder run on several ranks (tensor_parallel_size "
+            f"{layout.tp}, ulysses_sequence_parallel_size {layout.sp}); this one does not: "
+            f"{generic_reason}"
         )
 
 

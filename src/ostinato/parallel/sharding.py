@@ -43,8 +43,8 @@ class Shard:
         if self.size > 1 and self.config.qk_norm == "full":
             raise ConfigError(
                 f"this model's norms of queries and keys are over all heads, which cannot be split "
-                f"over {self.size} ranks; use sequence_parallel without a shift threshold, or one "
-                "rank"
+                f"over {self.size} ranks; use ulysses_sequence_parallel_size without a shift "
+                "threshold, or one rank"
             )
 
     @property

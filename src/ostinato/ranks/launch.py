@@ -88,7 +88,7 @@ def _check_world_size(config: EngineConfig, found: int, source: str) -> None:
     layout = config.layout
     if found != layout.world_size:
         raise ConfigError(
-            f"tensor_parallel {layout.tp} x sequence_parallel {layout.sp} needs "
+            f"tensor_parallel_size {layout.tp} x ulysses_sequence_parallel_size {layout.sp} needs "
             f"{layout.world_size} ranks, but this world has {found} ({source}); start "
             f"{layout.world_size} ranks, or change the settings"
         )
@@ -212,8 +212,8 @@ def _check_devices(config: EngineConfig) -> None:
     size = config.layout.world_size
     if config.torch_device().type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(
-            f"tensor_parallel {config.tensor_parallel} x sequence_parallel "
-            f"{config.sequence_parallel} needs {size} GPUs, but torch finds "
+            f"tensor_parallel_size {config.tensor_parallel_size} x ulysses_sequence_parallel_size "
+            f"{config.ulysses_sequence_parallel_size} needs {size} GPUs, but torch finds "
             f"{torch.cuda.device_count()}"
         )
 

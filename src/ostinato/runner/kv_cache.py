@@ -60,12 +60,12 @@ def size_cache(
                 f"the KV cache has {budget:,} bytes, room for {max(affordable - 1, 0)} blocks of "
                 f"{block_size} tokens, but one request of {wanted} tokens takes {needed - 1} "
                 f"blocks ({needed * bytes_per_block:,} bytes with the spare one); raise "
-                "kv_cache_memory or lower max_model_len"
+                "kv_cache_memory_bytes or lower max_model_len"
             )
         wanted = (affordable - 1) * block_size
         logger.warning(
             "max_model_len becomes %d instead of the model's %d: that is what fits into %d bytes "
-            "of KV cache; raise kv_cache_memory for more",
+            "of KV cache; raise kv_cache_memory_bytes for more",
             wanted,
             model_limit,
             budget,

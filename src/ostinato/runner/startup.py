@@ -96,7 +96,7 @@ def plan_graphs(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
-    sp, threshold = config.sequence_parallel, config.shift_parallel_threshold or 0
+    sp, threshold = config.ulysses_sequence_parallel_size, config.shift_parallel_threshold or 0
     if sp == 1:
         return GraphPlans(model=whole, shift=None, threshold=0, resolved=resolved)
     base_sizes = sequence_parallel_sizes(
@@ -182,8 +182,8 @@ def kv_cache_budget(
     config: EngineConfig, model: CausalLM, plans: GraphPlans, backend: AttentionBackend
 ) -> int:
     """Bytes for the KV cache: a setting, or on CUDA what weights, activations and graphs leave."""
-    if config.kv_cache_memory is not None:
-        return int(config.kv_cache_memory)
+    if config.kv_cache_memory_bytes is not None:
+        return int(config.kv_cache_memory_bytes)
     if model.device.type != "cuda":
         return CPU_KV_CACHE_BYTES
     plan = plans.model

@@ -42,10 +42,12 @@ class PrefixStats:
 class BlockAllocator:
     """Hands out the blocks 1 to ``num_blocks`` - 1. Block 0 is nobody's: padding refers to it.
 
-    ``num_blocks`` counts block 0. With ``prefix_reuse`` False nothing is ever found again.
+    ``num_blocks`` counts block 0. With ``enable_prefix_caching`` False nothing is ever found again.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_reuse: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True
+    ) -> None:
         if type(num_blocks) is not int or num_blocks < 2:
             raise ConfigError(
                 f"num_blocks must be an integer of at least 2 (block 0 is reserved), "
@@ -55,7 +57,7 @@ class BlockAllocator:
             raise ConfigError(f"block_size must be an integer of at least 1, got {block_size!r}")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.prefix_reuse = prefix_reuse
+        self.enable_prefix_caching = enable_prefix_caching
         self.stats = PrefixStats()
         self._refs = [0] * num_blocks
         self._free = list(range(num_blocks - 1, 0, -1))  # a stack; the lowest number goes first
@@ -137,7 +139,7 @@ class BlockAllocator:
         If another block has that name it keeps it: both have the same content.
         """
         self._check_held(block)
-        if not self.prefix_reuse or name in self._block_of:
+        if not self.enable_prefix_caching or name in self._block_of:
             return
         if self._name_of[block] is not None:
             raise SchedulingError(

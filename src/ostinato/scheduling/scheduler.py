@@ -21,7 +21,7 @@ import numpy as np
 
 from ostinato.errors import ConfigError, SchedulingError
 from ostinato.scheduling.block_allocator import BlockAllocator
-from ostinato.scheduling.prefix_reuse import PrefixReuse
+from ostinato.scheduling.prefix_cache import PrefixReuse
 from ostinato.scheduling.request import FinishReason, Request, RequestStatus
 from ostinato.scheduling.schedule_plan import (
     IntArray,
@@ -37,7 +37,7 @@ class Scheduler:
     """Owns the allocator's blocks and the rows 0 to ``max_num_seqs`` - 1 while requests run.
 
     A step computes at most ``max_num_batched_tokens`` tokens, of one request at most
-    ``prefill_chunk``. No request may be longer than ``max_model_len``.
+    ``long_prefill_token_threshold``. No request may be longer than ``max_model_len``.
     """
 
     def __init__(
@@ -47,14 +47,18 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,
-        prefill_chunk: int | None = None,
+        long_prefill_token_threshold: int | None = None,
     ) -> None:
-        chunk = max_num_batched_tokens if prefill_chunk is None else prefill_chunk
+        chunk = (
+            max_num_batched_tokens
+            if long_prefill_token_threshold is None
+            else long_prefill_token_threshold
+        )
         for name, value in (
             ("max_num_seqs", max_num_seqs),
             ("max_num_batched_tokens", max_num_batched_tokens),
             ("max_model_len", max_model_len),
-            ("prefill_chunk", chunk),
+            ("long_prefill_token_threshold", chunk),
         ):
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")

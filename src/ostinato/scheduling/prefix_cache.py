@@ -22,7 +22,7 @@ class PrefixReuse:
         All of its tokens but one, at most: what is in the cache gives no logits.
         """
         allocator = self._allocator
-        if not allocator.prefix_reuse:
+        if not allocator.enable_prefix_caching:
             return []
         shareable = (request.num_tokens - 1) // allocator.block_size
         self._extend_hashes(request, shareable)
@@ -32,7 +32,7 @@ class PrefixReuse:
 
     def publish(self, request: Request, first: int, stop: int) -> None:
         """Make the blocks ``first`` to ``stop`` of a request, just completed, findable."""
-        if not self._allocator.prefix_reuse:
+        if not self._allocator.enable_prefix_caching:
             return
         self._extend_hashes(request, stop)
         for index in range(first, stop):
