@@ -16,7 +16,7 @@ from ostinato import GraphPool
 from ostinato.ops import linear as module
 from ostinato.ops.linear import Norm, linear, run_kernel, wide
 from ostinato.ops.measuring import measure_linear
-from ostinato.ops.tuning import Blocks, Choice, LinearShape, candidates
+from ostinato.ops.tuning import Blocks, GemmChoice, LinearShape, candidates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -158,6 +158,6 @@ def test_float32_and_many_rows_are_torchs(monkeypatch: pytest.MonkeyPatch) -> No
 def test_measuring_says_what_it_takes(num_rows: int) -> None:
     weights = [draw(512, 512, size=0.05) for _ in range(4)]
     shape = LinearShape(num_rows, 512, 512, torch.bfloat16, norm=True, residual=True)
-    choices: list[Choice] = ["torch", candidates(shape)[0]]
+    choices: list[GemmChoice] = ["torch", candidates(shape)[0]]
     for choice in choices:
         assert 0.1 < measure_linear(shape, choice, weights) < 10_000

@@ -17,8 +17,8 @@ from ostinato.ops.activation import silu_and_mul
 from ostinato.ops.counter_random import spread_seed
 from ostinato.ops.decode_state import load_decode_inputs, store_decode_outputs
 from ostinato.ops.norm import add_rms_norm, rms_norm
-from ostinato.ops.parts import num_parts, product_in_parts
 from ostinato.ops.sampling import sample_rows
+from ostinato.ops.split_k import num_parts, split_k_gemm
 from ostinato.sampling.sampler import sample
 from ostinato.sampling.sampling_state import SamplingFeatures, SamplingState
 
@@ -65,7 +65,7 @@ def test_a_product_in_parts_and_the_norm_that_adds_them(shape: tuple[int, int, i
     weight = torch.randn(outputs, inner, device=CUDA, dtype=torch.bfloat16) / inner**0.5
     residual = torch.randn(rows, outputs, device=CUDA, dtype=torch.bfloat16)
     scale = torch.randn(outputs, device=CUDA, dtype=torch.bfloat16)
-    parts = product_in_parts(x, weight)
+    parts = split_k_gemm(x, weight)
     assert parts.shape[0] == num_parts(*shape) > 1
     exact = x.double() @ weight.double().T
     # As far off as the whole product is, rounded once; a little more, since the sum of squares of

@@ -186,11 +186,11 @@ def test_of_a_kind_only_the_first_entry_is_watched(
     trusted = []
 
     @contextmanager
-    def trusting() -> Iterator[None]:
+    def unguarded() -> Iterator[None]:
         trusted.append(True)
         yield
 
-    monkeypatch.setattr(pool.backend, "trusting", trusting)
+    monkeypatch.setattr(pool.backend, "unguarded", unguarded)
     entries = 8  # four sizes in two modes
     Engine(pool, BOTH, [1, 2, 3, 4]).capture()
     assert not trusted, "nothing is known of the forward"
@@ -202,15 +202,15 @@ def test_a_first_entry_that_failed_does_not_speak_for_others(
     pool: GraphPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watched: list[int] = []
-    trusting = pool.backend.trusting
+    unguarded = pool.backend.unguarded
 
     @contextmanager
     def trusted() -> Iterator[None]:
         watched.append(-1)
-        with trusting():
+        with unguarded():
             yield
 
-    monkeypatch.setattr(pool.backend, "trusting", trusted)
+    monkeypatch.setattr(pool.backend, "unguarded", trusted)
     engine = Engine(pool, PIECEWISE, [1, 2, 3], kernel_class=lambda entry: 0, eager_fallback=True)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

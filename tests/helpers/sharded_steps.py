@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig
 
 from ostinato import set_forward_context
@@ -23,6 +24,39 @@ from ostinato.runner.kv_cache import KVCache
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 NUM_BLOCKS = 16
+
+
+def config_of(family: str, num_kv_heads: int) -> Any:
+    sizes: dict[str, Any] = {
+        "vocab_size": 97,  # not divisible: the last shard is shorter
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": 64,
+    }
+    if family == "llama":
+        return transformers.LlamaConfig(
+            **sizes, attention_bias=True, mlp_bias=True, tie_word_embeddings=False
+        )
+    if family == "qwen2":
+        return transformers.Qwen2Config(**sizes, tie_word_embeddings=True)
+    if family == "gemma2":
+        return transformers.Gemma2Config(
+            **sizes, head_dim=16, attn_logit_softcapping=3.0, final_logit_softcapping=20.0
+        )
+    if family == "granite":
+        return transformers.GraniteConfig(
+            **sizes, residual_multiplier=0.4, logits_scaling=0.5, attention_bias=True
+        )
+    if family == "phi3":
+        return transformers.Phi3Config(**sizes, pad_token_id=0)
+    if family == "glm4":
+        return transformers.Glm4Config(**sizes, pad_token_id=0, head_dim=16)
+    if family == "olmo2":
+        return transformers.Olmo2Config(**sizes, pad_token_id=0)
+    return transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)
 
 
 @dataclass(frozen=True)

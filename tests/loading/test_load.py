@@ -30,8 +30,8 @@ from ostinato.loading.load import LoadedModel, free_memory, load_model
 from ostinato.models.hf.model import HFCausalLM
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.raw_config import raw_config
 from ostinato.models.native.shapes import SHAPES, shape_config
-from ostinato.models.native.stated_config import stated_config
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -391,7 +391,7 @@ def test_shapes_have_the_published_size(name: str, elements: int) -> None:
 
 
 def stated(fields: dict[str, Any]) -> DecoderConfig:
-    config = stated_config(fields)
+    config = raw_config(fields)
     assert config is not None
     return DecoderConfig.from_hf(config)
 
@@ -412,7 +412,7 @@ def test_a_config_that_states_everything_is_read_without_transformers(
     fields = json.loads((tmp_path / "config.json").read_text())
     assert stated(fields) == expected
     for field in ("rope_parameters", "tie_word_embeddings", "rms_norm_eps"):
-        assert stated_config({key: fields[key] for key in fields if key != field}) is None
+        assert raw_config({key: fields[key] for key in fields if key != field}) is None
 
 
 @pytest.mark.parametrize(
@@ -434,8 +434,8 @@ def test_a_config_that_states_everything_is_read_without_transformers(
     ids=str,
 )
 def test_configs_that_transformers_must_read(change: dict[str, Any]) -> None:
-    assert stated_config(SHAPES["tiny"]) is not None
-    assert stated_config(SHAPES["tiny"] | change) is None
+    assert raw_config(SHAPES["tiny"]) is not None
+    assert raw_config(SHAPES["tiny"] | change) is None
 
 
 @pytest.mark.slow

@@ -31,10 +31,10 @@ from ostinato.errors import ConfigError
 from ostinato.loading.load import load_model
 from ostinato.models.native import layer_kernels
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig, obstacle, supports
+from ostinato.models.native.decoder_config import DecoderConfig, supports, unsupported_reason
 from ostinato.models.native.rotary import Rotary
 from ostinato.models.native.shapes import shape_config
-from ostinato.ops.parts import in_parts
+from ostinato.ops.split_k import in_parts
 
 SIZES = {
     "vocab_size": 97,
@@ -200,7 +200,7 @@ def test_fused_operators_with_products_in_parts(
     name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way of CUDA for many tokens, on any device."""
-    monkeypatch.setattr(layer_kernels, "product_in_parts", lambda x, weight: in_parts(x, weight, 2))
+    monkeypatch.setattr(layer_kernels, "split_k_gemm", lambda x, weight: in_parts(x, weight, 2))
     monkeypatch.setattr(Decoder, "_runs_fused", lambda self, hidden: True)
     theirs = reference(CONFIGS[name], tmp_path).to(device)
     model = load_model(str(tmp_path), device=device, dtype=torch.float32, show_progress=False).model
@@ -337,7 +337,7 @@ def test_few_layers_are_two_of_each_kind() -> None:
 )
 def test_what_it_cannot_run_it_says(config: Any, reason: str) -> None:
     assert not supports(config)
-    assert obstacle(config) is not None
+    assert unsupported_reason(config) is not None
     with pytest.raises(ConfigError, match=reason):
         DecoderConfig.from_hf(config)
 

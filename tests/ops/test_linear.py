@@ -23,7 +23,7 @@ from torch import Tensor
 from ostinato.errors import BatchError
 from ostinato.ops import tuning
 from ostinato.ops.linear import Norm, linear, run_kernel
-from ostinato.ops.tuning import Blocks, Choice, LinearShape, Tuning
+from ostinato.ops.tuning import Blocks, GemmChoice, LinearShape, Tuning
 
 pytest.importorskip("triton")
 
@@ -231,11 +231,11 @@ FAST = Blocks(32, 128, 4, 4)
 class Stopwatch:
     """Returns given times, and records what was measured."""
 
-    def __init__(self, times: dict[Choice, float | Exception]) -> None:
+    def __init__(self, times: dict[GemmChoice, float | Exception]) -> None:
         self._times = times
-        self.calls: list[tuple[LinearShape, Choice]] = []
+        self.calls: list[tuple[LinearShape, GemmChoice]] = []
 
-    def __call__(self, shape: LinearShape, choice: Choice, _: Sequence[Tensor]) -> float:
+    def __call__(self, shape: LinearShape, choice: GemmChoice, _: Sequence[Tensor]) -> float:
         self.calls.append((shape, choice))
         time = self._times.get(choice, 9.0)
         if isinstance(time, Exception):
@@ -243,7 +243,7 @@ class Stopwatch:
         return time
 
 
-def tune(file: Path, stopwatch: Stopwatch, *shapes: LinearShape, **shipped: Choice) -> Tuning:
+def tune(file: Path, stopwatch: Stopwatch, *shapes: LinearShape, **shipped: GemmChoice) -> Tuning:
     known = Tuning(file, dict(shipped))
     tuning.tune_linears(shapes, lambda _: [], gpu="GPU", known=known, measure=stopwatch)
     return known
@@ -314,7 +314,10 @@ def test_torch_may_win(tmp_path: Path) -> None:
 
 def test_blocks_that_do_not_run_are_out_of_the_race(tmp_path: Path) -> None:
     first, second, *_ = tuning.candidates(SHAPE)
-    times: dict[Choice, float | Exception] = {first: RuntimeError("out of resource"), second: 8.5}
+    times: dict[GemmChoice, float | Exception] = {
+        first: RuntimeError("out of resource"),
+        second: 8.5,
+    }
     assert tune(tmp_path / "linear.json", Stopwatch(times), SHAPE).get(KEY) == second
 
 

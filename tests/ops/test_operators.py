@@ -18,7 +18,7 @@ from torch import Tensor
 from ostinato import GraphPool
 from ostinato.ops import activation, decode_state, norm, sampling
 from ostinato.ops.counter_random import exponential_log, spread_seed
-from ostinato.ops.parts import in_parts, num_parts
+from ostinato.ops.split_k import in_parts, num_parts
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.request_state import RequestState

@@ -14,8 +14,8 @@ from ostinato import GraphConfig, GraphPool
 from ostinato.errors import ClosedError
 from ostinato.parallel.comm import Comm, NoComm, RecordingComm
 from ostinato.parallel.distributed import DistributedComm
-from ostinato.parallel.exchange import TensorExchange
-from ostinato.parallel.place import RankPlace
+from ostinato.parallel.rank_context import RankContext
+from ostinato.parallel.rank_exchange import TensorExchange
 from ostinato.parallel.sharded_decoder import ShardedDecoder
 from ostinato.runner import startup
 
@@ -86,19 +86,19 @@ def test_a_runner_with_collectives_in_its_graphs(
     """All steps of a model whose layers communicate, in FULL graphs and in pieces."""
     expected = tokens_alone(device, {})
     config = config_for(device, graphs=GraphConfig(mode=mode, capture_sizes=[1, 2, 4, 8, 32]))
-    place = RankPlace(
+    rank_context = RankContext(
         layout=config.layout,
         rank=0,
         device=device,
         comm_of=lambda ranks: world_of_one,
         everyone=NoComm(),
     )
-    loaded = startup.load(config, place)
+    loaded = startup.load(config, rank_context)
     calls = RecordingComm(world_of_one)
     assert isinstance(loaded.model, ShardedDecoder)
     for layer in loaded.model.decoder_layers():
         layer.exchange = AlwaysSummed(calls)
-    runner, _ = startup.build_runner(config, loaded, place)
+    runner, _ = startup.build_runner(config, loaded, rank_context)
     num_calls = len(calls.calls)
     assert num_calls > 0
     assert generate(runner) == expected

@@ -16,7 +16,7 @@ from parallel_llm import assert_block_0_untouched, poison, spy_on
 from ostinato import GraphConfig, SamplingParams
 from ostinato.config import EngineConfig
 from ostinato.errors import CaptureError
-from ostinato.parallel.place import RankPlace
+from ostinato.parallel.rank_context import RankContext
 from ostinato.parallel.sharded_decoder import ShardedDecoder
 from ostinato.runner import startup
 from ostinato.runner.model_runner import ModelRunner
@@ -130,7 +130,7 @@ def test_tokens_equal_those_of_one_rank(
     world = LoopbackWorld(config.layout.world_size)
 
     def rank_of_world(rank: int) -> tuple[list[list[int]], set[tuple[str, str]]]:
-        place = RankPlace(
+        rank_context = RankContext(
             layout=config.layout,
             rank=rank,
             device=device,
@@ -138,7 +138,7 @@ def test_tokens_equal_those_of_one_rank(
             everyone=world.comm(range(world.world_size), rank),
             threshold=threshold,
         )
-        runner, _ = startup.build_runner(config, startup.load(config, place), place)
+        runner, _ = startup.build_runner(config, startup.load(config, rank_context), rank_context)
         poison(runner)
         steps = spy_on(runner)
         tokens = generate(runner)
@@ -162,7 +162,7 @@ def test_ranks_that_would_wait_for_each_others_captures_are_told() -> None:
     world = LoopbackWorld(2)
 
     def rank_of_world(rank: int) -> None:
-        place = RankPlace(
+        rank_context = RankContext(
             layout=config.layout,
             rank=rank,
             device=device,
@@ -170,7 +170,7 @@ def test_ranks_that_would_wait_for_each_others_captures_are_told() -> None:
             everyone=world.comm(range(2), rank),
             threshold=0,
         )
-        startup.build_runner(config, startup.load(config, place), place)
+        startup.build_runner(config, startup.load(config, rank_context), rank_context)
 
     with pytest.raises(CaptureError, match="one forward on a GPU at a time"):
         world.run(rank_of_world)

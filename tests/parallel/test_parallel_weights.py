@@ -15,7 +15,7 @@ from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import draw_weights, shape_config
 from ostinato.parallel.comm import NoComm
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.parallel.place import RankPlace
+from ostinato.parallel.rank_context import RankContext
 from ostinato.parallel.sharded_models import (
     build_models,
     draw_sharded_weights,
@@ -30,8 +30,8 @@ class Named(NoComm):
         self.size, self.index = size, index  # type: ignore[misc]
 
 
-def place_of(sp: int, tp: int, rank: int, device: torch.device) -> RankPlace:
-    return RankPlace(
+def rank_context_of(sp: int, tp: int, rank: int, device: torch.device) -> RankContext:
+    return RankContext(
         layout=ParallelLayout(sp, tp),
         rank=rank,
         device=device,
@@ -43,7 +43,7 @@ def place_of(sp: int, tp: int, rank: int, device: torch.device) -> RankPlace:
 
 def models_of(sp: int, tp: int, rank: int, device: torch.device, dtype: torch.dtype) -> Any:
     config = DecoderConfig.from_hf(shape_config("tiny"))
-    return build_models(config, place_of(sp, tp, rank, device), device=device, dtype=dtype)
+    return build_models(config, rank_context_of(sp, tp, rank, device), device=device, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -84,8 +84,8 @@ def test_random_weights_whose_rows_are_read_in_another_order(name: str) -> None:
             rows = torch.tensor([row for part in slot.parts for row in part])
             tensors[slot.name].index_copy_(slot.dim, rows, slot.target)
     for rank in range(2):
-        place = place_of(1, 2, rank, device)
-        models = build_models(config, place, device=device, dtype=torch.float32)
+        rank_context = rank_context_of(1, 2, rank, device)
+        models = build_models(config, rank_context, device=device, dtype=torch.float32)
         draw_sharded_weights(models, 5)
         for model in models:
             for slot in model.weight_slots():
@@ -100,9 +100,14 @@ def saved(directory: Path, seed: int) -> Path:
 
 
 def fingerprint(path: Path, rank: int, **options: Any) -> str:
-    place = place_of(2, 2, rank, torch.device("cpu"))
+    rank_context = rank_context_of(2, 2, rank, torch.device("cpu"))
     loaded = load_model(
-        str(path), device=place.device, dtype=torch.float32, place=place, tokenizer=False, **options
+        str(path),
+        device=rank_context.device,
+        dtype=torch.float32,
+        rank_context=rank_context,
+        tokenizer=False,
+        **options,
     )
     return weights_fingerprint(loaded.model, None if options else loaded.path)
 

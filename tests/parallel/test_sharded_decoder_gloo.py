@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_steps import RankResult, run_request
-from test_sharded_decoder import STEPS, TOKENS, config_of
+from sharded_steps import RankResult, config_of, run_request
+from test_sharded_decoder import STEPS, TOKENS
 from transformers import AutoModelForCausalLM
 from workers import GlooPool
 

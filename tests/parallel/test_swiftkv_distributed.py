@@ -28,7 +28,7 @@ from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder, convert
 from ostinato.parallel.comm import Comm, RecordingComm
 from ostinato.parallel.distributed import DistributedComm
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.parallel.place import RankPlace
+from ostinato.parallel.rank_context import RankContext
 from ostinato.parallel.sharded_models import draw_sharded_weights
 from ostinato.parallel.swiftkv_sharded import ShardedSwiftKV, build_swiftkv_models
 from ostinato.testing.loopback import LoopbackWorld
@@ -130,7 +130,7 @@ def run_rank(
     config: SwiftKVConfig,
     path: str,
 ) -> Result:
-    place = RankPlace(
+    rank_context = RankContext(
         layout=layout,
         rank=rank,
         device=CPU,
@@ -138,7 +138,7 @@ def run_rank(
         everyone=comm_of(tuple(range(layout.world_size))),
         threshold=4,
     )
-    base, shift = build_swiftkv_models(config, place, **OPTIONS)
+    base, shift = build_swiftkv_models(config, rank_context, **OPTIONS)
     assert base.late is shift.late
     load(base, path)
     load(shift, path)
@@ -222,14 +222,14 @@ def test_late_layers_trade_the_selected_tokens_only(tmp_path: Path) -> None:
             group = tuple(ranks)
             return recorders.setdefault(group, RecordingComm(world.comm(group, rank)))
 
-        place = RankPlace(
+        rank_context = RankContext(
             layout=layout,
             rank=rank,
             device=CPU,
             comm_of=comm_of,
             everyone=world.comm(range(4), rank),
         )
-        (base,) = build_swiftkv_models(config, place, **OPTIONS)  # no shift model
+        (base,) = build_swiftkv_models(config, rank_context, **OPTIONS)  # no shift model
         load(base, str(tmp_path))
         requests = PagedRequests(base.attention_specs, TOKENS, device=CPU)
         batch = requests.batch(STEPS[0][1], padded_tokens=16, num_selected=5)
@@ -253,7 +253,7 @@ def test_random_weights_are_those_of_a_converted_decoder() -> None:
     layout, world = ParallelLayout(2, 2), LoopbackWorld(4)
 
     def run(rank: int) -> list[torch.Tensor]:
-        place = RankPlace(
+        rank_context = RankContext(
             layout=layout,
             rank=rank,
             device=CPU,
@@ -261,7 +261,7 @@ def test_random_weights_are_those_of_a_converted_decoder() -> None:
             everyone=world.comm(range(4), rank),
             threshold=4,
         )
-        models: list[ShardedSwiftKV] = build_swiftkv_models(config, place, **OPTIONS)
+        models: list[ShardedSwiftKV] = build_swiftkv_models(config, rank_context, **OPTIONS)
         draw_sharded_weights(models, 3)
         return run_steps(dict(zip(("base", "shift"), models, strict=True)), layout).logits
 
@@ -277,14 +277,14 @@ def test_no_late_layers(tmp_path: Path) -> None:
     world = LoopbackWorld(2)
 
     def build(rank: int) -> bool:
-        place = RankPlace(
+        rank_context = RankContext(
             layout=ParallelLayout(1, 2),
             rank=rank,
             device=CPU,
             comm_of=lambda ranks: world.comm(ranks, rank),
             everyone=world.comm(range(2), rank),
         )
-        (base,) = build_swiftkv_models(config, place, **OPTIONS)
+        (base,) = build_swiftkv_models(config, rank_context, **OPTIONS)
         names = {slot.name for slot in base.weight_slots()}
         assert names == {slot.name for slot in Decoder(config.decoder, **OPTIONS).weight_slots()}
         assert len(base.attention_specs) == LAYERS

@@ -55,8 +55,8 @@ def test_a_rank_that_hangs_in_a_step_is_named(
 ) -> None:
     """A rank that is only slow is not named, nor is any rank while rank 0 is idle."""
     sleeps = {5: 0.3 * TIMEOUT_S, 40: 1000}
-    in_step = {"module": "ostinato.runner.request_state", "name": "RequestState"}
-    in_rank(1, SLEEPY.format(**in_step, method="update", sleeps=sleeps), tmp_path, monkeypatch)
+    in_step = {"module": "ostinato.runner.model_runner", "name": "ModelRunner"}
+    in_rank(1, SLEEPY.format(**in_step, method="run", sleeps=sleeps), tmp_path, monkeypatch)
     with LLM(**WATCHED, tensor_parallel_size=2) as llm:
         pid = pid_of_rank_1(llm)
         tokens = llm.generate(PROMPTS[0], PARAMS[0])[0].outputs[0].token_ids
@@ -95,20 +95,21 @@ def test_of_many_ranks_the_one_that_does_not_come_is_named(
 SCRIPT = """
 import sys, time
 from ostinato import LLM, SamplingParams
+from ostinato.runner.model_runner import ModelRunner
 
 llm = LLM("tiny", random_weights=True, device="cpu", max_model_len=128, show_progress=False,
           tensor_parallel_size=2, rank_timeout_s={timeout_s})
-steps, update = [], llm.engine.runner.state.update
+steps, run = [], ModelRunner.run
 
-def hangs(plan):
+def hangs(runner, plan):
     steps.append(plan)
     if len(steps) == 7:
         sys.stdout.write(f"{{llm.engine.runner._world._dead_rank.__self__._processes[0].pid}}\\n")
         sys.stdout.flush()
         time.sleep(1000)
-    update(plan)
+    return run(runner, plan)
 
-llm.engine.runner.state.update = hangs
+ModelRunner.run = hangs
 llm.generate([[1, 2, 3, 4, 5]], SamplingParams(max_tokens=12))
 """
 

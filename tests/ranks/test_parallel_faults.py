@@ -24,7 +24,7 @@ from workers import GlooPool
 from ostinato import LLM, SamplingParams
 from ostinato.errors import ConfigError, RankFailedError, SchedulingError
 from ostinato.graphs.capture.pool import GraphPool
-from ostinato.ranks import launch, worker
+from ostinato.ranks import rendezvous, worker
 from ostinato.ranks.world import World
 from ostinato.runner import startup
 
@@ -204,7 +204,7 @@ def test_a_rank_that_cannot_join_says_so(
     def refuses(connection: Any, rank: int) -> None:
         raise ConfigError("no GPU is left for rank 1 of this machine")
 
-    monkeypatch.setattr(launch, "join_started", refuses)
+    monkeypatch.setattr(rendezvous, "join_started", refuses)
     here, there = socket.socketpair()
     with here:
         assert worker._run(there.detach(), 1) == 1

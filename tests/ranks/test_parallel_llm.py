@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_llm import LIMITS, Outcome, blocks_of, params, prompts, run_llm
-from test_sharded_decoder import config_of
+from sharded_steps import config_of
 from transformers import AutoModelForCausalLM
 from workers import GlooPool
 

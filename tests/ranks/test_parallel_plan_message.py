@@ -28,8 +28,8 @@ from ostinato.runner.request_state import RequestState
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.request import Request
-from ostinato.scheduling.schedule_plan import DecodePlan, Plan, ScheduledRequest, SchedulePlan
 from ostinato.scheduling.scheduler import Scheduler
+from ostinato.scheduling.step_plan import DecodePlan, ScheduledRequest, SchedulePlan, StepPlan
 
 CACHE = CacheSize(num_blocks=24, block_size=4, max_model_len=48)
 
@@ -60,7 +60,7 @@ class Receiver:
         tensor.copy_(self.wire.sent.popleft())
 
 
-def seen_by_a_runner(plan: Plan) -> tuple[Any, ...]:
+def seen_by_a_runner(plan: StepPlan) -> tuple[Any, ...]:
     rows = [
         (
             row.slot,

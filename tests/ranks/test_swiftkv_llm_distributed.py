@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_llm import LIMITS, SIZES, Outcome, run_llm
-from test_sharded_decoder import config_of
+from sharded_steps import config_of
 from transformers import AutoModelForCausalLM
 from workers import GlooPool
 

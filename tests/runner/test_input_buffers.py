@@ -18,7 +18,7 @@ from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache
 from ostinato.runner.request_state import RequestState
 from ostinato.scheduling.request import Request
-from ostinato.scheduling.schedule_plan import DecodePlan, ScheduledRequest, SchedulePlan
+from ostinato.scheduling.step_plan import DecodePlan, ScheduledRequest, SchedulePlan
 
 MAX_NUM_SEQS = 6
 MAX_NUM_TOKENS = 40

@@ -29,14 +29,14 @@ from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling import block_allocator, scheduler, steady_decode
 from ostinato.scheduling.block_allocator import BlockAllocator, block_hash, root_hash
 from ostinato.scheduling.request import FinishReason, Request, RequestStatus
-from ostinato.scheduling.schedule_plan import (
+from ostinato.scheduling.scheduler import Scheduler
+from ostinato.scheduling.step_plan import (
     DecodePlan,
-    Plan,
     ScheduledRequest,
     SchedulePlan,
+    StepPlan,
     TokenEvent,
 )
-from ostinato.scheduling.scheduler import Scheduler
 
 VOCAB = 3  # few tokens, so that prompts often begin alike
 MAX_LEN = 12
@@ -127,7 +127,7 @@ def expected_output(request: Request) -> tuple[list[int], FinishReason]:
             return output, reason
 
 
-def rows_of(plan: Plan) -> list[ScheduledRequest]:
+def rows_of(plan: StepPlan) -> list[ScheduledRequest]:
     """The rows as they are now. The plan itself is not asked, since it may remember its answer."""
     return replace(plan).requests if isinstance(plan, DecodePlan) else plan.requests
 
@@ -142,7 +142,7 @@ class Device:
     computed: dict[int, int] = field(default_factory=dict)
     cache: dict[int, int] = field(default_factory=dict)
 
-    def run(self, plan: Plan) -> tuple[list[int], list[int]]:
+    def run(self, plan: StepPlan) -> tuple[list[int], list[int]]:
         """Compute a step: what it sampled, and the places in the cache that it wrote to."""
         if isinstance(plan, DecodePlan):
             steps = self._decode_rows(plan)
@@ -208,7 +208,7 @@ class Device:
 
 @dataclass
 class InFlight:
-    plan: Plan
+    plan: StepPlan
     rows: list[ScheduledRequest]
     tokens: list[int]
     written: list[int]
@@ -243,7 +243,7 @@ class World:
         if not was_finished:
             self.aborted.add(request)
 
-    def schedule(self, within: AbstractContextManager[None] | None = None) -> Plan:
+    def schedule(self, within: AbstractContextManager[None] | None = None) -> StepPlan:
         """Plan a step and let the device run it. Its tokens stay there until ``commit``."""
         before = self.with_status(RequestStatus.RUNNING)
         with within or nullcontext():
@@ -287,7 +287,7 @@ class World:
         self.check_counts()
         return events
 
-    def step(self) -> tuple[Plan, list[TokenEvent]]:
+    def step(self) -> tuple[StepPlan, list[TokenEvent]]:
         """One step at a time."""
         plan = self.schedule()
         return plan, self.commit() if self.flight else []
@@ -333,7 +333,9 @@ class World:
     def expected(self, request: Request) -> int:
         return request.num_tokens + self.pending[request]
 
-    def check_plan(self, plan: Plan, rows: list[ScheduledRequest], before: list[Request]) -> None:
+    def check_plan(
+        self, plan: StepPlan, rows: list[ScheduledRequest], before: list[Request]
+    ) -> None:
         """What must hold for every plan. ``before`` are the requests that ran until then."""
         unfinished = [r for r in self.arrivals if r.status is not RequestStatus.FINISHED]
         assert self.scheduler.has_unfinished == bool(unfinished)
@@ -411,7 +413,7 @@ class World:
         promised = sum(max(-(-r.num_tokens // size) - len(r.block_ids), 0) for r in running)
         assert -(-request.num_tokens // size) - len(cached) + promised > free
 
-    def check_layout(self, plan: Plan, rows: list[ScheduledRequest], num_tokens: int) -> None:
+    def check_layout(self, plan: StepPlan, rows: list[ScheduledRequest], num_tokens: int) -> None:
         assert plan.num_tokens == num_tokens == sum(row.num_tokens for row in rows)
         assert plan.num_samples == sum(row.samples for row in rows)
         late = [not (row.num_tokens == 1 and row.samples) for row in rows]
@@ -710,7 +712,7 @@ def test_tokens_do_not_depend_on_scheduling(
 # --- the steady state -----------------------------------------------------------------------------
 
 
-def facts(plan: Plan) -> tuple[Any, ...]:
+def facts(plan: StepPlan) -> tuple[Any, ...]:
     """All that a plan says, with names for requests."""
     rows = [
         (
@@ -764,7 +766,7 @@ class Twins:
         for world in (self.fast, self.slow):
             world.add(make_request(name, **made))
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> StepPlan:
         plan, other = self.fast.schedule(), self.slow.schedule()
         assert isinstance(other, SchedulePlan)
         assert facts(plan) == facts(other)
@@ -1248,7 +1250,7 @@ def test_a_block_whose_naming_was_interrupted_is_named_in_the_steady_state() -> 
 # --- what is decided ------------------------------------------------------------------------------
 
 
-def row_facts(plan: Plan) -> list[tuple[str, int, int, bool]]:
+def row_facts(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
     return [(r.request.request_id, r.start, r.num_tokens, r.samples) for r in rows_of(plan)]
 
 

@@ -24,8 +24,8 @@ from ostinato.runner.step_result import StepResult
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.request import FinishReason
-from ostinato.scheduling.schedule_plan import Plan, TokenEvent
 from ostinato.scheduling.scheduler import Scheduler
+from ostinato.scheduling.step_plan import StepPlan, TokenEvent
 from ostinato.text.prompts import check_num_tokens, text_of
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Engine:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
         self._completions: dict[str, Completion] = {}
-        self._in_flight: deque[tuple[Plan, StepResult]] = deque()
+        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         # Batches that run while the host has not seen their tokens yet.
         self._num_ahead = 1 if config.overlaps_on(self.model.device) else 0
         self._seeds = random.Random(config.seed)

@@ -231,7 +231,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
             self._capture_entry(entry, *callables, num_warmups=num_warmups)
         else:
             try:
-                with self.pool.backend.trusting():
+                with self.pool.backend.unguarded():
                     self._capture_entry(entry, *callables, num_warmups=num_warmups)
             except CaptureOutOfMemoryError:
                 raise

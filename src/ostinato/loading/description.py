@@ -16,16 +16,16 @@ import torch
 
 from ostinato.errors import ConfigError, ModelLoadError, OstinatoError
 from ostinato.models.json_file import check_numbers, read_object
-from ostinato.models.native.decoder_config import DecoderConfig, obstacle
+from ostinato.models.native.decoder_config import DecoderConfig, unsupported_reason
+from ostinato.models.native.raw_config import RawConfig, raw_config
 from ostinato.models.native.shapes import SHAPES, shape_config
-from ostinato.models.native.stated_config import StatedConfig, stated_config
 from ostinato.models.native.swiftkv.config import SwiftKVConfig, is_swiftkv, plain_config
 from ostinato.quoting import said
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    ModelConfig = PretrainedConfig | StatedConfig
+    ModelConfig = PretrainedConfig | RawConfig
 
 NativeConfig: TypeAlias = DecoderConfig | SwiftKVConfig
 
@@ -101,13 +101,13 @@ def _describe(path: Path, fields: dict[str, Any]) -> ModelDescription:
     if is_swiftkv(fields):
         swiftkv = SwiftKVConfig.from_fields(fields)
         return ModelDescription(config=plain_config(fields), generic_reason=None, swiftkv=swiftkv)
-    stated = stated_config(fields)
-    if stated is not None and obstacle(stated) is None:
+    stated = raw_config(fields)
+    if stated is not None and unsupported_reason(stated) is None:
         return ModelDescription(config=stated, generic_reason=None)
     from transformers import AutoConfig
 
     config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    return ModelDescription(config=config, generic_reason=obstacle(config))
+    return ModelDescription(config=config, generic_reason=unsupported_reason(config))
 
 
 @contextmanager
@@ -134,4 +134,4 @@ def describe_shape(name: str) -> tuple[Path | None, ModelDescription]:
     if name not in SHAPES and path.is_dir():
         raise ModelLoadError(f"{path} has no config.json to read the model's shape from")
     config = shape_config(name)
-    return None, ModelDescription(config=config, generic_reason=obstacle(config))
+    return None, ModelDescription(config=config, generic_reason=unsupported_reason(config))

@@ -30,8 +30,8 @@ from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.json_file import check_numbers, read_object
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.raw_config import RawConfig
 from ostinato.models.native.shapes import draw_weights
-from ostinato.models.native.stated_config import StatedConfig
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder
 from ostinato.models.weight_slot import WeightSlot
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ostinato.loading.description import ModelConfig
-    from ostinato.parallel.place import RankPlace
+    from ostinato.parallel.rank_context import RankContext
     from ostinato.parallel.sharded_decoder import ShardedDecoder
 
 FreeMemory = Callable[[torch.device], int | None]
@@ -99,7 +99,7 @@ def load_model(
     max_position: int | None = None,
     show_progress: bool = True,
     free_memory: FreeMemory = free_memory,
-    place: RankPlace | None = None,
+    rank_context: RankContext | None = None,
     tokenizer: bool = True,
     swiftkv_layers: int | None = None,
 ) -> LoadedModel:
@@ -113,14 +113,14 @@ def load_model(
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"weights can be {', '.join(map(str, _DTYPES))}, not {dtype}")
-    build = _Build(device, dtype, max_position, show_progress, free_memory, place)
+    build = _Build(device, dtype, max_position, show_progress, free_memory, rank_context)
     path: Path | None
     if random_weights:
         path, described = describe_shape(name or _DEFAULT_SHAPE)
     else:
         path = find_model(name, show_progress=show_progress)
         described = describe(path)
-    _check_can_split(place, described.generic_reason)
+    _check_can_split(rank_context, described.generic_reason)
     if swiftkv_layers is not None:
         described = described.as_swiftkv(swiftkv_layers)
     if random_weights or path is None:
@@ -139,9 +139,9 @@ def load_model(
     )
 
 
-def _check_can_split(place: RankPlace | None, generic_reason: str | None) -> None:
-    if place is not None and generic_reason is not None:
-        layout = place.layout
+def _check_can_split(rank_context: RankContext | None, generic_reason: str | None) -> None:
+    if rank_context is not None and generic_reason is not None:
+        layout = rank_context.layout
         raise ConfigError(
             f"only models of the native decoder run on several ranks (tensor_parallel_size "
             f"{layout.tp}, ulysses_sequence_parallel_size {layout.sp}); this one does not: "
@@ -158,7 +158,7 @@ class _Build:
     max_position: int | None
     show_progress: bool
     free_memory: FreeMemory
-    place: RankPlace | None
+    rank_context: RankContext | None
 
     def random(
         self, path: Path | None, described: ModelDescription, seed: int
@@ -178,10 +178,10 @@ class _Build:
             return [model]
         config = described.native_config
         self._check_fit("the model", _bytes_of(self._decoders(config, "meta")))
-        if self.place is not None:
+        if self.rank_context is not None:
             from ostinato.parallel.sharded_models import draw_sharded_weights
 
-            parts = self._parts(config, self.device, self.place)
+            parts = self._parts(config, self.device, self.rank_context)
             draw_sharded_weights(parts, seed)
             return parts
         models = self._decoders(config, self.device)
@@ -223,15 +223,15 @@ class _Build:
 
     def _decoders(self, config: NativeConfig, device: torch.device | str) -> Sequence[Decoder]:
         device = torch.device(device)
-        if self.place is not None:
-            return self._parts(config, device, self.place)
+        if self.rank_context is not None:
+            return self._parts(config, device, self.rank_context)
         dtype, max_position = self.dtype, self.max_position
         if isinstance(config, SwiftKVConfig):
             return [SwiftKVDecoder(config, device=device, dtype=dtype, max_position=max_position)]
         return [Decoder(config, device=device, dtype=dtype, max_position=max_position)]
 
     def _parts(
-        self, config: NativeConfig, device: torch.device, place: RankPlace
+        self, config: NativeConfig, device: torch.device, rank_context: RankContext
     ) -> Sequence[ShardedDecoder]:
         from ostinato.parallel.sharded_models import build_models
         from ostinato.parallel.swiftkv_sharded import build_swiftkv_models
@@ -239,9 +239,11 @@ class _Build:
         dtype, max_position = self.dtype, self.max_position
         if isinstance(config, SwiftKVConfig):
             return build_swiftkv_models(
-                config, place, device=device, dtype=dtype, max_position=max_position
+                config, rank_context, device=device, dtype=dtype, max_position=max_position
             )
-        return build_models(config, place, device=device, dtype=dtype, max_position=max_position)
+        return build_models(
+            config, rank_context, device=device, dtype=dtype, max_position=max_position
+        )
 
     def _check_fit(self, what: str, needed: int) -> None:
         free = self.free_memory(self.device)
@@ -254,7 +256,7 @@ class _Build:
 
 def as_hf(config: ModelConfig) -> PretrainedConfig:
     """The config as an object of transformers."""
-    return config.to_hf() if isinstance(config, StatedConfig) else config
+    return config.to_hf() if isinstance(config, RawConfig) else config
 
 
 def _bytes_of(models: Sequence[Decoder]) -> int:

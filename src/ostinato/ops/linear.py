@@ -23,7 +23,7 @@ from ostinato.ops.triton.launch import launch, overlap
 from ostinato.ops.tuning import (
     MAX_ROWS,
     Blocks,
-    Choice,
+    GemmChoice,
     LinearShape,
     row_class,
     tuning,
@@ -124,7 +124,7 @@ def _choice(
     norm: Norm | None,
     gated: bool,
     residual: torch.Tensor | None,
-) -> Choice:
+) -> GemmChoice:
     if not x.is_cuda or not 1 <= x.shape[0] <= MAX_ROWS or x.dtype not in _HALVES:
         return "torch"
     others = (weight, bias, norm.weight if norm else None, residual)

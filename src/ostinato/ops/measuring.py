@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ostinato.ops.linear import Norm, run_kernel, wide
-from ostinato.ops.tuning import Choice, LinearShape, row_class
+from ostinato.ops.tuning import GemmChoice, LinearShape, row_class
 
 _MEASURED_ROWS = {1: 1, 16: 8, 32: 32, 64: 64}  # by row class
 
 
 def measure_linear(
-    shape: LinearShape, choice: Choice, weights: Sequence[torch.Tensor], *, launches: int = 24
+    shape: LinearShape, choice: GemmChoice, weights: Sequence[torch.Tensor], *, launches: int = 24
 ) -> float:
     """Microseconds per GEMM, from a CUDA graph of at least ``launches`` over the weights."""
     device = weights[0].device
@@ -43,7 +43,7 @@ def measure_linear(
 
 def _runner(
     shape: LinearShape,
-    choice: Choice,
+    choice: GemmChoice,
     norm_weight: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> Callable[[torch.Tensor, torch.Tensor], Any]:

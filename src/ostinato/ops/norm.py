@@ -36,7 +36,7 @@ def add_rms_norm(
     """``(rms_norm(x + residual), x + residual)``, both new tensors.
 
     Both terms are of one type, and ``weight`` too, unless it is float32. What is normed is the sum
-    as it is rounded to that type. ``x`` may come in parts (``product_in_parts``): with one more
+    as it is rounded to that type. ``x`` may come in parts (``split_k_gemm``): with one more
     dimension than ``residual``, the first.
     """
     if x.is_cuda:

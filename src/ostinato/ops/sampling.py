@@ -59,13 +59,13 @@ def sample_rows_cpu(
     out_tokens: torch.Tensor,
 ) -> None:
     """The CPU kernel: reads the temperatures, and computes noise only for rows that need it."""
-    heat = temperature[slots]
-    rows = (heat > 0).nonzero().squeeze(1)
+    row_temperature = temperature[slots]
+    rows = (row_temperature > 0).nonzero().squeeze(1)
     if rows.numel() < slots.numel():
         out_tokens.copy_(logits.argmax(dim=-1))
     if rows.numel():
         noise = exponential_log(seed_key[slots[rows]], lengths[rows], logits.shape[1])
-        scores = logits[rows].float().sub_(noise.mul_(heat[rows].unsqueeze(1)))
+        scores = logits[rows].float().sub_(noise.mul_(row_temperature[rows].unsqueeze(1)))
         out_tokens[rows] = scores.argmax(dim=-1)
 
 

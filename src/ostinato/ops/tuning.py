@@ -46,7 +46,7 @@ class Blocks(NamedTuple):
         return self._asdict()
 
 
-Choice = Blocks | Literal["torch"]
+GemmChoice = Blocks | Literal["torch"]
 
 
 class LinearShape(NamedTuple):
@@ -72,7 +72,7 @@ class LinearShape(NamedTuple):
         return f"{gpu}/{dtype}/{rows}/{self.n}x{self.k}/{'+'.join(flags)}"
 
 
-Measure = Callable[[LinearShape, Choice, Sequence[torch.Tensor]], float]
+Measure = Callable[[LinearShape, GemmChoice, Sequence[torch.Tensor]], float]
 WeightsOf = Callable[[LinearShape], Sequence[torch.Tensor]]
 
 
@@ -84,7 +84,7 @@ def row_class(num_rows: int) -> int:
 # --- tables ---------------------------------------------------------------------------------------
 
 
-def choice_from_json(value: object) -> Choice | None:
+def choice_from_json(value: object) -> GemmChoice | None:
     """Parse a table entry; None if this version cannot use it."""
     if value == "torch":
         return "torch"
@@ -101,7 +101,7 @@ def choice_from_json(value: object) -> Choice | None:
     return blocks if blocks.num_stages >= 1 and blocks.split_k >= 1 else None
 
 
-def read_table(text: str) -> dict[str, Choice]:
+def read_table(text: str) -> dict[str, GemmChoice]:
     """The table entries that this version can use. Raises ValueError if it is not a table."""
     content = json.loads(text)
     entries = content.get("entries") if isinstance(content, dict) else None
@@ -113,7 +113,7 @@ def read_table(text: str) -> dict[str, Choice]:
     return {key: choice for key, choice in choices.items() if choice is not None}
 
 
-def write_table(choices: dict[str, Choice]) -> str:
+def write_table(choices: dict[str, GemmChoice]) -> str:
     entries = {
         key: choice if isinstance(choice, str) else choice.as_json()
         for key, choice in sorted(choices.items())
@@ -131,16 +131,16 @@ def cache_file() -> Path:
 class Tuning:
     """Known choices: the user's file over the shipped table, both read once."""
 
-    def __init__(self, file: Path, shipped: dict[str, Choice]) -> None:
+    def __init__(self, file: Path, shipped: dict[str, GemmChoice]) -> None:
         self._file = file
         self._shipped = shipped
         self._own = self._read()
-        self._choices: dict[tuple[LinearShape, str], Choice] = {}  # cache
+        self._choices: dict[tuple[LinearShape, str], GemmChoice] = {}  # cache
 
-    def get(self, key: str) -> Choice | None:
+    def get(self, key: str) -> GemmChoice | None:
         return self._own.get(key) or self._shipped.get(key)
 
-    def choice(self, shape: LinearShape, gpu: str) -> Choice:
+    def choice(self, shape: LinearShape, gpu: str) -> GemmChoice:
         """The known choice for this shape, or else a default."""
         choice = self._choices.get((shape, gpu))
         if choice is None:
@@ -148,7 +148,7 @@ class Tuning:
             self._choices[shape, gpu] = choice
         return choice
 
-    def remember(self, choices: dict[str, Choice]) -> None:
+    def remember(self, choices: dict[str, GemmChoice]) -> None:
         """Use ``choices`` from now on, in later processes too if the file can be written.
 
         Two processes may write at once: each file is complete, and lost entries are measured again.
@@ -165,7 +165,7 @@ class Tuning:
                 error,
             )
 
-    def _read(self) -> dict[str, Choice]:
+    def _read(self) -> dict[str, GemmChoice]:
         try:
             return read_table(self._file.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -198,7 +198,7 @@ def tuning() -> Tuning:
 # --- choosing -------------------------------------------------------------------------------------
 
 
-def default_choice(shape: LinearShape) -> Choice:
+def default_choice(shape: LinearShape) -> GemmChoice:
     """Without a measurement: our kernels if the GEMM is bound by reading the weight."""
     if row_class(shape.num_rows) > 16:
         return "torch"
@@ -247,10 +247,13 @@ def _cuts_of_rows(shape: LinearShape, rows: int) -> list[Blocks]:
 
 
 def choose(
-    shape: LinearShape, options: Sequence[Choice], weights: Sequence[torch.Tensor], measure: Measure
-) -> Choice:
+    shape: LinearShape,
+    options: Sequence[GemmChoice],
+    weights: Sequence[torch.Tensor],
+    measure: Measure,
+) -> GemmChoice:
     """The fastest of ``options``. Options that do not run on this GPU are skipped."""
-    best: Choice = "torch"
+    best: GemmChoice = "torch"
     shortest = float("inf")
     for option in options:
         try:
@@ -282,13 +285,13 @@ def tune_linears(
     measure = _measure() if measure is None else measure
     known = tuning() if known is None else known
     gpu = torch.cuda.get_device_name() if gpu is None else gpu
-    found: dict[str, Choice] = {}
+    found: dict[str, GemmChoice] = {}
     for shape in shapes:
         if not 1 <= shape.num_rows <= MAX_ROWS:
             continue  # always torch
         key = shape.key(gpu)
         if key not in found and known.get(key) is None:
-            options: list[Choice] = ["torch", *candidates(shape)]
+            options: list[GemmChoice] = ["torch", *candidates(shape)]
             found[key] = choose(shape, options, weights_of(shape), measure)
     if found:
         known.remember(found)

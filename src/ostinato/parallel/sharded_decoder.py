@@ -18,9 +18,9 @@ from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.comm import Comm
-from ostinato.parallel.exchange import TensorExchange, UlyssesExchange
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.parallel.place import CommOf
+from ostinato.parallel.rank_context import CommOf
+from ostinato.parallel.rank_exchange import TensorExchange, UlyssesExchange
 from ostinato.parallel.sharding import Shard, base_shard, sharded_slots, shift_shard
 
 

@@ -17,17 +17,17 @@ from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
-from ostinato.models.native.norm import RMSNorm
+from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.native.shapes import draw_parameters
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
-from ostinato.parallel.place import RankPlace
+from ostinato.parallel.rank_context import RankContext
 from ostinato.parallel.sharded_decoder import ShardedDecoder, build_base, build_shift
 
 
 def build_models(
     config: DecoderConfig,
-    place: RankPlace,
+    rank_context: RankContext,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -36,20 +36,20 @@ def build_models(
     """The base model, and the shift model if the place has a threshold. No values yet."""
     base = build_base(
         config,
-        place.layout,
-        place.rank,
-        place.comm_of,
+        rank_context.layout,
+        rank_context.rank,
+        rank_context.comm_of,
         device=device,
         dtype=dtype,
         max_position=max_position,
     )
-    if not place.threshold:
+    if not rank_context.threshold:
         return [base]
     shift = build_shift(
         replace(config, tied_head=True),  # the head is the base model's
-        place.layout,
-        place.rank,
-        place.comm_of,
+        rank_context.layout,
+        rank_context.rank,
+        rank_context.comm_of,
         device=device,
         dtype=dtype,
         max_position=max_position,

@@ -17,8 +17,8 @@ from ostinato.models.native.swiftkv.decoder import WithLateLayers
 from ostinato.models.native.swiftkv.layers import LateLayers
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.comm import Comm
-from ostinato.parallel.exchange import TensorExchange
-from ostinato.parallel.place import RankPlace
+from ostinato.parallel.rank_context import RankContext
+from ostinato.parallel.rank_exchange import TensorExchange
 from ostinato.parallel.sharded_decoder import ShardedDecoder
 from ostinato.parallel.sharding import Shard, base_shard, sharded_slots, shift_shard
 
@@ -71,7 +71,7 @@ class ShardedSwiftKV(WithLateLayers, ShardedDecoder):
 
 def build_swiftkv_models(
     config: SwiftKVConfig,
-    place: RankPlace,
+    rank_context: RankContext,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -82,7 +82,7 @@ def build_swiftkv_models(
     ``place.comm_of`` is asked for the shift group also where there is no shift model. The models
     share their late layers: parameters are to be counted once.
     """
-    layout, rank, comm_of = place.layout, place.rank, place.comm_of
+    layout, rank, comm_of = rank_context.layout, rank_context.rank, rank_context.comm_of
     base = base_shard(config.decoder, layout, rank)
     shift = shift_shard(config.decoder, layout, rank)
     late = None
@@ -105,7 +105,7 @@ def build_swiftkv_models(
         )
 
     models = [model(base, layout.tensor_group(rank), layout.sequence_group(rank))]
-    if place.threshold:
+    if rank_context.threshold:
         headless = replace(shift, config=replace(shift.config, tied_head=True))  # the base has one
         models.append(model(headless, layout.shift_group, (rank,)))
     return models

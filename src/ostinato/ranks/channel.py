@@ -14,7 +14,7 @@ import torch
 from ostinato.errors import CollectiveError
 from ostinato.ranks.plan_message import Kind, Message
 from ostinato.ranks.progress import Progress
-from ostinato.scheduling.schedule_plan import IntArray
+from ostinato.scheduling.step_plan import IntArray
 
 # Words in the message that is always sent. A steady step lists the blocks that were added, three
 # words each; with room for 20 of them, few steps need a second message.

@@ -21,12 +21,12 @@ from ostinato.errors import CollectiveError
 from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.request import Request
-from ostinato.scheduling.schedule_plan import (
+from ostinato.scheduling.step_plan import (
     DecodePlan,
     IntArray,
-    Plan,
     ScheduledRequest,
     SchedulePlan,
+    StepPlan,
 )
 
 
@@ -50,7 +50,7 @@ class PlanEncoder:
     def __init__(self) -> None:
         self._slots: IntArray | None = None
 
-    def encode(self, plan: Plan) -> Message:
+    def encode(self, plan: StepPlan) -> Message:
         if not isinstance(plan, DecodePlan):
             self._slots = None
             return Kind.STEP, _step_words(plan)
@@ -99,7 +99,7 @@ class PlanDecoder:
         self._requests: dict[int, Request] = {}  # by request row
         self._last: DecodePlan | None = None
 
-    def decode(self, kind: Kind, words: IntArray) -> Plan:
+    def decode(self, kind: Kind, words: IntArray) -> StepPlan:
         """Decode a plan; raise ``CollectiveError`` if rank 0 cannot have sent it."""
         try:
             if kind is Kind.STEP:
@@ -112,7 +112,7 @@ class PlanDecoder:
                 "all ranks must run the same version, and nothing else may write to their sockets"
             ) from error
 
-    def _decode_step(self, kind: Kind, words: IntArray) -> Plan:
+    def _decode_step(self, kind: Kind, words: IntArray) -> StepPlan:
         if kind is Kind.DECODE:
             count = int(words[0])
             if not 0 <= 2 * count < len(words):
@@ -125,7 +125,7 @@ class PlanDecoder:
         else:
             members, slots, starts = self._last.members, self._last.slots, self._last.starts + 1
             blocks = words
-        triples = [(place, index, block) for place, index, block in blocks.reshape(-1, 3).tolist()]
+        triples = [(row, index, block) for row, index, block in blocks.reshape(-1, 3).tolist()]
         self._last = DecodePlan(
             num_tokens=len(members),
             shape=BatchShape(len(members), len(members), 1),

@@ -9,7 +9,7 @@ from ostinato.config import EngineConfig
 from ostinato.graphs.policy.modes import ResolvedMode
 from ostinato.loading.load import LoadedModel
 from ostinato.parallel.sharded_models import weights_fingerprint
-from ostinato.ranks.launch import join_world
+from ostinato.ranks.rendezvous import join_world
 from ostinato.ranks.shared_results import SharingFollower, SharingLeader
 from ostinato.ranks.sharing import Sharing, Started, Unshared
 from ostinato.ranks.steps import FollowingRunner, LeadingRunner, RankRunner
@@ -46,16 +46,16 @@ def start_rank(config: EngineConfig, world: World) -> tuple[LoadedModel, ModelRu
             for field in fields(config):
                 if field.name not in _OWN:
                     value = repr(getattr(config, field.name))
-                    world.place.check_same(f"the setting {field.name}", value)
+                    world.rank_context.check_same(f"the setting {field.name}", value)
             sees_text = world.is_first or world.symmetric
             with world.by_itself():
-                loaded = startup.load(config, world.place, tokenizer=sees_text)
+                loaded = startup.load(config, world.rank_context, tokenizer=sees_text)
                 fingerprint = weights_fingerprint(
                     loaded.model, None if config.random_weights else loaded.path
                 )
-            world.place.check_same("the weights", fingerprint)
+            world.rank_context.check_same("the weights", fingerprint)
             make = partial(kind, world=world)
-            runner, resolved = startup.build_runner(config, loaded, world.place, make)
+            runner, resolved = startup.build_runner(config, loaded, world.rank_context, make)
         assert isinstance(runner, RankRunner), "make_runner returns one"
         runner.begin()
     except BaseException:

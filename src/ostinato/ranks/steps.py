@@ -24,7 +24,7 @@ from ostinato.ranks.plan_message import Kind, PlanDecoder, PlanEncoder, to_bytes
 from ostinato.ranks.world import World, uninterrupted
 from ostinato.runner.model_runner import ModelRunner
 from ostinato.runner.step_result import ResultRing, StepResult
-from ostinato.scheduling.schedule_plan import IntArray, Plan
+from ostinato.scheduling.step_plan import IntArray, StepPlan
 
 _NOTHING = np.empty(0, dtype=np.int64)
 
@@ -55,7 +55,7 @@ class LeadingRunner(RankRunner):
         super().__init__(*args, **options)
         self._encoder = PlanEncoder()
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         # A step started on one rank must finish on all, or the ranks are out of step for good.
         with uninterrupted(), self._world.together():
             self._world.progress.announce()
@@ -97,7 +97,7 @@ class FollowingRunner(RankRunner):
         self._decoder = PlanDecoder()
         self.results = _NoResults(self.plan.max_num_seqs, self.model.device)
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         raise SchedulingError(
             f"this is rank {self._world.rank}, but only rank 0 takes requests; call generate or "
             "stream, on all ranks"

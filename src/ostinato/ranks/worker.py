@@ -28,8 +28,8 @@ def main(connection: int, parent: int, rank: int) -> int:
 
 def _run(connection: int, rank: int) -> int:
     from ostinato.errors import OstinatoError, RankFailedError
-    from ostinato.ranks.launch import join_started
     from ostinato.ranks.processes import RankConnection
+    from ostinato.ranks.rendezvous import join_started
     from ostinato.ranks.start import start_rank
     from ostinato.ranks.steps import FollowingRunner
 

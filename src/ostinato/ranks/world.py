@@ -26,7 +26,7 @@ from ostinato.errors import CaptureError, OstinatoError, RankFailedError
 from ostinato.parallel.comm import Comm, NoComm
 from ostinato.parallel.distributed import DistributedComm
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.parallel.place import RankPlace
+from ostinato.parallel.rank_context import RankContext
 from ostinato.ranks.beats import Store
 from ostinato.ranks.channel import Broadcaster, Channel
 from ostinato.ranks.progress import Progress
@@ -104,7 +104,7 @@ class World:
             self.close()
             raise
         self.channel = Channel(everyone if steps is None else steps, self.progress)
-        self.place = RankPlace(
+        self.rank_context = RankContext(
             layout=layout,
             rank=self.rank,
             device=device,

@@ -26,7 +26,7 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.models.base import CausalLM
-from ostinato.ops.parts import MOST_ROWS
+from ostinato.ops.split_k import MOST_ROWS
 from ostinato.ops.triton.launch import next_power_of_2
 from ostinato.ops.tuning import MAX_ROWS, row_class
 from ostinato.paths import private_cache_directory

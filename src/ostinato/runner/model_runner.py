@@ -37,7 +37,7 @@ from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.step_memory import StepMemory
 from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogits, StepResult
-from ostinato.scheduling.schedule_plan import DecodePlan, IntArray, Plan, ScheduledRequest
+from ostinato.scheduling.step_plan import DecodePlan, IntArray, ScheduledRequest, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class ModelRunner:
         small = shape.num_tokens <= self.small_threshold
         return (self.small_graphs if small else self.graphs).dispatch(shape)
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: StepPlan) -> StepResult:
         """Start one step: all of its work is enqueued, and nothing is waited for."""
         self._follow_stream()
         across = None
@@ -205,7 +205,7 @@ class ModelRunner:
         self._members = None
 
     @without_autocast
-    def _show_logits(self, plan: Plan, logits: torch.Tensor) -> None:
+    def _show_logits(self, plan: StepPlan, logits: torch.Tensor) -> None:
         """Tell the observer. ``logits`` may have more rows, which are padding."""
         if self.on_logits is not None:
             names = [item.request.request_id for item in plan.requests if item.samples]
@@ -215,7 +215,7 @@ class ModelRunner:
     def _decode(self, choice: Choice, across: torch.Tensor | None) -> DecodeOutput:
         return self._all_graphs[choice.model].decode(choice, across)
 
-    def _set_members(self, plan: Plan, choice: Choice) -> _Members:
+    def _set_members(self, plan: StepPlan, choice: Choice) -> _Members:
         """Put the rows of a decode batch into the buffers, and find its graph."""
         members = self._members
         if members is not None and members.slots is plan.slots and members.choice == choice:
@@ -232,7 +232,7 @@ class ModelRunner:
         return members
 
     @without_autocast
-    def _run_mixed(self, plan: Plan, choice: Choice, across: torch.Tensor | None) -> StepResult:
+    def _run_mixed(self, plan: StepPlan, choice: Choice, across: torch.Tensor | None) -> StepResult:
         """A batch with prompts in it: filled by the host's word on how many tokens each has."""
         self.forget_rows()
         requests, graphs = plan.requests, self._all_graphs[choice.model]
@@ -281,7 +281,7 @@ class ModelRunner:
             uniform_decode=False,
         )
 
-    def _sampled_rows(self, plan: Plan) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def _sampled_rows(self, plan: StepPlan) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Tokens whose states are sampled from (None: all), and the slots they belong to."""
         requests = plan.requests
         if plan.is_decode:

@@ -12,7 +12,7 @@ import torch
 
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.sampling.sampler import SamplingState
-from ostinato.scheduling.schedule_plan import DecodePlan, IntArray, Plan, ScheduledRequest
+from ostinato.scheduling.step_plan import DecodePlan, IntArray, ScheduledRequest, StepPlan
 
 
 class RequestState:
@@ -35,7 +35,7 @@ class RequestState:
         self.block_table = zeros(cache.blocks_per_request)
         self.sampling = SamplingState(max_num_seqs + 1, device)
 
-    def update(self, plan: Plan) -> None:
+    def update(self, plan: StepPlan) -> None:
         """Bring rows up to date with what the scheduler decided, before the step is prepared."""
         if isinstance(plan, DecodePlan):
             if plan.new_blocks:

@@ -29,17 +29,17 @@ from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_c
 from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
 
 if TYPE_CHECKING:
-    from ostinato.parallel.place import RankPlace
+    from ostinato.parallel.rank_context import RankContext
 
 # What a captured graph takes outside the pool, in the driver; measured on an H200 for a 1B model.
 _BYTES_PER_GRAPH = 2**20
 
 
 def load(
-    config: EngineConfig, place: RankPlace | None = None, *, tokenizer: bool = True
+    config: EngineConfig, rank_context: RankContext | None = None, *, tokenizer: bool = True
 ) -> LoadedModel:
     """The model, on its device; this rank's part of it, if it has a place among several."""
-    device = config.torch_device() if place is None else place.device
+    device = config.torch_device() if rank_context is None else rank_context.device
     return load_model(
         None if config.model is None else str(config.model),
         device=device,
@@ -48,7 +48,7 @@ def load(
         seed=config.seed,
         max_position=config.max_model_len,
         show_progress=config.show_progress,
-        place=place,
+        rank_context=rank_context,
         tokenizer=tokenizer,
         swiftkv_layers=config.swiftkv_layers,
     )
@@ -114,7 +114,7 @@ def plan_graphs(
 def build_runner(
     config: EngineConfig,
     loaded: LoadedModel,
-    place: RankPlace | None = None,
+    rank_context: RankContext | None = None,
     make: Callable[..., ModelRunner] = ModelRunner,
 ) -> tuple[ModelRunner, ResolvedMode]:
     """Size the KV cache, allocate everything, capture the graphs."""
@@ -122,12 +122,12 @@ def build_runner(
     backend = create_attention(config.attention, model.device)
     plans = plan_graphs(config, model.device, backend, selects_tokens=model.selects_tokens)
     plan = plans.model
-    if place is not None:
-        place.check_same("the plan of the graphs", _digest(plans))
+    if rank_context is not None:
+        rank_context.check_same("the plan of the graphs", _digest(plans))
     per_block = bytes_per_block(model.attention_specs, config.block_size, model.dtype)
     budget = kv_cache_budget(config, model, plans, backend)
     cache = size_cache(
-        budget if place is None else place.least(budget),
+        budget if rank_context is None else rank_context.least(budget),
         bytes_per_block=per_block,
         block_size=config.block_size,
         model_limit=model.max_position,

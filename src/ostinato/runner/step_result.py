@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ostinato.compat import raw_stream
-from ostinato.scheduling.schedule_plan import IntArray
+from ostinato.scheduling.step_plan import IntArray
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,14 +23,14 @@ from ostinato.errors import ConfigError, SchedulingError
 from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.prefix_cache import PrefixReuse
 from ostinato.scheduling.request import FinishReason, Request, RequestStatus
-from ostinato.scheduling.schedule_plan import (
+from ostinato.scheduling.steady_decode import SteadyDecode
+from ostinato.scheduling.step_plan import (
     IntArray,
-    Plan,
     ScheduledRequest,
     SchedulePlan,
+    StepPlan,
     TokenEvent,
 )
-from ostinato.scheduling.steady_decode import SteadyDecode
 
 
 class Scheduler:
@@ -78,7 +78,7 @@ class Scheduler:
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: list[Request] = []
         self._free_slots = list(range(max_num_seqs))  # a heap
-        self._open: deque[Plan] = deque()  # scheduled and not committed, oldest first
+        self._open: deque[StepPlan] = deque()  # scheduled and not committed, oldest first
         self._steady: SteadyDecode | None = None
         self._prefixes = PrefixReuse(allocator)
 
@@ -147,7 +147,7 @@ class Scheduler:
             del self._waiting[name]
         del self._requests[name]  # last, so that rollback() finds one whose end was interrupted
 
-    def schedule(self) -> Plan:
+    def schedule(self) -> StepPlan:
         """Plan the next step, whether or not those before it are committed.
 
         The plan is empty only if there is no unfinished request, or if all there is to do depends
@@ -183,7 +183,7 @@ class Scheduler:
             self._begin_steady()
         return plan
 
-    def commit(self, plan: Plan, tokens: Sequence[int] | IntArray) -> list[TokenEvent]:
+    def commit(self, plan: StepPlan, tokens: Sequence[int] | IntArray) -> list[TokenEvent]:
         """Take in the result of a step: one token for each request that samples, in plan order.
 
         Requests that ended since ``schedule`` are skipped; their tokens are dropped. In the steady

@@ -17,7 +17,7 @@ import numpy as np
 from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.request import Request
-from ostinato.scheduling.schedule_plan import DecodePlan, TokenEvent
+from ostinato.scheduling.step_plan import DecodePlan, TokenEvent
 
 # Requests that began together complete their blocks together. Naming them all at once would take
 # longer than a step of a small model: they are named over the steps to their next blocks.

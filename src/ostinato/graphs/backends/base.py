@@ -43,7 +43,7 @@ class GraphBackend(Protocol):
     def capture_scope(self) -> AbstractContextManager[None]:
         """Context of an entire capture, including code that runs between two recordings."""
 
-    def trusting(self) -> AbstractContextManager[None]:
+    def unguarded(self) -> AbstractContextManager[None]:
         """Captures inside skip the per-operator check, because a similar capture passed it.
 
         Forbidden operations still raise, but the error may not name the operator.

@@ -21,7 +21,7 @@ from ostinato.quoting import said, shown
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from ostinato.models.native.stated_config import StatedConfig
+    from ostinato.models.native.raw_config import RawConfig
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _SCALES = (
@@ -113,9 +113,9 @@ class DecoderConfig:
             raise ConfigError(f"rotary positions turn pairs: head_dim {self.head_dim} is odd")
 
     @classmethod
-    def from_hf(cls, config: PretrainedConfig | StatedConfig) -> DecoderConfig:
-        """The decoder's view of a transformers config. Raises where ``obstacle`` gives a reason."""
-        reason = obstacle(config)
+    def from_hf(cls, config: PretrainedConfig | RawConfig) -> DecoderConfig:
+        """The decoder's view of a transformers config; raises if it is unsupported."""
+        reason = unsupported_reason(config)
         if reason is not None:
             raise ConfigError(f"the native decoder cannot run this model: {reason}")
         _check_sizes(config)
@@ -148,7 +148,7 @@ def first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:
     return replace(config, num_layers=num_layers, windows=config.windows[:num_layers])
 
 
-def _check_sizes(config: PretrainedConfig | StatedConfig) -> None:
+def _check_sizes(config: PretrainedConfig | RawConfig) -> None:
     """Refuse sizes by the names of the config, before anything is made of them."""
     for name, largest in _LARGEST.items():
         value = getattr(config, name, None)
@@ -160,7 +160,7 @@ def _check_sizes(config: PretrainedConfig | StatedConfig) -> None:
             )
 
 
-def obstacle(config: PretrainedConfig | StatedConfig) -> str | None:
+def unsupported_reason(config: PretrainedConfig | RawConfig) -> str | None:
     """Why the native decoder cannot run a model with this config; None where it can."""
     family: Family | None = FAMILIES.get(config.model_type)
     if family is None:
@@ -177,17 +177,17 @@ def obstacle(config: PretrainedConfig | StatedConfig) -> str | None:
     return rotary_obstacle(config, partial=family.partial_rotary)
 
 
-def supports(config: PretrainedConfig | StatedConfig) -> bool:
+def supports(config: PretrainedConfig | RawConfig) -> bool:
     """Whether the native decoder can run a model with this config."""
-    return obstacle(config) is None
+    return unsupported_reason(config) is None
 
 
-def _head_dim(config: PretrainedConfig | StatedConfig) -> int:
+def _head_dim(config: PretrainedConfig | RawConfig) -> int:
     head_dim: int | None = getattr(config, "head_dim", None)
     return head_dim or config.hidden_size // config.num_attention_heads
 
 
-def _max_position(config: PretrainedConfig | StatedConfig) -> int:
+def _max_position(config: PretrainedConfig | RawConfig) -> int:
     stated: int = config.max_position_embeddings
     rope: dict[str, Any] = config.rope_parameters
     if rope["rope_type"] == "yarn" and rope.get("factor") is not None:

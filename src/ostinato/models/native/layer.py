@@ -18,7 +18,7 @@ from ostinato.attention.base import AttentionSpec
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.layer_kernels import AnyKernels, Linear
-from ostinato.models.native.norm import RMSNorm
+from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.weight_slot import Role, WeightSlot
 
 

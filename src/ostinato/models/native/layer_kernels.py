@@ -16,11 +16,11 @@ import torch.nn.functional as F
 
 from ostinato.attention.base import attend, attend_qkv
 from ostinato.attention.rotation import Rotation, angles_at, rotate
-from ostinato.models.native.norm import RMSNorm
+from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate, activate_and_mul
 from ostinato.ops.linear import Norm, linear
 from ostinato.ops.norm import add_rms_norm, rms_norm
-from ostinato.ops.parts import product_in_parts
+from ostinato.ops.split_k import split_k_gemm
 
 if TYPE_CHECKING:
     from ostinato.models.native.layer import DecoderLayer
@@ -231,7 +231,7 @@ class LargeM(_Fused[Tensor, Tensor]):
     def output(self, projection: Linear, x: Tensor) -> Tensor:
         if projection.bias is not None:
             return self.project(projection, x)
-        return product_in_parts(x, projection.weight)
+        return split_k_gemm(x, projection.weight)
 
     def add(self, x: Tensor, residual: Tensor | None) -> Tensor:
         if residual is None:

@@ -20,7 +20,7 @@ from ostinato.quoting import said, shown
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from ostinato.models.native.stated_config import StatedConfig
+    from ostinato.models.native.raw_config import RawConfig
 
 _PARTIAL = "partial_rotary_factor"
 # Tables have a row for every position.
@@ -44,7 +44,7 @@ class Rotary:
 
     @classmethod
     def from_hf(
-        cls, config: PretrainedConfig | StatedConfig, head_dim: int, *, interleaved: bool = False
+        cls, config: PretrainedConfig | RawConfig, head_dim: int, *, interleaved: bool = False
     ) -> Rotary:
         """The frequencies that transformers computes for this config."""
         rope: dict[str, Any] = config.rope_parameters
@@ -93,7 +93,7 @@ class Rotary:
 
 
 def _frequencies(
-    config: PretrainedConfig | StatedConfig, rotary_dim: int
+    config: PretrainedConfig | RawConfig, rotary_dim: int
 ) -> tuple[tuple[float, ...], float]:
     """Of the pairs of a head's first ``rotary_dim`` rows, and the scale of cos and sin."""
     rope: dict[str, Any] = config.rope_parameters
@@ -122,9 +122,7 @@ def _stretch_long_waves(frequencies: torch.Tensor, rope: dict[str, Any]) -> torc
     return torch.where(wavelengths < context / high, frequencies, stretched)
 
 
-def rotary_obstacle(
-    config: PretrainedConfig | StatedConfig, *, partial: bool = False
-) -> str | None:
+def rotary_obstacle(config: PretrainedConfig | RawConfig, *, partial: bool = False) -> str | None:
     """Why the native decoder cannot give this model its positions; None where it can.
 
     ``partial``: its family may rotate a part of each head.

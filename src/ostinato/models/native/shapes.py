@@ -13,8 +13,8 @@ from torch import nn
 
 from ostinato.errors import ConfigError
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.norm import RMSNorm
-from ostinato.models.native.stated_config import StatedConfig, stated_config
+from ostinato.models.native.raw_config import RawConfig, raw_config
+from ostinato.models.native.rms_norm import RMSNorm
 
 _STANDARD_DEVIATION = 0.02
 
@@ -130,11 +130,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def shape_config(name: str) -> StatedConfig:
+def shape_config(name: str) -> RawConfig:
     """The config of the shape called ``name``."""
     if name not in SHAPES:
         raise ConfigError(f"no model shape is called {name!r}; the shapes are {', '.join(SHAPES)}")
-    config = stated_config(SHAPES[name])
+    config = raw_config(SHAPES[name])
     assert config is not None, f"the shape {name} leaves something open"
     return config
 

@@ -117,10 +117,10 @@ def best_of_chunk_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     slot = tl.load(slots + row)
-    heat = tl.load(temperature + slot * temperature_stride)
+    row_temperature = tl.load(temperature + slot * temperature_stride)
     its_logits = logits + row * row_stride
     first_block = chunk * blocks_per_chunk
-    if heat > 0.0:
+    if row_temperature > 0.0:
         key = tl.load(seed_key + slot * seed_key_stride)
         place = tl.load(lengths + row).to(tl.int64) * GOLDEN
         offset = _mix32((key ^ place) & WORD_MASK).to(tl.uint32)
@@ -130,7 +130,7 @@ def best_of_chunk_kernel(
             first_block * 2,
             blocks_per_chunk * 2,
             vocab_size,
-            heat,
+            row_temperature,
             offset,
             multiplier.to(tl.uint64),
             RANDOM=True,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato.errors import ConfigError
 from ostinato.models.native.decoder_config import DecoderConfig, first_layers
-from ostinato.models.native.stated_config import StatedConfig, stated_config
+from ostinato.models.native.raw_config import RawConfig, raw_config
 from ostinato.quoting import said, shown
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ def is_swiftkv(fields: Any) -> bool:
     return isinstance(kind, str) and kind.endswith(_SUFFIX)
 
 
-def plain_config(fields: Mapping[str, Any]) -> PretrainedConfig | StatedConfig:
+def plain_config(fields: Mapping[str, Any]) -> PretrainedConfig | RawConfig:
     """The config of the plain decoder that a SwiftKV model, by its config.json, was made from."""
     kind: str = fields["model_type"]
     plain = {name: value for name, value in fields.items() if name not in _OWN_FIELDS}
     plain["model_type"] = kind.removesuffix(_SUFFIX)
-    stated = stated_config(plain)
+    stated = raw_config(plain)
     if stated is not None:
         return stated
     from transformers import AutoConfig

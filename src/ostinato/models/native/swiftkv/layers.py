@@ -20,7 +20,7 @@ from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.layer import DecoderLayer, empty_norm, norm_slot, run_layers
 from ostinato.models.native.layer_kernels import AnyKernels, Plain, SmallM
-from ostinato.models.native.norm import RMSNorm
+from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.weight_slot import WeightSlot
 

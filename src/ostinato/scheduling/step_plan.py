@@ -152,4 +152,4 @@ class DecodePlan:
         return rows
 
 
-Plan: TypeAlias = SchedulePlan | DecodePlan
+StepPlan: TypeAlias = SchedulePlan | DecodePlan

@@ -20,7 +20,7 @@ _MOST_PARTS = 4
 _SHORTEST = 1024  # inner elements of a part
 
 
-def product_in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def split_k_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x`` [M, K] and ``weight`` [N, K] -> [P, M, N], which add up to x @ weight.T; or [M, N].
 
     Shapes alone decide how many parts there are, so a graph and an eager call agree.

@@ -17,7 +17,7 @@ CommOf: TypeAlias = Callable[[Sequence[int]], Comm]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPlace:
+class RankContext:
     """One rank of a layout. ``everyone`` is the group of all ranks, in order, for CPU tensors.
 
     ``threshold`` is the largest batch that the shift model runs; 0 if there is no shift model.

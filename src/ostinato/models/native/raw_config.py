@@ -41,7 +41,7 @@ _ROPE = {
 _DOUBTFUL = ("quantization_config", "rope_scaling", "rope_theta", "auto_map")
 
 
-class StatedConfig:
+class RawConfig:
     """The fields of a config.json as attributes; what ``DecoderConfig.from_hf`` asks is there."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
@@ -64,7 +64,7 @@ class StatedConfig:
         return config
 
 
-def stated_config(fields: Any) -> StatedConfig | None:
+def raw_config(fields: Any) -> RawConfig | None:
     """``fields`` of a config as they stand, or None where transformers must say what they mean."""
     family = FAMILIES.get(fields.get("model_type", "")) if isinstance(fields, dict) else None
     if family is None or family.fields is None:
@@ -78,4 +78,4 @@ def stated_config(fields: Any) -> StatedConfig | None:
     kind = rope.get("rope_type")
     if not isinstance(kind, str) or _ROPE.get(kind) != rope.keys():
         return None
-    return StatedConfig(fields)
+    return RawConfig(fields)
