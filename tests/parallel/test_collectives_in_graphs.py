@@ -12,12 +12,13 @@ from workers import GlooPool
 
 from ostinato import GraphConfig, GraphPool
 from ostinato.errors import ClosedError
-from ostinato.parallel.comm import Comm, NoComm, RecordingComm
+from ostinato.parallel.comm import Comm, NoComm
 from ostinato.parallel.distributed import DistributedComm
 from ostinato.parallel.rank_context import RankContext
 from ostinato.parallel.rank_exchange import TensorExchange
 from ostinato.parallel.sharded_decoder import ShardedDecoder
 from ostinato.runner import startup
+from ostinato.testing.recording_comm import RecordingComm
 
 ORDER = (2, 0, 3, 1)  # differs from torch's
 

@@ -20,9 +20,10 @@ from ostinato import (
     set_forward_context,
 )
 from ostinato.errors import BatchError, CaptureError, CollectiveError, ConfigError, RankFailedError
-from ostinato.parallel.comm import Comm, NoComm, RecordingComm
+from ostinato.parallel.comm import Comm, NoComm
 from ostinato.ranks.watchdog import Watchdog
 from ostinato.testing.loopback import LoopbackWorld
+from ostinato.testing.recording_comm import RecordingComm
 
 
 def run_with_comms(world_size: int, function: Callable[[Comm], Any]) -> list[Any]:

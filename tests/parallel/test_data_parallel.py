@@ -22,13 +22,14 @@ from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
-from ostinato.parallel.comm import NoComm, RecordingComm
+from ostinato.parallel.comm import NoComm
 from ostinato.runner import startup
 from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
 from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.request import Request
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.testing.loopback import LoopbackWorld
+from ostinato.testing.recording_comm import RecordingComm
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 SIZES = (1, 2, 4, 8)

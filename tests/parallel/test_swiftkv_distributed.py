@@ -25,13 +25,14 @@ from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import draw_weights
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder, convert
-from ostinato.parallel.comm import Comm, RecordingComm
+from ostinato.parallel.comm import Comm
 from ostinato.parallel.distributed import DistributedComm
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.rank_context import RankContext
 from ostinato.parallel.sharded_models import draw_sharded_weights
 from ostinato.parallel.swiftkv_sharded import ShardedSwiftKV, build_swiftkv_models
 from ostinato.testing.loopback import LoopbackWorld
+from ostinato.testing.recording_comm import RecordingComm
 
 CPU = torch.device("cpu")
 OPTIONS: dict[str, Any] = {"device": CPU, "dtype": torch.float32}

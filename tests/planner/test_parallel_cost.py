@@ -20,7 +20,6 @@ from ostinato.errors import ConfigError
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.families import FAMILIES
 from ostinato.models.native.shapes import draw_weights, shape_config
-from ostinato.parallel.comm import CommCall, RecordingComm
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.sharded_decoder import build_base, build_shift
 from ostinato.planner.communication import (
@@ -44,6 +43,7 @@ from ostinato.planner.cost import (
     layouts_of,
 )
 from ostinato.planner.predict import predict, ways
+from ostinato.testing.recording_comm import CommCall, RecordingComm
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (8, 1)]
 NVLINK = Interconnect(bandwidth=450e9, latency=10e-6)

@@ -576,15 +576,12 @@ def test_logprobs_are_those_of_the_raw_logits(count: int, device: torch.device) 
     output = Batch(rows, device).sample()
     assert output.logprobs is not None
     assert output.logprob_token_ids is not None
-    assert output.ranks is not None
     raw = logits.log_softmax(dim=-1)
     ids, tokens = output.logprob_token_ids.cpu(), output.token_ids.cpu()
     assert ids.shape == (3, 1 + min(count, VOCAB))
     assert torch.equal(ids[:, 0], tokens)
     assert torch.equal(ids[:, 1:], raw.sort(descending=True).indices[:, :count])
     torch.testing.assert_close(output.logprobs.cpu(), raw.gather(1, ids))
-    places = raw.argsort(descending=True).argsort() + 1
-    assert output.ranks.tolist() == places.gather(1, tokens[:, None]).flatten().tolist()
 
 
 def test_more_logprobs_than_tokens() -> None:
@@ -595,7 +592,7 @@ def test_more_logprobs_than_tokens() -> None:
 
 def test_no_logprobs_unless_asked_for() -> None:
     output = Batch([Row(GREEDY, torch.zeros(6))], CPU).sample()
-    assert (output.logprobs, output.logprob_token_ids, output.ranks) == (None, None, None)
+    assert (output.logprobs, output.logprob_token_ids) == (None, None)
 
 
 # --- one row and the others ---------------------------------------------------------------------

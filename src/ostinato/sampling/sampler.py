@@ -29,14 +29,12 @@ class SamplerOutput:
     """``token_ids`` [B] int64. The others are None unless log-probabilities were requested.
 
     ``logprobs`` float32 and ``logprob_token_ids`` int64, both [B, 1 + n]: column 0 is the sampled
-    token, then the n most likely ones, from the model's unmodified logits. ``ranks`` [B] int64 is
-    the sampled token's rank among those, 1 for the most likely.
+    token, then the n most likely ones, from the model's unmodified logits.
     """
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor | None = None
     logprob_token_ids: torch.Tensor | None = None
-    ranks: torch.Tensor | None = None
 
 
 def sample(
@@ -97,7 +95,6 @@ def process_logits(
 
 def _with_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> SamplerOutput:
     reported = chosen.unsqueeze(1)
-    ranks = (logits > logits.gather(1, reported)).sum(dim=1) + 1
     if num_top > 0:
         top = logits.topk(min(num_top, logits.shape[1]), dim=1).indices
         reported = torch.cat((reported, top), dim=1)
@@ -105,7 +102,6 @@ def _with_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> 
         token_ids=chosen,
         logprobs=logits.log_softmax(dim=-1).gather(1, reported),
         logprob_token_ids=reported,
-        ranks=ranks,
     )
 
 
