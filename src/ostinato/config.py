@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ostinato import other_engines
 from ostinato.errors import ConfigError
-from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
 from ostinato.graphs.policy.sizes import check_positive_int, default_sizes, validate_sizes
 from ostinato.options import option, user_options
 from ostinato.parallel.layout import ParallelLayout
@@ -41,7 +41,7 @@ _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 class GraphConfig:
     """Which graphs are captured, and how."""
 
-    mode: CUDAGraphMode | str | None = option(
+    mode: CUDAGraphMode | ModeName | None = option(
         None,
         "Which batches run through graphs: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or "
         "FULL_AND_PIECEWISE. None means FULL_AND_PIECEWISE: full graphs for decode batches, "

@@ -36,7 +36,9 @@ def run(
     with ExitStack() as stack:
         llms = {
             name: stack.enter_context(
-                LLM.from_config(replace(config, graphs=replace(config.graphs, mode=name)))
+                LLM.from_config(
+                    replace(config, graphs=replace(config.graphs, mode=CUDAGraphMode[name]))
+                )
             )
             for name in dict.fromkeys(names)
         }

@@ -20,7 +20,7 @@ from ostinato.graphs.graphed_call import BatchDim, CallLayout
 from ostinato.graphs.graphed_method import BoundMethods
 from ostinato.graphs.policy.descriptor import Choice, Reason
 from ostinato.graphs.policy.dispatch import DispatchStats
-from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.graphs.policy.sizes import default_sizes, validate_sizes
 from ostinato.graphs.policy.stats import GraphedStats
@@ -36,7 +36,7 @@ class GraphedOptions(TypedDict, total=False):
     """The options of ``graphed()``; its docstring says what each one does."""
 
     sizes: Iterable[int] | None
-    mode: CUDAGraphMode | str
+    mode: CUDAGraphMode | ModeName
     batch_dims: Mapping[str, BatchDim] | None
     padding: float | Mapping[str, float]
     copy_outputs: bool
@@ -62,7 +62,7 @@ class GraphedCallable(Generic[P, R]):
         function: Callable[P, R],
         *,
         sizes: Iterable[int] | None = None,
-        mode: CUDAGraphMode | str = CUDAGraphMode.FULL,
+        mode: CUDAGraphMode | ModeName = CUDAGraphMode.FULL,
         batch_dims: Mapping[str, BatchDim] | None = None,
         padding: float | Mapping[str, float] = 0,
         copy_outputs: bool = False,

@@ -15,7 +15,7 @@ import torch
 
 from ostinato.errors import ConfigError, ContextError
 from ostinato.graphs.policy.descriptor import BatchDescriptor
-from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class set_forward_context:  # noqa: N801  (used like a function: `with set_forwa
 
     def __init__(
         self,
-        cudagraph_runtime_mode: CUDAGraphMode | str = CUDAGraphMode.NONE,
+        cudagraph_runtime_mode: CUDAGraphMode | ModeName = CUDAGraphMode.NONE,
         batch_descriptor: BatchDescriptor | None = None,
         *,
         attn_metadata: Any = None,

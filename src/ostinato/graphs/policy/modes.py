@@ -10,10 +10,26 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, IntEnum
+from typing import Literal
 
 from ostinato.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
+
+# What ``CUDAGraphMode.parse`` takes, in any case; editors and mypy know these two.
+ModeName = Literal[
+    "NONE",
+    "PIECEWISE",
+    "FULL",
+    "FULL_DECODE_ONLY",
+    "FULL_AND_PIECEWISE",
+    "none",
+    "piecewise",
+    "full",
+    "full_decode_only",
+    "full_and_piecewise",
+]
 
 
 class CUDAGraphMode(Enum):
