@@ -16,8 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ostinato import cli, set_forward_context
 from ostinato.attention import create_attention
-from ostinato.bench import parallel, plot_parallel
-from ostinato.bench.rank_step import BLOCK_SIZE, SilentComm, make_batch, make_cache
+from ostinato.bench.layouts import plot as plot_parallel
+from ostinato.bench.layouts import run as parallel
+from ostinato.bench.layouts.rank_step import BLOCK_SIZE, SilentComm, make_batch, make_cache
 from ostinato.cli.parallel_tables import plan_tables
 from ostinato.errors import ConfigError
 from ostinato.models.checkpoint import Checkpoint
@@ -179,7 +180,8 @@ def test_requests_share_blocks_of_a_small_cache(monkeypatch: pytest.MonkeyPatch)
         dtype=torch.float32,
         max_position=64,
     )
-    monkeypatch.setattr("ostinato.bench.rank_step._CPU_CACHE_BYTES", 5 * 2 * 2 * 2 * 16 * 16 * 4)
+    cache_bytes = 5 * 2 * 2 * 2 * 16 * 16 * 4
+    monkeypatch.setattr("ostinato.bench.layouts.rank_step._CPU_CACHE_BYTES", cache_bytes)
     cache = make_cache(
         model.attention_specs, max_tokens=9, context=40, device=CPU, dtype=torch.float32
     )

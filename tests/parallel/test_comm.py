@@ -21,7 +21,7 @@ from ostinato import (
 )
 from ostinato.errors import BatchError, CaptureError, CollectiveError, ConfigError, RankFailedError
 from ostinato.parallel.comm import Comm, NoComm
-from ostinato.ranks.watchdog import Watchdog
+from ostinato.ranks.watch.watchdog import Watchdog
 from ostinato.testing.loopback import LoopbackWorld
 from ostinato.testing.recording_comm import RecordingComm
 

@@ -14,7 +14,7 @@ from workers import GlooPool, WorkerDiedError, WorkerTimeoutError, rendezvous_st
 from ostinato.errors import ClosedError, ConfigError, RankFailedError
 from ostinato.parallel.comm import Comm
 from ostinato.parallel.distributed import DistributedComm
-from ostinato.ranks.watchdog import Watchdog
+from ostinato.ranks.watch.watchdog import Watchdog
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 UNSORTED = (0, 2, 1, 3)

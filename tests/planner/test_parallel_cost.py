@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ostinato import set_forward_context
 from ostinato.attention.torch_paged import TorchPagedAttention
-from ostinato.bench.rank_step import SilentComm, make_batch, make_cache
+from ostinato.bench.layouts.rank_step import SilentComm, make_batch, make_cache
 from ostinato.errors import ConfigError
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.families import FAMILIES

@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 
 from ostinato.errors import RankFailedError
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.ranks.beats import Beats
 from ostinato.ranks.channel import Channel
 from ostinato.ranks.plan_message import Kind
-from ostinato.ranks.progress import (
+from ostinato.ranks.watch.beats import Beats
+from ostinato.ranks.watch.progress import (
     HungRanks,
     Position,
     Progress,
     Stage,
     ranks_behind,
 )
-from ostinato.ranks.watchdog import Watchdog
+from ostinato.ranks.watch.watchdog import Watchdog
 
 ANNOUNCED, AWAITED, RUNNING, DONE = Stage
 AFTER_S = 8.0

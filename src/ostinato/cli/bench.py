@@ -148,7 +148,7 @@ def parallel(
     output: Output = None,
 ) -> None:
     """One rank's compute time per step of a multi-rank model; communication excluded."""
-    from ostinato.bench.parallel import TOKENS, run
+    from ostinato.bench.layouts.run import TOKENS, run
 
     results = run(
         model,

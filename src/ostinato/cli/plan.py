@@ -60,7 +60,7 @@ def parallel(
     output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
 ) -> None:
     """Predict step times, thresholds and the best layout of TP, SP and shift on several GPUs."""
-    from ostinato.bench import plot_parallel
+    from ostinato.bench.layouts import plot as plot_parallel
     from ostinato.planner.forecast import Question, run
 
     drawn = parse_layouts(plot_layout, "--plot-layout")

@@ -13,7 +13,7 @@ import torch
 
 from ostinato.errors import CollectiveError
 from ostinato.ranks.plan_message import Kind, Message
-from ostinato.ranks.progress import Progress
+from ostinato.ranks.watch.progress import Progress
 from ostinato.scheduling.step_plan import IntArray
 
 # Words in the message that is always sent. A steady step lists the blocks that were added, three

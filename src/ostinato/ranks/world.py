@@ -27,10 +27,10 @@ from ostinato.parallel.comm import Comm, NoComm
 from ostinato.parallel.distributed import DistributedComm
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.rank_context import RankContext
-from ostinato.ranks.beats import Store
 from ostinato.ranks.channel import Broadcaster, Channel
-from ostinato.ranks.progress import Progress
-from ostinato.ranks.watchdog import Watchdog, end_process
+from ostinato.ranks.watch.beats import Store
+from ostinato.ranks.watch.progress import Progress
+from ostinato.ranks.watch.watchdog import Watchdog, end_process
 
 _FOREVER_S = 10 * 365 * 24 * 3600.0
 _GOODBYE_S = 5.0  # how long a leaving rank waits for the others to leave too

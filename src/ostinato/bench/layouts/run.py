@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ostinato.attention import create_attention
 from ostinato.attention.base import AttentionMetadata
+from ostinato.bench.layouts.rank_step import SilentComm, make_batch, make_cache
 from ostinato.bench.measure import machine
-from ostinato.bench.rank_step import SilentComm, make_batch, make_cache
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import set_forward_context

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from ostinato.errors import ConfigError, RankFailedError
-from ostinato.ranks.beats import GOODBYE, Beats, Store
-from ostinato.ranks.progress import HungRanks, Progress
+from ostinato.ranks.watch.beats import GOODBYE, Beats, Store
+from ostinato.ranks.watch.progress import HungRanks, Progress
 
 
 class Watchdog:

@@ -1,0 +1,1 @@
+"""What one rank of a parallel layout computes, measured on one GPU."""

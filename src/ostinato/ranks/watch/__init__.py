@@ -1,0 +1,1 @@
+"""Noticing ranks that died or hang, and ending the others."""
