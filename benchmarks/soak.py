@@ -339,7 +339,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="tiny", help="a shape, or a checkpoint's directory")
     parser.add_argument("--checkpoint", action="store_true", help="the model is a checkpoint")
     parser.add_argument("--max-num-seqs", type=int, default=32)
-    parser.add_argument("--kv-cache-memory", default="640K", help="small, so that some must wait")
+    parser.add_argument(
+        "--kv-cache-memory-bytes", default="640K", help="small, so that some must wait"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, help="where to write the result as JSON")
     args = parser.parse_args(argv)

@@ -29,7 +29,7 @@ def test_a_small_soak_on_the_cpu_finds_no_difference(
     soak: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "soak.json"
-    options = ["--requests", "90", "--distinct", "12", "--kv-cache-memory", "320K"]
+    options = ["--requests", "90", "--distinct", "12", "--kv-cache-memory-bytes", "320K"]
     assert soak.main(["--device", "cpu", *options, "--output", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["requests"] == 90
@@ -42,7 +42,7 @@ def test_a_small_soak_on_the_cpu_finds_no_difference(
 def test_what_was_never_tested_is_a_failure(
     soak: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--requests", "2", "--distinct", "1", "--kv-cache-memory", "8M"]
+    options = ["--requests", "2", "--distinct", "1", "--kv-cache-memory-bytes", "8M"]
     assert soak.main(["--device", "cpu", *options]) == 1
     assert "nothing was tested of:" in capsys.readouterr().out
 
