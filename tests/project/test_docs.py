@@ -231,3 +231,20 @@ def test_what_a_capture_forbids_and_what_to_write_instead(
 
 def test_the_table_of_what_a_capture_forbids_is_found() -> None:
     assert len(FORBIDDEN) >= 9
+
+
+# --- names of other engines --------------------------------------------------------------------
+
+
+def test_names_that_are_said_to_be_the_same_are_there() -> None:
+    """Where a row of the pages for those who come from elsewhere says "same name"."""
+    source = "\n".join(path.read_text() for path in (ROOT / "src/ostinato").rglob("*.py"))
+    missing = []
+    for page in ("docs/coming-from-vllm.md", "docs/coming-from-arctic.md"):
+        for theirs, ours in re.findall(r"^\| (.+?) \| (same name.*?) \|", read(page), re.MULTILINE):
+            for code in in_code(theirs):
+                name = re.split(r"[(=]", code)[0].split(".")[-1]
+                defined = rf'\b(?:class|def) {name}\b|^ +{name}(?::| =)|\.{name}\b|"{name}"'
+                if re.fullmatch(r"\w+", name) and not re.search(defined, source, re.MULTILINE):
+                    missing.append(f"{code} ({ours})")
+    assert not missing, "\n".join(missing)
