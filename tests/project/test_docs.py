@@ -8,6 +8,7 @@ import inspect
 import linecache
 import re
 import shlex
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,38 @@ def test_all_options_are_explained(heading: str, options: Any) -> None:
     rows = list(cells("docs/running-models.md", heading))
     explained = {name for first, *_ in rows for name in in_code(first)}
     assert explained == set(inspect.signature(options).parameters)
+
+
+SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "src").rglob("*.py")}
+PLANNED = ("server/", "speculative/")  # folders that ARCHITECTURE.md reserves a place for
+INTERNALS = ["ARCHITECTURE.md", *(page for page in PAGES if "internals" in page)]
+
+
+@pytest.mark.parametrize("page", INTERNALS)
+def test_files_that_are_named_exist(page: str) -> None:
+    """`pool.py`, `capture/pool.py` or `graphs/capture/`, wherever below src/ostinato."""
+    names = re.findall(r"`([\w/]+(?:\.py|/))`", read(page))
+    known = {f"/{path}" for path in SOURCES}
+    known |= {f"{path.rpartition('/')[0]}/" for path in known}
+    missing = [name for name in names if not any(path.endswith(f"/{name}") for path in known)]
+    assert not [name for name in missing if name not in PLANNED and not (ROOT / name).exists()]
+
+
+def test_the_tree_of_the_architecture_is_the_one_there_is() -> None:
+    (tree,) = [code for _, code, _ in fences("ARCHITECTURE.md", "") if "src/ostinato/" in code]
+    top = [line for line in tree.splitlines() if re.match(r"  \S", line)]
+    listed = [name for line in top for name in re.findall(r"[\w]+(?:/|\.py)", line.split("  ")[1])]
+    package = ROOT / "src/ostinato"
+    folders = [f"{path.parent.name}/" for path in package.glob("*/__init__.py")]
+    modules = [path.name for path in package.glob("*.py") if not path.name.startswith("__")]
+    assert sorted(listed) == sorted([*folders, *modules])
+    contracts = tomllib.loads(read("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    layers = [layer.removeprefix("ostinato.") for layer in contracts[0]["layers"]]
+    assert [re.sub(r"/|\.py", "", name) for name in listed] == layers  # imports point down
+
+
+def test_the_architecture_is_a_page() -> None:
+    assert len(read("ARCHITECTURE.md").splitlines()) <= 130
 
 
 # --- troubleshooting ---------------------------------------------------------------------------
