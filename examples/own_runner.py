@@ -24,14 +24,14 @@ from ostinato import (
     CUDAGraphMode,
     CUDAGraphWrapper,
     GraphPool,
+    PlanEntry,
+    PreparedBatch,
     compilation_counter,
     eager_break,
     get_forward_context,
     resolve_mode,
     set_forward_context,
 )
-from ostinato.graphs.manager import PreparedBatch
-from ostinato.graphs.policy.plan import PlanEntry
 
 VOCAB, WIDTH, HEADS, LAYERS = 100, 32, 4, 3
 MAX_SEQS, MAX_LEN, MAX_TOKENS = 4, 32, 24

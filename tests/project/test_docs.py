@@ -19,7 +19,7 @@ import yaml
 from tiny_models import save_talking
 from typer.main import get_command
 
-from ostinato import LLM, CaptureError, GraphConfig, cli, graphed
+from ostinato import LLM, CaptureError, GraphConfig, cli, graphed, other_engines
 
 ROOT = Path(__file__).parents[2]
 # Pages of the site that have their one source in the root: see docs/hooks.py.
@@ -268,16 +268,31 @@ def test_the_table_of_what_a_capture_forbids_is_found() -> None:
 
 # --- names of other engines --------------------------------------------------------------------
 
+OTHER_ENGINES = Path(other_engines.__file__)
+
 
 def test_names_that_are_said_to_be_the_same_are_there() -> None:
     """Where a row of the pages for those who come from elsewhere says "same name"."""
-    source = "\n".join(path.read_text() for path in (ROOT / "src/ostinato").rglob("*.py"))
+    ours = (path for path in (ROOT / "src/ostinato").rglob("*.py") if path != OTHER_ENGINES)
+    source = "\n".join(path.read_text() for path in ours)
     missing = []
     for page in ("docs/coming-from-vllm.md", "docs/coming-from-arctic.md"):
-        for theirs, ours in re.findall(r"^\| (.+?) \| (same name.*?) \|", read(page), re.MULTILINE):
+        for theirs, said in re.findall(r"^\| (.+?) \| (same name.*?) \|", read(page), re.MULTILINE):
             for code in in_code(theirs):
                 name = re.split(r"[(=]", code)[0].split(".")[-1]
                 defined = rf'\b(?:class|def) {name}\b|^ +{name}(?::| =)|\.{name}\b|"{name}"'
                 if re.fullmatch(r"\w+", name) and not re.search(defined, source, re.MULTILINE):
-                    missing.append(f"{code} ({ours})")
+                    missing.append(f"{code} ({said})")
     assert not missing, "\n".join(missing)
+
+
+def test_options_of_other_engines_are_mapped() -> None:
+    pages = ("docs/coming-from-vllm.md", "docs/coming-from-arctic.md")
+    tables = (
+        other_engines.ENGINE_OPTIONS,
+        other_engines.GRAPH_OPTIONS,
+        other_engines.SAMPLING_OPTIONS,
+    )
+    codes = [code for page in pages for code in in_code(_FENCE.sub("", read(page)))]
+    named = {re.split(r"[(=]", code)[0].split(".")[-1] for code in codes}
+    assert {name for table in tables for name in table} - named == set()
