@@ -217,7 +217,7 @@ class EngineConfig:
             if graphs.mode not in (None, CUDAGraphMode.NONE):
                 raise ConfigError(
                     f"enforce_eager turns graphs off, but graphs has mode {graphs.mode}; give only "
-                    "of the two"
+                    "one of the two"
                 )
             graphs = replace(graphs, mode=CUDAGraphMode.NONE)
         object.__setattr__(self, "graphs", graphs)

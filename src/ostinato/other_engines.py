@@ -18,6 +18,11 @@ GRAPH_OPTIONS = {
 ENGINE_OPTIONS = {
     # Graphs.
     "compilation_config": Foreign("write graphs=GraphConfig(mode=..., capture_sizes=...)", (None,)),
+    "cudagraph_mode": Foreign("write graphs=GraphConfig(mode=...)", (None,)),
+    "cudagraph_capture_sizes": Foreign("write graphs=GraphConfig(capture_sizes=...)", (None,)),
+    "max_cudagraph_capture_size": Foreign(
+        "write graphs=GraphConfig(max_cudagraph_capture_size=...)", (None,)
+    ),
     "max_seq_len_to_capture": Foreign(
         "graphs are captured for token counts and serve sequences of any length; write "
         "graphs=GraphConfig(max_cudagraph_capture_size=...)"
