@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +17,7 @@ from ostinato.engine.completion import CheckedRequest
 from ostinato.engine.engine import Engine, Submission
 from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
+from ostinato.graphs.capture.closing import Owner
 from ostinato.options import described, same_options_as
 from ostinato.outputs import RequestOutput
 from ostinato.sampling_params import SamplingParams
@@ -28,7 +28,7 @@ from ostinato.text.template_process import TemplateProcess
 _BAR_AFTER_SECONDS = 2.0  # a bar for what is over at once would only flicker
 
 
-class LLM:
+class LLM(Owner):
     """A language model that is ready to generate; graphs are captured when it is built.
 
     Use it in ``with``, or ``close()`` it, to give the memory back. For one thread at a time: while
@@ -213,17 +213,6 @@ class LLM:
             self.engine.close()
         finally:
             self._templates.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

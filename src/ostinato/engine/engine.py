@@ -7,7 +7,6 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -17,6 +16,7 @@ from ostinato.engine.completion import NUM_SEEDS, CheckedRequest, Completion
 from ostinato.engine.start import start
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import ClosedError, RequestError
+from ostinato.graphs.capture.closing import Owner
 from ostinato.loading.load import as_hf
 from ostinato.outputs import Logprob
 from ostinato.quoting import shown
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class Engine:
+class Engine(Owner):
     """Owns the model, the runner and the scheduler. For one thread at a time (``use``).
 
     Where all ranks run one script, requests are for the engine of rank 0; the others have their
@@ -289,17 +289,6 @@ class Engine:
             self.runner.close()
         finally:
             del self.model
-
-    def __enter__(self) -> Engine:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -13,10 +12,11 @@ from ostinato.engine.completion import CheckedRequest, Completion
 from ostinato.engine.engine import Engine, Submission
 from ostinato.engine.thread_use import Hold, OpenStream
 from ostinato.errors import ConcurrentUseError
+from ostinato.graphs.capture.closing import Owner
 from ostinato.outputs import TextDelta
 
 
-class TextStream(Iterator[TextDelta]):
+class TextStream(Owner, Iterator[TextDelta]):
     """What each step adds to the completions; what ``LLM.stream`` returns.
 
     The requests start with the first delta. The end of the stream, ``close()``, leaving its
@@ -75,17 +75,6 @@ class TextStream(Iterator[TextDelta]):
         use = self._engine.use
         use.end_stream(self._open)
         use.defer(self._submission.abort)
-
-    def __enter__(self) -> TextStream:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

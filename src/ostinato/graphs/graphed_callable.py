@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Generic, NoReturn, ParamSpec, TypedDict, TypeVar, cast
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from ostinato.compat import inside_functorch_transform
 from ostinato.errors import BatchError, CaptureError, ClosedError, ConfigError
 from ostinato.graphs.capture.capture_loop import CaptureReport
-from ostinato.graphs.capture.closing import close_each
+from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.capture.pool import ExclusiveUse, GraphPool
 from ostinato.graphs.capture.segments import is_recording
 from ostinato.graphs.capture.tree import map_tensors, tensors_in
@@ -50,7 +49,7 @@ class GraphedOptions(TypedDict, total=False):
     show_progress: bool
 
 
-class GraphedCallable(Generic[P, R]):
+class GraphedCallable(Owner, Generic[P, R]):
     """A callable with a graph per batch size. Made by ``graphed()``, which documents the options.
 
     Owns its buffers and, unless one was passed in, its graph pool: ``close()`` it, or use it in
@@ -304,17 +303,6 @@ class GraphedCallable(Generic[P, R]):
             return
         self._closed = True
         self.forget()
-
-    def __enter__(self) -> GraphedCallable[P, R]:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def forget(self) -> None:
         """Drop graphs, buffers and, if it is ours, the pool; the next call begins anew."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 
+from ostinato.graphs.capture.closing import Owner
 from ostinato.graphs.graphed_callable import GraphedCallable
 
 # Attributes looked up on the graphs. All others are looked up on the model.
@@ -23,7 +23,7 @@ _CHANGES_MODEL = frozenset(
 )
 
 
-class GraphedModule(torch.nn.Module):
+class GraphedModule(Owner, torch.nn.Module):
     """Runs ``model`` through graphs; made by ``graphed()``, which documents the options.
 
     Attributes are read from and written to the model, as are its parameters, buffers and children:
@@ -67,17 +67,6 @@ class GraphedModule(torch.nn.Module):
 
     def __repr__(self) -> str:
         return f"graphed({_model_of(self)!r})"
-
-    def __enter__(self) -> GraphedModule:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         _graphs_of(self).__deepcopy__(memo)

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ostinato.errors import ClosedError, CollectiveError, ConfigError
+from ostinato.graphs.capture.closing import Owner
 from ostinato.parallel import collectives
 from ostinato.parallel.comm import equal_parts
 
 
-class DistributedComm:
+class DistributedComm(Owner):
     """A process group of ``ranks``, in this order.
 
     Creation is collective: every rank of the world creates one at the same time, with the group
@@ -168,17 +168,6 @@ class DistributedComm:
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = None
-
-    def __enter__(self) -> DistributedComm:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _agree_on_groups(ranks: tuple[int, ...]) -> list[tuple[int, ...]]:

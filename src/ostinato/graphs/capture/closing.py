@@ -1,8 +1,28 @@
-"""Closing several things: each of them, whatever another one raises."""
+"""Closing what owns memory: at the end of a ``with``, and all of it, whatever one part raises."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Self
+
+
+class Owner:
+    """Has something to give back, and gives it back at the end of a ``with``."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
 
 
 def close_each(steps: Iterable[Callable[[], object]]) -> None:

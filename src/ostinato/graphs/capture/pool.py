@@ -15,14 +15,13 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError, ConfigError
 from ostinato.graphs.backends import create_backend
-from ostinato.graphs.capture.closing import close_each
+from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.capture.context import ForwardContext, current_forward_context
 from ostinato.graphs.capture.segments import Recording, Tape, open_recording
 from ostinato.graphs.capture.tree import map_tensors
@@ -95,7 +94,7 @@ class Captured(Generic[T]):
     output: T
 
 
-class GraphPool:
+class GraphPool(Owner):
     """Memory and capture stream of a set of graphs that are never replayed concurrently.
 
     All graphs of a pool reuse each other's memory, so the output of one is valid until the next
@@ -370,17 +369,6 @@ class GraphPool:
         For owners of a pool, as the first thing that they do when they close.
         """
         self._spare.close()
-
-    def __enter__(self) -> GraphPool:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _check_open(self) -> None:
         if self._closed:
