@@ -20,6 +20,7 @@ from ostinato import GraphPool, set_forward_context
 from ostinato.attention import create_attention, numba_paged
 from ostinato.attention.base import AttentionBackend, attend_qkv
 from ostinato.attention.numba_paged import NumbaPagedAttention
+from ostinato.attention.paged import PagedBatch
 from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.policy.modes import AttentionCGSupport
 
@@ -233,7 +234,7 @@ def test_the_operators_say_what_they_write() -> None:
     one = case(Layout(requests=((3, 2), (1, 7)), padding_tokens=1, sinks=True), CPU, norm=True)
     batch, spec = one.batch, one.batch.spec()
     out = torch.empty(batch.query.shape)
-    shared = numba_paged._batch(spec, one.metadata(NumbaPagedAttention()), out, batch.sinks)
+    shared = PagedBatch.of(spec, one.metadata(NumbaPagedAttention()), out, batch.sinks)
     rotation = one.rotation
     one.positions.clamp_(max=8)
     heads = batch.query.contiguous(), batch.key.contiguous(), batch.value.contiguous()

@@ -440,9 +440,8 @@ def test_the_operator_says_what_it_writes(device: torch.device) -> None:
     one = case(Layout(requests=((3, 2), (1, 7)), padding_tokens=1, sinks=True), device, norm=True)
     batch, rotation = one.batch, one.rotation
     out = torch.empty(*batch.query.shape[:2], batch.layout.value_dim, device=device)
-    arguments = (one.qkv, rotation.table, rotation.qk_norm, one.positions, batch.key_cache)
-    arguments += (batch.value_cache, out, batch.query_start_loc, batch.seq_lens, batch.block_table)
-    arguments += (batch.slot_mapping, batch.sinks, EPS, 0.3, None, None, False)
+    arguments = (one.qkv, one.positions, rotation.table, rotation.qk_norm, EPS)
+    arguments += batch.arguments(out)[3:]
     torch.library.opcheck(
         torch.ops.ostinato.triton_qkv_attention.default,
         arguments,

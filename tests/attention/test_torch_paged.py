@@ -28,6 +28,7 @@ from ostinato.attention.base import (
     attend,
 )
 from ostinato.attention.numba_paged import NumbaPagedAttention
+from ostinato.attention.paged import PagedBatch, over_heads
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.graphs.policy.modes import AttentionCGSupport
 from ostinato.ops.numba import has_numba
@@ -40,35 +41,35 @@ operator = torch.ops.ostinato.paged_attention.default
 
 def compiled(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> None:
     """The Numba backend by the operator's arguments."""
-    key_cache, value_cache, out, starts, seq_lens, table, slots, sinks, *rules, limit = others
+    batch = PagedBatch(*others)
     spec = AttentionSpec(
         layer=0,
         num_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim=query.shape[2],
         value_dim=value.shape[2],
-        scale=rules[0],
-        window=rules[1],
-        soft_cap=rules[2],
+        scale=batch.scale,
+        window=batch.window,
+        soft_cap=batch.soft_cap,
     )
     backend = NumbaPagedAttention()
     metadata = AttentionMetadata(
-        query_start_loc=starts,
-        seq_lens=seq_lens,
-        block_table=table,
-        slot_mapping=slots,
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens,
+        block_table=batch.block_table,
+        slot_mapping=batch.slot_mapping,
         max_query_len=1,
-        max_seq_len=limit,
-        kv_caches=[(key_cache, value_cache)],
+        max_seq_len=batch.max_seq_len,
+        kv_caches=[(batch.key_cache, batch.value_cache)],
         backend=backend,
     )
-    backend.forward(spec, query, key, value, metadata, out, sinks)
+    backend.forward(spec, query, key, value, metadata, batch.out, batch.sinks)
 
 
 needs_numba = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
 OPERATOR = pytest.param(operator, id="operator")
 COMPILED = pytest.param(compiled, id="compiled", marks=needs_numba)
-FIXED_SHAPE = pytest.param(paged_cuda.paged_attention_cuda, id="fixed_shape")
+FIXED_SHAPE = pytest.param(over_heads(paged_cuda.paged_attention_cuda), id="fixed_shape")
 any_body = pytest.mark.parametrize("body", [OPERATOR, COMPILED, FIXED_SHAPE])
 on_the_cpu = pytest.mark.parametrize("body", [OPERATOR, COMPILED])
 
@@ -131,6 +132,7 @@ class Batch:
             self.layout.window,
             self.layout.soft_cap,
             self.max_seq_len,
+            False,
         )
 
     def run(self, body: Callable[..., None]) -> Tensor:

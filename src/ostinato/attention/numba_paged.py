@@ -8,13 +8,20 @@ its result is the same to the bit whoever else is in the batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
-from ostinato.attention.paged_cpu import Rules, attend_requests, read_layout
+from ostinato.attention.paged import (
+    PagedAttention,
+    PagedBatch,
+    heads_schema,
+    over_heads,
+    over_qkv,
+    qkv_schema,
+)
+from ostinato.attention.paged_cpu import attend_requests, read_layout
 from ostinato.attention.rotation import Rotation
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.errors import BatchError, ConfigError
@@ -25,27 +32,8 @@ from ostinato.ops.numba import load_kernels, runs_compiled
 # A kernel is one thread. From about here on two threads of torch's are faster.
 MOST_KEYS = 512
 
-# The last arguments of both operators, which become a ``_Batch``.
-_BATCH = """Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
-    Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping,
-    Tensor? sinks, float scale, int? window, float? soft_cap"""
 
-
-class _Batch(NamedTuple):
-    key_cache: torch.Tensor
-    value_cache: torch.Tensor
-    out: torch.Tensor
-    query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
-    sinks: torch.Tensor | None
-    scale: float
-    window: int | None
-    soft_cap: float | None
-
-
-class NumbaPagedAttention(AttentionBackend):
+class NumbaPagedAttention(PagedAttention):
     """The ``AttentionBackend`` for float32 on a CPU; what is neither goes to the torch backend."""
 
     name = "numba"
@@ -55,36 +43,20 @@ class NumbaPagedAttention(AttentionBackend):
         self._torch = TorchPagedAttention()
         load_kernels()  # compiled now, if they have to be, and not in the first step
 
-    @torch.no_grad()
-    def forward(
-        self,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch
     ) -> None:
-        if not runs_compiled(out, *metadata.kv_caches[spec.layer]):
-            self._torch.forward(spec, query, key, value, metadata, out, sinks)
+        if not _runs_compiled(batch):
+            self._torch.attend(query, key, value, batch)
             return
         heads = query.contiguous(), key.contiguous(), value.contiguous()
-        _attention(*heads, *_batch(spec, metadata, out, sinks))
+        _attention(*heads, *_in_one_piece(batch))
 
-    @torch.no_grad()
-    def forward_qkv(
-        self,
-        spec: AttentionSpec,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
+    def attend_qkv(
+        self, qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
     ) -> None:
-        if not runs_compiled(out, *metadata.kv_caches[spec.layer]):
-            self._torch.forward_qkv(spec, qkv, rotation, positions, metadata, out, sinks)
+        if not _runs_compiled(batch):
+            self._torch.attend_qkv(qkv, positions, rotation, batch)
             return
         _rotary_attention(
             qkv.contiguous(),
@@ -92,32 +64,28 @@ class NumbaPagedAttention(AttentionBackend):
             rotation.table,
             rotation.qk_norm,
             rotation.eps,
-            *_batch(spec, metadata, out, sinks),
+            *_in_one_piece(batch),
         )
 
 
-def _batch(
-    spec: AttentionSpec, metadata: AttentionMetadata, out: torch.Tensor, sinks: torch.Tensor | None
-) -> _Batch:
+def _runs_compiled(batch: PagedBatch) -> bool:
+    return runs_compiled(batch.out, batch.key_cache, batch.value_cache)
+
+
+def _in_one_piece(batch: PagedBatch) -> PagedBatch:
     """Everything in one piece and of the type that the kernels take."""
-    return _Batch(
-        *metadata.kv_caches[spec.layer],
-        out,
-        metadata.query_start_loc.contiguous(),
-        metadata.seq_lens.contiguous(),
-        metadata.block_table.contiguous(),
-        metadata.slot_mapping.contiguous(),
-        None if sinks is None else sinks.float().contiguous(),
-        spec.scale,
-        spec.window,
-        spec.soft_cap,
+    return batch._replace(
+        query_start_loc=batch.query_start_loc.contiguous(),
+        seq_lens=batch.seq_lens.contiguous(),
+        block_table=batch.block_table.contiguous(),
+        slot_mapping=batch.slot_mapping.contiguous(),
+        sinks=None if batch.sinks is None else batch.sinks.float().contiguous(),
     )
 
 
 def _prepare_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch
 ) -> Callable[[], None]:
-    batch = _Batch(*rest)
     _check_shapes(query.shape[0], (key.shape[0], value.shape[0]), batch)
     attention = load_kernels().attention
     arrays = *_arrays(query, key, value), *_batch_arrays(batch)
@@ -130,16 +98,11 @@ def _prepare_attention(
 
 
 def _prepare_rotary_attention(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    table: torch.Tensor,
-    qk_norm: torch.Tensor | None,
-    eps: float,
-    *rest: Any,
+    qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
 ) -> Callable[[], None]:
-    batch = _Batch(*rest)
     _check_shapes(qkv.shape[0], (qkv.shape[0], positions.shape[0]), batch)
     rotary_attention = load_kernels().rotary_attention
+    table, qk_norm = rotation.table, rotation.qk_norm
     head_dim = table.shape[1]
     num_normed = qkv.shape[1] // head_dim - batch.key_cache.shape[2]
     if qk_norm is None:
@@ -149,7 +112,7 @@ def _prepare_rotary_attention(
             f"a norm of queries and keys has a weight for each head; {tuple(qk_norm.shape)} is not "
             f"that of {num_normed} heads of {head_dim}"
         )
-    arrays = *_arrays(qkv, positions, table, qk_norm), eps, *_batch_arrays(batch)
+    arrays = *_arrays(qkv, positions, table, qk_norm), rotation.eps, *_batch_arrays(batch)
 
     def run() -> None:
         if rotary_attention(*arrays):
@@ -158,7 +121,7 @@ def _prepare_rotary_attention(
     return run
 
 
-def _check_shapes(num_queries: int, stored: tuple[int, int], batch: _Batch) -> None:
+def _check_shapes(num_queries: int, stored: tuple[int, int], batch: PagedBatch) -> None:
     """The kernels trust what they are given; nothing else would notice a tensor that is short."""
     num_rows, num_heads = batch.out.shape[:2]
     num_slots, num_reqs = batch.slot_mapping.shape[0], batch.seq_lens.shape[0]
@@ -181,7 +144,7 @@ def _arrays(*tensors: torch.Tensor) -> tuple[Any, ...]:
     return tuple(tensor.numpy() for tensor in tensors)
 
 
-def _batch_arrays(batch: _Batch) -> tuple[Any, ...]:
+def _batch_arrays(batch: PagedBatch) -> tuple[Any, ...]:
     """The batch as the kernels take it."""
     return (
         *_arrays(*batch[:7]),
@@ -191,32 +154,19 @@ def _batch_arrays(batch: _Batch) -> tuple[Any, ...]:
     )
 
 
-def _attend_others(query: torch.Tensor, batch: _Batch) -> None:
+def _attend_others(query: torch.Tensor, batch: PagedBatch) -> None:
     """The requests that the kernels leave out."""
-    layout = read_layout(
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.block_table,
-        batch.slot_mapping,
-        batch.key_cache.shape[1],
-        batch.window,
-    )
-    rules = Rules(batch.scale, batch.window, batch.soft_cap, batch.sinks)
     others = [
         queries
-        for queries in layout.queries
+        for queries in read_layout(batch).queries
         if queries.query_len > 1 or queries.num_visible(batch.window) > MOST_KEYS
     ]
-    attend_requests(others, query, batch.key_cache, batch.value_cache, batch.out, rules)
+    attend_requests(others, query, batch)
 
 
 _attention = define_for_cpu(
-    f"compiled_attention(Tensor query, Tensor key, Tensor value, {_BATCH}) -> ()",
-    prepare=_prepare_attention,
+    heads_schema("compiled_attention"), prepare=over_heads(_prepare_attention)
 )
 _rotary_attention = define_for_cpu(
-    f"""compiled_rotary_attention(
-    Tensor qkv, Tensor positions, Tensor table, Tensor? qk_norm, float eps, {_BATCH}
-) -> ()""",
-    prepare=_prepare_rotary_attention,
+    qkv_schema("compiled_rotary_attention"), prepare=over_qkv(_prepare_rotary_attention)
 )

@@ -15,17 +15,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ostinato.attention.paged import PagedBatch
+
 # Queries that attend together where they need a mask: bounds the mask and the scores.
 _QUERY_ROWS = 256
-
-
-class Rules(NamedTuple):
-    """What is fixed about the computation, for all requests of a call."""
-
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    sinks: torch.Tensor | None
 
 
 class Queries(NamedTuple):
@@ -56,77 +49,51 @@ class Layout(NamedTuple):
 
 
 def paged_attention_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    max_seq_len: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch
 ) -> None:
     """Store ``key`` and ``value``, attend over the cache, and write all of ``out``."""
-    layout = read_layout(
-        query_start_loc, seq_lens, block_table, slot_mapping, key_cache.shape[1], window
-    )
+    layout = read_layout(batch)
+    slot_mapping = batch.slot_mapping
     if layout.written is not None:
         key, value = key[layout.written], value[layout.written]
         slot_mapping = slot_mapping[layout.written]
-    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
-    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    batch.key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
+    batch.value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
     if layout.has_padding:
-        out.zero_()  # rows that belong to no request
-    rules = Rules(scale, window, soft_cap, sinks)
-    attend_requests(layout.queries, query, key_cache, value_cache, out, rules)
+        batch.out.zero_()  # rows that belong to no request
+    attend_requests(layout.queries, query, batch)
 
 
-def attend_requests(
-    requests: Iterable[Queries],
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    rules: Rules,
-) -> None:
-    """Write the rows of ``requests`` in ``out``; what they see is in the cache."""
+def attend_requests(requests: Iterable[Queries], query: torch.Tensor, batch: PagedBatch) -> None:
+    """Write the rows of ``requests`` in ``batch.out``; what they see is in the cache."""
+    key_cache, value_cache = batch.key_cache, batch.value_cache
     keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+    is_plain = batch.is_plain
     for queries in requests:
         its_keys, its_values = keys, values
         if queries.blocks is not None:
             its_keys = key_cache.index_select(0, queries.blocks).flatten(0, 1)
             its_values = value_cache.index_select(0, queries.blocks).flatten(0, 1)
-        if queries.query_len == 1 and rules.soft_cap is None and rules.sinks is None:
-            _attend_one(queries, query, its_keys, its_values, out, rules)
+        if queries.query_len == 1 and is_plain:
+            _attend_one(queries, query, its_keys, its_values, batch)
         else:
-            _attend(queries, query, its_keys, its_values, out, rules)
+            _attend(queries, query, its_keys, its_values, batch)
 
 
-def read_layout(
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    block_size: int,
-    window: int | None,
-) -> Layout:
+def read_layout(batch: PagedBatch) -> Layout:
     """What a batch's integers say now."""
+    block_size = batch.key_cache.shape[1]
+    seq_lens, block_table = batch.seq_lens, batch.block_table
     needed = -(-max(seq_lens.tolist(), default=0) // block_size)
     # All layers of a step see the same integers: they are made sense of once, and compared after.
     return _layout(
-        query_start_loc.numpy().tobytes(),
+        batch.query_start_loc.numpy().tobytes(),
         seq_lens.numpy().tobytes(),
         block_table.numpy()[:, :needed].tobytes(),
-        slot_mapping.numpy().tobytes(),
+        batch.slot_mapping.numpy().tobytes(),
         block_table.shape[1] * block_size,
         block_size,
-        window,
+        batch.window,
     )
 
 
@@ -189,8 +156,7 @@ def _attend_one(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    out: torch.Tensor,
-    rules: Rules,
+    batch: PagedBatch,
 ) -> None:
     """One query: two products and a softmax take less time than torch's fused attention.
 
@@ -199,7 +165,7 @@ def _attend_one(
     first product, and the second writes its result where it belongs.
     """
     num_kv_heads, dim = keys.shape[1:]
-    first = _first_visible(queries.seq_len - 1, rules.window)
+    first = _first_visible(queries.seq_len - 1, batch.window)
     seen, origin = queries.seq_len - first, queries.origin + first
     per_token, per_head, per_element = keys.stride()
     transposed_keys = keys.as_strided(
@@ -214,9 +180,9 @@ def _attend_one(
         values.storage_offset() + origin * per_token,
     )
     query = _heads_of_one(query, queries.start, num_kv_heads)
-    target = _heads_of_one(out, queries.start, num_kv_heads)
+    target = _heads_of_one(batch.out, queries.start, num_kv_heads)
     # baddbmm is bmm with a factor; with beta=0 it does not read its summand.
-    scores = torch.baddbmm(_nothing(query.dtype), query, transposed_keys, beta=0, alpha=rules.scale)
+    scores = torch.baddbmm(_nothing(query.dtype), query, transposed_keys, beta=0, alpha=batch.scale)
     weights = scores.softmax(-1, dtype=torch.float32)
     if its_values.dtype is not torch.float32:
         weights = weights.to(its_values.dtype)
@@ -248,34 +214,33 @@ def _attend(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    out: torch.Tensor,
-    rules: Rules,
+    batch: PagedBatch,
 ) -> None:
     """The attention of one request, some rows at a time."""
     num_kv_heads = keys.shape[1]
     context = queries.seq_len - queries.query_len
-    plain = rules.soft_cap is None and rules.sinks is None
+    plain = batch.is_plain
     # torch knows one mask by name: as many keys as queries, each sees those up to its own.
-    square = context == 0 and (rules.window is None or rules.window >= queries.seq_len)
+    square = context == 0 and (batch.window is None or batch.window >= queries.seq_len)
     causal = plain and square and queries.query_len > 1
     step = queries.query_len if causal else _QUERY_ROWS
     for row in range(0, queries.query_len, step):
         count = min(step, queries.query_len - row)
         start, position = queries.start + row, context + row
-        first, end = _first_visible(position, rules.window), position + count
+        first, end = _first_visible(position, batch.window), position + count
         q = _by_kv_head(query, start, count, num_kv_heads)
         k = _between(keys, queries.origin, first, end, q.shape[1])
         v = _between(values, queries.origin, first, end, q.shape[1])
         mask = None
         if count > 1 and not causal:
-            mask = _visible(count, end - first, position - first, rules.window)
+            mask = _visible(count, end - first, position - first, batch.window)
         if plain:
             result = F.scaled_dot_product_attention(
-                q, k, v, mask, is_causal=causal, scale=rules.scale
+                q, k, v, mask, is_causal=causal, scale=batch.scale
             )
         else:
-            result = _attend_by_hand(q, k, v, mask, rules)
-        _by_kv_head(out, start, count, num_kv_heads).copy_(result)
+            result = _attend_by_hand(q, k, v, mask, batch)
+        _by_kv_head(batch.out, start, count, num_kv_heads).copy_(result)
 
 
 def _by_kv_head(tokens: torch.Tensor, start: int, count: int, num_kv_heads: int) -> torch.Tensor:
@@ -302,20 +267,20 @@ def _visible(num_queries: int, num_keys: int, position: int, window: int | None)
 
 
 def _attend_by_hand(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, rules: Rules
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, batch: PagedBatch
 ) -> torch.Tensor:
     """What torch's fused attention has no room for: soft caps and sinks."""
     scores = q.flatten(1, 2).float() @ k[:, 0].float().transpose(1, 2)
-    scores *= rules.scale
-    if rules.soft_cap is not None:
-        scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
+    scores *= batch.scale
+    if batch.soft_cap is not None:
+        scores = batch.soft_cap * torch.tanh(scores / batch.soft_cap)
     if mask is not None:
         scores.view(*q.shape[:3], -1).masked_fill_(~mask, -torch.inf)
-    if rules.sinks is None:
+    if batch.sinks is None:
         weights = scores.softmax(-1)
     else:
         num_kv_heads, num_rows, _ = scores.shape
-        sinks = rules.sinks.float().view(num_kv_heads, -1, 1)
+        sinks = batch.sinks.float().view(num_kv_heads, -1, 1)
         sinks = sinks.repeat_interleave(num_rows // sinks.shape[1], 1)
         weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
     return (weights @ v[:, 0].float()).view(*q.shape[:3], -1)

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from ostinato.attention.paged import PagedBatch
+
 # At most this many queries in a tile, which reads its keys once for all of them.
 _TILE_SIZE = 64
 # At most so many keys at a time, and memory for them. The limit on the sequence length must have no
@@ -47,44 +49,32 @@ class _Softmax(NamedTuple):
 
 
 def paged_attention_cuda(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    max_seq_len: int,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch
 ) -> None:
     """Store ``key`` and ``value``, attend over the cache, and write all of ``out``."""
-    store_rows(key, key_cache, slot_mapping)
-    store_rows(value, value_cache, slot_mapping)
-    num_tokens, num_reqs = query.shape[0], seq_lens.shape[0]
+    key_cache, value_cache, out = batch[:3]
+    window = batch.window
+    store_rows(key, key_cache, batch.slot_mapping)
+    store_rows(value, value_cache, batch.slot_mapping)
+    num_tokens, num_reqs = query.shape[0], batch.seq_lens.shape[0]
     if num_tokens == 0 or num_reqs == 0:
         out.zero_()
         return
     block_size, num_kv_heads = key_cache.shape[1:3]
     size = _tile_size(num_tokens, num_reqs)
     # Keys beyond the table are promised only by batches that are made up for a capture.
-    seq_lens = seq_lens.clamp(max=block_table.shape[1] * block_size)
-    tiles = _cut(num_tokens, size, query_start_loc, seq_lens, block_table, window)
+    seq_lens = batch.seq_lens.clamp(max=batch.block_table.shape[1] * block_size)
+    tiles = _cut(num_tokens, size, batch._replace(seq_lens=seq_lens))
     q = _into_tiles(query, tiles, num_kv_heads)
-    softmax = _begin(q, sinks, value_cache.shape[3])
+    softmax = _begin(q, batch.sinks, value_cache.shape[3])
 
-    num_keys = max_seq_len
+    num_keys = batch.max_seq_len
     if window is not None:  # what one tile sees, and what stands before it in the first block
         num_keys = min(num_keys, window + size - 1 + block_size - 1)
     step = _blocks_per_step(q, key_cache, value_cache)
     for block in range(0, -(-num_keys // block_size), step):
         keys = _read(tiles, key_cache, value_cache, block, step)
-        scores = _scores(q, keys.keys, scale, soft_cap)
+        scores = _scores(q, keys.keys, batch.scale, batch.soft_cap)
         hidden = _hidden(tiles.positions, keys.positions, window)
         scores.unflatten(2, (-1, size)).masked_fill_(hidden[:, None, None], -torch.inf)
         softmax = _advance(softmax, scores, keys.values)
@@ -105,14 +95,8 @@ def _tile_size(num_tokens: int, num_reqs: int) -> int:
     return min(_TILE_SIZE, 1 << (average - 1).bit_length())
 
 
-def _cut(
-    num_tokens: int,
-    size: int,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    window: int | None,
-) -> _Tiles:
+def _cut(num_tokens: int, size: int, batch: PagedBatch) -> _Tiles:
+    query_start_loc, seq_lens, window = batch.query_start_loc, batch.seq_lens, batch.window
     num_reqs = seq_lens.shape[0]
     device = query_start_loc.device
     # Each request may leave its last tile unfinished.
@@ -142,7 +126,7 @@ def _cut(
     if window is not None:
         earliest = torch.where(positions < 0, last[:, None], positions).amin(1)
         first = (earliest - window + 1).clamp(min=0)
-    return _Tiles(places, positions, first, last, block_table[requests[:-1]])
+    return _Tiles(places, positions, first, last, batch.block_table[requests[:-1]])
 
 
 def _into_tiles(query: torch.Tensor, tiles: _Tiles, num_kv_heads: int) -> torch.Tensor:

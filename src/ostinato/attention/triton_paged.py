@@ -2,7 +2,7 @@
 
 To torch it is two operators: ``ostinato::triton_paged_attention``, and for models that hand over
 their raw QKV product ``ostinato::triton_qkv_attention``. How the work is cut up is in ``cuts``, the
-work itself in ``kernels``; Triton is imported when it is first called. CPU tensors are for the
+work itself in ``triton``; Triton is imported when it is first called. CPU tensors are for the
 tests, under Triton's interpreter.
 """
 
@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from ostinato.attention.paged import (
+    PagedAttention,
+    PagedBatch,
+    heads_schema,
+    over_heads,
+    over_qkv,
+    qkv_schema,
+)
 from ostinato.attention.rotation import Rotation
 from ostinato.attention.triton.cuts import cut, decode_cut
 from ostinato.graphs.policy.modes import AttentionCGSupport
@@ -25,131 +32,63 @@ from ostinato.ops.triton.launch import (
     overlap,
 )
 
-_SCHEMA = """triton_paged_attention(
-    Tensor query, Tensor key, Tensor value,
-    Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
-    Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping,
-    Tensor? sinks, float scale, int? window, float? soft_cap
-) -> ()"""
-
-_QKV_SCHEMA = """triton_qkv_attention(
-    Tensor qkv, Tensor table, Tensor? qk_norm, Tensor positions,
-    Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
-    Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping,
-    Tensor? sinks, float eps, float scale, int? window, float? soft_cap, bool decode
-) -> ()"""
-
 
 def triton_paged_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    sinks: torch.Tensor | None,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch
 ) -> None:
     """Store ``key`` and ``value``, attend over the cache, and write all of ``out``."""
-    num_tokens, num_reqs = query.shape[0], seq_lens.shape[0]
-    if num_tokens == 0:
+    if query.shape[0] == 0:
         return
     # The kernels step through a row by one.
     query, key, value = (_rows_in_one_piece(tensor) for tensor in (query, key, value))
-    _store(key, value, key_cache, value_cache, out, slot_mapping, query_start_loc)
-    if num_reqs == 0:
-        return
-    batch = (query_start_loc, seq_lens, block_table)
-    rules = (sinks, scale, window, soft_cap)
-    _attend(query, key_cache, value_cache, out, batch, rules)
+    _store(key, value, batch)
+    if batch.seq_lens.shape[0] > 0:
+        _attend(query, batch)
 
 
 def triton_qkv_attention(
-    qkv: torch.Tensor,
-    table: torch.Tensor,
-    qk_norm: torch.Tensor | None,
-    positions: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    sinks: torch.Tensor | None,
-    eps: float,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    decode: bool,
+    qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
 ) -> None:
     """Norm and rotate, store, attend over the cache, and write all of ``out``.
 
-    ``decode``: request r has token r and no other, or none and no keys. One kernel then does it.
+    One kernel does it for decode batches.
     """
-    num_tokens, num_reqs = qkv.shape[0], seq_lens.shape[0]
+    num_tokens, num_reqs = qkv.shape[0], batch.seq_lens.shape[0]
     if num_tokens == 0:
         return
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
-    rotation = (table, qk_norm, eps)
-    rules = (sinks, scale, window, soft_cap)
-    if not decode:
+    if not batch.uniform_decode:
         from ostinato.attention.triton.rotary_store import rotary_store
 
-        query = rotary_store(
-            qkv, rotation, positions, key_cache, value_cache, out, slot_mapping, query_start_loc
-        )
+        query = rotary_store(qkv, positions, rotation, batch)
         if num_reqs > 0:
-            batch = (query_start_loc, seq_lens, block_table)
-            _attend(query, key_cache, value_cache, out, batch, rules)
+            _attend(query, batch)
         return
     from ostinato.attention.triton.decode_attention import decode_attention
 
+    key_cache = batch.key_cache
     pieces = decode_cut(
         num_reqs,
-        num_heads=out.shape[1],
+        num_heads=batch.out.shape[1],
         num_kv_heads=key_cache.shape[2],
         row_bytes=_padded_row(key_cache) * key_cache.itemsize,
         itemsize=key_cache.itemsize,
-        max_keys=block_table.shape[1] * key_cache.shape[1],
+        max_keys=batch.block_table.shape[1] * key_cache.shape[1],
         num_processors=num_processors(qkv.device),
     )
-    decode_attention(
-        qkv,
-        rotation,
-        positions,
-        key_cache,
-        value_cache,
-        out,
-        (seq_lens, block_table, slot_mapping),
-        rules,
-        pieces,
-    )
+    decode_attention(qkv, positions, rotation, batch, pieces)
 
 
-def _store(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-) -> None:
+def _store(key: torch.Tensor, value: torch.Tensor, batch: PagedBatch) -> None:
     """The new rows into the cache, and zeros into the rows of ``out`` that are padding."""
     from ostinato.attention.triton.paged_attention import store_kernel
 
+    key_cache, value_cache, out, query_start_loc = batch[:4]
     num_heads, num_kv_heads = out.shape[1], key.shape[1]
     launch(
         store_kernel,
         (key.shape[0],),
-        (key, value, key_cache, value_cache, out, slot_mapping, query_start_loc),
+        (key, value, key_cache, value_cache, out, batch.slot_mapping, query_start_loc),
         (
             query_start_loc.shape[0] - 1,
             *key.stride()[:2],
@@ -172,21 +111,13 @@ def _store(
     )
 
 
-def _attend(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    rules: tuple[torch.Tensor | None, float, int | None, float | None],
-) -> None:
-    """Attention over what is in the cache. ``batch``: query_start_loc, seq_lens, block_table."""
+def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
+    """Attention over what is in the cache."""
     from ostinato.attention.triton.paged_attention import attend_kernel, join_kernel
 
+    key_cache, value_cache, out, query_start_loc, seq_lens, block_table = batch[:6]
     num_tokens, num_heads, value_dim = out.shape
     num_kv_heads = key_cache.shape[2]
-    query_start_loc, _, block_table = batch
-    sinks, *numbers = rules
     num_reqs = query_start_loc.shape[0] - 1
     max_keys = block_table.shape[1] * key_cache.shape[1]
     pieces = cut(
@@ -210,9 +141,21 @@ def _attend(
     launch(
         attend_kernel,
         (pieces.num_tiles * num_kv_heads, num_splits),
-        (query, key_cache, value_cache, out, *partial, *batch, sinks),
         (
-            *numbers,
+            query,
+            key_cache,
+            value_cache,
+            out,
+            *partial,
+            query_start_loc,
+            seq_lens,
+            block_table,
+            batch.sinks,
+        ),
+        (
+            batch.scale,
+            batch.window,
+            batch.soft_cap,
             num_reqs,
             max_keys,
             num_splits,
@@ -261,11 +204,19 @@ def _padded_row(tensor: torch.Tensor) -> int:
     return max(16, next_power_of_2(tensor.shape[-1]))
 
 
-_operator = define(_SCHEMA, cpu=triton_paged_attention, cuda=triton_paged_attention)
-_qkv_operator = define(_QKV_SCHEMA, cpu=triton_qkv_attention, cuda=triton_qkv_attention)
+_operator = define(
+    heads_schema("triton_paged_attention"),
+    cpu=over_heads(triton_paged_attention),
+    cuda=over_heads(triton_paged_attention),
+)
+_qkv_operator = define(
+    qkv_schema("triton_qkv_attention"),
+    cpu=over_qkv(triton_qkv_attention),
+    cuda=over_qkv(triton_qkv_attention),
+)
 
 
-class TritonPagedAttention(AttentionBackend):
+class TritonPagedAttention(PagedAttention):
     """The ``AttentionBackend`` for CUDA. Never relies on ``max_seq_len``.
 
     A replay gives the bits of an eager call with the same padded shapes. Other shapes may be cut up
@@ -276,66 +227,17 @@ class TritonPagedAttention(AttentionBackend):
     name = "triton"
     support = AttentionCGSupport.ALWAYS
 
-    @torch.no_grad()  # the cache would otherwise remember every step that wrote to it
-    def forward(
-        self,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch
     ) -> None:
-        key_cache, value_cache = metadata.kv_caches[spec.layer]
-        _operator(
-            query,
-            key,
-            value,
-            key_cache,
-            value_cache,
-            out,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.block_table,
-            metadata.slot_mapping,
-            sinks,
-            spec.scale,
-            spec.window,
-            spec.soft_cap,
-        )
+        _operator(query, key, value, *batch)
 
-    @torch.no_grad()
-    def forward_qkv(
-        self,
-        spec: AttentionSpec,
-        qkv: torch.Tensor,
-        rotation: Rotation,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-        sinks: torch.Tensor | None = None,
+    def attend_qkv(
+        self, qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
     ) -> None:
-        """``forward`` after ``rotation.apply``: decode batches in one kernel, others in three."""
-        key_cache, value_cache = metadata.kv_caches[spec.layer]
-        # torch.compile does not come here, and CUDA's captures need no operator to see.
-        run = triton_qkv_attention if qkv.is_cuda else _qkv_operator
-        run(
-            qkv,
-            rotation.table,
-            rotation.qk_norm,
-            positions,
-            key_cache,
-            value_cache,
-            out,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            metadata.block_table,
-            metadata.slot_mapping,
-            sinks,
-            rotation.eps,
-            spec.scale,
-            spec.window,
-            spec.soft_cap,
-            metadata.uniform_decode,
-        )
+        """Decode batches in one kernel, others in three."""
+        if qkv.is_cuda:
+            # torch.compile does not come here, and CUDA's captures need no operator to see.
+            triton_qkv_attention(qkv, positions, rotation, batch)
+            return
+        _qkv_operator(qkv, positions, rotation.table, rotation.qk_norm, rotation.eps, *batch)

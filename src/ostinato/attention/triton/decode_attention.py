@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ostinato.attention.paged import PagedBatch
+from ostinato.attention.rotation import Rotation
 from ostinato.attention.triton.paged_attention import LOG2_E, logits
 from ostinato.attention.triton.rotary_store import load_angles, load_halves, store_halves, turned
 from ostinato.ops.triton.counters import take_counters
@@ -366,18 +368,13 @@ def decode_kernel(
 
 def decode_attention(
     qkv: torch.Tensor,
-    rotation: tuple[torch.Tensor, torch.Tensor | None, float],
     positions: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    rules: tuple[torch.Tensor | None, float, int | None, float | None],
+    rotation: Rotation,
+    batch: PagedBatch,
     pieces: DecodeCut,
 ) -> None:
-    """Launch it. ``rotation`` as in ``rotary_store``; ``batch``: seq_lens, block_table,
-    slot_mapping; ``rules``: sinks, scale, window, soft cap.
-    """
+    """Launch it. ``qkv`` and ``rotation`` as in ``rotary_store``."""
+    key_cache, value_cache, out, block_table = *batch[:3], batch.block_table
     num_tokens, num_heads, head_dim = out.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -389,9 +386,7 @@ def decode_attention(
         sums = torch.empty((rows, head_dim), device=out.device, dtype=torch.float32)
         highest, total = torch.empty((2, rows), device=out.device, dtype=torch.float32).unbind()
         partial = (sums, highest, total, take_counters(out.device, num_tokens * num_kv_heads))
-    table, qk_norm, eps = rotation
-    sinks, scale, window, soft_cap = rules
-    block_table = batch[1]
+    table = rotation.table
     value_pad = max(16, next_power_of_2(head_dim))
     rows_pad = next_power_of_2(group)
     # As many parts at a time as fit into some 64 registers of each thread.
@@ -400,12 +395,25 @@ def decode_attention(
     launch(
         decode_kernel,
         (num_tokens * num_kv_heads, num_splits),
-        (qkv, table, qk_norm, positions, key_cache, value_cache, out, *partial, *batch, sinks),
         (
-            eps,
-            scale,
-            window,
-            soft_cap,
+            qkv,
+            table,
+            rotation.qk_norm,
+            positions,
+            key_cache,
+            value_cache,
+            out,
+            *partial,
+            batch.seq_lens,
+            block_table,
+            batch.slot_mapping,
+            batch.sinks,
+        ),
+        (
+            rotation.eps,
+            batch.scale,
+            batch.window,
+            batch.soft_cap,
             block_table.shape[1] * block_size,
             num_splits,
             qkv.stride(0),

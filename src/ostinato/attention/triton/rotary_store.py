@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ostinato.attention.paged import PagedBatch
+from ostinato.attention.rotation import Rotation
 from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
 
 # Heads of one program.
@@ -152,23 +154,16 @@ def rotary_store_kernel(
 
 
 def rotary_store(
-    qkv: torch.Tensor,
-    rotation: tuple[torch.Tensor, torch.Tensor | None, float],
-    positions: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    out: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
+    qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
 ) -> torch.Tensor:
     """Launch it -> queries [T, num_heads, head_dim]; rows that are padding are left as they are.
 
-    ``rotation``: table, weight of the norm, its eps. Rows of ``qkv`` and ``table`` are in one
-    piece, and so is the weight.
+    Rows of ``qkv`` and the rotation's table are in one piece, and so is the weight of its norm.
     """
+    key_cache, value_cache, out, query_start_loc = batch[:4]
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads = key_cache.shape[2]
-    table, qk_norm, eps = rotation
+    table = rotation.table
     query = torch.empty(out.shape, device=out.device, dtype=key_cache.dtype)
     num_pieces = -(-(num_heads + 2 * num_kv_heads) // _HEADS)
     launch(
@@ -177,17 +172,17 @@ def rotary_store(
         (
             qkv,
             table,
-            qk_norm,
+            rotation.qk_norm,
             positions,
             query,
             key_cache,
             value_cache,
             out,
-            slot_mapping,
+            batch.slot_mapping,
             query_start_loc,
         ),
         (
-            eps,
+            rotation.eps,
             query_start_loc.shape[0] - 1,
             qkv.stride(0),
             table.stride(0),

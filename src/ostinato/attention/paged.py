@@ -1,0 +1,161 @@
+"""What the backends over the paged cache share: one layer's batch, and their schemas.
+
+An operator takes plain values, so a ``PagedBatch`` is passed to it field by field, behind the
+queries, keys and values, or behind the raw QKV product and its rotation. Here it is taken apart and
+put together again; kernels take it whole.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from ostinato.attention.rotation import Rotation
+
+T = TypeVar("T")
+
+
+class PagedBatch(NamedTuple):
+    """One batch for one layer: its cache, where results go, and what is fixed about the scores.
+
+    ``AttentionSpec``, ``AttentionMetadata`` and ``AttentionBackend.forward`` describe the fields.
+    """
+
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    out: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    sinks: torch.Tensor | None
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    max_seq_len: int
+    uniform_decode: bool
+
+    @classmethod
+    def of(
+        cls,
+        spec: AttentionSpec,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None,
+    ) -> PagedBatch:
+        return cls(
+            *metadata.kv_caches[spec.layer],
+            out,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            metadata.block_table,
+            metadata.slot_mapping,
+            sinks,
+            spec.scale,
+            spec.window,
+            spec.soft_cap,
+            metadata.max_seq_len,
+            metadata.uniform_decode,
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights are the softmax of the scaled scores, and nothing else."""
+        return self.soft_cap is None and self.sinks is None
+
+
+_BATCH = """Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
+    Tensor query_start_loc, Tensor seq_lens, Tensor block_table, Tensor slot_mapping,
+    Tensor? sinks, float scale, int? window, float? soft_cap,
+    int max_seq_len, bool uniform_decode"""
+
+
+def heads_schema(name: str) -> str:
+    """Of an operator whose kernel, ``over_heads(kernel)``, takes queries, keys and values."""
+    return f"{name}(Tensor query, Tensor key, Tensor value, {_BATCH}) -> ()"
+
+
+def qkv_schema(name: str) -> str:
+    """Of an operator whose kernel, ``over_qkv(kernel)``, takes the raw QKV product."""
+    rotation = "Tensor table, Tensor? qk_norm, float eps"
+    return f"{name}(Tensor qkv, Tensor positions, {rotation}, {_BATCH}) -> ()"
+
+
+def over_heads(
+    kernel: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch], T],
+) -> Callable[..., T]:
+    """``kernel(query, key, value, batch)`` by the operator's arguments."""
+
+    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *batch: Any) -> T:
+        return kernel(query, key, value, PagedBatch(*batch))
+
+    return run
+
+
+def over_qkv(
+    kernel: Callable[[torch.Tensor, torch.Tensor, Rotation, PagedBatch], T],
+) -> Callable[..., T]:
+    """``kernel(qkv, positions, rotation, batch)`` by the operator's arguments."""
+
+    def run(
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        qk_norm: torch.Tensor | None,
+        eps: float,
+        *batch: Any,
+    ) -> T:
+        rotation = Rotation(table=table, qk_norm=qk_norm, eps=eps)
+        return kernel(qkv, positions, rotation, PagedBatch(*batch))
+
+    return run
+
+
+class PagedAttention(AttentionBackend):
+    """An ``AttentionBackend`` by what it does with a ``PagedBatch``."""
+
+    @abstractmethod
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch
+    ) -> None:
+        """``forward``; gradients are off."""
+
+    def attend_qkv(
+        self, qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
+    ) -> None:
+        """``forward_qkv``; gradients are off."""
+        num_heads, num_kv_heads = batch.out.shape[1], batch.key_cache.shape[2]
+        query, key, value = rotation.apply(
+            qkv, positions, num_heads=num_heads, num_kv_heads=num_kv_heads
+        )
+        self.attend(query, key, value, batch)
+
+    @torch.no_grad()  # the cache would otherwise remember every step that wrote to it
+    def forward(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.attend(query, key, value, PagedBatch.of(spec, metadata, out, sinks))
+
+    @torch.no_grad()
+    def forward_qkv(
+        self,
+        spec: AttentionSpec,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self.attend_qkv(qkv, positions, rotation, PagedBatch.of(spec, metadata, out, sinks))
