@@ -47,8 +47,10 @@ class PagedBatch(NamedTuple):
         out: torch.Tensor,
         sinks: torch.Tensor | None,
     ) -> PagedBatch:
+        key_cache, value_cache = metadata.kv_caches[spec.layer]
         return cls(
-            *metadata.kv_caches[spec.layer],
+            key_cache,
+            value_cache,
             out,
             metadata.query_start_loc,
             metadata.seq_lens,

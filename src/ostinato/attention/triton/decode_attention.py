@@ -374,7 +374,9 @@ def decode_attention(
     pieces: DecodeCut,
 ) -> None:
     """Launch it. ``qkv`` and ``rotation`` as in ``rotary_store``."""
-    key_cache, value_cache, out, block_table = *batch[:3], batch.block_table
+    # One unpacking takes less time than a dozen attributes, once per layer.
+    key_cache, value_cache, out, _, seq_lens, block_table, slot_mapping = batch[:7]
+    sinks, scale, window, soft_cap = batch[7:11]
     num_tokens, num_heads, head_dim = out.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -404,16 +406,16 @@ def decode_attention(
             value_cache,
             out,
             *partial,
-            batch.seq_lens,
+            seq_lens,
             block_table,
-            batch.slot_mapping,
-            batch.sinks,
+            slot_mapping,
+            sinks,
         ),
         (
             rotation.eps,
-            batch.scale,
-            batch.window,
-            batch.soft_cap,
+            scale,
+            window,
+            soft_cap,
             block_table.shape[1] * block_size,
             num_splits,
             qkv.stride(0),
