@@ -301,8 +301,8 @@ def test_errors_of_the_installed_command() -> None:
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr == (
-        "BatchError: a batch of 1 tokens and 2 requests does not exist: every request has at least "
-        "one token\n"
+        "BatchError: num_tokens is 1 and num_reqs is 2, but every request has at least one token; "
+        "use 1 <= num_reqs <= num_tokens\n"
     )
 
 

@@ -98,12 +98,12 @@ def test_more_than_a_step_takes(num_tokens: int, num_reqs: int) -> None:
 
 
 BAD: list[tuple[tuple[int, ...], str]] = [
-    ((0, 0), "a batch of 0 tokens and 0 requests does not exist: every request has at least one"),
-    ((3, 4), "a batch of 3 tokens and 4 requests does not exist: every request has at least one"),
-    ((3, 0), "a batch of 3 tokens and 0 requests does not exist: every request has at least one"),
-    ((8, 3, 2), "3 requests with 8 tokens have a longest query of 3 to 6 tokens, not 2"),
-    ((8, 3, 7), "3 requests with 8 tokens have a longest query of 3 to 6 tokens, not 7"),
-    ((8, 3, 0), "3 requests with 8 tokens have a longest query of 3 to 6 tokens, not 0"),
+    ((0, 0), "num_tokens is 0 and num_reqs is 0, but every request has at least one"),
+    ((3, 4), "num_tokens is 3 and num_reqs is 4, but every request has at least one"),
+    ((3, 0), "num_tokens is 3 and num_reqs is 0, but every request has at least one"),
+    ((8, 3, 2), "max_query_len is 2, but the longest query of 3 requests with 8 tokens has 3 to 6"),
+    ((8, 3, 7), "max_query_len is 7, but the longest query of 3 requests with 8 tokens has 3 to 6"),
+    ((8, 3, 0), "max_query_len is 0, but the longest query of 3 requests with 8 tokens has 3 to 6"),
 ]
 
 

@@ -172,7 +172,7 @@ def test_a_second_thread_is_refused_at_once(
             with pytest.raises(
                 ConcurrentUseError,
                 match=rf"thread 'MainThread' called {called} while thread 'first_0' was in {first};"
-                " an LLM is for one thread at a time: use one LLM per thread, or hand requests",
+                " only one thread at a time may use an LLM: use one LLM per thread, or hand",
             ):
                 call(llm, left)
         go_on.set()

@@ -1131,7 +1131,7 @@ def test_plans_are_committed_once_and_in_order() -> None:
     tokens = [step.tokens for step in world.flight]
     before = list(request.output_token_ids)
     for plan in (second, third, replace(first)):
-        with pytest.raises(SchedulingError, match="not the oldest one that is open; commit in or"):
+        with pytest.raises(SchedulingError, match="not the oldest open one; commit plans in order"):
             scheduler.commit(plan, [0])
     with pytest.raises(SchedulingError, match="samples 1 tokens, but 2 came back"):
         scheduler.commit(first, [0, 0])
@@ -1525,7 +1525,7 @@ def test_limits_are_checked(name: str, value: Any) -> None:
 def test_bad_requests_are_refused() -> None:
     world = make_world()
     world.add(make_request("a", [0]))
-    with pytest.raises(ConfigError, match="'a' is already there"):
+    with pytest.raises(ConfigError, match="request id 'a' is in use"):
         world.add(make_request("a", [0]))
     with pytest.raises(ConfigError, match=f"{MAX_LEN} prompt tokens and max_total_tokens"):
         world.add(make_request("b", [0] * MAX_LEN))

@@ -1,1 +1,1 @@
-"""Requests in, tokens out: the engine, its start-up, and who may use it when."""
+"""Requests in, tokens out: the engine, its start-up, and which thread may use it when."""

@@ -1,4 +1,4 @@
-"""One sequence of a request: made when the engine can use it, and what has come out of it."""
+"""One sequence of a request and its output so far; created when the engine can run it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ NUM_SEEDS = 2**63
 
 @dataclass(eq=False)
 class Completion:
-    """One sequence on its way through the engine, and what has come out of it so far.
+    """One sequence in the engine, and its output so far.
 
-    ``output.token_ids`` grows with every step. ``output.text`` is complete when it has ended; until
-    then ``read_text`` brings it up to date. Sequences with stop strings are read at every step.
+    ``output.token_ids`` grows with every step. ``output.text`` is complete once the sequence ends;
+    until then ``read_text`` updates it. The engine reads sequences with stop strings every step.
 
-    ``news``, if set, is told by the engine when it has ended, and with a watched request of every
-    token.
+    The engine appends the completion to ``news``, if set, when it ends, and on every token if its
+    request is watched.
     """
 
     request: Request
@@ -36,12 +36,12 @@ class Completion:
         return self.output.finished
 
     def tell(self) -> None:
-        """Something happened to it."""
+        """Append this completion to ``news``."""
         if self.news is not None:
             self.news.append(self)
 
     def read_text(self, *, final: bool = False) -> str | None:
-        """Turn the tokens that came since it was last read into text; the stop string found."""
+        """Decode the tokens added since the last call; return the stop string found, if any."""
         detokenizer = self.detokenizer
         if detokenizer is None:
             return None
@@ -54,7 +54,7 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRequest:
-    """A request that the engine will take, of which ``params.n`` sequences can be made."""
+    """A validated request, from which ``params.n`` sequences can be created."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -65,7 +65,7 @@ class CheckedRequest:
     tokenizer: Any
 
     def completion(self, index: int) -> Completion:
-        """Make one of its sequences."""
+        """Create the sequence with this index."""
         params = self.params
         request = Request(
             request_id=f"{self.request_id}.{index}",
@@ -80,7 +80,7 @@ class CheckedRequest:
             request=request,
             output=CompletionOutput(
                 index=index,
-                token_ids=request.output_token_ids,  # one list: a token is written once
+                token_ids=request.output_token_ids,  # shared, so each token is written once
                 logprobs=None if params.logprobs is None else [],
                 cumulative_logprob=None if params.logprobs is None else 0.0,
             ),
@@ -89,7 +89,7 @@ class CheckedRequest:
 
 
 def _nth_seed(seed: int, index: int) -> int:
-    """The seed of one of several sequences of a request: no other request's, as good as surely."""
+    """The seed of one sequence of a request; practically never equal to another request's."""
     if index == 0:
         return seed
     digest = blake2b(b"%d %d" % (seed, index), digest_size=8, person=b"sequence").digest()

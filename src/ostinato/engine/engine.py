@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time. ``step`` is the page to read first."""
+"""The engine: requests in, tokens out, one step at a time. Read ``step`` first."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class Engine(Owner):
-    """Owns the model, the runner and the scheduler. For one thread at a time (``use``).
+    """Owns the model, the runner and the scheduler. One thread at a time may use it (``use``).
 
-    Where all ranks run one script, requests are for the engine of rank 0; the others have their
-    part of the model and do what it does (``sharing``).
+    When all ranks run one script, the engine of rank 0 takes the requests; the others hold their
+    part of the model and follow it (``sharing``).
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -66,7 +66,7 @@ class Engine(Owner):
         )
         self._completions: dict[str, Completion] = {}
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
-        # Batches that run while the host has not seen their tokens yet.
+        # Batches that may run before the host has read their tokens.
         self._num_ahead = 1 if config.overlaps_on(self.model.device) else 0
         self._seeds = random.Random(config.seed)
         self._numbers = itertools.count()
@@ -74,7 +74,7 @@ class Engine(Owner):
 
     @property
     def model_config(self) -> PretrainedConfig:
-        """The model's config as transformers has it."""
+        """The model's config as a transformers object."""
         return as_hf(self._model_config)
 
     # --- requests ------------------------------------------------------------------------------
@@ -83,9 +83,9 @@ class Engine(Owner):
     def prepare_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, name: str = "the prompt"
     ) -> list[Completion]:
-        """Check a request and make its ``params.n`` sequences. Starts nothing.
+        """Check a request and create its ``params.n`` sequences. Starts nothing.
 
-        ``name`` is what errors call the prompt.
+        Errors refer to the prompt as ``name``.
         """
         request = self._check_request(list(prompt_token_ids), params, name)
         return [request.completion(index) for index in range(params.n)]
@@ -94,7 +94,7 @@ class Engine(Owner):
     def check_request(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, *, name: str = "the prompt"
     ) -> CheckedRequest:
-        """The same without making its sequences yet."""
+        """Check a request without creating its sequences yet."""
         return self._check_request(list(prompt_token_ids), params, name)
 
     def _check_request(
@@ -119,7 +119,7 @@ class Engine(Owner):
 
     @one_thread(is_part=True)
     def add(self, completion: Completion) -> None:
-        """Put a prepared sequence in the queue."""
+        """Queue a prepared sequence."""
         self._add(completion)
 
     def _add(self, completion: Completion) -> None:
@@ -129,7 +129,7 @@ class Engine(Owner):
 
     @one_thread(is_part=True)
     def abort(self, completion: Completion) -> None:
-        """End a sequence now, whatever it is doing; its blocks are free again."""
+        """End a sequence now, in any state, and free its blocks."""
         self._abort(completion)
 
     def _abort(self, completion: Completion) -> None:
@@ -187,11 +187,11 @@ class Engine(Owner):
     @one_thread(is_part=True)
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Start one batch, take in the results of the one before; the sequences that ended.
+        """Start a batch, process the results of the previous one; return the sequences that ended.
 
-        With ``async_scheduling`` the device always has a batch to work on while the host looks at
-        the last one's tokens; without, the two are the same batch. If it raises or is interrupted,
-        no token is lost: what was in flight is computed again.
+        With ``async_scheduling`` the device always has a batch to run while the host processes the
+        tokens of the previous one; without it, both are the same batch. If a step raises or is
+        interrupted, no token is lost: batches in flight are computed again.
         """
         return self._step()
 
@@ -215,7 +215,7 @@ class Engine(Owner):
         return self._emit(events, result) if events else []
 
     def _end_unheard_of(self) -> None:
-        """End what the scheduler ended in a step that was interrupted before it could say so."""
+        """Close sequences that the scheduler ended in a step that did not return them."""
         for name, completion in list(self._completions.items()):
             if completion.request.finish_reason is not None:
                 completion.read_text(final=True)
@@ -238,7 +238,7 @@ class Engine(Owner):
         return ended
 
     def _take_in(self, completion: Completion, event: TokenEvent, result: StepResult) -> None:
-        """What a token means to a completion beside standing in its list."""
+        """Update a completion's logprobs, text and end for a token already in its list."""
         request, output = completion.request, completion.output
         if output.logprobs is not None:
             row = result.logprobs(event.index, request.params.logprobs or 0)
@@ -259,7 +259,7 @@ class Engine(Owner):
 
     @staticmethod
     def _close(completion: Completion) -> None:
-        """Tell the output that its request has ended, if it has."""
+        """Copy the finish reason to the output, if the request has ended."""
         request, output = completion.request, completion.output
         if request.finish_reason is not None:
             output.finish_reason = request.finish_reason.value
@@ -271,9 +271,9 @@ class Engine(Owner):
     # --- ownership -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back the graphs, the KV cache and the weights. Closing twice is harmless.
+        """Free the graphs, the KV cache and the weights. Closing twice is harmless.
 
-        All of it is given back whatever a part of it raises, and where no memory is left.
+        Everything is freed even if one part raises, and even when memory has run out.
         """
         self.runner.pool.free_spare()
         self._give_back()
@@ -306,13 +306,13 @@ def _closed() -> ClosedError:
 
 
 class Submission:
-    """The requests of one call on their way through the engine: started, heard of, ended.
+    """Runs the requests of one call through the engine, from start to end.
 
-    They are done together, in their order. Their sequences are made as the engine can use them, so
-    that what waits costs little however much it is. With ``every_token`` there is news of each
-    token, otherwise only of ends.
+    Requests start in order. Sequences are created only when the engine can run them, so a long
+    queue costs little. With ``every_token``, ``step`` reports each token, otherwise only ends.
 
-    For a call that is inside, and covers its parts (``ThreadUse.cover``): no step asks again.
+    The caller must have entered the engine and covered its parts (``ThreadUse.cover``): steps do
+    not check again.
     """
 
     def __init__(
@@ -332,18 +332,20 @@ class Submission:
         self._news: deque[Completion] = deque()
 
     def step(self) -> Iterable[tuple[int, Completion]]:
-        """Start what may start, run one step of the engine; whom something happened to, with their
-        prompts' numbers. In inference mode."""
+        """Start sequences if there is room and run one engine step, in inference mode.
+
+        Returns the completions that changed, with the numbers of their prompts.
+        """
         if self._num_to_start:
             self._start_some()
         self._engine._step()
         return self._take_news() if self._news else ()
 
     def _start_some(self) -> None:
-        """Start as many as the engine may admit in its next steps."""
+        """Start as many sequences as the engine may admit in its next steps."""
         scheduler = self._engine.scheduler
-        # It admits at most all its rows at once. What runs steadily is disturbed by every new
-        # request, so they come in bursts.
+        # The scheduler admits at most max_num_seqs at once. Every new request ends the steady
+        # decode state, so start them in bursts.
         if scheduler.num_waiting >= scheduler.max_num_seqs:
             return
         for number, request, index in islice(self._to_start, 2 * scheduler.max_num_seqs):
@@ -359,14 +361,14 @@ class Submission:
             completion = self._news.popleft()
             number = self._started.get(completion)
             if number is None:
-                continue  # its end was told already
+                continue  # its end was already reported
             if completion.finished:
                 del self._started[completion]
                 self.num_left -= 1
             yield number, completion
 
     def abort(self) -> None:
-        """End what is unfinished, and start nothing more."""
+        """Abort unfinished sequences, and start no more."""
         self._to_start = iter(())
         for completion in list(self._started):
             self._engine._abort(completion)

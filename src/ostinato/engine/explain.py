@@ -16,18 +16,18 @@ from ostinato.runner.startup import plan_graphs
 def explain_batch(
     config: EngineConfig, *, num_tokens: int, num_reqs: int, max_query_len: int | None = None
 ) -> dict[str, Any]:
-    """The choice for one batch, once everything in the plan is captured."""
+    """What dispatch chooses for one batch once the whole plan is captured."""
     if num_tokens < 1 or not 1 <= num_reqs <= num_tokens:
         raise BatchError(
-            f"a batch of {num_tokens} tokens and {num_reqs} requests does not exist: every request "
-            "has at least one token"
+            f"num_tokens is {num_tokens} and num_reqs is {num_reqs}, but every request has at "
+            "least one token; use 1 <= num_reqs <= num_tokens"
         )
     least = -(-num_tokens // num_reqs)
     longest = least if max_query_len is None else max_query_len
     if not least <= longest <= num_tokens - num_reqs + 1:
         raise BatchError(
-            f"{num_reqs} requests with {num_tokens} tokens have a longest query of {least} to "
-            f"{num_tokens - num_reqs + 1} tokens, not {longest}"
+            f"max_query_len is {longest}, but the longest query of {num_reqs} requests with "
+            f"{num_tokens} tokens has {least} to {num_tokens - num_reqs + 1}"
         )
     device = config.torch_device()
     backend = create_attention(config.attention, device)

@@ -1,4 +1,4 @@
-"""Starting what an engine drives: on one rank, or on several if the configuration says so."""
+"""Starts the model and the runner of an engine, on one rank or several."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ostinato.ranks.sharing import Started, Unshared
 from ostinato.runner import startup
 from ostinato.runner.autocast import without_autocast
 
-# Loading sets what the whole process has one of: the default dtype and device, the random state.
+# Loading sets process-wide state: the default dtype and device, the random state.
 _starting = threading.Lock()
 
 
 @without_autocast
 def start(config: EngineConfig) -> Started:
-    """Load, allocate, capture; on several ranks if the configuration says so.
+    """Load, allocate and capture, on several ranks if the configuration says so.
 
-    One at a time in a process: a second thread waits.
+    A process starts one engine at a time; a second thread waits.
     """
     if config.layout.world_size > 1:
         from ostinato.ranks.start import start_ranks

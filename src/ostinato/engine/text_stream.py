@@ -1,4 +1,4 @@
-"""``TextStream``: the deltas of requests, step by step, and their end, however it comes."""
+"""``TextStream``: the text that each step adds to the completions of a call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from ostinato.outputs import TextDelta
 
 
 class TextStream(Owner, Iterator[TextDelta]):
-    """What each step adds to the completions; what ``LLM.stream`` returns.
+    """Yields the text that each step adds to the completions; returned by ``LLM.stream``.
 
     The requests start with the first delta. The end of the stream, ``close()``, leaving its
-    ``with`` block and dropping the last reference abort what is unfinished. From the first delta to
-    the end, only the thread that reads it may use the LLM; it may be handed to another one.
+    ``with`` block and dropping the last reference abort unfinished requests. From the first delta
+    to the end, only the thread that reads the stream may use the LLM. The stream may be handed to
+    another thread.
     """
 
     def __init__(self, engine: Engine, requests: Sequence[CheckedRequest]) -> None:
@@ -29,7 +30,7 @@ class TextStream(Owner, Iterator[TextDelta]):
         self._engine = engine
         self._submission = Submission(engine, requests, every_token=True)
         self._open = OpenStream()
-        # Apart from this object, so that dropping it is dropping the last reference.
+        # Holds no reference to this object, so that dropping the stream runs __del__.
         self._source = engine.sharing.iterate(_deltas(self._submission))
 
     def __next__(self) -> TextDelta:
@@ -38,7 +39,7 @@ class TextStream(Owner, Iterator[TextDelta]):
             try:
                 use.enter(hold, stream=self._open)
             except ConcurrentUseError:
-                refused = True  # it goes on when the other thread has left
+                refused = True  # the stream can go on once the other thread has left
                 raise
             self._ended = False
             use.cover()
@@ -53,7 +54,7 @@ class TextStream(Owner, Iterator[TextDelta]):
             use.settle()
 
     def close(self) -> None:
-        """Abort what is unfinished. Closing twice is harmless."""
+        """Abort unfinished requests. Closing twice is harmless."""
         use, hold = self._engine.use, Hold("TextStream.close")
         try:
             use.enter(hold, stream=self._open)
@@ -71,7 +72,7 @@ class TextStream(Owner, Iterator[TextDelta]):
     def __del__(self) -> None:
         if self._ended or sys.is_finalizing():
             return
-        # In any thread, and in the middle of anything: only what is safe there.
+        # May run in any thread, in the middle of anything.
         use = self._engine.use
         use.end_stream(self._open)
         use.defer(self._submission.abort)
@@ -85,7 +86,7 @@ class TextStream(Owner, Iterator[TextDelta]):
 
 def _deltas(submission: Submission) -> Iterator[TextDelta]:
     shown: dict[Completion, tuple[int, int]] = {}  # characters and tokens
-    # Other calls step the engine too, while the caller holds a delta.
+    # Other calls may step the engine while the caller holds a delta.
     while submission.num_left:
         for number, completion in submission.step():
             output = completion.output

@@ -1,11 +1,11 @@
-"""One thread at a time in an engine: a second one gets an error at once instead of a race.
+"""Lets one thread at a time into an engine: a second one gets an error at once, not a race.
 
-Calls (``LLM.generate``) are made of parts (``Engine.step``). A call keeps other threads out until
-it returns, and so does a stream from its first delta to its end, though between two deltas no call
-is inside: the thread that reads it may then generate, abort or close.
+Calls (``LLM.generate``) consist of parts (``Engine.step``). A call keeps other threads out until
+it returns, and a stream does so from its first delta to its end. Between two deltas no call is
+inside, so the thread that reads the stream may generate, abort or close.
 
-Finalisers run in any thread, in the middle of anything; what they have to do waits here until no
-call is inside.
+Finalisers run in any thread, in the middle of anything; their work is deferred until no call is
+inside.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 class Hold:
-    """One call or part of a call. It is inside from ``ThreadUse.enter`` until ``done`` is set.
+    """One call or part of a call, inside from ``ThreadUse.enter`` until ``done`` is set.
 
     Set ``done`` in a ``finally``: a plain store is the one release that no interrupt can prevent.
     """
@@ -43,9 +43,9 @@ _OUTSIDE.done = True
 
 
 class OpenStream:
-    """A stream between its first delta and its end. ``thread`` is the last that read it.
+    """A stream between its first delta and its end. ``thread`` is its last reader.
 
-    The stream owns it: when it is gone, the stream is.
+    Only the stream refers to it, so it dies with the stream.
     """
 
     __slots__ = ("__weakref__", "thread")
@@ -55,21 +55,22 @@ class OpenStream:
 
 
 class ThreadUse:
-    """Who is in an engine. Never waits for another thread's call."""
+    """Tracks which thread is in an engine. Never waits for another thread's call."""
 
     def __init__(self) -> None:
-        # Held for a few instructions; signal handlers and finalisers may come in between.
+        # Held for a few instructions; reentrant, for signal handlers and finalisers in between.
         self._guard = threading.RLock()
-        # The last that came in; inside as long as they are not done.
+        # The last call and part to enter; each is inside until it is done.
         self._call = _OUTSIDE
         self._part = _OUTSIDE
         self._streams: set[weakref.ref[OpenStream]] = set()
         self._deferred: deque[Callable[[], None]] = deque()
 
     def enter(self, hold: Hold, *, stream: OpenStream | None = None) -> None:
-        """Let ``hold`` in or raise ``ConcurrentUseError``. ``stream``: the open one it reads.
+        """Let ``hold`` in or raise ``ConcurrentUseError``.
 
-        A stream may be handed to another thread: it is the thread's that reads it.
+        ``stream`` is the open stream that the call reads. It then belongs to the calling thread,
+        even if another thread read it before.
         """
         call, is_part = self._call, hold.is_part
         if is_part and not call.done and call.thread is hold.thread and self._part.done:
@@ -91,10 +92,10 @@ class ThreadUse:
                 self._streams.add(weakref.ref(stream))
 
     def cover(self) -> None:
-        """Have the call that is inside keep out even parts, to its end.
+        """Make the call that is inside keep out parts too, until it ends.
 
-        For calls that step the engine themselves: of the same thread, signal handlers, finalisers
-        and callbacks may come in between.
+        For calls that step the engine directly: signal handlers, finalisers and callbacks of the
+        same thread may run in between.
         """
         self._part = self._call
 
@@ -104,7 +105,7 @@ class ThreadUse:
             if other is None:
                 self._streams.discard(reference)
                 continue
-            # A thread that has ended will not read on.
+            # A thread that has ended reads no more.
             if other is not stream and other.thread is not hold.thread and other.thread.is_alive():
                 raise ConcurrentUseError(
                     f"thread {hold.thread.name!r} called {hold.method} while a stream of thread "
@@ -115,15 +116,15 @@ class ThreadUse:
     def end_stream(self, stream: OpenStream) -> None:
         self._streams.discard(weakref.ref(stream))
 
-    # --- what finalisers leave to do -----------------------------------------------------------
+    # --- deferred work of finalisers -----------------------------------------------------------
 
     def defer(self, work: Callable[[], None]) -> None:
-        """Do ``work`` now, or after the call that is inside, whichever thread's it is."""
+        """Do ``work`` now, or when the call inside (of any thread) has left."""
         self._deferred.append(work)
         self.settle()
 
     def settle(self) -> None:
-        """Do what was deferred, unless a call is inside: it settles when it leaves."""
+        """Do deferred work, unless a call is inside, which does it when it leaves."""
         while self._deferred:
             hold = Hold("the end of a stream that was dropped")
             try:
@@ -145,8 +146,8 @@ def _refusal(hold: Hold, holder: Hold) -> ConcurrentUseError:
         )
     return ConcurrentUseError(
         f"thread {hold.thread.name!r} called {hold.method} while thread {holder.thread.name!r} was "
-        f"in {holder.method}; an LLM is for one thread at a time: use one LLM per thread, or hand "
-        "requests to one thread"
+        f"in {holder.method}; only one thread at a time may use an LLM: use one LLM per thread, or "
+        "hand requests to one thread"
     )
 
 
@@ -161,10 +162,10 @@ S = TypeVar("S", bound=HasThreadUse)
 def one_thread(
     called: str | None = None, *, is_part: bool = False
 ) -> Callable[[Callable[Concatenate[S, P], R]], Callable[Concatenate[S, P], R]]:
-    """A method that only one thread at a time is in, of all such methods of one engine.
+    """Let one thread at a time into an engine's methods with this decorator.
 
-    ``called`` is the name that errors give it; its own if None. ``is_part``: calls of the same
-    thread are made of it.
+    Errors call the method ``called``, or by its qualified name if None. ``is_part``: the method may
+    run inside a call of the same thread.
     """
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

@@ -1,7 +1,7 @@
-"""Measuring, once per GPU and shape, how a model's matrix products of few rows are best cut up.
+"""Measures the best tile configs for a model's small-M GEMMs, once per GPU and shape.
 
-What is found is written to the user's cache, and later starts use it. Shapes that are known, from
-there or from the table that is shipped, are not measured again.
+The results go to the user's cache, which later starts read. Shapes found there or in the shipped
+table are not measured again.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ostinato.runner import startup
 
 
 def tune(config: EngineConfig) -> dict[str, str]:
-    """Measure what is not known yet for this model; the choice for each of its products."""
+    """Measure shapes of this model that are not known yet; return the choice for each GEMM."""
     device = config.torch_device()
     if device.type != "cuda":
-        raise ConfigError(f"there is nothing to tune on {device}: kernels are chosen for CUDA GPUs")
+        raise ConfigError(f"there is nothing to tune on {device}: only CUDA kernels are tuned")
     model = startup.load(config).model
     if not isinstance(model, Decoder):
         raise ConfigError(
             "only models that run on the native decoder have kernels to tune; this one runs "
-            "through transformers' own modules"
+            "through transformers' modules"
         )
     if model.dtype is torch.float32:
         raise ConfigError("there is nothing to tune in float32; use bfloat16 or float16")
@@ -35,7 +35,7 @@ def tune(config: EngineConfig) -> dict[str, str]:
 
 
 def linear_weights(model: Decoder) -> dict[LinearShape, list[torch.Tensor]]:
-    """The weights of every kind of product that a decode step of few rows makes."""
+    """The weights of every GEMM shape in a small-M decode step."""
     kinds: dict[LinearShape, list[torch.Tensor]] = {}
 
     def add(
@@ -46,7 +46,7 @@ def linear_weights(model: Decoder) -> dict[LinearShape, list[torch.Tensor]]:
             shape = LinearShape(num_rows, n, k, model.dtype, norm, gated, residual)
             kinds.setdefault(shape, []).append(weight)
 
-    # As ``SmallM`` fuses them. A norm behind a sublayer, or a scale, stands between GEMM and sum.
+    # As ``SmallM`` fuses them. A norm after a sublayer, or a scale, prevents fusing the residual.
     config, names = model.config, model.config.names
     pre_norm = names.attention_norm is not None and names.attention_output_norm is None
     fused = pre_norm and config.residual_scale == 1.0

@@ -1,1 +1,1 @@
-"""Which requests run in the next step, in which blocks. Bookkeeping: no torch."""
+"""Decides which requests run in the next step, in which blocks. Bookkeeping without torch."""

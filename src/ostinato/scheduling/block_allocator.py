@@ -1,9 +1,9 @@
-"""``BlockAllocator``: who holds which block of the KV cache, and which blocks can be found again.
+"""``BlockAllocator``: reference counts of KV cache blocks, and the hashes of reusable blocks.
 
-Numbers only: it never touches the cache's memory and knows no requests. A block is held (counted by
-reference), idle (nobody holds it, but its content has a name and can be reused until the block is
-needed), or free. Names are chained hashes: the name of a full block covers every token before it,
-so equal names mean equal keys and values.
+It handles block numbers only, never the cache's memory or requests. A block is held (by reference
+count), idle (not held, but hashed, so its content can be reused until the block is needed), or
+free. Hashes are chained: the hash of a full block covers every token before it, so equal hashes
+mean equal keys and values.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ NAME_BYTES = 16
 
 
 def root_hash(salt: bytes = b"") -> bytes:
-    """The parent of a sequence's first block. Sequences with different salts share nothing."""
+    """The parent hash of a sequence's first block. Different salts share no blocks."""
     return blake2b(salt, digest_size=NAME_BYTES).digest()
 
 
 def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The name of the full block with these tokens that follows the block named ``parent``."""
-    # Parents have one length and tokens have one width, so different chains give different bytes.
+    """The hash of the full block with these tokens after the block with hash ``parent``."""
+    # Parents and tokens have fixed widths, so different chains give different bytes.
     data = parent + pack(f"{len(token_ids)}q", *token_ids)
     return blake2b(data, digest_size=NAME_BYTES).digest()
 
@@ -40,9 +40,9 @@ class PrefixStats:
 
 
 class BlockAllocator:
-    """Hands out the blocks 1 to ``num_blocks`` - 1. Block 0 is nobody's: padding refers to it.
+    """Hands out the blocks 1 to ``num_blocks`` - 1. Block 0 is reserved for padding.
 
-    ``num_blocks`` counts block 0. With ``enable_prefix_caching`` False nothing is ever found again.
+    ``num_blocks`` includes block 0. Without ``enable_prefix_caching`` no block is ever reused.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class BlockAllocator:
         self.enable_prefix_caching = enable_prefix_caching
         self.stats = PrefixStats()
         self._refs = [0] * num_blocks
-        self._free = list(range(num_blocks - 1, 0, -1))  # a stack; the lowest number goes first
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the next to be evicted comes first
+        self._free = list(range(num_blocks - 1, 0, -1))  # a stack; the lowest number is on top
+        self._idle: OrderedDict[int, None] = OrderedDict()  # in order of eviction
         self._block_of: dict[bytes, int] = {}
         self._name_of: list[bytes | None] = [None] * num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """How many blocks ``allocate`` could hand out now, idle ones included."""
+        """The number of blocks ``allocate`` can hand out now, including idle ones."""
         return len(self._free) + len(self._idle)
 
     def ref_count(self, block: int) -> int:
@@ -75,9 +75,9 @@ class BlockAllocator:
         return self._refs[block]
 
     def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known beginning of ``hashes``.
+        """The blocks of the longest known prefix of ``hashes``.
 
-        Takes no references: whoever wants them calls ``take`` before anything is allocated.
+        Takes no references: call ``take`` before the next ``allocate``.
         """
         blocks: list[int] = []
         for name in hashes:
@@ -88,11 +88,11 @@ class BlockAllocator:
         return blocks
 
     def allocate(self, count: int) -> list[int]:
-        """``count`` blocks with unspecified content, held once by the caller. All or none."""
+        """Hand out ``count`` blocks with unspecified content and one reference each, or none."""
         if count > self.num_free_blocks:
             raise OutOfBlocksError(
-                f"{count} KV cache blocks were asked for, but of {self.num_blocks - 1} only "
-                f"{self.num_free_blocks} are free; nothing was taken. Finish or preempt a request "
+                f"{count} KV cache blocks were requested, but only {self.num_free_blocks} of "
+                f"{self.num_blocks - 1} are free; none were allocated. Finish or preempt a request "
                 "first, or give the cache more blocks"
             )
         kept = max(len(self._free) - count, 0)
@@ -105,7 +105,7 @@ class BlockAllocator:
         return blocks
 
     def take(self, blocks: Sequence[int]) -> None:
-        """One more reference to each block, which must be held or findable."""
+        """Add a reference to each block, which must be held or idle."""
         for block in blocks:
             self._check_known(block)
             if not self._refs[block] and block not in self._idle:
@@ -115,10 +115,10 @@ class BlockAllocator:
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give back one reference to each block of a sequence, first block first.
+        """Drop one reference to each block of a sequence, given first block first.
 
-        Blocks that nobody holds any more and that have a name stay findable; a sequence's last
-        blocks are evicted before its first, because the last are of no use without the first.
+        Blocks with a hash and no references left become idle. A sequence's last blocks are evicted
+        before its first, because the last are useless without the first.
         """
         for block in blocks:
             self._check_held(block)
@@ -134,24 +134,24 @@ class BlockAllocator:
                 self._idle[block] = None
 
     def publish(self, block: int, name: bytes) -> None:
-        """Make a held block, full and computed, findable under the hash ``name``.
+        """Make a held block, full and computed, reusable under the hash ``name``.
 
-        If another block has that name it keeps it: both have the same content.
+        If another block has that hash already, it keeps it: both have the same content.
         """
         self._check_held(block)
         if not self.enable_prefix_caching or name in self._block_of:
             return
         if self._name_of[block] is not None:
             raise SchedulingError(
-                f"block {block} is already findable under another hash; a full block never changes"
+                f"block {block} already has another hash; a full block never changes"
             )
         self._name_of[block] = name
         self._block_of[name] = block
 
     def reset_prefix_cache(self) -> None:
-        """Forget every name. Held blocks stay held.
+        """Forget every hash. Held blocks stay held.
 
-        After a change of weights call it while nothing runs: a sequence that goes on would publish
+        After a change of weights, call it while nothing runs: a running sequence would publish
         later blocks that were computed from its old ones.
         """
         self._block_of.clear()
@@ -160,24 +160,24 @@ class BlockAllocator:
         self._idle.clear()
 
     def release_all(self) -> None:
-        """Nobody holds anything any more; names are kept.
+        """Drop all references; keep the hashes.
 
-        It rebuilds everything from the names alone, so it also repairs the state after an exception
-        that interrupted another method half-way.
+        All state is rebuilt from the hashes alone, so this also repairs it after an exception that
+        interrupted another method half-way.
         """
         self._refs = [0] * self.num_blocks
         self._name_of = [None] * self.num_blocks
         for name, block in self._block_of.items():
             self._name_of[block] = name
         idle = [block for block in self._idle if self._name_of[block] is not None]
-        # Names were given first block first; eviction starts with the last.
+        # Hashes were published first block first; eviction starts with the last.
         self._idle = OrderedDict.fromkeys([*idle, *reversed(self._block_of.values())])
         self._free = [b for b in range(self.num_blocks - 1, 0, -1) if self._name_of[b] is None]
 
     def _evict(self) -> int:
         block, _ = self._idle.popitem(last=False)
         name = self._name_of[block]
-        assert name is not None, f"idle block {block} has no name"
+        assert name is not None, f"idle block {block} has no hash"
         del self._block_of[name]
         self._name_of[block] = None
         return block
@@ -187,11 +187,11 @@ class BlockAllocator:
             return
         self._check_known(block)
         raise SchedulingError(
-            f"nobody holds block {block}; it was freed before, or never handed out"
+            f"block {block} has no references: it was freed before, or never allocated"
         )
 
     def _check_known(self, block: int) -> None:
         if not 0 < block < self.num_blocks:
             raise SchedulingError(
-                f"there is no block {block}; requests can hold 1 to {self.num_blocks - 1}"
+                f"block {block} does not exist; requests can hold blocks 1 to {self.num_blocks - 1}"
             )

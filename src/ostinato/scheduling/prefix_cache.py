@@ -1,4 +1,4 @@
-"""Blocks that requests share: hashed when they are complete, found by requests that begin alike."""
+"""Prefix caching: complete blocks are hashed, and requests with the same prefix reuse them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from ostinato.scheduling.request import Request
 
 
 class PrefixReuse:
-    """Hashes the blocks of requests for ``allocator``; does nothing if that reuses no prefixes.
+    """Hashes the blocks of requests for ``allocator``; does nothing without prefix caching.
 
-    A request keeps its own hashes, so each block is hashed once however often it is looked for.
+    A request keeps its hashes, so each block is hashed once, however often it is looked up.
     """
 
     def __init__(self, allocator: BlockAllocator) -> None:
@@ -17,9 +17,9 @@ class PrefixReuse:
         self._root = root_hash()
 
     def take(self, request: Request) -> list[int]:
-        """Blocks that hold the beginning of the request, now held by it too.
+        """Take and return the cached blocks that hold the request's prefix.
 
-        All of its tokens but one, at most: what is in the cache gives no logits.
+        At least one token is left to compute, because cached tokens give no logits.
         """
         allocator = self._allocator
         if not allocator.enable_prefix_caching:
@@ -31,7 +31,7 @@ class PrefixReuse:
         return blocks
 
     def publish(self, request: Request, first: int, stop: int) -> None:
-        """Make the blocks ``first`` to ``stop`` of a request, just completed, findable."""
+        """Make a request's newly completed blocks ``first`` to ``stop`` reusable."""
         if not self._allocator.enable_prefix_caching:
             return
         self._extend_hashes(request, stop)
@@ -39,7 +39,7 @@ class PrefixReuse:
             self._allocator.publish(request.block_ids[index], request.block_hashes[index])
 
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
-        """Make sure that the hashes of the first ``num_blocks`` blocks are known."""
+        """Compute missing hashes of the first ``num_blocks`` blocks."""
         hashes, size = request.block_hashes, self._allocator.block_size
         parent = hashes[-1] if hashes else self._root
         for index in range(len(hashes), num_blocks):

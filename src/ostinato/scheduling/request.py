@@ -24,11 +24,11 @@ class RequestStatus(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One sequence: the prompt, what was generated, and how much of it is in the KV cache.
+    """One sequence: the prompt, the output, and how many tokens are in the KV cache.
 
-    ``max_total_tokens`` is the length at which it ends whatever it says: prompt plus max_tokens,
-    or the engine's limit. ``stop_token_ids`` end it (end-of-sequence tokens included, unless
-    ignored); they are part of the output. ``slot`` is its row in the device state while it runs.
+    ``max_total_tokens`` is the length at which it always ends: prompt plus max_tokens, or the
+    engine's limit. ``stop_token_ids`` end it (end-of-sequence tokens included, unless ignored);
+    they are part of the output. ``slot`` is its row in the device state while it runs.
     """
 
     request_id: str
@@ -41,14 +41,14 @@ class Request:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     output_token_ids: list[int] = field(default_factory=list)
-    num_pending_tokens: int = 0  # that steps still running will give it
-    num_computed_tokens: int = 0  # by all steps that were started
-    num_cached_tokens: int = 0  # of the prompt, found in the cache when it was first admitted
+    num_pending_tokens: int = 0  # sampled by steps that are still running
+    num_computed_tokens: int = 0  # by all steps started so far
+    num_cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     num_preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
-    block_hashes: list[bytes] = field(default_factory=list)  # of its full blocks, as far as known
+    block_hashes: list[bytes] = field(default_factory=list)  # of full blocks hashed so far
     slot: int | None = None
-    watched: bool = False  # each of its tokens is news, not only its end
+    watched: bool = False  # report every token, not only the end
 
     @property
     def num_tokens(self) -> int:
@@ -56,7 +56,7 @@ class Request:
 
     @property
     def num_expected_tokens(self) -> int:
-        """What it has, and what it will have when all steps that were started are done."""
+        """The number of tokens once all started steps are done."""
         return self.num_tokens + self.num_pending_tokens
 
     @property

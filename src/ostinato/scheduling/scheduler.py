@@ -1,14 +1,14 @@
-"""``Scheduler``: which requests run in the next step, with how many tokens, in which blocks.
+"""``Scheduler``: decides which requests run in a step, with how many tokens, in which blocks.
 
-Continuous batching, first come first served, with prompts computed in chunks. It is bookkeeping in
-plain Python: it runs nothing and owns no device memory. Each step is ``schedule``, the model, then
-``commit`` (or ``rollback``, if the model did not get through). More steps may be scheduled before
-one is committed: that a request will have a token is known when a step starts, which one when it is
-done. A request that turns out to have ended is in a step too many; what that gives it is dropped.
+Continuous batching, first come first served, with chunked prefill. It is bookkeeping in plain
+Python: it runs nothing and owns no device memory. Each step is ``schedule``, the model, then
+``commit`` (or ``rollback``, if the model failed). Further steps may be scheduled before one is
+committed, since a step's start tells that a request gets a token, and only its end tells which. A
+request that turns out to have ended was in one step too many; that step's token is dropped.
 
-One fact carries most of the rest: every running request arrived before every waiting one. Only the
-oldest waiting request is admitted and only the youngest running one is preempted, so ``_running``
-is always in order of arrival, and the oldest request is never preempted.
+The main invariant: every running request arrived before every waiting one. Only the oldest waiting
+request is admitted and only the youngest running one is preempted, so ``_running`` is always in
+order of arrival, and the oldest request is never preempted.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from ostinato.scheduling.step_plan import (
 class Scheduler:
     """Owns the allocator's blocks and the rows 0 to ``max_num_seqs`` - 1 while requests run.
 
-    A step computes at most ``max_num_batched_tokens`` tokens, of one request at most
-    ``long_prefill_token_threshold``. No request may be longer than ``max_model_len``.
+    A step computes at most ``max_num_batched_tokens`` tokens, and at most
+    ``long_prefill_token_threshold`` of one request. ``max_model_len`` limits every request.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Scheduler:
         if capacity < max_model_len:
             raise ConfigError(
                 f"the KV cache holds {capacity} tokens ({allocator.num_blocks - 1} blocks of "
-                f"{allocator.block_size}), but one request may have max_model_len {max_model_len}; "
+                f"{allocator.block_size}), but a request may need max_model_len {max_model_len}; "
                 "give the cache more memory or lower max_model_len"
             )
         self.allocator = allocator
@@ -74,11 +74,11 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self._chunk = chunk
-        self._requests: dict[str, Request] = {}  # unfinished ones, in order of arrival
+        self._requests: dict[str, Request] = {}  # unfinished, in order of arrival
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: list[Request] = []
         self._free_slots = list(range(max_num_seqs))  # a heap
-        self._open: deque[StepPlan] = deque()  # scheduled and not committed, oldest first
+        self._open: deque[StepPlan] = deque()  # scheduled but not committed, oldest first
         self._steady: SteadyDecode | None = None
         self._prefixes = PrefixReuse(allocator)
 
@@ -88,7 +88,7 @@ class Scheduler:
 
     @property
     def num_open_plans(self) -> int:
-        """Steps that were scheduled and not committed yet."""
+        """The number of steps scheduled but not yet committed."""
         return len(self._open)
 
     @property
@@ -103,7 +103,7 @@ class Scheduler:
         """Queue a new request behind all others."""
         name, prompt_len = request.request_id, len(request.prompt_token_ids)
         if name in self._requests:
-            raise ConfigError(f"a request {name!r} is already there; request ids must be unique")
+            raise ConfigError(f"request id {name!r} is in use; request ids must be unique")
         if request.status is not RequestStatus.WAITING or request.block_ids:
             raise ConfigError(f"request {name!r} was used before; a request can be added only once")
         if not 0 < prompt_len < request.max_total_tokens <= self.max_model_len:
@@ -117,7 +117,7 @@ class Scheduler:
         self._waiting[name] = request
 
     def abort(self, request_id: str) -> Request | None:
-        """End a request at once, at any time; None if there is no such unfinished request."""
+        """End a request now and return it; None if no unfinished request has this id."""
         request = self._requests.get(request_id)
         if request is not None:
             self.finish(request, FinishReason.ABORT)
@@ -126,10 +126,10 @@ class Scheduler:
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None = None
     ) -> None:
-        """End a request and give back its blocks and row.
+        """End a request and free its blocks and row.
 
-        One that has ended already gets the new reason: a stop string is looked for only after
-        ``commit`` has seen the token.
+        A request that has already ended gets the new reason: stop strings are searched only after
+        ``commit`` has processed the token.
         """
         name, status = request.request_id, request.status
         if status is not RequestStatus.FINISHED and self._requests.get(name) is not request:
@@ -145,13 +145,13 @@ class Scheduler:
             self._vacate(request)
         else:
             del self._waiting[name]
-        del self._requests[name]  # last, so that rollback() finds one whose end was interrupted
+        del self._requests[name]  # last, so that rollback() finds a request half ended
 
     def schedule(self) -> StepPlan:
-        """Plan the next step, whether or not those before it are committed.
+        """Plan the next step, even if earlier ones are not committed.
 
-        The plan is empty only if there is no unfinished request, or if all there is to do depends
-        on a plan that is not committed yet. Every plan with requests must be committed, in order.
+        The plan is empty only if no request is unfinished, or if all remaining work depends on an
+        uncommitted plan. Every plan with requests must be committed, in order.
         """
         steady = self._steady.schedule() if self._steady else None
         if steady is not None:
@@ -166,7 +166,7 @@ class Scheduler:
             request = self._running[index]
             index += 1
             if request.num_expected_tokens >= request.max_total_tokens:
-                continue  # its last token is on its way
+                continue  # its last token is pending
             row = self._extend(request, budget, preempted)
             if row is None:
                 break
@@ -184,13 +184,13 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan, tokens: Sequence[int] | IntArray) -> list[TokenEvent]:
-        """Take in the result of a step: one token for each request that samples, in plan order.
+        """Apply the result of a step: one token for each request that samples, in plan order.
 
-        Requests that ended since ``schedule`` are skipped; their tokens are dropped. In the steady
-        state there are events for watched requests only.
+        Tokens of requests that ended since ``schedule`` are dropped. In the steady state only
+        watched requests get events.
         """
         if plan.num_tokens and not (self._open and plan is self._open[0]):
-            raise SchedulingError("the plan is not the oldest one that is open; commit in order")
+            raise SchedulingError("this plan is not the oldest open one; commit plans in order")
         steady = self._steady if plan.num_tokens else None
         num_samples = plan.num_samples if steady is None else steady.num_reqs
         if len(tokens) != num_samples:
@@ -237,7 +237,7 @@ class Scheduler:
         return events
 
     def _begin_steady(self) -> None:
-        """Enter the steady state, if all that is running or on its way is the same decode step."""
+        """Enter the steady state, if all running requests are in the same open decode steps."""
         if self._waiting and len(self._running) < self.max_num_seqs:
             return
         for plan in self._open:
@@ -258,11 +258,10 @@ class Scheduler:
             self._steady = None
 
     def rollback(self) -> None:
-        """Give up all plans that are not committed: running requests wait again, none is lost.
+        """Drop all uncommitted plans; running requests go back to the queue, none is lost.
 
-        They keep the tokens they got and are computed anew, as far as prefix reuse does not spare
-        it. This puts the state in order whatever happened, even if ``schedule`` or ``commit``
-        themselves were interrupted.
+        They keep their tokens, which are computed again unless the prefix cache has them. This
+        restores a consistent state even if ``schedule`` or ``commit`` was interrupted.
         """
         self._steady = None
         for name, request in list(self._requests.items()):
@@ -282,13 +281,13 @@ class Scheduler:
         self.allocator.release_all()
         self._open.clear()
         for request in list(self._requests.values()):
-            if request.output_token_ids:  # commit may have been stopped between token and end
+            if request.output_token_ids:  # commit may have stopped between token and end
                 self._end(request, request.output_token_ids[-1])
 
     def _extend(
         self, request: Request, budget: int, preempted: list[Request]
     ) -> ScheduledRequest | None:
-        """The next tokens of a running request; None if it had to be preempted itself."""
+        """Schedule the next tokens of a running request; None if it was itself preempted."""
         start, total = request.num_computed_tokens, request.num_expected_tokens
         held = len(request.block_ids)
         end = total
@@ -313,7 +312,7 @@ class Scheduler:
         )
 
     def _admit_waiting(self, rows: list[ScheduledRequest], budget: int) -> int:
-        """Admit as many waiting requests as fit, oldest first; what is left of the budget."""
+        """Admit as many waiting requests as fit, oldest first; return the remaining budget."""
         promised = 0  # blocks that running requests still need for the tokens they have now
         for row in rows:
             if not row.samples:
@@ -329,11 +328,10 @@ class Scheduler:
         return budget
 
     def _admit(self, request: Request, budget: int, promised: int) -> ScheduledRequest | None:
-        """Start the oldest waiting request; None if there are not blocks enough for now.
+        """Start the oldest waiting request; None if it does not fit yet.
 
-        It must fit with all tokens it has, not just the first chunk: otherwise long prompts would
-        be admitted only to preempt one another. And it must have them all: a step from before it
-        was preempted may still owe it one.
+        All its tokens must fit, not just the first chunk: otherwise long prompts would be admitted
+        only to preempt one another. And no token may be pending from a step before a preemption.
         """
         if request.num_pending_tokens:
             return None
@@ -363,7 +361,7 @@ class Scheduler:
         )
 
     def _preempt(self, request: Request) -> None:
-        """Put a request that was taken from ``_running`` to the front of the queue."""
+        """Put a request removed from ``_running`` at the front of the queue."""
         self._vacate(request)
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
@@ -372,7 +370,7 @@ class Scheduler:
         self._waiting.move_to_end(request.request_id, last=False)
 
     def _vacate(self, request: Request) -> None:
-        """Give back the blocks and the row of a request."""
+        """Free the blocks and the row of a request."""
         assert request.slot is not None, "a running request has a row"
         self.allocator.release(request.block_ids)
         request.block_ids = []
@@ -380,7 +378,7 @@ class Scheduler:
         request.slot = None
 
     def _end(self, request: Request, token: int) -> bool:
-        """End the request if the token just appended ends it; whether it did."""
+        """End the request if the token just appended ends it; return whether it did."""
         params = request.params
         if token in request.stop_token_ids and len(request.output_token_ids) >= params.min_tokens:
             asked_for = token in params.stop_token_ids

@@ -1,10 +1,10 @@
 """The steady state of decoding: the same requests, step after step.
 
-Between two changes of membership a step differs from the one before in positions alone, and these
-advance for all requests at once: one count of steps says where each of them is. A request is looked
-at only to give it its token, and when it needs a block or completes one, which it does at steps
-known beforehand. Whatever changes the membership ends the run: ``flush`` writes the numbers back to
-the requests, and the scheduler goes on one by one.
+While the same requests run, a step differs from the previous one only in positions, which all
+advance by one: a single step count gives the position of each request. A request is touched only
+to append its token, and when it needs or completes a block, which happens at steps known in
+advance. Any change of membership ends the run: ``flush`` writes the counts back to the requests,
+and the scheduler handles them one by one again.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.request import Request
 from ostinato.scheduling.step_plan import DecodePlan, TokenEvent
 
-# Requests that began together complete their blocks together. Naming them all at once would take
-# longer than a step of a small model: they are named over the steps to their next blocks.
+# Requests that start together complete their blocks together. Hashing all of them at once would
+# take longer than a step of a small model, so it is spread over the steps until their next blocks.
 _FEWEST_NAMED_AT_ONCE = 8
 
 
 class SteadyDecode:
-    """Running requests that are all in every open plan, which are all of decode steps.
+    """Running requests that are all in every open plan, where every plan is a decode step.
 
-    While it lasts, their counts are here and not in them.
+    While it lasts, it holds the counts of its requests.
     """
 
     def __init__(self, requests: list[Request], allocator: BlockAllocator) -> None:
@@ -39,14 +39,14 @@ class SteadyDecode:
         self._outputs = [request.output_token_ids for request in requests]
         self._watched = [position for position, r in enumerate(requests) if r.watched]
         self._stops = set[int]().union(*(request.stop_token_ids for request in requests))
-        self._num_steps = 0  # that were scheduled here
-        self._num_pending = requests[0].num_pending_tokens  # of each
-        # Tokens that can be asked for until the first of them has all it may have.
+        self._num_steps = 0  # scheduled here
+        self._num_pending = requests[0].num_pending_tokens  # equal for all
+        # Tokens until the first request reaches its limit.
         self._room = min(r.max_total_tokens - r.num_expected_tokens for r in requests)
-        self._computed = [request.num_computed_tokens for request in requests]  # at the beginning
+        self._computed = [request.num_computed_tokens for request in requests]  # at the start
         self._starts = np.array(self._computed, dtype=np.int64)
         size = allocator.block_size
-        # After n steps, those at n % size have filled their blocks.
+        # After n steps, the requests at n % size have filled their blocks.
         self._full: list[list[int]] = [[] for _ in range(size)]
         for position, computed in enumerate(self._computed):
             self._full[-computed % size].append(position)
@@ -54,9 +54,9 @@ class SteadyDecode:
         self._named_at_once = max(_FEWEST_NAMED_AT_ONCE, -(-len(requests) // size))
 
     def schedule(self) -> DecodePlan | None:
-        """The next step; None if the requests must be looked at one by one."""
+        """Plan the next step; None if the requests must be scheduled one by one."""
         if self._room < 1:
-            return None  # somebody's last token is on its way
+            return None  # the last token of a request is pending
         allocator, step = self._allocator, self._num_steps
         full = self._full[step % allocator.block_size]
         new_blocks: list[tuple[int, int, int]] = []
@@ -81,16 +81,16 @@ class SteadyDecode:
         )
 
     def commit(self, tokens: Sequence[int]) -> list[TokenEvent] | None:
-        """Take in one token for each request: events of watched ones.
+        """Append one token to each request; return events of the watched ones.
 
-        None, and nothing is taken in, if a request may come to its end with these tokens.
+        Returns None and appends nothing if a request may end with these tokens.
         """
         if self._room + self._num_pending < 2 or not self._stops.isdisjoint(tokens):
             return None
         for output, token in zip(self._outputs, tokens, strict=True):
             output.append(token)
         self._num_pending -= 1
-        # The step that these tokens are of may have been scheduled before the first one here.
+        # The step of these tokens may have been scheduled before the steady state began.
         size, num_done = self._allocator.block_size, self._num_steps - self._num_pending
         for position in self._full[num_done % size]:
             index = (self._computed[position] + num_done) // size - 1
@@ -100,9 +100,9 @@ class SteadyDecode:
         return [TokenEvent(self.requests[i], tokens[i], i, False) for i in self._watched]
 
     def some_completed(self) -> Iterator[tuple[Request, int]]:
-        """Some of the blocks ``completed`` so far, each of them once.
+        """Pop some of the blocks ``completed`` so far.
 
-        Asked after each step, it never leaves more than one block of a request.
+        Called after each step, it leaves at most one block per request.
         """
         for _ in range(min(self._named_at_once, len(self.completed))):
             yield self.completed.popleft()

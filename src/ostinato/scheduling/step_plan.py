@@ -1,4 +1,4 @@
-"""What the scheduler decided for one step, and what came of it: values that travel."""
+"""The values that describe one step: what the scheduler decided, and the resulting tokens."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ostinato.scheduling.request import Request, RequestStatus
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 
-@dataclass(slots=True)  # many are built in every step, and these are the cheapest to build
+@dataclass(slots=True)  # not frozen: many are built in every step, and this is the cheapest
 class ScheduledRequest:
     """One request's part of a step: its tokens ``start`` to ``start + num_tokens`` are computed.
 
-    ``new_blocks`` were put into its block table in this step, at index ``first_new_block``.
-    ``is_new``: it was admitted in this step, and its row ``slot`` must be written whole.
-    ``samples``: no token is left after these, so the step gives it a new one.
-    ``admission`` counts how often it had lost its blocks before: if it has lost them again when the
-    step's result arrives, that result is in nobody's blocks.
+    ``new_blocks`` were added to its block table in this step, at index ``first_new_block``.
+    ``is_new``: it was admitted in this step, so its whole row ``slot`` must be written.
+    ``samples``: these are its last tokens, so the step samples a new one.
+    ``admission`` is its number of preemptions when scheduled: if that has grown when the step's
+    result arrives, the request no longer holds the blocks that the step wrote to.
     """
 
     request: Request
@@ -39,14 +39,14 @@ class ScheduledRequest:
 
     @property
     def holds_its_blocks(self) -> bool:
-        """Whether the request still has the blocks that this was computed into."""
+        """Whether the request still has the blocks that this step wrote to."""
         request = self.request
         return request.status is RequestStatus.RUNNING and request.num_preemptions == self.admission
 
 
 @dataclass(slots=True)
 class TokenEvent:
-    """A request got a token. ``index`` is its row among those of the plan that sampled."""
+    """A request got a token. ``index`` is its position among the plan's sampled tokens."""
 
     request: Request
     token_id: int
@@ -56,7 +56,7 @@ class TokenEvent:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulePlan:
-    """One step. Requests with a single token that samples stand first, then all others.
+    """One step. Requests that sample after a single token come first, then all others.
 
     ``preempted`` requests lost their rows and blocks; none of them is in ``requests``.
     """
@@ -71,7 +71,7 @@ class SchedulePlan:
     def of(
         cls, rows: list[ScheduledRequest], num_tokens: int, preempted: list[Request]
     ) -> SchedulePlan:
-        """The plan of these rows, which are in order of arrival."""
+        """Build the plan of these rows, which are in order of arrival."""
         decodes = [row for row in rows if row.num_tokens == 1 and row.samples]
         others: list[ScheduledRequest] = []
         if len(decodes) < len(rows):
@@ -86,8 +86,8 @@ class SchedulePlan:
 
     @property
     def shape(self) -> BatchShape:
-        # Whatever does not decode is in its prompt: without speculation, nothing else takes several
-        # tokens or gets none.
+        # A request that does not decode is in its prompt: without speculation, nothing else
+        # computes several tokens or samples none.
         return BatchShape(
             self.num_tokens,
             len(self.requests),
@@ -108,14 +108,14 @@ class SchedulePlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodePlan:
-    """One step of requests that were in the step before, in the same order: all decode.
+    """A decode step of the same requests as the previous step, in the same order.
 
-    The plan of the steady state, made without looking at the requests one by one. All but the new
-    blocks and ``step`` are the same objects from step to step: ``starts`` are the positions that
-    the first step computes, and ``step`` counts on from there.
+    This is the plan of the steady state, built without a loop over the requests. All fields except
+    the new blocks and ``step`` are the same objects from step to step: ``starts`` are the positions
+    that the first step computes, and ``step`` counts the steps since.
     """
 
-    num_tokens: int  # one for each of the members
+    num_tokens: int  # one per member
     shape: BatchShape
     members: list[Request]
     slots: IntArray
@@ -136,7 +136,7 @@ class DecodePlan:
 
     @cached_property
     def requests(self) -> list[ScheduledRequest]:
-        """Request by request, for those who must look at each."""
+        """One row per request, for callers that need each."""
         grown: dict[int, Any] = {position: rest for position, *rest in self.new_blocks}
         starts = (self.starts + self.step).tolist()
         rows = []
