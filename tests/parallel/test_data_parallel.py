@@ -262,7 +262,7 @@ def test_what_is_refused() -> None:
     fallback = GraphConfig(mode="NONE", eager_fallback=True)
     loaded = startup.load(config)
     runner = build(config)
-    with pytest.raises(ConfigError, match="eager_fallback is not for 1 ranks"):
+    with pytest.raises(ConfigError, match="eager_fallback does not work with 1 ranks"):
         ModelRunner(
             loaded.model,
             runner.plan,
@@ -272,7 +272,9 @@ def test_what_is_refused() -> None:
             agreement=NoComm(),
         )
     small = SmallBatchModel(model=loaded.model, plan=runner.plan, threshold=2, name="shift model")
-    with pytest.raises(ConfigError, match="a shift model for small batches is not for 1 ranks"):
+    with pytest.raises(
+        ConfigError, match="a shift model for small batches does not work with 1 ranks"
+    ):
         ModelRunner(
             loaded.model,
             runner.plan,

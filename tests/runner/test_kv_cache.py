@@ -59,7 +59,7 @@ SETTINGS = st.fixed_dictionaries(
 
 
 def cost_of_one(num_tokens: int, asked: dict[str, Any]) -> int:
-    """Bytes for one request of that length, and the block that is nobody's."""
+    """Bytes for one request of that length, and the reserved block."""
     return (1 + -(-num_tokens // asked["block_size"])) * int(asked["bytes_per_block"])
 
 
@@ -67,7 +67,7 @@ def why_not(asked: dict[str, Any]) -> list[str]:
     """What the error must say, if the length asked for (or any at all) cannot be had."""
     length, limit, budget = asked["max_model_len"], asked["model_limit"], asked["budget"]
     if length is not None and length > limit:
-        return [f"max_model_len {length} is above what the model can take, {limit}"]
+        return [f"max_model_len {length} exceeds the model's limit of {limit}; lower it"]
     if budget >= cost_of_one(length or 1, asked):
         return []
     needed = cost_of_one(length or limit, asked)
@@ -106,7 +106,7 @@ def test_the_errors_say_what_to_do() -> None:
     asked = {"bytes_per_block": 100, "block_size": 16, "model_limit": 4096, "max_num_seqs": 8}
     message = (
         "the KV cache has 1,050 bytes, room for 9 blocks of 16 tokens, but one request of 2048 "
-        "tokens takes 128 blocks (12,900 bytes with the spare one); raise "
+        "tokens needs 128 blocks (12,900 bytes with the reserved one); raise "
         "kv_cache_memory_bytes or lower max_model_len"
     )
     with pytest.raises(ConfigError) as error:
@@ -139,7 +139,7 @@ def test_a_gpu_without_memory_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> No
     device, backend = torch.device("cuda"), TorchPagedAttention()
     plans = plan_graphs(config, device, backend, selects_tokens=False)
     model: Any = SimpleNamespace(device=device)
-    with pytest.raises(ConfigError, match=r"of 1,000 bytes, 700 are in use, a step takes 40 and"):
+    with pytest.raises(ConfigError, match=r"of 1,000 bytes, 700 are in use, a step needs 40 and"):
         kv_cache_budget(config, model, plans, backend)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (341, 1000))
     assert kv_cache_budget(config, model, plans, backend) == 1

@@ -1,1 +1,1 @@
-"""One step on the device: state, inputs, the model's graphs, and results on their way back."""
+"""Runs one step on the device: request state, inputs, the model's graphs, and results."""

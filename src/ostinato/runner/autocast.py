@@ -1,4 +1,4 @@
-"""A model has the types it was loaded with, whatever the code around it casts."""
+"""Keeps the caller's autocast from changing a model's dtypes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """Have ``function`` run as if its caller had not switched autocast on."""
+    """Run ``function`` with autocast off, whatever its caller has set."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,8 +1,8 @@
 """A decode step that never leaves the device: inputs from the state, forward, sample, state.
 
-Everything it reads and writes has a fixed address, so the whole of it is captured in a FULL graph,
-and the host replays step n + 1 before it has seen the tokens of step n. All that a change of
-membership costs is one small copy: the rows of the requests.
+Everything it reads and writes has a fixed address, so a FULL graph captures the whole step, and the
+host replays step n + 1 before it has read the tokens of step n. When other requests join or leave,
+the only cost is one small copy: the rows of the requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ostinato.runner.request_state import RequestState
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOutput:
-    """``token_ids`` [R] int64 as sampled by temperature alone; ``logits`` [R, V] they came from."""
+    """``token_ids`` [R] int64, sampled by temperature alone, and their ``logits`` [R, V]."""
 
     token_ids: torch.Tensor
     logits: torch.Tensor
@@ -34,10 +34,10 @@ def decode_step(
     buffers: InputBuffers,
     num_reqs: int,
 ) -> DecodeOutput:
-    """One token for each of the first ``num_reqs`` rows of ``buffers``, padding included.
+    """Compute one token for each of the first ``num_reqs`` rows of ``buffers``, padding included.
 
-    ``forward`` is the model's own, or the same through pieces; attention finds the batch in the
-    forward context, whose tensors are those of ``buffers``.
+    ``forward`` is the model's forward, or its piecewise form. Attention reads the batch from the
+    forward context, whose tensors are views of ``buffers``.
     """
     tokens = buffers.tokens
     slots, seq_lens = buffers.slots[:num_reqs], tokens.seq_lens[:num_reqs]
@@ -58,7 +58,7 @@ def decode_step(
     )
     logits = model.compute_logits(forward(input_ids, positions))
     sampled = buffers.sampled[:num_reqs]
-    # A sequence of n tokens in the cache gets its next at position n.
+    # With n tokens in the cache, the next one is at position n.
     sample_rows(
         logits, slots, state.sampling.temperature, state.sampling.seed_key, seq_lens, sampled
     )

@@ -1,7 +1,7 @@
-"""Rows of a batch that need the full sampler: top-k and its kin, penalties, log-probabilities.
+"""Rows of a batch that need the full sampler: top-k, top-p, penalties, log-probabilities.
 
-A step samples every row by its temperature alone. These rows are sampled again behind it, from the
-same logits, and their tokens are written over.
+A step samples every row by its temperature alone. These rows are then sampled again from the same
+logits, and their tokens are overwritten.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ostinato.sampling.sampler import SamplingFeatures, sample
 
 @dataclass(frozen=True, kw_only=True)
 class FilteredRows:
-    """``positions`` in the batch; ``on_device`` has the same, None if they are all of its rows."""
+    """``positions`` in the batch, and the same ``on_device``, or None if they are all its rows."""
 
     positions: list[int]
     on_device: torch.Tensor | None
@@ -25,7 +25,7 @@ class FilteredRows:
 
     @classmethod
     def among(cls, slots: Sequence[int], state: RequestState) -> FilteredRows | None:
-        """Those of a batch of the requests in ``slots``; None if there are none."""
+        """The filtered rows of a batch of the requests in ``slots``; None if it has none."""
         positions = state.sampling.filtered_rows(slots)
         if not positions:
             return None
@@ -43,9 +43,10 @@ class FilteredRows:
         slots: torch.Tensor,
         lengths: torch.Tensor,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """The tokens of all rows, and the tokens and values of these rows' logprobs, if asked for.
+        """Return the tokens of all rows, and the logprobs (tokens and values) of these rows.
 
-        ``token_ids`` [N] may be written to; the other tensors may have more rows.
+        The logprobs are None unless a request asked for them. May write to ``token_ids`` [N]; the
+        other tensors may have more rows.
         """
         rows = self.on_device
         chosen = slice(token_ids.shape[0]) if rows is None else rows

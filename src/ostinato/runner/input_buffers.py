@@ -1,8 +1,8 @@
-"""The static inputs of a step, and how they are filled from the state of the requests.
+"""The static inputs of a step, filled from the state of the requests.
 
-The host says only who runs and how many tokens each (two small copies). Everything per token is
-worked out on the device from the request state, with shapes that depend on the padded size alone;
-so the filling could itself be part of a graph.
+The host copies only which requests run and their numbers of tokens (two small copies). The device
+computes everything per token from the request state, with shapes that depend on the padded size
+alone, so a graph could contain the filling as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOT_SELECTED = -1
 
 
 class InputBuffers:
-    """Fixed addresses for the inputs of every batch. Padding: no slot, length 0, ids valid."""
+    """The inputs of every batch, at fixed addresses. Padding has no slot, length 0, valid ids."""
 
     def __init__(
         self, *, max_num_seqs: int, max_num_tokens: int, cache: CacheSize, device: torch.device
@@ -53,7 +53,7 @@ class InputBuffers:
         return self.tokens.input_ids
 
     def reset(self) -> None:
-        """Padding everywhere, as a capture needs it: nothing may be written to the KV cache."""
+        """Fill all rows with padding for a capture, which must not write to the KV cache."""
         tokens = self.tokens
         self.slots.fill_(self._padding_slot)
         for buffer in (
@@ -110,17 +110,17 @@ class InputBuffers:
         _copy_from_host(self.query_lens[:num_reqs], [*query_lens, *[0] * padding])
 
     def set_rows(self, slots: Sequence[int], num_reqs: int) -> None:
-        """Say who runs: the requests in ``slots``, and padding up to ``num_reqs`` rows."""
+        """Set the rows: the requests in ``slots``, then padding up to ``num_reqs`` rows."""
         padding = num_reqs - len(slots)
         _copy_from_host(self.slots[:num_reqs], [*slots, *[self._padding_slot] * padding])
 
     def select_last_tokens(self, num_reqs: int) -> None:
-        """Say whose states will be read: of each of the filled rows, the last token's."""
+        """Select the last token of each filled row: only its hidden state will be read."""
         starts = self.tokens.query_start_loc[: num_reqs + 1]
         last_tokens(starts, self.logits_indices[:num_reqs])
 
     def select_all_tokens(self, num_reqs: int) -> None:
-        """The same for rows of one token each, which need not be filled yet."""
+        """Select the token of each row when rows have one token; they need not be filled yet."""
         self.logits_indices[:num_reqs].copy_(self.token_range[:num_reqs])
 
     def metadata(
@@ -137,8 +137,8 @@ class InputBuffers:
     ) -> AttentionMetadata:
         """The filled batch as attention sees it: views of these buffers.
 
-        ``selected``: the states of one token for each row, at most, will be read; which one has
-        been, or will be, said. Otherwise those of all tokens.
+        ``selected``: the hidden states of at most one token per row will be read, which the caller
+        selects before or after this call. Otherwise the states of all tokens will be.
         """
         tokens = self.tokens
         return AttentionMetadata(
@@ -156,6 +156,6 @@ class InputBuffers:
 
 
 def _copy_from_host(target: torch.Tensor, values: list[int]) -> None:
-    # From pageable memory: the copy is staged before it returns, so nothing waits for the GPU and
-    # nothing can be overwritten while it is still being read.
+    # From pageable memory: the source is staged before copy_ returns, so the host does not wait for
+    # the GPU, and the source can be reused at once.
     target.copy_(torch.tensor(values, dtype=target.dtype), non_blocking=True)

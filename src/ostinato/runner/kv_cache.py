@@ -15,14 +15,14 @@ logger = logging.getLogger(__name__)
 
 
 def bytes_per_block(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
-    """What one block takes in all layers together."""
+    """The bytes of one block in all layers together."""
     elements = sum(spec.num_kv_heads * (spec.head_dim + spec.value_dim) for spec in specs)
     return block_size * elements * dtype.itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSize:
-    """How many blocks there are, the one that is nobody's included, and how long requests get."""
+    """The number of blocks, including the reserved block 0, and the longest request."""
 
     num_blocks: int
     block_size: int
@@ -42,14 +42,14 @@ def size_cache(
     max_model_len: int | None,
     max_num_seqs: int,
 ) -> CacheSize:
-    """Blocks for ``budget`` bytes, never more than all requests can use.
+    """Choose the number of blocks for ``budget`` bytes, at most what all requests can use.
 
-    A length that the user asked for must fit; where none was asked for, the longest that fits is
-    taken and said.
+    A ``max_model_len`` set by the user must fit; otherwise the longest that fits is used and
+    logged.
     """
     if max_model_len is not None and max_model_len > model_limit:
         raise ConfigError(
-            f"max_model_len {max_model_len} is above what the model can take, {model_limit}"
+            f"max_model_len {max_model_len} exceeds the model's limit of {model_limit}; lower it"
         )
     affordable = budget // bytes_per_block
     wanted = max_model_len or model_limit
@@ -58,14 +58,14 @@ def size_cache(
         if max_model_len is not None or affordable < 2:
             raise ConfigError(
                 f"the KV cache has {budget:,} bytes, room for {max(affordable - 1, 0)} blocks of "
-                f"{block_size} tokens, but one request of {wanted} tokens takes {needed - 1} "
-                f"blocks ({needed * bytes_per_block:,} bytes with the spare one); raise "
+                f"{block_size} tokens, but one request of {wanted} tokens needs {needed - 1} "
+                f"blocks ({needed * bytes_per_block:,} bytes with the reserved one); raise "
                 "kv_cache_memory_bytes or lower max_model_len"
             )
         wanted = (affordable - 1) * block_size
         logger.warning(
-            "max_model_len becomes %d instead of the model's %d: that is what fits into %d bytes "
-            "of KV cache; raise kv_cache_memory_bytes for more",
+            "max_model_len is %d instead of the model's %d, because no more fits in %d bytes of KV "
+            "cache; raise kv_cache_memory_bytes for more",
             wanted,
             model_limit,
             budget,
@@ -77,7 +77,7 @@ def size_cache(
 
 
 class KVCache:
-    """Owns the memory. Block 0 is nobody's: padding may refer to it."""
+    """Owns the memory. Block 0 is reserved for padding."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""One model's graphs: what is captured of it, and how a batch in the buffers runs through them.
+"""Captures one model's graphs, and runs the batch in the buffers through them.
 
-It owns no memory but the graphs': buffers, state and KV cache are the runner's, and several models
-can run on them, one batch each.
+It owns only the memory of the graphs. The runner owns buffers, state and KV cache, and several
+models can share them, one batch each.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ from ostinato.runner.step_memory import StepMemory
 
 
 def _kernels_of(num_ranks: int, entry: PlanEntry) -> tuple[int, ...]:
-    """Which sizes launch the same kernels: products go by classes of rows, or in parts up to some
-    powers of 2; attention, which pieces have none of, by powers of 2.
+    """A key that is equal for entries that launch the same kernels.
 
-    Of a batch's tokens a rank has its share in products, and all of them in attention.
+    GEMM kernels follow the row class, then powers of 2 up to ``MOST_ROWS``. Attention kernels, which
+    pieces do not contain, follow powers of 2. A rank computes GEMMs for its share of a batch's tokens, and
+    attention for all of them.
     """
     num_tokens = entry.descriptor.num_tokens
     num_rows = max(1, num_tokens // num_ranks)
@@ -55,11 +56,11 @@ def _samples(entry: PlanEntry) -> bool:
 
 
 class ModelGraphs:
-    """The graphs of ``model`` by ``plan``, over ``memory``. ``head`` makes logits of its states.
+    """The graphs of ``model`` by ``plan``, over ``memory``. ``head`` computes the logits.
 
-    ``name`` is what the progress bar calls the model, ``index`` what choices call it. With
-    ``num_ranks``, so many data-parallel ranks run the same graphs at the same time, and the forward
-    context says how many tokens each has.
+    The progress bar shows ``name``, and choices refer to the model as ``index``. ``num_ranks`` data
+    parallel ranks run the same graphs at the same time, and the forward context holds the number of
+    tokens of each.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class ModelGraphs:
         self._model = model
         self._head = head
         self._memory = memory
-        # Pieces that read which tokens are selected do so in the rows that they were captured with.
+        # Pieces that read the selected tokens read as many rows as they were captured with.
         dispatcher = Dispatcher(plan, model=index, fixed_reqs=memory.selects)
         self.manager: CudaGraphManager[CaptureInputs, Any] = CudaGraphManager(
             plan,
@@ -94,16 +95,16 @@ class ModelGraphs:
             name=name,
         )
         self.dispatch = dispatcher.dispatch
-        # Captures and replays under PIECEWISE, in pieces around attention; otherwise it is the
-        # model's own forward, or what was compiled from it.
+        # Under PIECEWISE it captures and replays pieces around attention; otherwise it is the
+        # model's forward, or its compiled form.
         self.piecewise = _in_pieces(model, pool, graphs)
 
     # --- one batch -----------------------------------------------------------------------------
 
     def decode_graph(self, choice: Choice) -> FullGraph | None:
-        """The graph of a whole decode step, which leaves a ``DecodeOutput``; None: there is none.
+        """The graph of a whole decode step, with a ``DecodeOutput``; None if there is none.
 
-        Whoever replays it has put the rows into the buffers; all else is worked out inside.
+        Set the rows in the buffers before a replay; the graph computes all other inputs.
         """
         if choice.mode is not CUDAGraphMode.FULL:
             return None
@@ -112,10 +113,10 @@ class ModelGraphs:
     def decode(
         self, choice: Choice, num_tokens_across_dp: torch.Tensor | None = None
     ) -> DecodeOutput:
-        """The same step without such a graph: eagerly, or in pieces."""
+        """Run a decode step without such a graph: eagerly, or in pieces."""
         padded, in_pieces = choice.padded_num_tokens, choice.mode is CUDAGraphMode.PIECEWISE
         if in_pieces and self._memory.selects:
-            # The pieces are those of mixed batches, which read what is selected.
+            # The pieces were captured for mixed batches, and read the selected tokens.
             self._memory.buffers.select_all_tokens(padded)
         metadata = self._memory.metadata(
             num_reqs=padded,
@@ -140,7 +141,7 @@ class ModelGraphs:
         num_tokens: int,
         num_tokens_across_dp: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states of the batch in the buffers [num_tokens, hidden], padding cut off."""
+        """Hidden states of the batch in the buffers [num_tokens, hidden], without padding."""
         if choice.mode is CUDAGraphMode.FULL:
             hidden = self.manager.run_fullgraph(choice.descriptor, num_tokens)
             assert isinstance(hidden, torch.Tensor)
@@ -162,7 +163,7 @@ class ModelGraphs:
     # --- capture -------------------------------------------------------------------------------
 
     def compile(self) -> None:
-        """Trace and compile, if that was asked for; nothing is compiled after this."""
+        """Trace and compile, if configured; nothing is compiled after this."""
         if isinstance(self.piecewise, PiecewiseModel):
             buffers = self._memory.buffers
             self.piecewise.trace(buffers.input_ids[:2], buffers.tokens.positions[:2])
@@ -171,13 +172,13 @@ class ModelGraphs:
         return self.manager.needs_capture()
 
     def largest_tensor(self) -> int:
-        """Bytes of the largest tensor in any graph of the plan, which is that of logits."""
+        """Bytes of the largest tensor in any graph of the plan, the logits."""
         decode = [each.descriptor.num_tokens for each in self.plan.entries if _samples(each)]
         return max(decode, default=0) * self._head.vocab_size * self._head.dtype.itemsize
 
     def capture(self) -> CaptureReport:
-        """Capture what is missing of the plan. The buffers must be as ``reset`` leaves them."""
-        # A compiled model has all of its layers, or might be traced with few of them.
+        """Capture missing entries of the plan. The buffers must be as ``reset`` leaves them."""
+        # A compiled model must run all its layers, or it might be traced with only a few.
         compiled = isinstance(self.piecewise, PiecewiseModel)
         warm_up = None if compiled else self._forward_briefly
         return self.manager.capture(self._forward, self._prepare, warm_up=warm_up)
@@ -188,9 +189,9 @@ class ModelGraphs:
         inputs = prepare_inputs_to_capture(
             entry, self.plan, memory.buffers.tokens, max_model_len=max_model_len
         )
-        # More tokens than a request can have: the block table ends before.
+        # A request cannot have more tokens than this, where its block table ends.
         inputs.seq_lens.clamp_(max=max_model_len)
-        # Between pieces attention runs eagerly, now for this batch and later for others.
+        # Attention runs eagerly between pieces, now for this batch and later for others.
         uniform = entry.descriptor.uniform or (
             entry.mode is CUDAGraphMode.PIECEWISE and inputs.num_reqs == inputs.num_tokens
         )
@@ -223,7 +224,7 @@ class ModelGraphs:
             return self._forward(inputs)
 
     def num_nodes(self, entry: PlanEntry) -> int | None:
-        """Nodes of an entry's graphs together: operators on the CPU, kernels and copies on CUDA."""
+        """All nodes of an entry's graphs: operators on the CPU, kernels and copies on CUDA."""
         if entry.mode is CUDAGraphMode.FULL:
             return self.manager.num_nodes(entry)
         wrappers: Sequence[CUDAGraphWrapper[Any]] = (
@@ -241,7 +242,7 @@ class ModelGraphs:
         return sum(counts) if len(counts) == len(tapes) else None
 
     def clear_graphs(self) -> None:
-        """Drop all graphs; everything dispatches eagerly until it is captured again."""
+        """Drop all graphs; every batch runs eagerly until they are captured again."""
         self.manager.clear_graphs()
 
 

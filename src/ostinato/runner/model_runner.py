@@ -1,10 +1,10 @@
-"""The model runner: turns what the scheduler decided into one step of the model.
+"""The model runner: runs the scheduler's plan of a step on the model.
 
-It owns everything that has an address: the request state, the input buffers, the KV cache and the
+It owns everything with a fixed address: the request state, the input buffers, the KV cache and the
 graphs. A step is dispatched first, so the padded size is known before a buffer is filled. A decode
-batch is one replay, sampling included; a batch with prompts in it is filled, run, and sampled.
+batch is one replay, sampling included; a batch with prompts is filled, run, and sampled.
 
-Two models may share all of it: batches of few tokens then run the second (``SmallBatchModel``).
+Two models may share all of it: small batches then run the second (``SmallBatchModel``).
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from ostinato.scheduling.step_plan import DecodePlan, IntArray, ScheduledRequest
 
 logger = logging.getLogger(__name__)
 
-# Of a decode step, while its logits are there: hidden states, and what the sampler needs.
+# Memory of a decode step beside its logits: hidden states, and what the sampler needs.
 _BESIDE_LOGITS = 8 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class SmallBatchModel:
-    """Another form of the model, for batches of up to ``threshold`` tokens, padding not counted.
+    """Another form of the model, for batches of up to ``threshold`` tokens before padding.
 
-    It keeps keys and values as the first does, and leaves the logits to the first's head.
+    It stores keys and values in the same layout as the first, and uses the first's head.
     """
 
     model: CausalLM
@@ -60,24 +60,24 @@ class SmallBatchModel:
 
 @dataclass(frozen=True, kw_only=True)
 class _Members:
-    """A decode batch whose rows are in the buffers; the same object from step to step."""
+    """A decode batch whose rows are in the buffers; reused from step to step."""
 
     slots: Sequence[int] | IntArray
     choice: Choice
-    graph: FullGraph | None  # of the whole step, if it has one
+    graph: FullGraph | None  # of the whole step
     filtered: FilteredRows | None
-    sampled: torch.Tensor  # where a decode step leaves their tokens
+    sampled: torch.Tensor  # a decode step writes their tokens here
 
 
 class ModelRunner:
     """Runs batches of one model on one device, through graphs where the plan has them.
 
-    With an ``agreement``, the runners of all its ranks step together, each with requests of its
-    own: they agree on the mode and the size of each step, by one all-reduce of CPU tensors. Where
-    one calls ``run``, all others must call ``run`` or ``run_idle``.
+    With an ``agreement``, the runners of all its ranks step together, each with different requests:
+    they agree on the mode and the size of each step, by one all-reduce of CPU tensors. When one
+    calls ``run``, all others must call ``run`` or ``run_idle``.
 
-    Steps may be run on one CUDA stream and then on another: each waits for the one before, on the
-    device. ``on_logits``, where set, is shown what every step samples from, in every graph mode.
+    Steps may run on one CUDA stream and then on another: each waits for the previous one on the
+    device. ``on_logits``, if set, receives the logits of every step, in every graph mode.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ModelRunner:
         forms = [(model, plan, name)]
         if small is not None:
             forms.append((small.model, small.plan, small.name))
-        # By ``Choice.model``: the model, and where there is one, that of small batches.
+        # By ``Choice.model``: the model, then the small-batch model if there is one.
         self._all_graphs = [
             ModelGraphs(
                 form,
@@ -135,12 +135,12 @@ class ModelRunner:
     # --- one step ------------------------------------------------------------------------------
 
     def dispatch(self, shape: BatchShape) -> Choice:
-        """What runs ``shape``, of the model that is for that many tokens."""
+        """Dispatch ``shape`` to the model for its number of tokens."""
         small = shape.num_tokens <= self.small_threshold
         return (self.small_graphs if small else self.graphs).dispatch(shape)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Start one step: all of its work is enqueued, and nothing is waited for."""
+        """Enqueue all work of one step, without waiting for it."""
         self._follow_stream()
         across = None
         if self._agreed is None:
@@ -171,12 +171,12 @@ class ModelRunner:
 
     @without_autocast
     def run_idle(self) -> bool:
-        """A step in which this rank has no work: a padding batch, if any other rank has some.
+        """Take part in a step without work on this rank: run padding if any other rank has work.
 
-        False if none has, and nothing was run.
+        Returns False, and runs nothing, if no rank has.
         """
         if self._agreed is None:
-            raise ConfigError("run_idle is for ranks that step together: give it an agreement")
+            raise ConfigError("run_idle is for ranks that step together: pass agreement=...")
         agreed = self._agreed.step(None)
         if agreed is None:
             return False
@@ -193,20 +193,20 @@ class ModelRunner:
         return True
 
     def _follow_stream(self) -> None:
-        """Put this step behind the last one, if that was on another stream."""
+        """Order this step after the previous one, if that ran on another stream."""
         if self.pool.follow_stream():
-            # Tensors of the members were made on the other stream, whose later work may be given
-            # their memory as soon as they are dropped, even if this stream still reads them.
+            # The members' tensors were allocated on the other stream. Once dropped, their memory
+            # may go to its later work, even if this stream still reads them.
             self.forget_rows()
             self.memory.record_stream(torch.cuda.current_stream(self.model.device))
 
     def forget_rows(self) -> None:
-        """The next decode step writes its rows anew. Call it after writing to the buffers."""
+        """Make the next decode step write its rows again. Call it after writing to the buffers."""
         self._members = None
 
     @without_autocast
     def _show_logits(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        """Tell the observer. ``logits`` may have more rows, which are padding."""
+        """Pass the logits to the observer. Further rows of ``logits`` are padding."""
         if self.on_logits is not None:
             names = [item.request.request_id for item in plan.requests if item.samples]
             self.on_logits(SampledLogits(request_ids=names, logits=logits[: len(names)]))
@@ -219,7 +219,7 @@ class ModelRunner:
         """Put the rows of a decode batch into the buffers, and find its graph."""
         members = self._members
         if members is not None and members.slots is plan.slots and members.choice == choice:
-            return members  # ranks that agree on each step make an equal choice anew
+            return members  # compared by value: ranks that agree build an equal choice every step
         slots = plan.slots if isinstance(plan.slots, list) else plan.slots.tolist()
         self.buffers.set_rows(slots, choice.padded_num_tokens)
         members = self._members = _Members(
@@ -233,7 +233,7 @@ class ModelRunner:
 
     @without_autocast
     def _run_mixed(self, plan: StepPlan, choice: Choice, across: torch.Tensor | None) -> StepResult:
-        """A batch with prompts in it: filled by the host's word on how many tokens each has."""
+        """Run a batch with prompts; the host passes the number of tokens of each request."""
         self.forget_rows()
         requests, graphs = plan.requests, self._all_graphs[choice.model]
         num_reqs, buffers, state = len(requests), self.buffers, self.state
@@ -246,7 +246,7 @@ class ModelRunner:
         rows, slots = self._sampled_rows(plan)
         logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
         self._show_logits(plan, logits)
-        # A request that gets a token has computed all it has.
+        # A request that samples has computed all its tokens.
         lengths = state.num_computed[slots]
         token_ids = torch.empty_like(slots)
         parameters = state.sampling
@@ -260,7 +260,7 @@ class ModelRunner:
     def _fill(
         self, requests: Sequence[ScheduledRequest], choice: Choice, *, max_query_len: int
     ) -> AttentionMetadata:
-        """Put a batch into the buffers, padded as chosen; without requests it is all padding."""
+        """Fill the buffers with a batch, padded as chosen; without requests it is all padding."""
         padded_tokens = choice.padded_num_tokens
         padded_reqs = choice.padded_num_reqs or max(len(requests), 1)
         self.buffers.fill(
@@ -282,7 +282,7 @@ class ModelRunner:
         )
 
     def _sampled_rows(self, plan: StepPlan) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Tokens whose states are sampled from (None: all), and the slots they belong to."""
+        """Tokens whose states are sampled from (None: all), and their slots."""
         requests = plan.requests
         if plan.is_decode:
             return None, self.buffers.slots[: len(requests)]
@@ -307,7 +307,7 @@ class ModelRunner:
         slots: torch.Tensor,
         lengths: torch.Tensor,
     ) -> StepResult:
-        """Sample the filtered rows again, then send all tokens off."""
+        """Sample the filtered rows again, then start the copy of all tokens to the host."""
         token_ids, logprobs = filtered.sample(self.state, token_ids, logits, slots, lengths)
         return self.results.send(token_ids, logprobs, filtered.positions)
 
@@ -316,15 +316,15 @@ class ModelRunner:
     @without_autocast
     @torch.inference_mode()
     def compile_model(self) -> None:
-        """Trace and compile, if that was asked for; nothing is compiled after this."""
+        """Trace and compile, if configured; nothing is compiled after this."""
         self._follow_stream()
         for graphs in self._all_graphs:
             graphs.compile()
 
     @without_autocast
-    @torch.no_grad()  # leaving inference mode for every tensor that is kept would cost time
+    @torch.no_grad()  # not inference mode: leaving it for every tensor that is kept costs time
     def capture_model(self) -> int:
-        """Capture every graph of the plans that is missing; the bytes that it took."""
+        """Capture every missing graph of the plans; return the bytes it took."""
         missing = [graphs for graphs in self._all_graphs if graphs.needs_capture()]
         if not missing:
             num_planned = sum(len(graphs.plan.entries) for graphs in self._all_graphs)
@@ -355,20 +355,20 @@ class ModelRunner:
         return taken
 
     def num_nodes(self, entry: PlanEntry) -> int | None:
-        """Nodes of an entry's graphs together: operators on the CPU, kernels and copies on CUDA."""
+        """All nodes of an entry's graphs: operators on the CPU, kernels and copies on CUDA."""
         planned = (graphs for graphs in self._all_graphs if entry in graphs.plan.entries)
         return next(planned, self.graphs).num_nodes(entry)
 
     def _used_bytes(self) -> int:
         if self.model.device.type == "cuda":
-            # Not the device: another engine's thread may be capturing, which that would break.
+            # Not the device: that would break a capture in another engine's thread.
             torch.cuda.current_stream(self.model.device).synchronize()
             free, total = torch.cuda.mem_get_info(self.model.device)
             return total - free
         return self.pool.num_bytes
 
     def close(self) -> None:
-        """Drop the graphs, their memory, the KV cache and the models. Twice is harmless."""
+        """Drop the graphs, their memory, the KV cache and the models. Closing twice is harmless."""
         try:
             self.pool.close()
         finally:
@@ -387,9 +387,11 @@ def _check_can_agree(
     ranks = f"{agreement.size} ranks that step together"
     if graphs.eager_fallback:
         raise ConfigError(
-            f"eager_fallback is not for {ranks}: one that lacks a graph cannot run what they agree"
+            f"eager_fallback does not work with {ranks}: a rank that lacks a graph cannot run the "
+            "mode they agree on; leave it off"
         )
     if small is not None:
         raise ConfigError(
-            f"a {small.name} for small batches is not for {ranks}: they would run different models"
+            f"a {small.name} for small batches does not work with {ranks}: they would run "
+            "different models"
         )

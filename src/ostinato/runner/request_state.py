@@ -1,8 +1,8 @@
 """The state of running requests, on the device.
 
-Each running request has a row, its *slot*. A step reads what it computes from here and writes what
-it sampled back, so the host does not have to know a token before the next step can start. The host
-writes a row when a request is admitted, and adds blocks as they are allocated.
+Each running request has a row, its *slot*. A step reads its inputs from here and writes the sampled
+tokens back, so the next step can start before the host has read a token. The host writes a row when
+a request is admitted, and adds blocks as they are allocated.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ostinato.scheduling.step_plan import DecodePlan, IntArray, ScheduledRequest
 
 
 class RequestState:
-    """Device tensors by slot; the last row, ``padding_slot``, belongs to padding.
+    """Device tensors by slot; the last row, ``padding_slot``, is for padding.
 
-    ``token_ids`` [slots, max_model_len + 1]: prompt and output; one more, since the token sampled
-    at the length limit is written too. ``num_computed`` [slots]: tokens in the KV cache, which is
-    also the position of the next one. ``block_table`` [slots, blocks].
+    ``token_ids`` [slots, max_model_len + 1]: prompt and output, plus the token sampled at the
+    length limit. ``num_computed`` [slots]: tokens in the KV cache, and so the position of the next
+    one. ``block_table`` [slots, blocks].
     """
 
     def __init__(self, *, max_num_seqs: int, cache: CacheSize, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class RequestState:
         self.sampling = SamplingState(max_num_seqs + 1, device)
 
     def update(self, plan: StepPlan) -> None:
-        """Bring rows up to date with what the scheduler decided, before the step is prepared."""
+        """Update rows with the scheduler's plan, before the inputs of the step are filled."""
         if isinstance(plan, DecodePlan):
             if plan.new_blocks:
                 entries = np.array(plan.new_blocks, dtype=np.int64)
@@ -63,15 +63,15 @@ class RequestState:
         self.sampling.write(slot, request)
 
     def _append_blocks(self, entries: IntArray) -> None:
-        """Write [N, 3] of slot, index in its table and block, all in one copy."""
+        """Write [N, 3] of slot, index in its block table, and block, in one copy."""
         on_device = torch.from_numpy(entries).to(self.device, non_blocking=True)
         rows, columns, blocks = on_device.unbind(1)
         self.block_table[rows, columns] = blocks.to(torch.int32)
 
     def advance(self, slots: torch.Tensor, query_lens: torch.Tensor) -> None:
-        """These requests have computed that many tokens more."""
+        """Add to the computed tokens of these requests."""
         self.num_computed[slots] += query_lens
 
     def append(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """The next token of requests whose tokens so far are all computed."""
+        """Append a token to requests whose tokens are all computed."""
         self.token_ids[slots, self.num_computed[slots]] = token_ids.to(torch.int32)

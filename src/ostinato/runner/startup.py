@@ -1,8 +1,8 @@
-"""Start-up: from a configuration to a runner that is ready, graphs captured.
+"""Start-up: from a configuration to a runner with captured graphs.
 
-The order is given by what depends on what: the model says how much KV a token takes and how long
-sequences may be; the memory that is left says how many blocks there are; the buffers follow from
-those; and the graphs hold the addresses of all of them, so they come last.
+The order follows the dependencies: the model determines the KV bytes of a token and the longest
+sequence; the free memory determines the number of blocks; the buffers follow from both; and the
+graphs hold the addresses of all of them, so they come last.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
 if TYPE_CHECKING:
     from ostinato.parallel.rank_context import RankContext
 
-# What a captured graph takes outside the pool, in the driver; measured on an H200 for a 1B model.
+# Driver memory of a captured graph, outside the pool; measured on an H200 for a 1B model.
 _BYTES_PER_GRAPH = 2**20
 
 
 def load(
     config: EngineConfig, rank_context: RankContext | None = None, *, tokenizer: bool = True
 ) -> LoadedModel:
-    """The model, on its device; this rank's part of it, if it has a place among several."""
+    """Load the model onto its device, or this rank's part of it with a ``rank_context``."""
     device = config.torch_device() if rank_context is None else rank_context.device
     return load_model(
         None if config.model is None else str(config.model),
@@ -56,7 +56,7 @@ def load(
 
 @dataclass(frozen=True, kw_only=True)
 class GraphPlans:
-    """Which graphs there will be, of the model and, for batches up to a threshold, of its shift."""
+    """The plans of the model and, for batches up to a threshold, of its shift model."""
 
     model: CapturePlan
     shift: CapturePlan | None
@@ -64,7 +64,7 @@ class GraphPlans:
     resolved: ResolvedMode
 
     def for_batch(self, num_tokens: int) -> CapturePlan:
-        """The plan that a batch of so many tokens, padding not counted, runs by."""
+        """The plan for a batch of ``num_tokens`` before padding."""
         if self.shift is None or num_tokens > self.threshold:
             return self.model
         return self.shift
@@ -77,9 +77,9 @@ def plan_graphs(
     *,
     selects_tokens: bool,
 ) -> GraphPlans:
-    """Which graphs there will be; needs no weights.
+    """Plan the graphs; needs no weights.
 
-    ``selects_tokens``: of a SwiftKV model, whose late layers are split over all ranks for
+    ``selects_tokens``: the model is a SwiftKV model, whose late layers are split over all ranks for
     batches of every size; the shift model then has graphs of all sizes.
     """
     max_num_seqs, max_num_batched_tokens = config.batch_limits(device)
@@ -87,7 +87,7 @@ def plan_graphs(
     if requested is None:
         requested = CUDAGraphMode.FULL_AND_PIECEWISE
     assert isinstance(requested, CUDAGraphMode)
-    # Every model calls attention through ``attend``, and its graphs can be broken there.
+    # Every model calls attention through ``attend``, where its graphs can be split.
     resolved = resolve_mode(requested, backend.support, piecewise_available=True)
     sizes = () if resolved.mode is CUDAGraphMode.NONE else config.capture_sizes(device)
     whole = CapturePlan.build(
@@ -155,10 +155,10 @@ def build_runner(
 
 
 def _name_the_remedy(error: CaptureError) -> None:
-    """Say what helps those who did not write the model: a capture refused something in it."""
+    """Add a remedy to the error of a capture that failed in the model's code."""
     if not isinstance(error, CaptureOutOfMemoryError):
         error.args = (
-            f"{error}. If that is the model's own code, run it without graphs: "
+            f"{error}. If that is the model's code, run it without graphs: "
             'graphs=GraphConfig(mode="NONE"), or --mode NONE on the command line',
         )
 
@@ -168,7 +168,7 @@ def _digest(plans: GraphPlans) -> str:
 
 
 def _shifting(loaded: LoadedModel, plans: GraphPlans) -> dict[str, Any]:
-    """What a runner is told about the second model, if there is one."""
+    """The runner's arguments for the second model, if there is one."""
     if loaded.shift is None:
         return {}
     assert plans.shift is not None, "both follow from the threshold"
@@ -181,7 +181,7 @@ def _shifting(loaded: LoadedModel, plans: GraphPlans) -> dict[str, Any]:
 def kv_cache_budget(
     config: EngineConfig, model: CausalLM, plans: GraphPlans, backend: AttentionBackend
 ) -> int:
-    """Bytes for the KV cache: a setting, or on CUDA what weights, activations and graphs leave."""
+    """Bytes for the KV cache: as configured, or the CUDA memory left by weights, steps, graphs."""
     if config.kv_cache_memory_bytes is not None:
         return int(config.kv_cache_memory_bytes)
     if model.device.type != "cuda":
@@ -190,7 +190,7 @@ def kv_cache_budget(
     most = plan.padded_tokens(plan.max_num_batched_tokens)
     eager = activation_bytes(model, plan, most, config, backend)
     graphs = 0
-    # The graphs of a second model are in the same pool, and its activations are no larger.
+    # A second model captures into the same pool, and its activations are no larger.
     entries = [*plan.entries, *(plans.shift.entries if plans.shift is not None else ())]
     if entries:
         largest = max(entry.descriptor.num_tokens for entry in entries)
@@ -202,7 +202,7 @@ def kv_cache_budget(
     if budget <= 0:
         raise ConfigError(
             f"no memory is left for the KV cache: of {total:,} bytes, {total - free:,} are in use, "
-            f"a step takes {eager:,} and the graphs {graphs:,}; lower max_num_batched_tokens or "
+            f"a step needs {eager:,} and the graphs {graphs:,}; lower max_num_batched_tokens or "
             "the capture sizes, or raise gpu_memory_utilization"
         )
     return budget
@@ -216,7 +216,7 @@ def activation_bytes(
     config: EngineConfig,
     backend: AttentionBackend,
 ) -> int:
-    """The peak of live memory that an eager step of ``num_tokens`` takes; logits included."""
+    """The peak memory of an eager step of ``num_tokens``, including logits."""
     cache = CacheSize(
         num_blocks=1,
         block_size=config.block_size,

@@ -1,6 +1,6 @@
-"""Everything of a step that has an address: request state, input buffers, KV cache.
+"""The memory of a step at fixed addresses: request state, input buffers, KV cache.
 
-All models that serve the same requests share one; their graphs hold the addresses.
+All models that serve the same requests share it, and their graphs hold its addresses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ostinato.runner.request_state import RequestState
 class StepMemory:
     """Owned by the runner. ``cache`` is the size of ``kv_cache``, which ``backend`` reads.
 
-    ``selects``: the models spare tokens some of their layers, and are told which tokens need all.
+    ``selects``: the models skip some layers for all but the selected tokens.
     """
 
     state: RequestState
@@ -36,7 +36,7 @@ class StepMemory:
     def allocate(
         cls, model: CausalLM, plan: CapturePlan, cache: CacheSize, backend: AttentionBackend
     ) -> StepMemory:
-        """For the batches of ``plan``, and the keys and values of ``model``."""
+        """Allocate for the batches of ``plan``, and the keys and values of ``model``."""
         device = model.device
         return cls(
             state=RequestState(max_num_seqs=plan.max_num_seqs, cache=cache, device=device),
@@ -63,9 +63,9 @@ class StepMemory:
         return self.state.device
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Steps will run on ``stream``: memory that is let go of is not given away before they end.
+        """Tell torch that steps run on ``stream``, so that it reuses freed memory only after them.
 
-        Otherwise torch would only look at the stream that it was allocated on.
+        Otherwise torch would only consider the stream of the allocation.
         """
         state, sampling, buffers = vars(self.state), vars(self.state.sampling), vars(self.buffers)
         for tensor in tensors_in((state, sampling, buffers, self.kv_cache.layers)):
@@ -83,7 +83,7 @@ class StepMemory:
     ) -> AttentionMetadata:
         """The batch in the buffers as attention sees it.
 
-        ``selected``: models that spare tokens some layers may, except for one token of each row.
+        ``selected``: models may skip some layers for all but one token of each row.
         """
         return self.buffers.metadata(
             num_reqs=num_reqs,

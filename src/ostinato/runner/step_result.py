@@ -1,8 +1,7 @@
-"""What a step gives the host: tokens, log-probabilities where a request asked for them, and to an
-observer the logits.
+"""The results of a step on the host: tokens, requested log-probabilities, observed logits.
 
-Tokens come back through the same few pieces of pinned memory over and over: finding pinned memory
-and an event anew takes torch longer than all else the host does to start a decode step.
+Tokens are copied through a ring of a few pinned buffers: allocating pinned memory and an event
+takes torch longer than all other host work to start a decode step.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from ostinato.scheduling.step_plan import IntArray
 
 @dataclass(frozen=True, kw_only=True)
 class SampledLogits:
-    """What one step samples from: ``logits`` [N, V] as the model made them, no padding among them.
+    """The ``logits`` [N, V] that one step samples from, without padding rows.
 
-    Row i is of request ``request_ids[i]``. They are not yet biased, penalised or divided by a
-    temperature. The next step may overwrite them, so work on the current stream or clone them.
+    Row i belongs to request ``request_ids[i]``. Biases, penalties and temperature are not applied
+    yet. The next step may overwrite them, so use them on the current stream, or clone them.
     """
 
     request_ids: Sequence[str]
@@ -34,7 +33,7 @@ LogitsObserver: TypeAlias = Callable[[SampledLogits], None]
 
 
 class _Buffer(NamedTuple):
-    """Host memory for the tokens of one step, pinned on CUDA, and when they have arrived."""
+    """Host memory for the tokens of one step, pinned on CUDA, and the event of their arrival."""
 
     tensor: torch.Tensor
     array: IntArray  # the same memory
@@ -42,9 +41,9 @@ class _Buffer(NamedTuple):
 
 
 class StepResult:
-    """The results of one step on their way to the host; reading them waits for that step alone.
+    """The results of one step, being copied to the host; reading them waits for that step alone.
 
-    Made by ``ResultRing.send``; without a ring, of a step that gives no token to any request.
+    ``ResultRing.send`` creates it. Without a ring, it is the result of a step without samples.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class StepResult:
         self._logprobs: dict[int, tuple[list[int], list[float]]] | None = None  # by row
 
     def token_ids(self) -> IntArray:
-        """The tokens [num_samples], in plan order, once the step is done."""
+        """Wait for the step and return its tokens [num_samples], in plan order."""
         buffer = self._buffer
         if buffer is not None:
             if buffer.arrived is not None:
@@ -78,7 +77,10 @@ class StepResult:
         return self._token_ids
 
     def logprobs(self, row: int, num_top: int) -> list[tuple[int, float]]:
-        """The sampled token and the ``num_top`` most likely ones of one row, which asked."""
+        """The logprobs of the sampled token and the ``num_top`` most likely ones of one row.
+
+        Only for rows whose request asked for logprobs.
+        """
         if self._logprobs is None:
             self.token_ids()  # they arrive together
             tokens, values = self._logprob_copies
@@ -89,15 +91,15 @@ class StepResult:
 
 
 class ResultRing:
-    """Lends host memory to the results of steps; it is free again when they have been read.
+    """Lends host memory to the results of steps, and reuses it once they have been read.
 
-    The memory of a result that is never read is not used again: its copy may still be on its way.
+    The memory of a result that is never read is not reused: its copy may still be in flight.
     """
 
     def __init__(self, max_num_tokens: int, device: torch.device) -> None:
         self._max_num_tokens = max_num_tokens
         self._device = device
-        self._stream: torch.cuda.Stream | None = None  # the one that was current last
+        self._stream: torch.cuda.Stream | None = None  # the last current stream
         self.free: list[_Buffer] = []
 
     def send(
@@ -106,9 +108,9 @@ class ResultRing:
         logprobs: tuple[torch.Tensor, torch.Tensor] | None = None,
         filtered_rows: Sequence[int] = (),
     ) -> StepResult:
-        """Start the copy of [N] int64, which later work on the stream may overwrite.
+        """Start the copy of [N] int64; later work on the stream may overwrite the source.
 
-        ``logprobs``: the tokens and values of the rows at ``filtered_rows``, copied as well.
+        ``logprobs``: tokens and values of the rows at ``filtered_rows``, also copied.
         """
         buffer = self.free.pop() if self.free else self._new_buffer()
         num_tokens = token_ids.shape[0]
@@ -122,13 +124,13 @@ class ResultRing:
         return StepResult(self, buffer, num_tokens, copies, filtered_rows)
 
     def _current_stream(self, index: int) -> torch.cuda.Stream:
-        # Its number is found in a moment; making an object of it takes as long as the copy.
+        # Reading the stream's id is quick; building a Stream object takes as long as the copy.
         stream = self._stream
         if stream is None or stream.cuda_stream != raw_stream(index):
             stream = self._stream = torch.cuda.current_stream(self._device)
         return stream
 
-    @torch.inference_mode(False)  # it must be usable in and out of inference mode
+    @torch.inference_mode(False)  # the buffer must be usable outside inference mode too
     def _new_buffer(self) -> _Buffer:
         on_cuda = self._device.type == "cuda"
         tensor = torch.empty(self._max_num_tokens, dtype=torch.int64, pin_memory=on_cuda)
