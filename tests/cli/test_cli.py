@@ -241,7 +241,7 @@ ERRORS: list[tuple[list[str], str]] = [
     ([*EXPLAIN, "--sizes", ""], "ConfigError: --sizes takes integers separated by commas, got ''"),
     ([*EXPLAIN, "--sizes", "0"], "ConfigError: capture size must be a positive integer, got 0"),
     ([*EXPLAIN, "--device", "tpu"], "ConfigError: unknown device 'tpu'; choose auto, cpu or cuda"),
-    ([*EXPLAIN, "--max-query-len", "1"], "BatchError: 2 requests with 4 tokens have a longest "),
+    ([*EXPLAIN, "--max-query-len", "1"], "BatchError: max_query_len is 1, but the longest query"),
     ([*GENERATE[:1], "hello", *TINY], "ConfigError: the prompt of this model takes integers "),
     ([*GENERATE[:1], "1,512", *TINY], "RequestError: the prompt contains 512; token ids are "),
     ([*GENERATE, "--chat"], "RequestError: this model has no chat template"),

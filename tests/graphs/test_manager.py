@@ -392,7 +392,7 @@ def test_running_what_was_not_captured_says_so(pool: GraphPool) -> None:
     with pytest.raises(BatchError, match="no FULL graph was captured"):
         engine.manager.run_fullgraph(key)
     engine.capture()
-    with pytest.raises(BatchError, match="5 rows were asked for of a graph of 4"):
+    with pytest.raises(BatchError, match="5 rows were requested from a graph of 4"):
         engine.manager.run_fullgraph(key, 5)
 
 
@@ -534,7 +534,7 @@ def test_one_entry_is_captured_by_itself(pool: GraphPool) -> None:
     assert engine.manager.get_cudagraph_size(1, uniform_decode=True) == 1
     assert not engine.manager.needs_capture()
     odd = replace(small, descriptor=BatchDescriptor(3, num_reqs=3, uniform=True))
-    with pytest.raises(CaptureError, match=r"not in the plan, so no batch could ever choose it"):
+    with pytest.raises(CaptureError, match=r"not in the plan, so dispatch can never choose it"):
         engine.manager.capture_graph(odd, engine.piecewise, engine.prepare)
 
 

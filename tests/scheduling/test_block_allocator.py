@@ -33,7 +33,7 @@ def test_block_0_is_counted_but_never_handed_out() -> None:
 def test_too_large_a_request_takes_nothing() -> None:
     allocator = BlockAllocator(5, 16)
     allocator.allocate(1)
-    with pytest.raises(OutOfBlocksError, match=r"4 KV cache blocks .* of 4 only 3 are free"):
+    with pytest.raises(OutOfBlocksError, match=r"4 KV cache blocks .* only 3 of 4 are free"):
         allocator.allocate(4)
     assert issubclass(OutOfBlocksError, OstinatoError)
     assert issubclass(OutOfBlocksError, RuntimeError)
@@ -161,13 +161,13 @@ def misuse(call: Callable[[BlockAllocator, list[int]], object]) -> str:
 def test_misuse_raises_and_changes_nothing() -> None:
     assert "block 3 has no references" in misuse(lambda a, held: a.release([*held, 3]))
     assert "occurs twice" in misuse(lambda a, held: a.release([*held, held[0]]))
-    assert "no block 4" in misuse(lambda a, held: a.release([*held, 4]))
-    assert "no block 0" in misuse(lambda a, held: a.take([*held, 0]))
-    assert "no block -1" in misuse(lambda a, held: a.release([-1]))
+    assert "block 4 does not exist" in misuse(lambda a, held: a.release([*held, 4]))
+    assert "block 0 does not exist" in misuse(lambda a, held: a.take([*held, 0]))
+    assert "block -1 does not exist" in misuse(lambda a, held: a.release([-1]))
     assert "block 3 is free" in misuse(lambda a, held: a.take([*held, 3]))
     assert "block 3 has no references" in misuse(lambda a, _: a.publish(3, name("b")))
-    assert "under another hash" in misuse(lambda a, held: a.publish(held[0], name("b")))
-    assert "no block 4" in misuse(lambda a, _: a.ref_count(4))
+    assert "already has another hash" in misuse(lambda a, held: a.publish(held[0], name("b")))
+    assert "block 4 does not exist" in misuse(lambda a, _: a.ref_count(4))
 
 
 def test_freeing_twice_raises() -> None:

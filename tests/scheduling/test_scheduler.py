@@ -1139,15 +1139,15 @@ def test_plans_are_committed_once_and_in_order() -> None:
         scheduler.commit(first, np.array([], dtype=np.int64))
     assert (request.output_token_ids, scheduler.num_open_plans) == (before, 3)
     scheduler.commit(first, tokens[0])
-    with pytest.raises(SchedulingError, match="commit in order"):
+    with pytest.raises(SchedulingError, match="commit plans in order"):
         scheduler.commit(first, tokens[0])
     scheduler.commit(second, tokens[1])
     scheduler.rollback()
     for plan in (second, third):
-        with pytest.raises(SchedulingError, match="commit in order"):
+        with pytest.raises(SchedulingError, match="commit plans in order"):
             scheduler.commit(plan, [0])
     plan = scheduler.schedule()
-    with pytest.raises(SchedulingError, match="commit in order"):
+    with pytest.raises(SchedulingError, match="commit plans in order"):
         scheduler.commit(third, tokens[2])
     scheduler.commit(plan, tokens[2])
     assert request.output_token_ids == [tokens[0][0], tokens[1][0], tokens[2][0]]

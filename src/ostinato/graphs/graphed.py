@@ -4,9 +4,9 @@
     y = model(x)         # pads to the next size, copies in, replays, slices out
     print(model.stats())
 
-The first call looks at its arguments, makes static buffers for them, and captures one graph per
-size, largest first, in one shared memory pool. Every later call copies its batch into the buffers
-and replays. A batch above the largest size runs eagerly, and the statistics say so.
+The first call allocates static buffers for its arguments and captures one graph per size, largest
+first, in one shared memory pool. Every later call copies its batch into the buffers and replays. A
+batch above the largest size runs eagerly, and the statistics show it.
 """
 
 from __future__ import annotations
@@ -48,41 +48,41 @@ def graphed(
     """Give a function or module with a changing batch size one graph per size.
 
     Inference only: calls run without autograd. Arguments and results may be nested in dicts, lists,
-    tuples and dataclasses. A module gives a module (``GraphedModule``).
+    tuples and dataclasses. A module returns a module (``GraphedModule``).
 
-    To capture, the callable is run at every size on the rows of the first call, repeated as often
-    as needed: once or more to see what it does, then ``num_warmups + 1`` times. What it writes in
-    place (static arguments, buffers of a module) is put back. It must not replace what it refers
-    to, tensors or plain values: a replay runs no Python, so that is refused by name. The first call
-    of each number of rows also runs eagerly, and the two results are compared: rows must not depend
-    on each other, since padding rows are computed too, and row i of a result must depend on row i
-    alone. A callable for which that does not hold is refused, and the output is named.
+    To capture, the callable runs at every size on the rows of the first call, repeated as often as
+    needed: once or more to observe its effects, then ``num_warmups + 1`` times. In-place writes
+    (to static arguments, or buffers of a module) are undone. The callable must not replace tensors
+    or plain values that it refers to: a replay runs no Python, so this raises and names the value.
+    The first call with each number of rows also runs eagerly, and the two results are compared.
+    Padding rows are computed too, so row i of a result must depend on row i alone. Otherwise the
+    call raises and names the output.
 
-    Graphs depend on torch's switches (autocast, default dtype, deterministic algorithms, TF32, and
-    so on): under others, others are captured. They read weights where these were at capture: a
-    parameter, buffer or attribute that refers to something else by the next call raises. Arguments
+    Graphs depend on torch's settings (autocast, default dtype, deterministic algorithms, TF32, and
+    so on): each combination gets separate graphs. Graphs read weights at their addresses at
+    capture: a call raises if a parameter, buffer or attribute has been replaced since. Arguments
     that the callable writes in place are written back.
 
     Args:
-        function: The callable; left out, ``graphed`` is a decorator.
+        function: The callable; without it, ``graphed`` is a decorator.
         sizes: Batch sizes to capture; a batch is padded to the next one. Default: up to 64
             (16 on the CPU).
         mode: ``"full"``, one graph per size, or ``"piecewise"``, split at ``@eager_break``.
         batch_dims: By argument name, for those whose batch is not dimension 0: another dimension;
             ``None`` for a tensor without one, copied whole on every call; ``"static"`` for a tensor
             that stays where it is and is read in place (a cache, a table), and must not move.
-        padding: What padding rows hold; one value, or by argument name. Where it is given it is
-            taken to mean something to the callable; elsewhere, results may not depend on it.
-        copy_outputs: Return copies. By default the result is a view of the graph's own output,
-            overwritten by the next call.
+        padding: The contents of padding rows; one value, or by argument name. A value given here is
+            assumed to have meaning to the callable; elsewhere, results must not depend on it.
+        copy_outputs: Return copies. By default the result is a view of the graph's output, which
+            the next call overwrites.
         num_warmups: Eager runs before each capture.
         lazy: Capture each size when it is first needed instead of all on the first call.
-        eager_fallback: Run sizes eagerly whose capture fails, instead of raising.
-        generators: Random generators, other than the default one, that the callable draws from.
+        eager_fallback: Run sizes whose capture fails eagerly, instead of raising.
+        generators: Random generators, besides the default one, that the callable draws from.
         pool: Share the memory of other graphs that never run at the same time.
-        verify: Compare the first call of each number of rows with an eager one.
-        check_state_every: Look for replaced weights and attributes on every n-th call. 0: never,
-            nor at capture whether the callable replaces them itself.
+        verify: Compare the first call with each number of rows with an eager one.
+        check_state_every: Check for replaced weights and attributes on every n-th call. 0: never,
+            and do not check at capture either whether the callable replaces them itself.
         show_progress: Show a progress bar while capturing.
     """
 

@@ -161,8 +161,10 @@ class CallLayout:
                 compare_leaf(path, target, value)
 
     def write_back(self, values: Sequence[Any], size: int, written: Iterable[int]) -> None:
-        """Copy arguments that a graph wrote back to the caller's tensors, as eager code would
-        have written them. ``written``: their positions, from ``written_by``."""
+        """Copy arguments that a graph wrote to back to the caller's tensors.
+
+        ``written``: their positions, from ``written_by``.
+        """
         for index in written:
             target, value = self._targets[index], values[index]
             if isinstance(target, StaticBuffer):
@@ -178,8 +180,8 @@ class CallLayout:
         written_state: frozenset[int],
         read_state: frozenset[int],
     ) -> None:
-        """Refuse arguments that share memory with what the callable writes, or, if they are
-        written, with what it reads.
+        """Raise if arguments share memory with memory the callable writes, or are written and
+        share memory with memory it reads.
 
         A graph works on copies, which share no memory. ``written``: arguments, by position; the
         others: memory outside the arguments, by ``storage_id``.
@@ -215,8 +217,10 @@ class CallLayout:
                 target.fill(value)
 
     def varies(self, values: Sequence[Any], *, floats: bool) -> bool:
-        """Whether padding rows of floating-point (or else integer) arguments may be varied: not
-        where the caller chose their contents, which have meaning to the callable."""
+        """Whether padding rows of floating-point (or else integer) arguments may be varied.
+
+        They may not if the caller chose their contents, which have meaning to the callable.
+        """
         return any(values[index].is_floating_point() is floats for index, _ in self._free_buffers)
 
     def vary_padding(self, values: Sequence[Any], size: int, noise: float) -> None:
@@ -229,8 +233,9 @@ class CallLayout:
     def fill_with_row(
         self, values: Sequence[Any], size: int, row: int, padding: int | None = None
     ) -> None:
-        """Like ``fill``, with all real rows replaced by ``row``, and padding rows that may vary
-        replaced by the row ``padding``."""
+        """Like ``fill``, with ``row`` in all real rows, and the row ``padding`` in padding rows
+        that may vary.
+        """
         self.fill(values, size)
         free = dict(self._free_buffers)
         for index, buffer in self._buffers:

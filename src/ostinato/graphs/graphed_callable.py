@@ -1,4 +1,4 @@
-"""``GraphedCallable``: what ``graphed()`` makes of a callable: buffers, plan, dispatch, graphs."""
+"""``GraphedCallable``: a callable with its buffers, plan, dispatch and graphs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DEFAULT_LARGEST = 64
 
 
 class GraphedOptions(TypedDict, total=False):
-    """The options of ``graphed()``; its docstring says what each one does."""
+    """The options of ``graphed()``, which documents them."""
 
     sizes: Iterable[int] | None
     mode: CUDAGraphMode | ModeName
@@ -50,7 +50,7 @@ class GraphedOptions(TypedDict, total=False):
 
 
 class GraphedCallable(Owner, Generic[P, R]):
-    """A callable with a graph per batch size. Made by ``graphed()``, which documents the options.
+    """A callable with a graph per batch size, created by ``graphed()``; see its options there.
 
     Owns its buffers and, unless one was passed in, its graph pool: ``close()`` it, or use it in
     ``with``. One thread at a time; a second one gets ``ConcurrentUseError``.
@@ -127,7 +127,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         # Known once the first call has shown its arguments.
         self._layout: CallLayout | None = None
         self._plan: CapturePlan | None = None
-        # Graphs by the state of torch's switches that they were captured under.
+        # Graphs by torch's settings at capture.
         self._ambient: AmbientState | None = None
         self._graph_sets: dict[tuple[Any, ...], GraphSet] = {}
         self._bound: BoundMethods[GraphedCallable[..., Any]] = BoundMethods()
@@ -157,7 +157,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         self._check_state(graphs)
         choice = graphs.choose(rows)
         if choice.reason is Reason.NOT_CAPTURED:
-            # Results of other graphs of the pool would not survive the capture.
+            # The capture would overwrite results of other graphs in the pool.
             call = map_tensors(pool.kept, call)
             values = layout.values(*call)
             entries = [graphs.entry_for(rows)] if self._lazy else graphs.missing()
@@ -193,10 +193,10 @@ class GraphedCallable(Owner, Generic[P, R]):
     # --- set-up --------------------------------------------------------------------------------
 
     def capture(self, *args: P.args, **kwargs: P.kwargs) -> CaptureReport:
-        """Capture all sizes now, from arguments like those of later calls.
+        """Capture all sizes now, with arguments like those of later calls.
 
-        The callable runs on their rows, repeated as often as a size needs; what it writes in place
-        is put back afterwards.
+        The callable runs on their rows, repeated as often as a size needs; its in-place writes are
+        undone afterwards.
         """
         self._check_usable()
         return self._exclusive_use.run(self._capture, args, kwargs)
@@ -221,7 +221,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         return graphs.report
 
     def _graph_set(self) -> GraphSet:
-        """The graphs for the state that torch's switches are in."""
+        """The graphs for torch's current settings."""
         assert self._ambient is not None
         assert self._plan is not None
         key = self._ambient.read()
@@ -233,7 +233,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         return found
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make buffers, plan and pool for arguments like these."""
+        """Create buffers, plan and pool for arguments like these."""
         device = self._common_device(args, kwargs)
         sizes = self._sizes or default_sizes(
             max_num_seqs=_DEFAULT_LARGEST // 2,
@@ -262,7 +262,8 @@ class GraphedCallable(Owner, Generic[P, R]):
         tensors = list(tensors_in((args, kwargs)))
         if not tensors:
             raise BatchError(
-                "graphed() found no tensor among the arguments, so there is no batch size to see"
+                "graphed() found no tensor among the arguments, so it cannot find the batch size; "
+                "pass the batch as a tensor"
             )
         if isinstance(self._function, torch.nn.Module):
             tensors += [*self._function.parameters(), *self._function.buffers()]
@@ -274,7 +275,7 @@ class GraphedCallable(Owner, Generic[P, R]):
             )
         return tensors[0].device
 
-    # --- looking, and letting go ---------------------------------------------------------------
+    # --- statistics and closing ----------------------------------------------------------------
 
     def stats(self) -> GraphedStats:
         stats, graph_sets = self._stats, self._graph_sets.values()
@@ -297,15 +298,17 @@ class GraphedCallable(Owner, Generic[P, R]):
         close_each(graphs.clear_graphs for graphs in self._graph_sets.values())
 
     def close(self) -> None:
-        """Give graphs, buffers and pool back. Outputs returned earlier must not be used any more,
-        unless they are copies. Closing twice is harmless."""
+        """Free the graphs, the buffers and the pool. Closing twice is harmless.
+
+        Outputs returned earlier must not be used any more, unless they are copies.
+        """
         if self._closed:
             return
         self._closed = True
         self.forget()
 
     def forget(self) -> None:
-        """Drop graphs, buffers and, if it is ours, the pool; the next call begins anew."""
+        """Drop graphs, buffers and, if it is ours, the pool; the next call starts from scratch."""
         pool = self._pool if self._owns_pool else None
         try:
             if pool is not None:
@@ -319,13 +322,14 @@ class GraphedCallable(Owner, Generic[P, R]):
                 pool.close()
 
     def _forget_if_nothing_captured(self) -> None:
-        """After a failed call: arguments that no graph was captured with bind no later call."""
+        """After a failed call, forget its arguments if no graph was captured with them."""
         if self._layout is not None and not any(g.num_graphs for g in self._graph_sets.values()):
             self.forget()
 
     def __get__(self, instance: Any, owner: type | None = None) -> GraphedCallable[..., Any]:
-        """A decorated method, bound to its object: graphs of its own for each, since each has
-        state of its own. They live as long as the object."""
+        """Bind a decorated method to its object. Each object has separate state, so it gets
+        separate graphs, which live as long as it does.
+        """
         if instance is None:
             return self
         return self._bound.of(
@@ -333,7 +337,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         )
 
     def __getattr__(self, name: str) -> Any:
-        # What the graphed callable does not have comes from the function: __name__, ...
+        # Attributes that the graphed callable lacks come from the function: __name__, ...
         function = self.__dict__.get("_function")
         if hasattr(function, name):
             return getattr(function, name)

@@ -1,4 +1,4 @@
-"""A graphed method of an object: graphs of its own for each object, as long as the object lives."""
+"""Graphed methods: each object gets its own graphs, which live as long as the object."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ T = TypeVar("T")
 
 
 class BoundMethods(Generic[T]):
-    """What was made of a decorated method, object by object; each is gone with its object."""
+    """The graphed form of a decorated method for each object; dropped with its object."""
 
     def __init__(self) -> None:
         self._made: dict[int, T] = {}
 
     def of(self, instance: Any, make: Callable[[WeakMethod], T], function: Callable[..., Any]) -> T:
-        """What was made of ``function`` as a method of ``instance``; made now, the first time."""
-        key = id(instance)  # equal objects are not the same
+        """The graphed form of ``function`` for ``instance``, created on first use."""
+        key = id(instance)  # not the object: equal objects differ
         if key not in self._made:
             try:
                 weakref.finalize(instance, self._made.pop, key, None).atexit = False
             except TypeError as error:
                 raise ConfigError(
-                    f"a graphed method needs objects that can be referred to weakly, and a "
-                    f"{type(instance).__name__} cannot; add '__weakref__' to its __slots__"
+                    f"a graphed method needs objects that support weak references, and "
+                    f"{type(instance).__name__} does not; add '__weakref__' to its __slots__"
                 ) from error
             self._made[key] = make(WeakMethod(function, instance))
         return self._made[key]
 
 
 class WeakMethod:
-    """A method of an object that it does not keep alive: who calls it holds the object."""
+    """A bound method that does not keep its object alive; the caller must."""
 
     def __init__(self, function: Callable[..., Any], instance: Any) -> None:
         self.__func__ = function

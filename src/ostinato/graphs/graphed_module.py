@@ -1,4 +1,4 @@
-"""A graphed ``nn.Module`` that still behaves as the model in everything but calls."""
+"""A graphed ``nn.Module`` that behaves as the model in everything but calls."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHANGES_MODEL = frozenset(
 
 
 class GraphedModule(Owner, torch.nn.Module):
-    """Runs ``model`` through graphs; made by ``graphed()``, which documents the options.
+    """Runs ``model`` through graphs; created by ``graphed()``, which documents the options.
 
     Attributes are read from and written to the model, as are its parameters, buffers and children:
     an outer module sees them under the same names as without graphs. Changing the model as a whole

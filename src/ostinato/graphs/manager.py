@@ -1,7 +1,7 @@
-"""``CudaGraphManager``: captures everything in a plan for one forward, and runs a choice.
+"""``CudaGraphManager``: captures the plan of one forward, and replays its FULL graphs.
 
 The manager is generic over the forward function. It knows batches of tokens and their padded
-shapes, not models: ``prepare`` makes the inputs of one entry, ``forward`` runs on them.
+shapes, not models: ``prepare`` creates the inputs of one entry, ``forward`` runs on them.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Output = TypeVar("Output")  # of the forward: hidden states [num_tokens, ...], o
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedBatch(Generic[Inputs]):
-    """The inputs of one captured shape, and what the forward context carries along.
+    """The inputs of one captured shape, and the contents of its forward context.
 
-    ``inputs``: what the forward is called with. ``attn_metadata``, ``slot_mapping`` and
+    ``inputs``: the forward's argument. ``attn_metadata``, ``slot_mapping`` and
     ``num_tokens_across_dp`` go into the ``ForwardContext``.
 
-    ``output_in_place``: what a FULL graph leaves stays in its own memory, valid until the next
-    replay in the pool, and is copied to no buffer; it may be of any structure.
+    ``output_in_place``: the output of a FULL graph stays in the graph's memory, valid until the
+    next replay in the pool, instead of being copied to a buffer; it may have any structure.
     """
 
     inputs: Inputs
@@ -50,7 +50,7 @@ class PreparedBatch(Generic[Inputs]):
 
 @dataclass(frozen=True, kw_only=True)
 class FullGraph:
-    """A captured FULL graph: what to replay, and where its output is then.
+    """A captured FULL graph: the tape to replay, and its output.
 
     ``output`` is an alias that reserves no memory; None if the graph copies it to the buffers.
     """
@@ -63,21 +63,22 @@ class CudaGraphManager(Generic[Inputs, Output]):
     """Owns the FULL graphs of one forward, and the dispatch over its whole plan.
 
     PIECEWISE entries are captured by running the forward under a PIECEWISE context, so that the
-    wrappers inside it capture; the manager keeps only that they exist. The outputs of FULL graphs
-    are copied, inside the graph, into buffers that are allocated once and do not move, unless they
+    wrappers inside it capture; the manager only records that they exist. FULL graphs copy their
+    outputs, inside the graph, into buffers that are allocated once and do not move, unless outputs
     stay in place (``PreparedBatch``); ``run_fullgraph`` returns views, valid until the next replay.
 
-    Every entry is prepared outside the graphs, once for its warm-ups and anew for its capture: what
-    a forward computes on first use of its inputs must be computed inside the graph. The forward
-    warms up ``num_warmups`` times, and the capture is watched operator by operator for what a graph
-    cannot contain. ``kernel_class`` says which entries of one mode run the same kernels: of those,
-    only the first is warmed up. It also says that what one size may capture another may: of a mode,
-    only the first uniform entry and the first other are watched. If a later one fails, it is tried
-    once more as if it were the first.
+    Every entry is prepared outside the graphs, once for its warm-ups and again for its capture,
+    because values that a forward caches on first use of its inputs must be computed inside the
+    graph. The forward warms up ``num_warmups`` times, and the capture checks each operator for
+    operations that a graph cannot contain. ``kernel_class`` returns equal values for entries of one
+    mode that run the same kernels: only the first of them is warmed up. If it is set, operators
+    that one size may capture are assumed legal for others too: of each mode, only the first uniform
+    entry and the first other one are checked. If a later one fails, it is tried again with warm-up
+    and checks.
 
-    ``plan``: which graphs. ``pool``: whose memory they use. ``dispatcher``: one that other managers
-    share; None: its own. ``eager_fallback``: entries whose capture fails run eagerly. ``name``: of
-    the model, in progress bars (``show_progress``).
+    ``plan``: the graphs to capture. ``pool``: the memory they use. ``dispatcher``: one shared with
+    other managers; None: a new one. ``eager_fallback``: entries whose capture fails run eagerly.
+    ``name``: the model's name in progress bars (``show_progress``).
     """
 
     def __init__(
@@ -97,32 +98,32 @@ class CudaGraphManager(Generic[Inputs, Output]):
         self.dispatcher = Dispatcher(plan) if dispatcher is None else dispatcher
         self._num_warmups = num_warmups
         self._kernel_class = kernel_class
-        # Classes of kernels, and kinds of entries, of which one was captured.
+        # Kernel classes, and kinds of entries, with at least one capture.
         self._seen: set[Hashable] = set()
         self._eager_fallback = eager_fallback
         self._show_progress = show_progress
         self._name = name
         self._graphs: dict[BatchDescriptor, FullGraph] = {}
-        self._captured: list[range] = []  # serials of all captures made for this plan
+        self._captured: list[range] = []  # serials of all captures for this plan
         full = [e.descriptor.num_tokens for e in plan.entries if e.mode is CUDAGraphMode.FULL]
         self._outputs = OutputBuffers(max_rows=max(full, default=0), device=pool.device)
         pool.register(self)
 
-    # --- what would run ------------------------------------------------------------------------
+    # --- dispatch ------------------------------------------------------------------------------
 
     def dispatch(self, shape: BatchShape) -> Choice:
         return self.dispatcher.dispatch(shape)
 
     def get_cudagraph_size(self, num_tokens: int, uniform_decode: bool = False) -> int | None:
-        """The padded size a batch would get, or None if it runs eagerly.
+        """The padded size of a batch, or None if it runs eagerly.
 
-        ``uniform_decode``: the batch has as many requests of the plan's (first) decode query length
-        as hold ``num_tokens``.
+        ``uniform_decode``: the batch consists of ``num_tokens`` in requests of the plan's (first)
+        decode query length.
         """
         if type(num_tokens) is not int or num_tokens < 1:
             raise BatchError(
-                f"num_tokens must be a positive integer, got {num_tokens!r}; a batch without "
-                "tokens is not run"
+                f"num_tokens must be a positive integer, got {num_tokens!r}; skip batches without "
+                "tokens"
             )
         query_len = self.plan.decode_query_lens[0]
         num_reqs = -(-num_tokens // query_len)
@@ -130,7 +131,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
             shape = BatchShape(num_tokens, 1, num_tokens, has_prompts=True)
         elif self.plan.mode.separate_routine():
             shape = BatchShape(num_reqs * query_len, num_reqs, query_len)
-        else:  # decode batches use the graphs of mixed ones, which are found by their tokens
+        else:  # decode batches use the mixed graphs, which are found by number of tokens
             shape = BatchShape(num_reqs * query_len, 1, num_reqs * query_len)
         choice = self.dispatch(shape)
         return None if choice.mode is CUDAGraphMode.NONE else choice.padded_num_tokens
@@ -148,7 +149,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
     # --- capture -------------------------------------------------------------------------------
 
     def needs_capture(self) -> bool:
-        """Whether an entry of the plan is still neither captured nor given up."""
+        """Whether some entry of the plan is neither captured nor failed."""
         return bool(self._missing())
 
     def capture(
@@ -158,12 +159,12 @@ class CudaGraphManager(Generic[Inputs, Output]):
         *,
         warm_up: Callable[[Inputs], Output] | None = None,
     ) -> CaptureReport:
-        """Capture what is missing of the plan. ``prepare`` runs outside the graphs.
+        """Capture missing entries of the plan. ``prepare`` runs outside the graphs.
 
-        ``warm_up`` runs in place of ``forward`` where nothing is captured: it launches the same
-        kernels and returns a result of the same shape, but may do less.
+        ``warm_up`` replaces ``forward`` in warm-ups: it launches the same kernels and returns a
+        result of the same shape, but may do less.
 
-        For start-up: what warm-ups took is given back (``GraphPool.release_unused``).
+        For start-up: it frees the memory of warm-ups at the end (``GraphPool.release_unused``).
         """
         return self._capture_each(self._missing(), forward, prepare, warm_up or forward)
 
@@ -175,10 +176,10 @@ class CudaGraphManager(Generic[Inputs, Output]):
         *,
         warm_up: Callable[[Inputs], Output] | None = None,
     ) -> CaptureReport:
-        """Capture one entry of the plan, as ``capture`` does all; nothing if it was before."""
+        """Capture one entry of the plan, as in ``capture``, unless it is captured already."""
         if entry not in self.plan.entries:
             raise CaptureError(
-                f"{entry} is not in the plan, so no batch could ever choose it; capture one of "
+                f"{entry} is not in the plan, so dispatch can never choose it; capture one of "
                 "plan.entries"
             )
         entries = [entry] if self.dispatcher.is_open(entry) else []
@@ -219,7 +220,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
         warm_up: Callable[[Inputs], Output],
         prepare: Callable[[PlanEntry], PreparedBatch[Inputs]],
     ) -> None:
-        """Capture one entry: watched and warmed up, unless one like it was before."""
+        """Capture one entry, with checks and warm-ups unless a similar one had them."""
         before = self.pool.serial
         num_warmups, kind, kernels = self._num_warmups, None, None
         if self._kernel_class is not None:
@@ -236,9 +237,9 @@ class CudaGraphManager(Generic[Inputs, Output]):
             except CaptureOutOfMemoryError:
                 raise
             except CaptureError:
-                # It was not like the others. Once more with all care, if only for a better error.
+                # It differs from the others: try again with checks, if only for a better error.
                 self._capture_entry(entry, *callables, num_warmups=self._num_warmups)
-        if kind is not None:  # those that failed do not speak for others
+        if kind is not None:  # an entry that failed says nothing about others
             self._seen |= {kind, kernels}
         self._captured.append(range(before + 1, self.pool.serial + 1))
 
@@ -261,7 +262,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
                     output = _run(warm_up, batch, entry, CUDAGraphMode.NONE)
                 if needs_buffers:
                     self._outputs.allocate(output, num_tokens)
-            del output, batch  # their memory can go before the capture takes its own
+            del output, batch  # free their memory before the capture allocates
             batch = _prepared(prepare, entry)
         if entry.mode is CUDAGraphMode.PIECEWISE:
             with scope():
@@ -273,34 +274,34 @@ class CudaGraphManager(Generic[Inputs, Output]):
             return self._outputs.copy_in(output, num_tokens) if copies else output
 
         captured = self.pool.capture(full_forward)
-        # Weak, so that other graphs may use the memory: nothing runs between replay and reading.
+        # Weak, so that other graphs may use the memory; it is read before the next replay.
         output = self.pool.weak(captured.output)
         self._graphs[entry.descriptor] = FullGraph(tape=captured.tape, output=output)
 
     # --- replay --------------------------------------------------------------------------------
 
     def full_graph(self, descriptor: BatchDescriptor) -> FullGraph:
-        """The FULL graph of a key; for those who replay it themselves, again and again."""
+        """The FULL graph of a key, for callers that replay it repeatedly themselves."""
         if self.pool.closed:
             raise ClosedError(f"cannot replay {descriptor}: the graph pool is closed")
         graph = self._graphs.get(descriptor)
         if graph is None:
             raise BatchError(
-                f"no FULL graph was captured for {descriptor}; run what dispatch() chose"
+                f"no FULL graph was captured for {descriptor}; pass a descriptor from dispatch()"
             )
         return graph
 
     def run_fullgraph(
         self, descriptor: BatchDescriptor | int, num_tokens: int | None = None
     ) -> Output:
-        """Replay a FULL graph; views of the first ``num_tokens`` rows of its output (all: None).
+        """Replay a FULL graph; return views of the first ``num_tokens`` output rows (None: all).
 
-        ``descriptor`` may be the padded number of tokens, if one graph alone has it.
+        ``descriptor`` may be the padded number of tokens, if only one graph has it.
         """
         key = self._key_of(descriptor) if isinstance(descriptor, int) else descriptor
         rows = key.num_tokens if num_tokens is None else num_tokens
         if not 1 <= rows <= key.num_tokens:
-            raise BatchError(f"{rows} rows were asked for of a graph of {key.num_tokens}")
+            raise BatchError(f"{rows} rows were requested from a graph of {key.num_tokens}")
         graph = self.full_graph(key)
         self.pool.replay(graph.tape)
         output: Any = (
@@ -335,8 +336,10 @@ class CudaGraphManager(Generic[Inputs, Output]):
                 self._graphs.pop(descriptor).tape.close()
 
     def clear_graphs(self) -> None:
-        """Drop all graphs of the plan, those of the wrappers in the forward too; everything
-        dispatches eagerly until it is captured again."""
+        """Drop all graphs of the plan, including those of wrappers inside the forward.
+
+        Every batch runs eagerly until they are captured again.
+        """
         try:
             close_each(partial(self.pool.discard, serials) for serials in self._captured)
         finally:
@@ -352,7 +355,7 @@ def _prepared(
     if not isinstance(batch, PreparedBatch):
         raise CaptureError(
             f"prepare returned a {type(batch).__name__}; return PreparedBatch(inputs=...) "
-            "(ostinato.graphs.manager), whose inputs the forward is called with"
+            "(ostinato.graphs.manager) with the inputs of the forward"
         )
     return batch
 

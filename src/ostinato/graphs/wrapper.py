@@ -1,4 +1,4 @@
-"""``CUDAGraphWrapper``: capture a callable on first sight of a key, replay it afterwards."""
+"""``CUDAGraphWrapper``: captures a callable on the first call with a key, then replays it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class CUDAGraphOptions:
-    """How one wrapper captures.
+    """Options of a wrapper's captures.
 
     ``debug_log_enable``: log each capture at level DEBUG. ``gc_disable``: do not collect garbage
     before the capture; for all but the first of many small pieces. ``weak_ref_output``: return a
@@ -42,16 +42,16 @@ class CUDAGraphOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CUDAGraphEntry(Generic[R]):
-    """A captured graph: its key, what it was called with, what to replay, where its output is.
+    """A captured graph: its key, the signature of its arguments, its tape and its output.
 
     ``batch_descriptor``: the key. ``signature`` checks arguments, ``tape`` is replayed.
-    ``numerics``: torch's switches that change results, as they were. ``is_bare_tensor``: the output
+    ``numerics``: torch's settings that change results, at capture. ``is_bare_tensor``: the output
     is one tensor, not a tree of them.
     """
 
     batch_descriptor: BatchDescriptor
     signature: CallSignature
-    numerics: tuple[Any, ...]  # torch's switches that change results
+    numerics: tuple[Any, ...]
     tape: Tape
     output: R
     is_bare_tensor: bool
@@ -60,17 +60,17 @@ class CUDAGraphEntry(Generic[R]):
 class CUDAGraphWrapper(Generic[R]):
     """Runs ``runnable`` through graphs when the forward context asks for ``runtime_mode``.
 
-    Under any other mode, or without a context, it calls the runnable and nothing more; so a FULL
-    wrapper around a model and PIECEWISE wrappers around its pieces nest without interfering.
+    Under any other mode, or without a context, it just calls the runnable, so a FULL wrapper around
+    a model and PIECEWISE wrappers around its pieces nest without interfering.
 
-    The wrapper keeps no input buffers and copies no inputs: the caller keeps addresses stable, and
-    a call that does not match the captured one raises, and so does one under another autocast,
-    matmul precision or demand for deterministic algorithms. The returned output is the graph's own
-    memory, valid until the next replay in the pool; the first call returns the strong reference,
-    later ones an alias that reserves nothing.
+    The wrapper keeps no input buffers and copies no inputs: the caller must keep addresses stable.
+    A call that does not match the captured one raises, as does one under another autocast, matmul
+    precision or setting of deterministic algorithms. The output is in the graph's memory, valid
+    until the next replay in the pool; the first call returns the strong reference, later ones an
+    alias that reserves nothing.
 
-    ``pool``: whose memory the graphs use. ``cudagraph_options``: how to capture; None: defaults.
-    With ``split_at_breaks`` the runnable is captured as segments around ``@eager_break`` functions.
+    ``pool``: the memory the graphs use. ``cudagraph_options``: how to capture; None: defaults. With
+    ``split_at_breaks`` the runnable is captured as segments around ``@eager_break`` functions.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class CUDAGraphWrapper(Generic[R]):
         self.pool.replay(entry.tape)
         if entry.is_bare_tensor:
             return entry.output
-        # Containers are made anew: what the caller does to them must not show in later results.
+        # Copy the containers, so that the caller's changes to them do not show in later results.
         return map_tensors(_itself, entry.output)
 
     def _capture(
@@ -151,7 +151,7 @@ class CUDAGraphWrapper(Generic[R]):
             if was != is_now
         )
         return ReplayMismatchError(
-            f"torch's setting of {name} was {was} when the graph was captured and is {is_now} now; "
+            f"torch's {name} setting was {was} when the graph was captured and is {is_now} now; "
             "replay under the setting of the capture, or clear_graphs() and capture again"
         )
 
@@ -159,20 +159,20 @@ class CUDAGraphWrapper(Generic[R]):
         return self.runnable
 
     def discard(self, serials: range) -> None:
-        """Drop the graphs whose tapes have these numbers."""
+        """Drop the graphs whose tapes have these serials."""
         for descriptor, entry in list(self.concrete_cudagraph_entries.items()):
             if entry.tape.serial in serials:
                 self.concrete_cudagraph_entries.pop(descriptor).tape.close()
 
     def clear_graphs(self) -> None:
-        """Drop all graphs; the next call of each key captures again."""
+        """Drop all graphs; the next call with each key captures again."""
         try:
             close_each(entry.tape.close for entry in self.concrete_cudagraph_entries.values())
         finally:
             self.concrete_cudagraph_entries.clear()
 
     def __getattr__(self, name: str) -> Any:
-        # Only reached for what the wrapper itself does not have.
+        # Reached only for attributes that the wrapper does not have.
         runnable = self.__dict__.get("runnable")
         if hasattr(runnable, name):
             return getattr(runnable, name)

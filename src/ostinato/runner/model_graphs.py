@@ -37,9 +37,9 @@ from ostinato.runner.step_memory import StepMemory
 def _kernels_of(num_ranks: int, entry: PlanEntry) -> tuple[int, ...]:
     """A key that is equal for entries that launch the same kernels.
 
-    GEMM kernels follow the row class, then powers of 2 up to ``MOST_ROWS``. Attention kernels, which
-    pieces do not contain, follow powers of 2. A rank computes GEMMs for its share of a batch's tokens, and
-    attention for all of them.
+    GEMM kernels follow the row class, then powers of 2 up to ``MOST_ROWS``. Attention kernels,
+    which pieces do not contain, follow powers of 2. A rank computes GEMMs for its share of a
+    batch's tokens, and attention for all of them.
     """
     num_tokens = entry.descriptor.num_tokens
     num_rows = max(1, num_tokens // num_ranks)

@@ -180,7 +180,7 @@ def test_embeddings_instead_of_ids(device: torch.device) -> None:
 def test_ids_and_embeddings_exclude_each_other(device: torch.device, both: bool) -> None:
     ids, embeds = poisoned(MAX_TOKENS, device=device), torch.zeros(MAX_TOKENS, 12, device=device)
     given = {"input_ids": ids, "inputs_embeds": embeds} if both else {"input_ids": None}
-    with pytest.raises(ConfigError, match="input_ids or as inputs_embeds, one of the two"):
+    with pytest.raises(ConfigError, match="input_ids or as inputs_embeds, exactly one"):
         make_buffers(device, **given)
 
 

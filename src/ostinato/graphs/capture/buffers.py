@@ -1,4 +1,4 @@
-"""Static input buffers: fixed addresses that every batch is copied into, with a padding policy."""
+"""Static input buffers: every batch is copied to fixed addresses and padded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class StaticBuffer:
         self._views: dict[int, torch.Tensor] = {}
 
     def view(self, size: int) -> torch.Tensor:
-        """The buffer as graphs of ``size`` rows see it. The same object every time."""
+        """The view of the buffer for graphs of ``size`` rows; the same object every time."""
         if size not in self._views:
             shape = self._shape.copy()
             shape[self.batch_dim] = size
@@ -60,7 +60,7 @@ class StaticBuffer:
         return self._views[size]
 
     def rows_of(self, value: torch.Tensor) -> int:
-        """How many rows ``value`` has, after checking that it fits this buffer at all."""
+        """The number of rows in ``value``, after checking that it fits this buffer."""
         shape = value.shape
         if value.dtype is not self._dtype:
             raise self._does_not_fit(f"dtype {value.dtype}", self._dtype)
@@ -82,23 +82,23 @@ class StaticBuffer:
         else:
             view.narrow(self.batch_dim, 0, rows).copy_(value)
         if rows < size:
-            # On every call, since the graph itself may have written to these rows.
+            # On every call, since the graph may have written to these rows.
             view.narrow(self.batch_dim, rows, size - rows).fill_(self.padding)
         return view
 
     def fill_repeated(self, value: torch.Tensor, size: int) -> None:
-        """Fill ``size`` rows with those of ``value``, from the first again after the last."""
+        """Fill ``size`` rows with the rows of ``value``, repeated from the first after the last."""
         rows = value.shape[self.batch_dim]
         order = torch.arange(size, device=self._device) % rows
         self.view(size).copy_(value.index_select(self.batch_dim, order))
 
     def vary_padding(self, value: torch.Tensor, size: int, noise: float) -> None:
-        """Put other numbers into the padding rows of a batch that was filled in.
+        """Put other numbers into the padding rows of a filled batch.
 
-        Without ``noise`` they are such as the callable takes: rows of the batch, in the opposite
-        order, or numbers from 0 to 1 where these are what padding is anyway. With it they are
-        spread that far around them, the same way for the same factor; a negative one mirrors them.
-        For floating-point buffers. Synchronises.
+        Without ``noise`` they are valid inputs of the callable: rows of the batch, in reverse
+        order, or numbers from 0 to 1 if these equal the padding anyway. ``noise`` adds a spread of
+        that size, the same for the same factor; a negative factor mirrors it. For floating-point
+        buffers. Synchronises.
         """
         rows = value.shape[self.batch_dim]
         padding = self.view(size).narrow(self.batch_dim, rows, size - rows)
@@ -116,8 +116,7 @@ class StaticBuffer:
         padding.copy_(others)
 
     def fill_with_row(self, value: torch.Tensor, size: int, row: int, padding: int | None) -> None:
-        """Put one row of a batch in place of all its rows, and another, ``padding``, in place of
-        the rows after them."""
+        """Replace all rows of a batch by one of them, and the rows after them by ``padding``."""
         rows = value.shape[self.batch_dim]
         view = self.view(size)
         view.narrow(self.batch_dim, 0, rows).copy_(value.narrow(self.batch_dim, row, 1))
@@ -131,17 +130,17 @@ class StaticBuffer:
         return int(sums.argmin()), int(sums.argmax())
 
     def differs_from_padding(self, value: torch.Tensor) -> bool:
-        """Whether a row of a batch is unlike a padding row. Synchronises."""
+        """Whether any row of a batch differs from a padding row. Synchronises."""
         rows = self._flat_rows(value)
         return rows.shape[1] > 0 and not bool((rows == self.padding).all())
 
     def has_distinct_rows(self, value: torch.Tensor) -> bool:
-        """Whether no two rows of a batch are alike. Synchronises."""
+        """Whether all rows of a batch differ. Synchronises."""
         rows = self._flat_rows(value)
         return len(rows.unique(dim=0)) == len(rows)
 
     def _flat_rows(self, value: torch.Tensor) -> torch.Tensor:
-        """One row of numbers that can be compared for each row of the batch."""
+        """Flatten each row of the batch into numbers that can be compared."""
         if value.is_complex():
             value = torch.view_as_real(value.resolve_conj())
         elif value.is_floating_point() and value.itemsize == 1:
@@ -156,7 +155,7 @@ class StaticBuffer:
     def _does_not_fit(self, what: str, expected: object) -> BatchError:
         return BatchError(
             f"argument {self.name!r} has {what} but the graphs were captured with "
-            f"{expected}; convert it first, or make another graphed() for it"
+            f"{expected}; convert it first, or use a separate graphed() for it"
         )
 
 

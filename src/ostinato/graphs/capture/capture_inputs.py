@@ -1,7 +1,7 @@
-"""The inputs that a token batch is captured with: the layout of requests, on static buffers.
+"""The inputs for the capture of a token batch: the layout of requests, in static buffers.
 
-A graph reads lengths and offsets from its buffers each time, so what they hold at capture only has
-to be valid, and to launch the kernels that replays will need. Padding never touches the KV cache:
+A graph reads lengths and offsets from its buffers on every replay, so their values at capture only
+have to be valid, and to launch the kernels that replays need. Padding never touches the KV cache:
 requests after the last have length 0.
 """
 
@@ -19,7 +19,7 @@ from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBuffers:
-    """The static inputs of all batches of an engine, each as long as the largest batch needs.
+    """The static inputs of all batches of an engine, sized for the largest batch.
 
     ``query_start_loc`` [max_num_seqs + 1], ``seq_lens`` and ``dcp_local_seq_lens`` [max_num_seqs];
     ``block_tables`` one [max_num_seqs, blocks] each and ``slot_mappings`` [groups, max_tokens] per
@@ -38,16 +38,16 @@ class TokenBuffers:
 
     def __post_init__(self) -> None:
         if (self.input_ids is None) == (self.inputs_embeds is None):
-            raise ConfigError("give the tokens as input_ids or as inputs_embeds, one of the two")
+            raise ConfigError("give the tokens as input_ids or as inputs_embeds, exactly one")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureInputs:
-    """One captured shape: ``TokenBuffers`` cut to its size, under the same names.
+    """One captured shape: ``TokenBuffers`` sliced to its size, under the same names.
 
     ``num_reqs``, ``num_tokens``: padded. ``max_query_len``: tokens of each request; the last may
     have more. ``max_seq_len``: the model's limit. ``uniform_decode``: the shape is a decode batch.
-    ``attn_metadata``: what ``build_attn_metadata`` made.
+    ``attn_metadata``: the result of ``build_attn_metadata``.
 
     The tensors are ``query_start_loc``, ``seq_lens``, ``dcp_local_seq_lens``, ``block_tables``,
     ``slot_mappings``, ``positions``, and ``input_ids`` or ``inputs_embeds``.
@@ -77,10 +77,10 @@ def prepare_inputs_to_capture(
     max_model_len: int,
     build_attn_metadata: Callable[[CaptureInputs], Any] | None = None,
 ) -> CaptureInputs:
-    """Lay ``entry``'s padded batch out in the buffers and cut them to its size.
+    """Lay out ``entry``'s padded batch in the buffers and slice them to its size.
 
-    ``plan``: the one that ``entry`` is of. ``max_model_len``: becomes ``max_seq_len``.
-    ``build_attn_metadata``: makes attention's metadata of the result.
+    ``plan``: the plan of ``entry``. ``max_model_len``: becomes ``max_seq_len``.
+    ``build_attn_metadata``: builds attention's metadata from the result.
     """
     num_tokens = entry.descriptor.num_tokens
     if entry.descriptor.uniform:
@@ -115,7 +115,7 @@ def prepare_inputs_to_capture(
 
 def _lay_out(buffers: TokenBuffers, *, num_reqs: int, num_tokens: int, query_len: int) -> None:
     starts = buffers.query_start_loc
-    # Requests in steps of query_len; the last one takes what is left, and all after it are empty.
+    # Requests in steps of query_len; the last one takes the rest, and all after it are empty.
     torch.arange(0, num_reqs * query_len, query_len, out=starts[:num_reqs], dtype=starts.dtype)
     starts[num_reqs:].fill_(num_tokens)
     lengths = [buffers.seq_lens]

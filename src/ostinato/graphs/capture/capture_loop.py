@@ -1,4 +1,4 @@
-"""Walking a plan: every entry in order, with progress, a report, and one policy for failures."""
+"""Walks the entries of a plan in order, with progress, a report, and one policy for failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EntryReport:
-    """What capturing one entry took. ``error`` is set if it failed and runs eagerly instead."""
+    """The cost of capturing one entry. ``error`` is set if it failed and runs eagerly instead."""
 
     entry: PlanEntry
     num_graphs: int
@@ -36,7 +36,7 @@ class EntryReport:
 
 @dataclass(kw_only=True)
 class CaptureReport:
-    """What capturing a plan took. ``entries``: one report for each, in the order of capture."""
+    """The cost of capturing a plan. ``entries``: one report for each, in the order of capture."""
 
     entries: list[EntryReport] = field(default_factory=list)
 
@@ -54,7 +54,7 @@ class CaptureReport:
 
 
 def describe_entry(entry: PlanEntry) -> str:
-    """An entry as messages name it, unless who captures it has words of its own."""
+    """The default name of an entry in messages."""
     return f"{entry.descriptor} ({entry.phase})"
 
 
@@ -71,10 +71,10 @@ class CaptureLoop:
                 else:
                     loop.succeeded(entry)
 
-    An entry that was captured is open for dispatch. If one fails, those before it stay usable, and
-    what the failed one took is given back. With ``eager_fallback`` its batches run eagerly and the
-    walk goes on; otherwise ``failed`` raises "capturing ``describe(entry)`` failed". The dispatch
-    tables are built at the end, and not when the first batch waits for an answer.
+    A captured entry is open for dispatch. If one fails, earlier ones stay usable, and the memory of
+    the failed one is freed. With ``eager_fallback`` its batches run eagerly and the walk goes on;
+    otherwise ``failed`` raises "capturing ``describe(entry)`` failed". The dispatch tables are
+    built at the end, so that the first batch does not wait for them.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class CaptureLoop:
         self._dispatcher.build()
 
     def over(self, entries: Iterable[PlanEntry]) -> Iterator[PlanEntry]:
-        """The entries in order, each phase under a bar of its own."""
+        """The entries in order, with a progress bar for each phase."""
         disable = not _shown(self._show_progress)
         for phase, group in itertools.groupby(entries, key=lambda entry: entry.phase):
             for entry in tqdm(list(group), desc=f"{self._name}: {phase}", disable=disable):
@@ -157,7 +157,7 @@ class CaptureLoop:
 
 
 def _drop_frames(error: BaseException | None, *, until: BaseException | None) -> None:
-    """Let the failed run's frames go: the tensors they hold would keep the memory taken.
+    """Drop the frames of a failed run, whose tensors would keep memory allocated.
 
     Errors that were being handled before the run (``until``) keep theirs.
     """
@@ -167,7 +167,7 @@ def _drop_frames(error: BaseException | None, *, until: BaseException | None) ->
 
 
 def _describe_failure(entry: str, error: Exception) -> CaptureError:
-    """The error to raise, with the failed run's traceback as text, since its frames must go."""
+    """The error to raise, with the failed run's traceback as text, since its frames are dropped."""
     described = _named_failure(entry, error)
     described.add_note("".join(traceback.format_exception(error)))
     return described
@@ -177,8 +177,8 @@ def _named_failure(entry: str, error: Exception) -> CaptureError:
     text = f"capturing {entry} failed: {_with_type(error)}"
     if isinstance(error, (CaptureOutOfMemoryError, MemoryError, torch.OutOfMemoryError)):
         return CaptureOutOfMemoryError(
-            f"{text}. The graphs captured before it are usable; capture smaller sizes or leave the "
-            "graphs more memory"
+            f"{text}. The graphs captured before it are usable; capture smaller sizes, or leave "
+            "more memory for graphs"
         )
     operator = error.operator if isinstance(error, CaptureError) else None
     source = error.source if isinstance(error, CaptureError) else None
@@ -186,14 +186,14 @@ def _named_failure(entry: str, error: Exception) -> CaptureError:
 
 
 def _with_type(error: Exception) -> str:
-    """An error's text, led by its type where it is not one of ours: a KeyError's text is a key."""
+    """An error's text, after its type if it is not one of ours: a KeyError's text is just a key."""
     if isinstance(error, OstinatoError):
         return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _shown(show_progress: bool) -> bool:
-    """Progress belongs on one screen: the first rank's."""
+    """Whether this is the first rank, the only one that shows progress."""
     if not show_progress:
         return False
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()

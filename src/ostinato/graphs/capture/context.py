@@ -1,7 +1,7 @@
-"""The forward context: what the running batch is, readable from inside any module.
+"""The forward context: a description of the running batch, readable from inside any module.
 
-This is the one piece of scoped state in Ostinato, because attention is called from deep inside
-modules that other people wrote. It lives in a context variable, so every thread has its own.
+This is the only scoped state in Ostinato. It exists because attention is called from deep inside
+third-party modules. It is a context variable, so every thread has its own.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class ForwardContext:
     """The running batch. Frozen: a new batch is a new context.
 
     ``cudagraph_runtime_mode``: NONE, PIECEWISE or FULL. ``batch_descriptor``: the key of its graph;
-    needed unless the mode is NONE. ``attn_metadata``, ``slot_mapping``: for attention, whatever it
-    takes. ``num_tokens_across_dp``: padded tokens of each data-parallel rank, [ranks] on the CPU.
+    needed unless the mode is NONE. ``attn_metadata``, ``slot_mapping``: for attention, in any form.
+    ``num_tokens_across_dp``: padded tokens of each data-parallel rank, [ranks] on the CPU.
     """
 
     cudagraph_runtime_mode: CUDAGraphMode
@@ -41,18 +41,18 @@ class ForwardContext:
             )
         if self.cudagraph_runtime_mode is not CUDAGraphMode.NONE and self.batch_descriptor is None:
             raise ConfigError(
-                f"{self.cudagraph_runtime_mode.name} needs a descriptor to find its graph by"
+                f"{self.cudagraph_runtime_mode.name} needs a batch_descriptor to find its graph"
             )
 
 
 _current: ContextVar[ForwardContext | None] = ContextVar("ostinato_forward_context", default=None)
 
-# Bound once: the wrapper reads the context on every call. None where no context is set.
+# Bound once: the wrapper reads the context on every call. None if no context is set.
 current_forward_context = _current.get
 
 
 def get_forward_context() -> ForwardContext:
-    """The context of the running batch. Raises where none is set."""
+    """The context of the running batch. Raises if none is set."""
     context = _current.get()
     if context is None:
         raise ContextError(

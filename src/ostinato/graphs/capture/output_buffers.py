@@ -1,7 +1,7 @@
-"""Where the FULL graphs of a manager leave their results: one set of buffers for all sizes.
+"""The output buffers of a manager's FULL graphs: one set for all sizes.
 
-What a forward returns is checked here, before it decides the buffers and again in every capture:
-a wrong result raises and says what was returned for which batch.
+The output of a forward is checked here, before the buffers are allocated and again in every
+capture: a wrong result raises, naming the result and its batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Output: TypeAlias = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]
 class OutputBuffers:
     """Hidden states, or hidden states and a list of auxiliary ones, [``max_rows``, ...] each.
 
-    The first size's output (``allocate``) decides their number, dtypes and trailing shapes. They
+    The first size's output (``allocate``) determines their number, dtypes and trailing shapes. They
     never move, so ``views`` of earlier calls show later results.
     """
 
@@ -33,7 +33,7 @@ class OutputBuffers:
         return bool(self._buffers)
 
     def allocate(self, output: object, num_tokens: int) -> None:
-        """Make the buffers from the output of a batch padded to ``num_tokens``."""
+        """Allocate the buffers from the output of a batch padded to ``num_tokens``."""
         tensors = self._checked(output, num_tokens)
         self._has_aux = not isinstance(output, torch.Tensor)
         self._buffers = [
@@ -44,7 +44,7 @@ class OutputBuffers:
         ]
 
     def copy_in(self, output: object, num_tokens: int) -> None:
-        """Copy the output of a batch padded to ``num_tokens``; what a graph ends with."""
+        """Copy the output of a batch padded to ``num_tokens``, as the last work of a graph."""
         tensors = self._checked(output, num_tokens)
         got = _counted(len(tensors), has_aux=not isinstance(output, torch.Tensor))
         expected = _counted(len(self._buffers), has_aux=self._has_aux)
@@ -70,7 +70,7 @@ class OutputBuffers:
         return (hidden, aux) if self._has_aux else hidden
 
     def clear(self) -> None:
-        """Let the memory go; the next ``allocate`` decides anew."""
+        """Free the memory, until the next ``allocate``."""
         self._buffers.clear()
 
     def _checked(self, output: object, num_tokens: int) -> list[tuple[str, torch.Tensor]]:
@@ -100,7 +100,7 @@ class OutputBuffers:
 def _named(output: object, num_tokens: int) -> list[tuple[str, object]]:
     if isinstance(output, torch.Tensor):
         return [("its output", output)]
-    # An auxiliary list may come as a tuple: it is copied out of, never kept.
+    # An auxiliary list may be a tuple: its tensors are copied, not kept.
     if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], (list, tuple)):
         hidden, aux = output
         named = [(f"auxiliary hidden state {index}", value) for index, value in enumerate(aux)]

@@ -1,8 +1,8 @@
-"""The graph pool: owns the memory that graphs share, and says when capturing is allowed.
+"""The graph pool: owns the memory that graphs share, and decides when captures are allowed.
 
-Policy lives here, mechanism in the backend: captures are legal only during start-up
-(``with pool.capturing()``) or when lazy capture is switched on, one thread at a time, with garbage
-collection out of the way.
+The pool holds the policy, the backend the mechanism: captures are legal only during start-up
+(``with pool.capturing()``) or with lazy capture on, one thread at a time, with garbage collection
+off.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _get_ident = threading.get_ident
 
 
 class ExclusiveUse:
-    """What one thread at a time may do: a second one gets an error instead of a race.
+    """Lets one thread in at a time: a second one gets an error instead of a race.
 
-    The thread that is in it may enter again. A signal handler that raises, at any moment, leaves it
-    free: nothing comes between `with lock` and its block, as it may between a call of ``acquire``
-    or of a context manager in Python and what follows. Two threads that enter at the very same time
-    are let in one after the other.
+    The thread inside may enter again. A signal handler that raises at any moment leaves it free:
+    Python runs no handler between `with lock` and its block, as it may after a call of ``acquire``
+    or of a context manager written in Python. Two threads that enter at exactly the same time enter
+    one after the other.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._thread: int | None = None  # that is in it
+        self._thread: int | None = None  # the thread inside
 
     def run(self, function: Callable[..., T], *args: Any) -> T:
         me = _get_ident()
@@ -68,27 +68,28 @@ class ExclusiveUse:
 
 
 class WeightOffloader(Protocol):
-    """Weights that travel: its copies must not cross the border of a capture."""
+    """Moves weights to and from the device; its copies must not cross the start or end of a
+    capture."""
 
     def sync_prev_onload(self) -> None:
         """Wait for copies started before; called before every capture and every replay."""
 
     def join_after_forward(self) -> None:
-        """Join copies started by the forward; called inside the capture, after the forward."""
+        """Wait for copies started by the forward; called inside the capture, after the forward."""
 
 
 class GraphOwner(Protocol):
-    """Whoever keeps graphs of a pool, so that a failed or closed pool can drop them."""
+    """Keeps graphs of a pool, and drops them when a capture fails or the pool closes."""
 
     def discard(self, serials: range) -> None:
-        """Drop the graphs whose tapes have these numbers."""
+        """Drop the graphs whose tapes have these serials."""
 
     def clear_graphs(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Captured(Generic[T]):
-    """A capture that succeeded. ``output`` is the captured run's, strong and with real values."""
+    """A successful capture. ``output`` holds strong references and real values."""
 
     tape: Tape
     output: T
@@ -98,15 +99,15 @@ class GraphPool(Owner):
     """Memory and capture stream of a set of graphs that are never replayed concurrently.
 
     All graphs of a pool reuse each other's memory, so the output of one is valid until the next
-    replay or capture in the same pool. Close the pool, or leave its ``with`` block, to give the
-    memory back; tensors that alias it must not be used afterwards.
+    replay or capture in the same pool. Close the pool, or leave its ``with`` block, to free the
+    memory; tensors that alias it must not be used afterwards.
 
-    ``lazy_capture``: graphs may be captured at any time, not at start-up alone. ``generators``:
-    random generators of the ``device`` that graphs draw from, other than its default one.
-    ``offloader``: is told of captures and replays (``WeightOffloader``).
+    ``lazy_capture``: graphs may be captured at any time, not only at start-up. ``generators``:
+    random generators of the ``device`` that graphs draw from, besides its default one.
+    ``offloader``: called around captures and replays (``WeightOffloader``).
 
-    A pool may be used on one CUDA stream after the other (``follow_stream``), and two pools at the
-    same time on two: they share no memory, workspaces of libraries included.
+    A pool may be used on different CUDA streams in turn (``follow_stream``). Two pools may be used
+    on two streams at the same time: they share no memory, not even library workspaces.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class GraphPool(Owner):
     ) -> None:
         self.backend = create_backend(torch.device(device), generators=generators)
         self.device = self.backend.device
-        # What captured work may draw from; on CUDA, the code around it from the CPU's own as well.
+        # Generators for captured work; on CUDA, code around it may also draw from the CPU's.
         both = (torch.default_generator, *self.backend.generators)
         self.generators = tuple(dict.fromkeys(both))
         self.lazy_capture = lazy_capture
@@ -127,16 +128,16 @@ class GraphPool(Owner):
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exclusive_use = ExclusiveUse()  # one thread at a time
         self._follow_stream = self.backend.follow_stream
-        self._spare = mmap.mmap(-1, _SPARE_BYTES)  # addresses; no page of it is ever touched
+        self._spare = mmap.mmap(-1, _SPARE_BYTES)  # addresses only; its pages are never touched
         self._sessions = 0
         self._closed = False
-        self.serial = 0  # of the last capture that succeeded
-        self.num_graphs_captured = 0  # by all of them; one with breaks is several graphs
-        # In an eager break, of a recording or of a replay: the captures that may be replayed there.
+        self.serial = 0  # of the last successful capture
+        self.num_graphs_captured = 0  # in total; a capture with breaks has several graphs
+        # In an eager break of a recording or a replay: the captures that may be replayed there.
         self._inside: range | None = None
         self._replaying_breaks = False
-        # Forward contexts by identity: the last one captured under, with the serial before it, and
-        # the last one replayed under.
+        # Forward contexts by identity: that of the last capture, with the serial before it, and
+        # that of the last replay.
         self._capture_context: ForwardContext | None = None
         self._serial_before_context = 0
         self._replay_context: ForwardContext | None = None
@@ -145,10 +146,10 @@ class GraphPool(Owner):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Start-up: captures are legal inside, garbage is collected once and then left alone.
+        """Allow captures inside, for start-up; collect garbage once, then turn collection off.
 
-        Only young garbage: what was there when the program began is most of what there is, and
-        going through it takes longer than many a capture.
+        Only young generations are collected: most objects are as old as the program, and scanning
+        them takes longer than many captures.
         """
         self._check_open()
         self.follow_stream()
@@ -174,26 +175,26 @@ class GraphPool(Owner):
             )
 
     def reserve(self, num_bytes: int) -> None:
-        """Take memory for captures to come, in one piece.
+        """Reserve contiguous memory for later captures.
 
-        Graphs share what is there: a piece as large as the largest tensor of any of them serves the
-        smaller ones of all others too, where pieces taken as they are needed would add up.
+        Graphs share memory: one block as large as the largest tensor of any graph also serves the
+        smaller tensors of all others, whereas blocks allocated on demand would add up.
         """
         self._check_open()
         if type(num_bytes) is not int or num_bytes < 0:
-            raise ConfigError(f"bytes to reserve must be an int, not negative, got {num_bytes!r}")
+            raise ConfigError(f"num_bytes must be an int of at least 0, got {num_bytes!r}")
         if num_bytes:
             self.backend.reserve(num_bytes)
 
     # --- capture and replay --------------------------------------------------------------------
 
     def follow_stream(self) -> bool:
-        """Put what the current stream does next behind all that the pool was last used for.
+        """Order later work on the current stream after the last use of the pool.
 
-        If that was on another stream, the current one waits for it (on the device; the host does
-        not), and True is returned. Captures and replays do it themselves. Call it before writing to
-        buffers that graphs of the pool read: replays that were enqueued on the other stream may
-        still be reading them. A stream that is not torch's must live until the pool has moved on.
+        If that was on another stream, the current one waits for it (on the device, not the host),
+        and True is returned. Captures and replays do this themselves. Call it before writing to
+        buffers that graphs of the pool read: replays enqueued on the other stream may still be
+        reading them. A stream not created by torch must live until the pool is used on another.
         """
         return self._follow_stream()
 
@@ -248,24 +249,24 @@ class GraphPool(Owner):
         return Captured(tape=tape, output=output)
 
     def _check_memory_order(self) -> None:
-        """Refuse a capture that would place its tensors on memory that is in use.
+        """Raise if a capture would place its tensors on memory that is in use.
 
-        What a replay returns reserves no memory. A capture that follows in the same forward, or
-        that runs in the middle of a replay, would take that memory for its own.
+        The output of a replay reserves no memory. A capture later in the same forward, or in the
+        middle of a replay, would reuse that memory.
         """
         context = current_forward_context()
         if context is not None and context.cudagraph_runtime_mode is CUDAGraphMode.NONE:
-            context = None  # no wrapper acts on it, so it does not mark out one forward
+            context = None  # no wrapper acts on it, so it does not identify one forward
         if self._replaying_breaks:
             raise CaptureError(
                 "a graph was captured in an eager break while the graph around it was replayed; "
-                "capture it beforehand in a pool of its own"
+                "capture it beforehand in a separate pool"
             )
         if context is not None and context is self._replay_context:
             raise CaptureError(
-                f"{context.batch_descriptor} is captured for one part of the forward and not for "
-                "another that comes later; the parts of a forward share memory and must be "
-                "captured together: clear_all_graphs() of the pool, and run it again"
+                f"{context.batch_descriptor} is captured for one part of the forward but not for a "
+                "later one; the parts of a forward share memory and must be captured together: "
+                "call clear_all_graphs() of the pool, and run the forward again"
             )
         if context is None or context is not self._capture_context:
             self._capture_context = context
@@ -284,7 +285,7 @@ class GraphPool(Owner):
         if self._inside is not None and tape.serial not in self._inside:
             raise CaptureError(
                 "a graph was replayed in an eager break of another graph of the same pool, "
-                "which may use the same memory; give the inner one a pool of its own"
+                "which may use the same memory; give the inner one a separate pool"
             )
         self._follow_stream()
         self._replay_context = current_forward_context()
@@ -315,18 +316,18 @@ class GraphPool(Owner):
     # --- ownership -----------------------------------------------------------------------------
 
     def register(self, owner: GraphOwner) -> None:
-        """Have ``owner`` told when graphs must go. Held weakly."""
+        """Register ``owner``, by weak reference, to be told which graphs to drop."""
         self._owners.add(owner)
 
     def discard(self, serials: range) -> None:
-        """Drop the captures with these numbers. Their memory stays in the pool for others."""
+        """Drop the captures with these serials. Their memory stays in the pool for others."""
         for owner in list(self._owners):
             owner.discard(serials)
 
     def clear_all_graphs(self) -> None:
         """Drop all graphs of all wrappers, managers and graphed callables in the pool.
 
-        They capture again when next they may.
+        They capture again as soon as captures are allowed.
         """
         self._check_open()
         self.exclusive_use.run(self._clear_all)
@@ -335,9 +336,9 @@ class GraphPool(Owner):
         close_each(owner.clear_graphs for owner in list(self._owners))
 
     def release_unused(self) -> None:
-        """Give back memory that no graph needs, as far as the device allows.
+        """Free memory that no graph needs, as far as the device allows.
 
-        On CUDA that is what torch has cached for the whole process, and it waits for the device.
+        On CUDA this empties torch's cache for the whole process, and waits for the device.
         """
         self.backend.release_unused()
 
@@ -364,9 +365,9 @@ class GraphPool(Owner):
             self.backend.close()
 
     def free_spare(self) -> None:
-        """Give back what the pool keeps for its end: closing takes some memory where none is left.
+        """Free the memory reserved for closing, which needs some even when none is left.
 
-        For owners of a pool, as the first thing that they do when they close.
+        Owners of a pool call this first when they close.
         """
         self._spare.close()
 
@@ -376,7 +377,7 @@ class GraphPool(Owner):
 
 
 class _PausedCollection:
-    """Python's garbage collector, which all threads share, kept off while any of them captures."""
+    """Keeps Python's garbage collector, shared by all threads, off while any of them captures."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -404,7 +405,7 @@ _paused_collection = _PausedCollection()
 def _garbage_collection_paused(*, generation: int | None) -> Iterator[None]:
     """Keep the collector from freeing device objects in the middle of a capture.
 
-    Before that, what is garbage up to ``generation`` is collected.
+    First collects garbage up to ``generation``.
     """
     if generation is not None:
         gc.collect(generation)

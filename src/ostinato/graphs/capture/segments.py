@@ -1,12 +1,12 @@
-"""One forward as graph segments around eager breaks.
+"""Captures one forward as graph segments around eager breaks.
 
 Some operators must not be captured: attention whose launch depends on the batch, a collective, a
 host callback. ``@eager_break`` marks them. A capture that splits at breaks closes its graph there,
-runs the operator eagerly, and opens the next graph, all in one ordinary run of the forward: no
-tracing and no torch.compile. What comes out is a tape of graphs and eager calls. Replaying the tape
-runs no other Python of the model.
+runs the operator eagerly, and opens the next graph, all in one ordinary run of the forward, without
+tracing or torch.compile. The result is a tape of graphs and eager calls. Replaying the tape runs no
+other Python of the model.
 
-In a capture that does not split (a FULL graph), and outside of captures, a marked function is an
+In a capture that does not split (a FULL graph), and outside captures, a marked function is an
 ordinary function.
 """
 
@@ -43,10 +43,10 @@ _open_recording: ContextVar[Recording | None] = ContextVar("ostinato_recording",
 def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function or operator that runs eagerly between two graph segments.
 
-    Between segments it is called with the same tensors, at the same addresses, on every replay, and
-    with the other arguments it had at capture; what changes from batch to batch it reads from the
-    forward context. Results that it writes into its arguments cost nothing. A tensor it returns is
-    copied to where the next segment reads it.
+    Every replay calls it with the same tensors, at the same addresses, and with the other arguments
+    it had at capture; it reads values that change from batch to batch from the forward context.
+    Results that it writes into its arguments cost nothing. A tensor that it returns is copied to
+    the address that the next segment reads.
     """
 
     @functools.wraps(function)
@@ -65,7 +65,7 @@ def is_eager_break(function: object) -> bool:
     return isinstance(function, types.FunctionType) and function in _breaks
 
 
-# Bound once: replays ask on every call. None outside recordings, and in their eager breaks.
+# Bound once: replays read it on every call. None outside recordings, and in their eager breaks.
 open_recording = _open_recording.get
 
 
@@ -75,7 +75,7 @@ def is_recording() -> bool:
 
 
 class EagerCall:
-    """A break on the tape: one call, and where its results have to be."""
+    """A break on the tape: one call, and the addresses of its results."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class EagerCall:
         self._function = function
         self._args = args
         self._kwargs = kwargs
-        # Per leaf returned: the tensor that the next segment reads, to be copied into; the
-        # TensorSpec of a result that is an argument's memory, which must be it again; or a value.
+        # Per leaf returned: the tensor that the next segment reads, to copy into; the TensorSpec of
+        # a result in an argument's memory, which must be there again; or a value.
         self._expected = expected
 
     @property
     def num_copies(self) -> int:
-        """Results that have to be copied to where the next segment reads them."""
+        """The number of results that are copied to the addresses the next segment reads."""
         return sum(isinstance(leaf, torch.Tensor) for leaf in self._expected)
 
     def replay(self) -> None:
@@ -117,8 +117,8 @@ class EagerCall:
         name = getattr(self._function, "__qualname__", repr(self._function))
         return ReplayMismatchError(
             f"eager break {name} returned {was} at capture and {now} on replay; the graph after it "
-            "was captured with the former, so what a break returns may change in the contents of "
-            "tensors only"
+            "was captured with the former, so only the contents of tensors that a break returns "
+            "may change"
         )
 
 
@@ -128,10 +128,10 @@ class Tape:
     def __init__(self, steps: list[Graph | EagerCall]) -> None:
         self._steps = steps
         self.has_breaks = any(isinstance(step, EagerCall) for step in steps)
-        # Its number among the captures of its pool, and the numbers of those made inside it.
+        # Its serial among the captures of its pool, and the serials of captures inside it.
         self.serial = 0
         self.inner = range(0)
-        # A single graph, the common case, is replayed without a loop around it.
+        # A single graph, the common case, is replayed without a loop.
         self.replay: Callable[[], None] = steps[0].replay if len(steps) == 1 else self._replay_all
 
     def _replay_all(self) -> None:
@@ -149,7 +149,7 @@ class Tape:
 
     @property
     def num_copies(self) -> int:
-        """Results of eager calls that each replay has to copy to where the next graph reads."""
+        """The number of eager results that each replay copies for the next graph."""
         return sum(step.num_copies for step in self._steps if isinstance(step, EagerCall))
 
     def close(self) -> None:
@@ -170,11 +170,11 @@ class Recording:
         self._kept_things: dict[Hashable, Any] = {}
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What ``make`` returned when ``key`` was first asked for, held until the recording ends.
+        """The result of ``make`` on the first call with ``key``, held until the recording ends.
 
-        For scratch memory that several captured calls share: as long as it is held, no later
-        tensor of the recording, in whichever segment, is placed on it. Other graphs of the pool may
-        be, so each replay must write it before it reads it.
+        For scratch memory that several captured calls share: while it is held, no later tensor of
+        the recording, in any segment, is placed on it. Tensors of other graphs of the pool may be,
+        so each replay must write it before reading it.
         """
         if key not in self._kept_things:
             self._kept_things[key] = make()
@@ -183,7 +183,7 @@ class Recording:
 
     @contextmanager
     def open(self) -> Iterator[Recording]:
-        """Record the block. If it raises, nothing of it is left."""
+        """Record the block. If it raises, the recording is dropped."""
         token = _open_recording.set(self)
         try:
             self._backend.begin()
@@ -203,7 +203,7 @@ class Recording:
     def run_break(self, function: Callable[..., R], args: tuple[Any, ...], kwargs: Any) -> R:
         """Close the current segment, run ``function`` eagerly, open the next segment."""
         self._close_segment(last=False)
-        token = _open_recording.set(None)  # captures of its own are legal inside a break
+        token = _open_recording.set(None)  # separate captures are legal inside a break
         try:
             result = function(*args, **kwargs)
         finally:
@@ -216,8 +216,8 @@ class Recording:
         return result
 
     def _kept(self, result: R, args: tuple[Any, ...], kwargs: Any) -> tuple[R, list[Any]]:
-        """What a break returned, at addresses that stay, and what it must return on replay."""
-        if result is None:  # as of those that write into their arguments
+        """The result of a break at fixed addresses, and what it must return on replay."""
+        if result is None:  # breaks that write into their arguments
             return result, [None]
         borrowed = {
             storage_number(tensor.untyped_storage()) for tensor in tensors_in((args, kwargs))
@@ -242,7 +242,7 @@ class Recording:
 
     def _close_segment(self, *, last: bool) -> None:
         graph = self._backend.end()
-        # Two breaks in a row, or one at either end, leave nothing between them to replay.
+        # Two breaks in a row, or one at either end, have an empty graph beside them.
         if graph.num_nodes == 0 and (self._steps or not last):
             graph.close()
             return

@@ -1,8 +1,8 @@
-"""What a graph was captured with, and the check that a replay is asked for with the same.
+"""The arguments a graph was captured with, and the check that a replay passes the same.
 
 The check runs on every replay. Its fast path is one call into torch's C++ guards for type, shape
-and strides, and a comparison of addresses. Whatever the fast path does not accept goes to the full
-comparison, which decides, and names the argument that differs.
+and strides, and a comparison of addresses. If the fast path rejects a call, the full comparison
+decides, and names the argument that differs.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ostinato.compat import tensor_guards
 from ostinato.errors import CaptureError, ReplayMismatchError
 from ostinato.graphs.capture.tree import leaves_with_path
 
-# None where torch lacks it; then every check is a full one.
+# None if torch lacks it; then every check is a full one.
 TensorGuards: Any = tensor_guards.find()
 
 Matcher = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 
 
 class TensorSpec(NamedTuple):
-    """What must not change about a tensor argument."""
+    """The properties of a tensor argument that must not change."""
 
     address: int
     shape: torch.Size
@@ -51,7 +51,7 @@ class TensorSpec(NamedTuple):
 
 
 class CallSignature:
-    """The arguments of a captured call. Holds no tensors, only what they looked like."""
+    """The arguments of a captured call. Holds no tensors, only their specs."""
 
     def __init__(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -72,16 +72,16 @@ class CallSignature:
             self._check_all(args, kwargs)
 
     def _fast_path(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Matcher:
-        """A function that accepts the captured call quickly, and may refuse an equal one.
+        """A function that quickly accepts the captured call, and may reject an equal one.
 
-        A closure, because on a path of two microseconds attribute lookups count.
+        A closure, because attribute lookups matter on a path of two microseconds.
         """
         flat = (*args, *kwargs.values())
         only_tensors = all(isinstance(value, torch.Tensor) for value in flat)
         if TensorGuards is None or not flat or not only_tensors:
             return _never
-        # Graphs are captured outside of inference mode and mostly replayed inside, and the guards
-        # see a tensor's dispatch keys, to which the mode belongs.
+        # Graphs are captured outside inference mode and mostly replayed inside, and the guards
+        # compare a tensor's dispatch keys, which include the mode.
         same_layouts = _layout_guards(flat, inference=False), _layout_guards(flat, inference=True)
         num_args, keywords, addresses = self._num_args, self._keywords, self._addresses
         address_of, is_inference = torch.Tensor.data_ptr, torch.is_inference_mode_enabled
@@ -107,11 +107,11 @@ class CallSignature:
             extra = sorted(now.keys() - captured.keys())
             raise ReplayMismatchError(
                 f"the graph was captured with other arguments: missing {missing}, new {extra}; "
-                "call it the way it was captured, or capture this way of calling it too"
+                "pass the same arguments, or capture these too"
             )
         for path, value in now.items():
             compare_leaf(path, captured[path], value)
-        # The fast path said no for a reason that does not matter, such as being a leaf of autograd.
+        # The fast path rejected it for an irrelevant reason, such as being an autograd leaf.
         if tuple(kwargs) == self._keywords:
             self.matches = self._fast_path(args, kwargs)
 
@@ -127,7 +127,7 @@ class CallSignature:
 
 
 def _layout_guards(tensors: tuple[torch.Tensor, ...], *, inference: bool) -> Callable[..., bool]:
-    """A check that others have type, shape and strides of these, in or out of inference mode."""
+    """A check that others have the same types, shapes and strides, in or out of inference mode."""
     with torch.inference_mode(inference):
         check: Callable[..., bool] = TensorGuards(
             *tensors,
@@ -167,7 +167,7 @@ def compare_leaf(path: str, captured: Any, value: Any) -> None:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values are as good as one; 0.0 and -0.0 are not, and NaN is."""
+    """Whether two values are equal; unlike ``==``, 0.0 and -0.0 differ and NaN equals itself."""
     if a is b:
         return True
     if type(a) is not type(b):
@@ -180,7 +180,7 @@ def same_value(a: Any, b: Any) -> bool:
         return False
 
 
-# What cannot change behind our back: plain values, and things whose identity is what matters.
+# Leaves that cannot change unnoticed: plain values, and objects compared by identity.
 _FIXED_TYPES = (
     int,
     float,
@@ -211,7 +211,7 @@ def is_fixed(leaf: Any) -> bool:
 
 
 def fixed(path: str, leaf: Any) -> Any:
-    """``leaf``, if a later call can be compared with it; an object with hidden contents cannot."""
+    """``leaf``, if later calls can be compared with it; raises for objects with hidden contents."""
     if is_fixed(leaf):
         return leaf
     raise CaptureError(
@@ -226,9 +226,9 @@ def _show(value: Any) -> str:
 
 
 def positional_names(function: Callable[..., Any]) -> list[str]:
-    """Names for positional arguments in messages; none where the callable hides its signature.
+    """Names for positional arguments in messages; empty if the callable hides its signature.
 
-    Positional-only names are not used: a keyword of the same name can stand beside them.
+    Positional-only names are not used: there may be a keyword argument of the same name.
     """
     target = function.forward if isinstance(function, torch.nn.Module) else function
     try:

@@ -1,7 +1,7 @@
-"""Walking nested arguments and outputs: dicts, lists, tuples, named tuples and dataclasses.
+"""Walks nested arguments and outputs: dicts, lists, tuples, named tuples and dataclasses.
 
-torch's own pytree does not enter dataclasses unless each is registered, and names leaves in a way
-that is hard to put into an error message. These two functions are all that is needed.
+torch's pytree does not enter dataclasses unless each is registered, and its names of leaves read
+badly in error messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 T = TypeVar("T")
 
-# Leaves, seen at a glance.
+# Types that are leaves without further checks.
 _PLAIN: set[type] = {int, float, bool, str, type(None), torch.dtype, torch.device}
 
 _SEQUENCES = (list, tuple)
@@ -24,7 +24,7 @@ _SEQUENCES = (list, tuple)
 def holds_no_tensors(plain: type[T]) -> type[T]:
     """A decorator for a class whose objects are leaves, though they look like containers.
 
-    Captures walk through the arguments of every eager break; these they need not look into.
+    Captures walk the arguments of every eager break, and skip the contents of these objects.
     """
     _PLAIN.add(plain)
     return plain
@@ -49,10 +49,10 @@ def leaves_with_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Every tensor in ``value``, in order."""
-    # Apart from leaves_with_path: a capture asks for every operator, and paths cost more than it.
+    # Not built on leaves_with_path: a capture calls this for every operator, and paths are slow.
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in _SEQUENCES:  # most of what there is, and slowest to be found below
+    elif type(value) in _SEQUENCES:  # the most common case, and slow to detect below
         for item in value:
             yield from tensors_in(item)
     elif type(value) in _PLAIN:
@@ -88,7 +88,7 @@ def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
             field.name: _map(function, getattr(value, field.name))
             for field in dataclasses.fields(value)
         }
-        if isinstance(value, Mapping):  # as transformers' outputs are; its items must follow
+        if isinstance(value, Mapping):  # transformers' outputs: their items must match the fields
             return dataclasses.replace(value, **fields)
         rebuilt = copy.copy(value)
         for name, mapped in fields.items():

@@ -1,7 +1,7 @@
-"""The question, the key and the answer of dispatch.
+"""The input of dispatch, the key of a graph, and the output of dispatch.
 
-A ``BatchShape`` is what is about to run. A ``BatchDescriptor`` is the key of a captured graph. A
-``Choice`` says which graph runs the shape, or that none does, and always why.
+A ``BatchShape`` describes the batch about to run. A ``BatchDescriptor`` is the key of a captured
+graph. A ``Choice`` is the graph that runs the batch, or none, and the reason.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 class BatchShape(NamedTuple):
     """One batch before padding. A tuple, because one is built for every step.
 
-    ``num_tokens`` and ``num_reqs``: in all. ``max_query_len``: most tokens of one request.
-    ``num_active_loras``: different adapters in use.
+    ``num_tokens`` and ``num_reqs``: totals. ``max_query_len``: most tokens of one request.
+    ``num_active_loras``: number of different adapters in use.
 
-    ``attention_blocks_full`` is set when attention cannot be captured for this batch (cascade
-    attention, say): a FULL graph is then out of the question whatever the sizes.
+    ``attention_blocks_full`` is set when attention cannot be captured for this batch (for example,
+    cascade attention), which rules out FULL graphs.
 
     ``has_prompts`` is set when a request is still in its prompt. Such a batch is mixed, even if its
-    chunks happen to be as long as the queries of a decode batch. A request that computes the last
-    token of its prompt alone is past it: it computes one token and gets the next.
+    chunks happen to be as long as the queries of a decode batch. A request that computes only the
+    last token of its prompt counts as decoding: it computes one token and samples the next.
     """
 
     num_tokens: int
@@ -38,10 +38,10 @@ class BatchShape(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchDescriptor:
-    """The least that identifies a padded batch; the key under which its graph is stored.
+    """The minimal description of a padded batch; the key of its graph.
 
-    ``num_tokens``: padded. ``uniform``: for uniform decode batches alone. ``num_active_loras``:
-    the plan's case of adapters; ``has_lora``: whether it is above 0.
+    ``num_tokens``: padded. ``uniform``: only for uniform decode batches. ``num_active_loras``: the
+    plan's number of adapters; ``has_lora``: whether it is above 0.
 
     PIECEWISE keys leave ``num_reqs`` None, since attention runs outside their graphs and any number
     of requests can use them. FULL keys set it. ``query_len`` is set only when decode graphs of
@@ -54,7 +54,7 @@ class BatchDescriptor:
     has_lora: bool = False
     num_active_loras: int = 0
     query_len: int | None = None
-    # Hashed on every replay; six fields each time would cost more than the lookup itself.
+    # Cached: hashing six fields on every replay would cost more than the lookup.
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class BatchDescriptor:
                 f"{self.num_active_loras}; has_lora is true exactly when adapters are active"
             )
         # Integers only: before Python 3.12 the hash of None differs between processes, and a key
-        # that was sent to another rank brings its hash along.
+        # sent to another rank includes its hash.
         key = (
             self.num_tokens,
             self.num_reqs or 0,
@@ -83,7 +83,7 @@ class BatchDescriptor:
 
 
 class Reason(Enum):
-    """Why a batch runs the way it does. Everything but the first four means: eagerly."""
+    """Why a batch runs the way it does. All but the first four mean that it runs eagerly."""
 
     UNIFORM_DECODE = "uniform decode batch with a captured graph"
     MIXED = "batch with a captured graph"
@@ -92,15 +92,15 @@ class Reason(Enum):
     MODE_NONE = "graph mode is NONE"
     MIXED_NOT_PLANNED = "the graph mode has graphs for uniform decode batches only"
     TOO_LARGE = "more tokens than the largest captured size"
-    TOO_MANY_LORAS = "more active adapters than the plan has a case for"
+    TOO_MANY_LORAS = "more active adapters than the plan has graphs for"
     ATTENTION = "attention cannot be captured for this batch and there are no piecewise graphs"
     NOT_CAPTURED = "the graph for this size is not captured yet"
     CAPTURE_FAILED = "the capture of this size failed and eager fallback was allowed"
     DISABLED = "the graph was disabled"
     UNVERIFIED = "the graph was compared with this eager call, and the result is not clear yet"
     DIFFERS_FROM_EAGER = "the graph gives another result than eager, and eager fallback was allowed"
-    EAGER_ON_ANOTHER_RANK = "a rank that this one steps with runs its batch eagerly"
-    NO_COMMON_SIZE = "no size that all ranks have a graph for holds the largest of their batches"
+    EAGER_ON_ANOTHER_RANK = "another rank of the same step runs its batch eagerly"
+    NO_COMMON_SIZE = "no size that all ranks have graphs for fits the largest of their batches"
 
     @property
     def is_eager(self) -> bool:
@@ -114,16 +114,15 @@ class Reason(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How one batch runs: under which ``mode``, padded to which key (``descriptor``), and why
-    (``reason``).
+    """How one batch runs: its ``mode``, its padded key (``descriptor``), and the ``reason``.
 
-    It is made once, before the input buffers are filled, and travels with the batch; nothing
-    downstream decides again. For an eager batch the descriptor holds its token count, padded no
-    further than to the plan's ``token_multiple``.
+    Dispatch creates it once, before the input buffers are filled, and it travels with the batch;
+    nothing downstream decides again. For an eager batch the descriptor holds its token count,
+    padded only to the plan's ``token_multiple``.
 
     ``uniform_decode``: the batch runs as a decode step, with the decode query length in every row,
-    padding rows included. ``padded_num_reqs`` are its rows; None: as many as the batch has
-    requests. ``model``: which one runs it, where several share the batches (``Dispatcher``).
+    padding rows included. ``padded_num_reqs``: its number of rows; None: the number of requests.
+    ``model``: the index of the model that runs it, if several share the batches (``Dispatcher``).
     """
 
     mode: CUDAGraphMode

@@ -1,9 +1,9 @@
-"""From the shape of a batch to the graph that runs it, in constant time; and what ran, counted.
+"""Finds the graph for the shape of a batch in constant time, and counts what ran.
 
-All answers are worked out beforehand, one table per kind of batch, so a dispatch is a few
-comparisons and an index whatever the number of graphs. The tables follow the plan and the state of
-its entries (captured, failed, disabled). Whoever changes that state calls ``build`` when done;
-otherwise the next dispatch does.
+All answers are precomputed, in one table per kind of batch, so a dispatch is a few comparisons and
+an index for any number of graphs. The tables follow the plan and the state of its entries
+(captured, failed, disabled). After a change of that state, call ``build``; otherwise the next
+dispatch does.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ _Answers = list[Choice | Reason]
 class Dispatcher:
     """Answers ``dispatch(shape)`` for one plan.
 
-    Not captured yet means eager, with that reason; ``mark_captured`` opens an entry. Preference is
-    always FULL, then PIECEWISE, then eager with the reason why the first choice was not possible.
+    An entry that is not captured yet runs eagerly, with that reason; ``mark_captured`` opens it.
+    Preference is always FULL, then PIECEWISE, then eager with the reason why the first choice was
+    not possible.
 
-    ``model`` is what its choices say about the model that runs them. ``fixed_reqs``: pieces too
-    have a fixed number of rows, that of a capture.
+    ``model`` is the index of the model in its choices. ``fixed_reqs``: PIECEWISE graphs too have a
+    fixed number of rows, as captured.
     """
 
     def __init__(self, plan: CapturePlan, *, model: int = 0, fixed_reqs: bool = False) -> None:
@@ -52,8 +53,8 @@ class Dispatcher:
         num_tokens, num_reqs, max_query_len, num_loras, blocked, has_prompts = shape
         if not 1 <= num_reqs <= num_tokens or num_loras < 0:
             raise BatchError(
-                f"cannot dispatch {shape}: a batch has at least one request, a token or more for "
-                "each, and no negative number of adapters; skip the step if there is nothing to run"
+                f"cannot dispatch {shape}: a batch needs at least one request, at least one token "
+                "for each, and num_active_loras >= 0; skip the step if there is nothing to run"
             )
         if self._stale:
             self.build()
@@ -98,13 +99,13 @@ class Dispatcher:
         self._stale = True
 
     def reset(self) -> None:
-        """Forget what was captured; everything is eager until it is captured again."""
+        """Forget all captures; every batch runs eagerly until graphs are captured again."""
         self._captured.clear()
         self._refused.clear()
         self._stale = True
 
     def is_open(self, entry: PlanEntry) -> bool:
-        """Whether the entry still waits for its capture."""
+        """Whether the entry is neither captured nor failed."""
         return entry not in self._captured and entry not in self._refused
 
     @property
@@ -113,12 +114,12 @@ class Dispatcher:
 
     def _check_planned(self, entry: PlanEntry) -> None:
         if entry not in self._planned:
-            raise ConfigError(f"{entry} is not in the plan, so no batch could ever choose it")
+            raise ConfigError(f"{entry} is not in the plan, so dispatch can never choose it")
 
     # --- building the tables -------------------------------------------------------------------
 
     def build(self) -> None:
-        """Work out all answers, if the state of the plan has changed since that was done."""
+        """Compute all answers, if the state of the plan has changed since the last build."""
         if not self._stale:
             return
         for query_len in (0, *self.plan.decode_query_lens):
@@ -131,12 +132,12 @@ class Dispatcher:
     def _answers(self, query_len: int, blocked: bool, num_loras: int) -> _Answers:
         """The answer for every number of tokens up to the largest size."""
         plan = self.plan
-        # Without graphs of their own, decode batches are answered like any other.
+        # Without decode graphs, decode batches are answered like any other.
         separate = query_len > 0 and plan.mode.separate_routine() and not blocked
         own_sizes = plan.decode_sizes_for(query_len) if separate else ()
         fallback = Reason.TOO_LARGE if separate else self._no_graph_reason(blocked=blocked)
         answers: _Answers = []
-        for size in sorted({*own_sizes, *plan.sizes}):  # from one to the next they are the same
+        for size in sorted({*own_sizes, *plan.sizes}):  # answers are constant up to each size
             chain = self._chain(size, own_sizes, query_len, blocked, num_loras)
             answer = self._first_captured(chain, query_len, fallback)
             answers += [answer] * (size + 1 - len(answers))
@@ -222,9 +223,9 @@ class Dispatcher:
 
 
 class DispatchStats:
-    """What ran: replays by key, tokens spent on padding, eager batches by reason.
+    """Counts replays by key, padding tokens, and eager batches by reason.
 
-    A choice that comes again and again, as in decoding, costs two additions.
+    A repeated choice, as in decoding, costs two additions.
     """
 
     def __init__(self) -> None:
@@ -235,7 +236,7 @@ class DispatchStats:
         self._eager: Counter[Reason] = Counter()
         self._replayed_tokens = self._padding_tokens = 0
         self._last: Choice | None = None
-        self._num_runs = self._num_tokens = 0  # of the last choice, not counted above yet
+        self._num_runs = self._num_tokens = 0  # of the last choice, not yet counted above
 
     def record(self, choice: Choice, num_tokens: int) -> None:
         if choice is not self._last:
@@ -288,6 +289,6 @@ class DispatchStats:
 
     @property
     def padding_fraction(self) -> float:
-        """Share of the replayed rows that was padding."""
+        """The fraction of replayed rows that was padding."""
         total = self.replayed_tokens + self.padding_tokens
         return self.padding_tokens / total if total else 0.0

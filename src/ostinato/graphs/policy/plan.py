@@ -1,8 +1,8 @@
-"""Which graphs exist: the one list that capture walks and dispatch is built from.
+"""The capture plan: the one list of graphs that capture walks and dispatch is built from.
 
 A plan is decided once, from the resolved mode and the limits of the engine. It is a value:
-hashable, comparable between ranks by ``digest``, and complete: what is not in it is never captured
-and never chosen.
+hashable, comparable between ranks by ``digest``, and complete: a graph that is not in it is never
+captured and never chosen.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class PlanEntry:
 
     @property
     def phase(self) -> str:
-        """The group it is captured in, as the progress bar names it."""
+        """The capture group it belongs to, as shown in the progress bar."""
         return f"{'decode' if self.descriptor.uniform else 'mixed'}, {self.mode.name}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CapturePlan:
-    """The ordered list of graphs, and the numbers it follows from.
+    """The ordered list of graphs, and the limits it follows from.
 
     Order of capture: PIECEWISE before FULL, mixed before decode, and the largest first in each, so
     that the memory pool is sized once and every later graph fits into it.
@@ -46,8 +46,8 @@ class CapturePlan:
     ``mode``: resolved. ``sizes``: padded numbers of tokens, sorted. ``decode_query_lens``: tokens
     of each request in uniform decode batches. ``max_num_seqs`` and ``max_num_batched_tokens``: most
     requests and tokens of a batch. ``max_loras``: most active adapters. ``entries``: the graphs.
-    ``token_multiple``: batches always have a multiple of so many tokens, eager ones too, because
-    their tokens are split evenly over ranks; so do all sizes.
+    ``token_multiple``: all sizes and batches, eager ones too, have a multiple of this number of
+    tokens, because tokens are split evenly over ranks.
     """
 
     mode: CUDAGraphMode
@@ -72,7 +72,7 @@ class CapturePlan:
     ) -> CapturePlan:
         """Plan the graphs of a *resolved* mode (see ``resolve_mode``).
 
-        Sizes that get no decode graph are logged, with why.
+        Sizes that get no decode graph are logged with the reason.
         """
         plan = cls.without_sizes(
             mode,
@@ -81,7 +81,7 @@ class CapturePlan:
             decode_query_lens=decode_query_lens,
             max_loras=max_loras,
         )
-        # With no graphs, sizes mean nothing; an empty list is then not a mistake.
+        # Without graphs, sizes are irrelevant, so an empty list is not a mistake.
         if plan.mode is CUDAGraphMode.NONE:
             return plan
         checked = validate_sizes(sizes, max_num_batched_tokens=max_num_batched_tokens)
@@ -123,7 +123,7 @@ class CapturePlan:
         )
 
     def with_sizes(self, sizes: tuple[int, ...], *, token_multiple: int = 1) -> CapturePlan:
-        """The plan with these sizes, which may be none: then every batch is too large for it."""
+        """The plan with these sizes. Without any, every batch is too large for it."""
         check_positive_int("token_multiple", token_multiple)
         uneven = [size for size in sizes if size % token_multiple]
         if uneven:
@@ -132,11 +132,11 @@ class CapturePlan:
         return replace(draft, entries=(*draft._mixed_entries(), *draft._decode_entries()))
 
     def padded_tokens(self, num_tokens: int) -> int:
-        """``num_tokens`` rounded up to what a batch may have, graph or not."""
+        """``num_tokens`` rounded up to the plan's ``token_multiple``."""
         return -(-num_tokens // self.token_multiple) * self.token_multiple
 
     def is_uniform(self, num_tokens: int, query_len: int) -> bool:
-        """Whether ``num_tokens`` are whole requests of ``query_len`` (0: not a decode batch)."""
+        """Whether ``num_tokens`` is a multiple of ``query_len`` (0: not a decode batch)."""
         return (
             query_len > 0
             and num_tokens % query_len == 0
@@ -145,7 +145,7 @@ class CapturePlan:
 
     @cached_property
     def lora_cases(self) -> tuple[int, ...]:
-        """Numbers of active adapters that have graphs: 0, powers of two, and the maximum."""
+        """The numbers of active adapters with graphs: 0, powers of two, and the maximum."""
         powers = [1 << k for k in range(self.max_loras.bit_length()) if 1 << k < self.max_loras]
         return (0, *powers, self.max_loras) if self.max_loras else (0,)
 
@@ -166,9 +166,9 @@ class CapturePlan:
 
     @cached_property
     def sizes_without_decode(self) -> tuple[int, ...]:
-        """Sizes that have no decode graph although the mode has some: no decode batch is as large.
+        """Sizes without a decode graph, although the mode has some: decode batches are smaller.
 
-        Mixed batches use them, where the mode has graphs for these.
+        Mixed batches use them, if the mode has mixed graphs.
         """
         if not self.mode.separate_routine():
             return ()
@@ -184,7 +184,7 @@ class CapturePlan:
         return min(self.max_num_seqs, self.max_num_batched_tokens // query_len) * query_len
 
     def _decode_size(self, size: int, query_len: int) -> int:
-        # Whole requests that split evenly too.
+        # Whole requests that also split evenly over ranks.
         step = math.lcm(query_len, self.token_multiple)
         return -(-size // step) * step
 
@@ -246,15 +246,17 @@ def sequence_parallel_sizes(
 ) -> tuple[int, ...]:
     """Token counts captured for a model whose batches are split over ``sp`` ranks.
 
-    Each size is what one rank computes. Batches of up to ``threshold`` tokens run another model.
+    Each of ``sizes`` is one rank's share. Batches of up to ``threshold`` tokens run another model.
     """
     totals = {size * sp for size in sizes}
     return tuple(sorted(n for n in totals if threshold < n <= max_num_batched_tokens))
 
 
 def shift_sizes(sizes: Iterable[int], *, threshold: int) -> tuple[int, ...]:
-    """Token counts captured for the model that runs batches of up to ``threshold`` tokens: every
-    size up to the one that the threshold is padded to."""
+    """Token counts captured for the model that runs batches of up to ``threshold`` tokens.
+
+    These are all sizes up to the one that the threshold is padded to.
+    """
     ladder = tuple(sorted(set(sizes)))
     return ladder[: bisect_left(ladder, threshold) + 1]
 
@@ -268,7 +270,7 @@ def _nothing_to_capture(plan: CapturePlan, sizes: tuple[int, ...]) -> ConfigErro
 
 
 def _log_sizes_without_decode(plan: CapturePlan) -> None:
-    """A warning if decode batches run without a graph of their own for it; else a note."""
+    """Log sizes without a decode graph; a warning if decode batches then run without one."""
     limits, uncovered = [], []
     other = "in pieces" if plan.mode.mixed_mode() is CUDAGraphMode.PIECEWISE else "eagerly"
     for query_len in plan.decode_query_lens:

@@ -1,4 +1,4 @@
-"""What ``graphed()`` reports; the counts come from ``DispatchStats``."""
+"""The statistics of ``graphed()``; the counts come from ``DispatchStats``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class GraphedStats:
-    """What a graphed callable did so far. ``str()`` of it is a small table.
+    """The statistics of a graphed callable so far. ``str()`` returns a small table.
 
-    ``graphs``: captured. ``hits``: calls that were replayed. ``padding_rows``, and as
-    ``padding_fraction`` of all rows replayed. ``eager_calls``: by reason. ``pool_bytes`` and
+    ``graphs``: captured. ``hits``: calls that were replayed. ``padding_rows``: in replays, and as
+    ``padding_fraction`` of all replayed rows. ``eager_calls``: by reason. ``pool_bytes`` and
     ``buffer_bytes``: memory of graphs and of static inputs. ``capture_seconds``: in total.
     """
 
