@@ -25,28 +25,28 @@ from ostinato.text.chat import Message, list_conversations, render_chat
 from ostinato.text.prompts import Prompt, list_params, list_prompts, read_prompt
 from ostinato.text.template_process import TemplateProcess
 
-_BAR_AFTER_SECONDS = 2.0  # a bar for what is over at once would only flicker
+_BAR_AFTER_SECONDS = 2.0  # a bar for a shorter call would only flicker
 
 
 class LLM(Owner):
-    """A language model that is ready to generate; graphs are captured when it is built.
+    """A language model, ready to generate; graphs are captured when it is built.
 
-    Use it in ``with``, or ``close()`` it, to give the memory back. For one thread at a time: while
-    one is in a call or has a stream open, others get ``ConcurrentUseError``.
+    Use it in ``with``, or ``close()`` it, to free the memory. Only one thread at a time may use it:
+    while one is in a call or has a stream open, others get ``ConcurrentUseError``.
 
     It runs on ``tensor_parallel_size`` x ``ulysses_sequence_parallel_size`` ranks, one GPU each, or
     processes on the CPU. In a plain process it starts the other ranks itself. Under ``torchrun``
-    every rank runs the script and makes the same calls, and every rank gets the results; there the
-    number of ranks must be right, and the network between them trusted: what they send is neither
+    every rank runs the script and makes the same calls, and every rank gets the results. There the
+    number of ranks must match, and the network between them must be trusted: messages are neither
     encrypted nor signed.
 
-    That a rank died or hangs is known to the others within ``rank_timeout_s`` and a tenth of it,
-    and takes them down with an error that names it; a process that cannot be set free from waiting
-    for that rank ends up to a quarter of the time later. A rank hangs if in all that time it does
-    not move on in a step while others wait for it, even if it is only slow (from seven tenths of
-    the time on it may be taken for hung); all ranks slow together do not. Under ``torchrun`` that
-    includes the way to a call that rank 0 has begun. Rank 0 may take any time between calls, and
-    loading and capturing may take any time on any rank.
+    If a rank dies or hangs, the others end with an error that names it, within ``rank_timeout_s``
+    and a tenth of it; a process that cannot be interrupted while it waits for that rank ends up to
+    a quarter of that time later. A rank counts as hung if it makes no progress in a step for
+    ``rank_timeout_s`` while others wait for it, even if it is only slow (this may happen from seven
+    tenths of that time on). If all ranks are slow together, none counts as hung. Under ``torchrun``
+    the time until a rank joins a call that rank 0 has begun counts too. Rank 0 may take any time
+    between calls, and loading and capturing may take any time on any rank.
     """
 
     @same_options_as(EngineConfig)
@@ -57,7 +57,7 @@ class LLM(Owner):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
-        """The same from a configuration that exists already."""
+        """Build an LLM from an existing configuration."""
         return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
 
     @property
@@ -71,7 +71,7 @@ class LLM(Owner):
 
     @property
     def use(self) -> ThreadUse:
-        """Who is in the engine."""
+        """Tracks which thread is in the engine."""
         return self.engine.use
 
     # --- generating ----------------------------------------------------------------------------
@@ -84,14 +84,14 @@ class LLM(Owner):
         *,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete all prompts; results in the order of the prompts.
+        """Complete all prompts, and return the results in the order of the prompts.
 
         A prompt is text or token ids: a list, or a 1-D NumPy array or tensor of integers on any
-        device. Several are a list of those, or a 2-D array or tensor, each row a prompt of its
-        own: there is no padding, so all its rows are as long as they look.
+        device. For several prompts, pass a list of these, or a 2-D array or tensor with one prompt
+        per row; rows have no padding, so every element is a token.
 
-        ``sampling_params``: for all prompts, or a list with those of each; None: the defaults.
-        ``use_tqdm``: whether a bar shows how far it is, if it takes long (None: ``show_progress``).
+        ``sampling_params``: one for all prompts, or a list with one per prompt; None: the defaults.
+        ``use_tqdm``: show a progress bar for long calls (None: as in ``show_progress``).
         """
         prepared = self._prepare(list_prompts(prompts), sampling_params)
         return self._generate(*prepared, use_tqdm=use_tqdm)
@@ -117,7 +117,7 @@ class LLM(Owner):
                 while submission.num_left:
                     for number, completion in submission.step():
                         if not completion.finished:
-                            continue  # of requests that the engine watches
+                            continue  # a token of a watched request
                         output = outputs[number]
                         output.outputs.append(completion.output)
                         if completion.output.index == 0:
@@ -136,9 +136,10 @@ class LLM(Owner):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> TextStream:
-        """Complete all prompts and yield what each step adds. Leaving the loop aborts the rest.
+        """Complete all prompts and yield the text of each step. Leaving the loop aborts the rest.
 
-        Inside the loop this thread may generate as well; other threads are refused until it ends.
+        Inside the loop this thread may generate too; other threads get ``ConcurrentUseError`` until
+        it ends.
         """
         _, requests = self._prepare(
             list_prompts(prompts), sampling_params
@@ -153,9 +154,9 @@ class LLM(Owner):
         *,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several; each a list of {"role": ..., "content": ...}.
+        """Answer one or several conversations, each a list of {"role": ..., "content": ...}.
 
-        A content is text, or a list of text parts, which become lines. The rest is as in
+        The content is text, or a list of text parts, which are joined as lines. All else is as in
         ``generate``.
         """
         prompts = [(name, self._render(each, name)) for name, each in list_conversations(messages)]
@@ -163,7 +164,7 @@ class LLM(Owner):
 
     @one_thread()
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
+        """The token ids of a conversation, up to the start of the answer."""
         return self._render(messages)
 
     def _render(self, messages: Any, name: str = "messages") -> list[int]:
@@ -177,7 +178,7 @@ class LLM(Owner):
         prompts: list[tuple[str, Any]],
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> tuple[list[RequestOutput], list[CheckedRequest]]:
-        """Check everything before anything runs. Prompts come with what errors call them."""
+        """Check all requests before any runs. Prompts come with their names in errors."""
         each_params = list_params(params, len(prompts))
         outputs: list[RequestOutput] = []
         requests: list[CheckedRequest] = []
@@ -200,9 +201,9 @@ class LLM(Owner):
     # --- ownership -----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Give back the graphs, the KV cache and the weights. Closing twice is harmless.
+        """Free the graphs, the KV cache and the weights. Closing twice is harmless.
 
-        All of it is given back whatever a part of it raises, and where no memory is left.
+        Everything is freed even if one part raises, and even when memory has run out.
         """
         self.engine.runner.pool.free_spare()
         self._close()

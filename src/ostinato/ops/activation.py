@@ -1,8 +1,8 @@
 """The gated activation of a feed-forward layer: SiLU of the first half times the second half.
 
-SwiGLU is computed in float32 from end to end, and rounded once. On CUDA it is one Triton kernel; on
-the CPU one that Numba compiles, or plain torch operators, which graphs there know how to replay in
-place. Others (GeGLU) are operators of torch everywhere.
+SwiGLU is computed in float32 throughout, and rounded once. On CUDA it is one Triton kernel; on the
+CPU a Numba kernel, or plain torch operators, which CPU graphs can replay in place. Other
+activations (GeGLU) use torch operators on every device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """SiLU, or GELU as it is approximated by tanh."""
+    """SiLU, or GELU in its tanh approximation."""
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
 
 
 def activate_and_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """``silu_and_mul``, or the same with another activation, by operators of torch."""
+    """``silu_and_mul``, or the same with another activation, in torch operators."""
     if activation == "silu":
         return silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -34,7 +34,7 @@ def activate_and_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Ten
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``gate_up`` [..., 2 I], what a fused projection makes -> a new, dense tensor [..., I]."""
+    """``gate_up`` [..., 2 I] from a fused projection -> a new, dense tensor [..., I]."""
     if gate_up.is_cuda:
         return triton_silu_and_mul(gate_up)
     few_pairs = gate_up.dim() == 2 and gate_up.shape[0] <= MOST_ROWS and gate_up.shape[1] % 2 == 0
@@ -54,7 +54,7 @@ def triton_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if out.numel() == 0:
         return out
     width = out.shape[-1]
-    rows = gate_up.reshape(-1, 2 * width)  # a view, unless rows are spread over several dimensions
+    rows = gate_up.reshape(-1, 2 * width)  # a view, if the leading dimensions can be merged
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     launch(
         silu_and_mul_kernel,

@@ -1,4 +1,4 @@
-"""Operators with a kernel for each device, and how replays on the CPU run them."""
+"""Defines operators with a kernel for each device, and how CPU replays run them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from ostinato.graphs.backends.python_kernels import replay_by_calling, replay_by
 
 
 def define(schema: str, *, cpu: Callable[..., None], cuda: Callable[..., None]) -> OpOverload:
-    """The operator ``ostinato::name`` of ``schema`` (``name(Tensor a, Tensor(x!) out) -> ()``)."""
+    """Define the operator ``ostinato::name`` from ``schema`` (``name(Tensor a, ...) -> ()``)."""
     operator = define_operator(schema, CPU=cpu, CUDA=cuda)
     replay_by_calling(operator, cpu)
     return operator
 
 
 def define_for_cpu(schema: str, *, prepare: Callable[..., Callable[[], object]]) -> OpOverload:
-    """The same for an operator that runs on the CPU alone, by what ``prepare`` makes of its
-    arguments: a call that reads and writes them, which replays repeat."""
+    """Define an operator that runs on the CPU alone.
+
+    ``prepare`` turns its arguments into a call that reads and writes them; replays repeat the call.
+    """
 
     def run(*args: Any) -> None:
         prepare(*args)()

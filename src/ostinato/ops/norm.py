@@ -1,8 +1,8 @@
-"""RMSNorm, alone or after the addition of a residual: x / sqrt(mean(x^2) + eps) * weight.
+"""RMSNorm, alone or after adding a residual: x / sqrt(mean(x^2) + eps) * weight.
 
-The mean is taken in float32. What is normed is rounded to the type of ``x`` before it is multiplied
-by the weight, as transformers does it. On CUDA one Triton kernel; on the CPU one that Numba
-compiles, or plain torch operators, which graphs there know how to replay in place.
+The mean is computed in float32. The normalised value is rounded to the dtype of ``x`` before it is
+multiplied by the weight, as in transformers. On CUDA this is one Triton kernel; on the CPU a Numba
+kernel, or plain torch operators, which CPU graphs can replay in place.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm of ``x`` [..., D] over its last dimension; ``weight`` [D], of its type or float32.
+    """The norm of ``x`` [..., D] over its last dimension; ``weight`` [D], of its dtype or float32.
 
-    A new, dense tensor. Rows may lie anywhere: slices of a fused projection are not copied.
+    Returns a new, dense tensor. Rows may have any strides: slices of a fused projection are not
+    copied.
     """
     if x.is_cuda:
         return triton_rms_norm(x, weight, eps)
@@ -35,9 +36,9 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``(rms_norm(x + residual), x + residual)``, both new tensors.
 
-    Both terms are of one type, and ``weight`` too, unless it is float32. What is normed is the sum
-    as it is rounded to that type. ``x`` may come in parts (``split_k_gemm``): with one more
-    dimension than ``residual``, the first.
+    Both terms have one dtype, and so has ``weight``, unless it is float32. The sum is rounded to
+    that dtype before it is normalised. ``x`` may be partial sums (``split_k_gemm``), with one more
+    leading dimension than ``residual``.
     """
     if x.is_cuda:
         return triton_add_rms_norm(x, residual, weight, eps)
@@ -57,7 +58,7 @@ def add_rms_norm(
 
 
 def _compiled_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether these are few rows and their weight."""
+    """Whether the compiled CPU kernel takes these rows and their weight."""
     return x.dim() == 2 and x.shape[0] <= MOST_ROWS and weight.shape == x.shape[1:]
 
 
@@ -93,7 +94,7 @@ def _launch(
     dim = x.shape[-1]
     parts, part_stride = 1, 0
     if residual is not None and x.dim() > residual.dim():
-        x = x.contiguous()  # it usually is; a copy of the first part alone would be wrong
+        x = x.contiguous()  # it usually is; copying only the first part would be wrong
         parts, part_stride, x = x.shape[0], x.stride(0), x[0]
     inner = x.shape[1] if x.dim() == 3 else 1
     x, strides = _rows_in_one_piece(x, inner)
@@ -116,12 +117,12 @@ def _launch(
 
 
 def _rows_in_one_piece(x: torch.Tensor, inner: int) -> tuple[torch.Tensor, tuple[int, int]]:
-    """``x``, copied if need be, and the strides by which row r is at [r // inner, r % inner]."""
+    """``x``, copied if necessary, and the strides that put row r at [r // inner, r % inner]."""
     if x.stride(-1) != 1 or x.dim() > 3:
         return x.contiguous(), (inner * x.shape[-1], x.shape[-1])
     if x.dim() == 3:
         return x, (x.stride(0), x.stride(1))
-    # Rows of a matrix count as outer ones: their number is no constant of the kernel.
+    # Rows of a matrix count as outer rows, whose number is not a constant of the kernel.
     return x, (x.stride(0) if x.dim() == 2 else 0, 0)
 
 

@@ -1,11 +1,11 @@
-"""A matrix product as partial sums, where one program per tile of the result would be too few.
+"""Split-K: a GEMM as partial sums, when one program per output tile would leave SMs idle.
 
-A product of some hundred rows whose result is narrow and whose inner dimension is long keeps only a
-part of a GPU busy. Cut along the inner dimension it is several products at once, and whoever reads
-the result adds them up: ``add_rms_norm`` does, at no cost of its own. On an H200 that takes a
-quarter off the last product of Llama-3.2-1B's layers at 256 rows (19.9 to 14.5 us), and a tenth off
-3.1-8B's (48.3 to 43.9). Partial sums are rounded to the type of the inputs; each is smaller than
-the whole, and together their rounding is as large as that of the whole would be.
+A GEMM of a few hundred rows with a narrow output and a long inner dimension uses only part of a
+GPU. Split along the inner dimension it becomes several GEMMs at once, and the consumer adds up the
+partial sums: ``add_rms_norm`` does so at no extra cost. On an H200 this takes a quarter off the
+last GEMM of Llama-3.2-1B's layers at 256 rows (19.9 to 14.5 us), and a tenth off 3.1-8B's (48.3 to
+43.9). Partial sums are rounded to the dtype of the inputs; each is smaller than the whole, and
+together their rounding error is about that of the whole.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 import torch.nn.functional as F
 
 _TILE = 128  # rows and columns of the result that one program computes
-_PROGRAMS = 128  # that keep a GPU busy
-_FEWEST_ROWS, MOST_ROWS = 65, 256  # fewer are for our own kernels, more fill a GPU anyway
+_PROGRAMS = 128  # enough to keep a GPU busy
+_FEWEST_ROWS, MOST_ROWS = 65, 256  # our kernels handle fewer; more fill a GPU anyway
 _MOST_PARTS = 4
-_SHORTEST = 1024  # inner elements of a part
+_SHORTEST = 1024  # fewest inner elements of a part
 
 
 def split_k_gemm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """``x`` [M, K] and ``weight`` [N, K] -> [P, M, N], which add up to x @ weight.T; or [M, N].
 
-    Shapes alone decide how many parts there are, so a graph and an eager call agree.
+    Only the shapes determine the number of parts, so a graph and an eager call agree.
     """
     (num_rows, inner), outputs = x.shape, weight.shape[0]
     parts = num_parts(num_rows, outputs, inner) if x.is_cuda and x.itemsize == 2 else 1
@@ -41,7 +41,7 @@ def in_parts(x: torch.Tensor, weight: torch.Tensor, parts: int) -> torch.Tensor:
 
 
 def num_parts(num_rows: int, outputs: int, inner: int) -> int:
-    """As many as fill a GPU, in powers of 2; one where that is not worth it."""
+    """The number of parts that fills a GPU, a power of 2; 1 if splitting is not worth it."""
     if not _FEWEST_ROWS <= num_rows <= MOST_ROWS:
         return 1
     tiles = -(-num_rows // _TILE) * -(-outputs // _TILE)

@@ -1,4 +1,4 @@
-"""What the ranks of a sharded decoder trade inside a layer: sums, and tokens for heads."""
+"""The communication of a sharded decoder inside a layer: all-reduces, and tokens for heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ostinato.parallel.comm import Comm
 
 
 class TensorExchange(Exchange):
-    """Of a decoder sharded by heads and by the width of its feed-forward layers."""
+    """The exchange of a decoder sharded by heads and by the width of its feed-forward layers."""
 
     def __init__(self, tensor: Comm) -> None:
         self._tensor = tensor
@@ -23,10 +23,10 @@ class TensorExchange(Exchange):
 
 
 class UlyssesExchange(TensorExchange):
-    """The same, with the tokens of a batch split over the ranks of ``sequence``.
+    """The exchange with the tokens of a batch also split over the ranks of ``sequence``.
 
     A rank computes its tokens for all heads of its shard; attention needs all tokens, and is
-    computed for one block of heads. All three of query, key and value travel in one all-to-all.
+    computed for one block of heads. One all-to-all carries query, key and value.
     """
 
     def __init__(self, tensor: Comm, sequence: Comm) -> None:
@@ -45,7 +45,7 @@ class UlyssesExchange(TensorExchange):
         return self._trade(*heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)).flatten(1)
 
     def _trade(self, *all_heads: torch.Tensor) -> torch.Tensor:
-        # Heads stand block after block, so the part of a block is a stretch of each of them.
+        # Heads are stored block after block, so a block is a range of each of query, key, value.
         blocks = [heads.unflatten(1, (self._sequence.size, -1)) for heads in all_heads]
         joined = torch.cat(blocks, dim=2)
         return self._sequence.all_to_all(joined, split_dim=1, concat_dim=0).squeeze(1)

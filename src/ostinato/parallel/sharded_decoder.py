@@ -1,8 +1,8 @@
 """The native decoder over several ranks: the base model and the shift model of one layout.
 
 The *base* model is sharded over TP ranks, and the tokens of a batch are split over SP (Ulysses).
-The *shift* model is sharded over all of them. Both leave a rank the keys and values of the same
-heads, so one KV cache serves both, and a request may go from one to the other at any step.
+The *shift* model is sharded over all ranks. In both, a rank has the keys and values of the same
+heads, so one KV cache serves both, and a request may switch models at any step.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ostinato.parallel.sharding import Shard, base_shard, sharded_slots, shift_s
 
 
 class ShardedDecoder(Decoder):
-    """One rank's part of a decoder. A ``CausalLM``: tokens in, hidden states and logits of all out.
+    """One rank's part of a decoder; a ``CausalLM`` that returns states and logits of all tokens.
 
-    ``tensor``: the ranks that hold the parts of the weights. ``sequence``: the ranks that the
-    tokens of a batch are split over, contiguously; their number must divide that of the tokens.
+    ``tensor``: the ranks that share the weights. ``sequence``: the ranks that split the tokens of a
+    batch, contiguously; the number of tokens must be a multiple of their number.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ShardedDecoder(Decoder):
         return self._tensor.all_gather(logits, dim=1)[:, : self.vocab_size]
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        """The tensors of a checkpoint, and which part of each is this rank's."""
+        """The tensors of a checkpoint, and this rank's part of each."""
         return sharded_slots(self._own_slots(), self.shard)
 
 

@@ -1,6 +1,6 @@
-"""The models of one rank: the base model and, where small batches shift, the shift model.
+"""The models of one rank: the base model and, with a shift threshold, the shift model.
 
-Both leave the rank the same KV heads, so they run on one KV cache. Logits come from the base
+Both use the same KV heads on the rank, so they share one KV cache. Logits come from the base
 model's head, so the shift model has none.
 """
 
@@ -33,7 +33,7 @@ def build_models(
     dtype: torch.dtype,
     max_position: int | None = None,
 ) -> list[ShardedDecoder]:
-    """The base model, and the shift model if the place has a threshold. No values yet."""
+    """The base model, and the shift model if the rank context has a threshold; uninitialised."""
     base = build_base(
         config,
         rank_context.layout,
@@ -59,9 +59,9 @@ def build_models(
 
 @torch.no_grad()
 def draw_sharded_weights(models: Sequence[ShardedDecoder], seed: int) -> None:
-    """Fill the parts of a decoder with the weights that ``draw_weights`` gives the whole of it.
+    """Fill the parts of a decoder with the weights that ``draw_weights`` draws for the whole.
 
-    Each layer is drawn whole, into memory that all layers use in turn, and the rank's part kept.
+    Each layer is drawn whole, into memory that all layers reuse, and the rank's part is kept.
     """
     first = models[0]
     config, device = first.shard.config, first.device
@@ -105,7 +105,7 @@ def draw_sharded_weights(models: Sequence[ShardedDecoder], seed: int) -> None:
 
 
 def _as_in_checkpoint(slot: WeightSlot) -> torch.Tensor:
-    """The target of ``slot``, which reads all of its tensor, in the order of that tensor's rows."""
+    """The target of ``slot``, which reads its whole tensor, in the order of that tensor's rows."""
     if not slot.parts or len(slot.parts) == 1:
         return slot.target
     rows = torch.tensor([row for part in slot.parts for row in part], device=slot.target.device)
@@ -113,17 +113,17 @@ def _as_in_checkpoint(slot: WeightSlot) -> torch.Tensor:
 
 
 def weights_fingerprint(model: CausalLM, path: Path | None) -> str:
-    """A hash that tells models apart, the same on ranks that have parts of the same one.
+    """A hash of the model, equal on ranks that have parts of the same one.
 
-    It covers the model's dimensions, and of every tensor of a checkpoint the name, the shape and
-    the first row. Random weights, which have no ``path``, follow from dimensions and seed.
+    It covers the model's dimensions, and the name, shape and first row of every tensor of a
+    checkpoint. Random weights, which have no ``path``, follow from dimensions and seed.
     """
-    assert isinstance(model, ShardedDecoder), "no other model has parts"
+    assert isinstance(model, ShardedDecoder), "no other model is sharded"
     stated = {
         field.name: getattr(model.shard.config, field.name) for field in fields(DecoderConfig)
     }
     stated["early_layers"] = model.shard.num_layers  # of a SwiftKV model
-    del stated["rotary"]  # computed, and the last bit is the machine's
+    del stated["rotary"]  # computed, so its last bit may differ between machines
     digest = hashlib.sha256(repr(stated).encode())
     if path is not None:
         checkpoint = Checkpoint(path)

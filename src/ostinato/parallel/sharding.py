@@ -1,8 +1,8 @@
-"""Which part of a decoder's weights a rank has, and where it stands in a checkpoint.
+"""The part of a decoder's weights on one rank, and where to read it in a checkpoint.
 
-A rank reads only its part. Attention is cut by whole heads, in the order that a ``HeadLayout``
-gives; feed-forward layers by their width; the embedding and the head by the vocabulary. Biases of
-products that are summed over the ranks are added once, by the first.
+A rank reads only its part. Attention is split by whole heads, in the order of a ``HeadLayout``;
+feed-forward layers by their width; the embedding and the head by the vocabulary. The first rank
+alone adds the biases of GEMMs that are summed over ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SUMMED = (("output",), ("down",))
 class Shard:
     """Part ``index`` of ``size`` of a decoder: these heads, in this order, in global numbers.
 
-    ``num_layers``: of its first layers alone; None: of all. ``config`` is that of the whole.
+    ``num_layers``: only its first layers; None: all. ``config`` describes the whole decoder.
     """
 
     config: DecoderConfig
@@ -42,14 +42,14 @@ class Shard:
             )
         if self.size > 1 and self.config.qk_norm == "full":
             raise ConfigError(
-                f"this model's norms of queries and keys are over all heads, which cannot be split "
+                f"this model normalises queries and keys over all heads, which cannot be split "
                 f"over {self.size} ranks; use ulysses_sequence_parallel_size without a shift "
                 "threshold, or one rank"
             )
 
     @property
     def local_config(self) -> DecoderConfig:
-        """The config of the part as if it were a model of its own."""
+        """The config of the part as if it were a whole model."""
         return replace(
             first_layers(self.config, self.num_layers or self.config.num_layers),
             num_heads=len(self.query_heads),
@@ -60,7 +60,7 @@ class Shard:
 
     @property
     def vocabulary(self) -> range:
-        """The tokens whose embeddings and logits this part has."""
+        """The tokens whose embeddings and logits are in this part."""
         return vocabulary(self.config.vocab_size, self.size, self.index)
 
     @property
@@ -70,7 +70,7 @@ class Shard:
 
 
 def base_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Shard:
-    """A rank's part of the model for large batches: over TP."""
+    """A rank's part of the model for large batches, sharded over TP."""
     heads = layout.heads(config.num_heads, config.num_kv_heads)
     _, t = layout.coordinates(rank)
     return Shard(
@@ -83,7 +83,7 @@ def base_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Shar
 
 
 def shift_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Shard:
-    """A rank's part of the model for small batches: over all ranks, in the order of KV heads."""
+    """A rank's part of the model for small batches, sharded over all ranks by KV heads."""
     heads = layout.heads(config.num_heads, config.num_kv_heads)
     index = layout.shift_index(rank)
     return Shard(
@@ -96,9 +96,9 @@ def shift_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Sha
 
 
 def sharded_slots(slots: Iterable[WeightSlot], shard: Shard) -> Iterator[WeightSlot]:
-    """``slots`` of a model built from ``shard.local_config``, with what each reads of its tensor.
+    """``slots`` of a model built from ``shard.local_config``, each with its part of the tensor.
 
-    Biases that another rank adds have nothing to read.
+    Biases that another rank adds read nothing.
     """
     rows = WeightRows(
         config=shard.config,

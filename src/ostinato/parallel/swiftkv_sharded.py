@@ -1,8 +1,8 @@
-"""SwiftKV over several ranks: early layers as the model has them, late layers over all ranks.
+"""SwiftKV over several ranks: early layers sharded per model, late layers over all ranks.
 
-The early layers of the *base* model are sharded over TP and split a batch's tokens over SP; those
-of the *shift* model are sharded over all ranks. The late layers run for few tokens, which are not
-worth splitting: they are sharded over all ranks in both models, so both use the same ones.
+The early layers of the *base* model are sharded over TP and split a batch's tokens over SP. The
+early layers of the *shift* model are sharded over all ranks. The late layers run for few tokens,
+which are not worth splitting: they are sharded over all ranks, and both models share them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ostinato.parallel.sharding import Shard, base_shard, sharded_slots, shift_s
 
 @dataclass(frozen=True, kw_only=True)
 class LatePart:
-    """A rank's part of the late layers, and which part that is. Several models may have it."""
+    """A rank's part of the late layers, with its shard. Several models may share it."""
 
     layers: LateLayers
     shard: Shard
@@ -35,9 +35,9 @@ class LatePart:
 
 
 class ShardedSwiftKV(WithLateLayers, ShardedDecoder):
-    """One rank's part of a SwiftKV model. A ``CausalLM``, as ``SwiftKVDecoder`` is one.
+    """One rank's part of a SwiftKV model; a ``CausalLM`` like ``SwiftKVDecoder``.
 
-    ``late`` is None if there are no late layers. ``shard`` is the part of the early ones. Behind
+    ``late`` is None if there are no late layers. ``shard`` is the part of the early ones. After
     these, all tokens are on every rank.
     """
 
@@ -77,10 +77,10 @@ def build_swiftkv_models(
     dtype: torch.dtype,
     max_position: int | None = None,
 ) -> list[ShardedSwiftKV]:
-    """The base model, and the shift model if the place has a threshold. No values yet.
+    """The base model, and the shift model if the rank context has a threshold; uninitialised.
 
-    ``place.comm_of`` is asked for the shift group also where there is no shift model. The models
-    share their late layers: parameters are to be counted once.
+    The late layers use the shift group even without a shift model. The models share them, so count
+    their parameters once.
     """
     layout, rank, comm_of = rank_context.layout, rank_context.rank, rank_context.comm_of
     base = base_shard(config.decoder, layout, rank)
