@@ -232,7 +232,7 @@ def test_wrong_shape(path: Path) -> None:
 
 def test_quantized_tensor(path: Path) -> None:
     edit(path, lambda tensors: tensors.update({Q: tensors[Q].to(torch.int8)}))
-    with pytest.raises(ModelLoadError, match=rf"{Q} in .* is of type I8; .* F32"):
+    with pytest.raises(ModelLoadError, match=rf"{Q} in .* has dtype I8; .* F32"):
         load(path)
 
 

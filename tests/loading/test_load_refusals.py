@@ -71,9 +71,9 @@ def assert_as_transformers(path: Path) -> None:
     [
         (lambda t: t.pop(C_ATTN), f"lacks {re.escape(C_ATTN)}, which its config.json asks for"),
         (lambda t: t.clear(), r"lacks .* and \d+ more|has 0 tensors"),
-        (lambda t: t.update(more=torch.ones(2)), "has more, for which this architecture"),
+        (lambda t: t.update(more=torch.ones(2)), "has more, which this architecture"),
         (lambda t: t.update({C_ATTN: t[C_ATTN].to(torch.int8)}), f"{C_ATTN} in .* type I8; .* F32"),
-        (lambda t: t.update({C_ATTN: t[C_ATTN].bool()}), f"{C_ATTN} in .* is of type BOOL"),
+        (lambda t: t.update({C_ATTN: t[C_ATTN].bool()}), f"{C_ATTN} in .* has dtype BOOL"),
         (lambda t: t.update({C_ATTN: t[C_ATTN].T.contiguous()}), r"\[192, 64\]; .* \[64, 192\]"),
         (
             lambda t: t.update({C_ATTN.removeprefix("transformer."): t[C_ATTN].clone()}),
@@ -201,7 +201,7 @@ def test_an_index_that_names_files_elsewhere(llama: Path, outside: str) -> None:
     index = shard(llama)
     index["weight_map"][Q] = outside
     (llama / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelLoadError, match=f"outside of its directory: {outside}"):
+    with pytest.raises(ModelLoadError, match=f"outside its directory: {outside}"):
         load(llama)
 
 

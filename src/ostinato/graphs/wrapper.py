@@ -151,7 +151,7 @@ class CUDAGraphWrapper(Generic[R]):
             if was != is_now
         )
         return ReplayMismatchError(
-            f"torch's {name} setting was {was} when the graph was captured and is {is_now} now; "
+            f"torch's setting of {name} was {was} when the graph was captured and is {is_now} now; "
             "replay under the setting of the capture, or clear_graphs() and capture again"
         )
 

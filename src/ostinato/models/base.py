@@ -1,4 +1,4 @@
-"""What the runner needs of a language model, whichever way it is implemented."""
+"""The interface of a language model that the runner can run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ostinato.attention.base import AttentionSpec
 class CausalLM(Protocol):
     """A causal language model over a flat row of tokens. Models derive from it, for its defaults.
 
-    The tokens of all requests stand in one row; ``positions`` says where each belongs in its own
-    sequence, and attention (``attend``) keeps the requests apart by the forward context.
+    The tokens of all requests are in one row; ``positions`` holds the position of each in its
+    sequence, and attention (``attend``) separates the requests by the forward context.
     """
 
     attention_specs: Sequence[AttentionSpec]
     vocab_size: int
     hidden_size: int
-    max_position: int  # the longest sequence that the model can take
+    max_position: int  # the longest sequence the model supports
     dtype: torch.dtype
     device: torch.device
 
@@ -29,9 +29,9 @@ class CausalLM(Protocol):
         """Hidden states [T, hidden_size] of tokens ``input_ids`` [T] at ``positions`` [T]."""
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [B, vocab_size], in float32 or the model's type, of states [B, hidden_size]."""
+        """Logits [B, vocab_size], in float32 or the model's dtype, of states [B, hidden_size]."""
 
-    # --- what a model may offer besides -----------------------------------------------------------
+    # --- optional features ------------------------------------------------------------------------
 
     @property
     def num_token_ranks(self) -> int:
@@ -40,15 +40,17 @@ class CausalLM(Protocol):
 
     @property
     def selects_tokens(self) -> bool:
-        """Whether a batch should say, by ``AttentionMetadata.logits_indices``, which tokens' states
-        will be read. The model then runs only some of its layers for the others.
+        """Whether a batch should list the tokens whose states will be read.
+
+        The list is ``AttentionMetadata.logits_indices``. The model then skips some of its layers
+        for the other tokens.
         """
         return False
 
     def few_layers(self) -> AbstractContextManager[None]:
-        """Inside, the model leaves out layers that are like others, if it can tell which are.
+        """Inside, the model skips layers that are like others, if it can tell which are.
 
-        What a forward computes is wrong then, but it launches the same kernels and takes as much
-        memory at its peak: for warming up, and for measuring.
+        The results are then wrong, but a forward launches the same kernels and has the same peak
+        memory: for warm-ups and measurements.
         """
         return nullcontext()

@@ -1,8 +1,8 @@
-"""Safetensors checkpoints: which tensors a directory holds, and copying them into a model.
+"""Safetensors checkpoints: lists the tensors of a directory, and copies them into a model.
 
-All headers are read and compared with what the model needs before anything is allocated, so a
-checkpoint that is incomplete, damaged or another model's fails at once and names the file. Pickle
-weights are refused: reading them can run code.
+All headers are read and compared with the model before anything is allocated, so a checkpoint that
+is incomplete, damaged or for another model fails at once, with the file's name. Pickle weights are
+rejected: reading them can run code.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _HARMLESS = ("rotary_emb.inv_freq",)
 
 
-# Stretches of a dimension, and which dimension.
+# Ranges of a dimension, and the dimension.
 Parts: TypeAlias = tuple[tuple[range, ...], int]
 _NO_PARTS: Mapping[str, Parts] = {}
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint, by its file's header; ``dtype`` as safetensors names it."""
+    """One tensor of a checkpoint, from its file's header; ``dtype`` is safetensors' name for it."""
 
     file: Path
     shape: tuple[int, ...]
@@ -49,7 +49,7 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """The tensors of a directory of safetensors files. Holds no file open."""
+    """The tensors of a directory of safetensors files. Keeps no file open."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -66,31 +66,31 @@ class Checkpoint:
             if name not in self.tensors:
                 raise ModelLoadError(
                     f"{index} places the tensor {listed([name])} in {file_name}, which does not "
-                    "have it; the index and the files are not of one checkpoint: fetch it again"
+                    "have it; index and files belong to different checkpoints: fetch it again"
                 )
 
     def _add(self, found: dict[str, TensorInfo], placed: Mapping[str, str]) -> None:
-        """Add a file's tensors. Of one that several files have, the index says which counts."""
+        """Add a file's tensors. If several files have one, the index says which to use."""
         for name, info in found.items():
             if name in placed and self.path / placed[name] != info.file:
                 continue
             if name in self.tensors:
                 raise ModelLoadError(
                     f"both {self.tensors[name].file} and {info.file} have the tensor "
-                    f"{listed([name])}, and {_INDEX} does not say which counts; remove one of them"
+                    f"{listed([name])}, and {_INDEX} does not say which to use; remove one of them"
                 )
             self.tensors[name] = info
 
     def num_elements(self) -> int:
-        """How many numbers all tensors hold together."""
+        """The total number of elements in all tensors."""
         return sum(math.prod(info.shape) for info in self.tensors.values())
 
     def read(
         self, names: Iterable[str], device: torch.device, parts: Mapping[str, Parts] = _NO_PARTS
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors called ``names``, on ``device``, file by file.
+        """Read the tensors ``names`` to ``device``, file by file.
 
-        Of those in ``parts``, only these stretches of one dimension are read and joined.
+        Of tensors in ``parts``, only the given ranges of one dimension are read and concatenated.
         """
         by_file: dict[Path, list[str]] = {}
         for name in names:
@@ -106,7 +106,7 @@ class Checkpoint:
 
     @contextmanager
     def opened(self) -> Iterator[dict[str, Any]]:
-        """Every tensor as safetensors' slice of it, read when it is asked for."""
+        """Every tensor as a lazy safetensors slice."""
         with ExitStack() as stack:
             readers: dict[Path, Any] = {}
             slices = {}
@@ -117,7 +117,7 @@ class Checkpoint:
             yield slices
 
     def check_num_layers(self, num_layers: int) -> None:
-        """Refuse more layers than there are tensors, before as many are built."""
+        """Raise if the config has more layers than tensors exist, before they are built."""
         if num_layers > len(self.tensors):
             raise ModelLoadError(
                 f"{self.path / 'config.json'} asks for {num_layers:,} layers, and the checkpoint "
@@ -125,7 +125,7 @@ class Checkpoint:
             )
 
     def check(self, slots: Iterable[WeightSlot], *, ignored: Iterable[str] = ()) -> None:
-        """Raise unless the tensors are those that ``slots`` names, in shape and kind."""
+        """Raise unless the tensors match ``slots`` in names, shapes and dtypes."""
         wanted = {slot.name: slot for slot in slots}
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
@@ -133,9 +133,9 @@ class Checkpoint:
                 name.removeprefix(_PREFIX) in self.tensors for name in missing
             ):
                 raise ModelLoadError(
-                    f"the tensors in {self.path} have no {_PREFIX!r} before their names: they are "
-                    "those of a base model, which was saved without its head. Save it as a "
-                    "language model, with AutoModelForCausalLM"
+                    f"the tensors in {self.path} have no {_PREFIX!r} before their names: this is a "
+                    "base model, saved without its head. Save it as a language model, with "
+                    "AutoModelForCausalLM"
                 )
             raise ModelLoadError(
                 f"{self.path} lacks {listed(missing)}, which its config.json asks for; the "
@@ -145,8 +145,8 @@ class Checkpoint:
         extra = [n for n in self.tensors if n not in known and not n.endswith(_HARMLESS)]
         if extra:
             raise ModelLoadError(
-                f"{self.tensors[extra[0]].file} has {listed(extra)}, for which this architecture "
-                "has no place; running without would give wrong results. Is its config.json right?"
+                f"{self.tensors[extra[0]].file} has {listed(extra)}, which this architecture does "
+                "not use; running without would give wrong results. Is its config.json right?"
             )
         for name, slot in wanted.items():
             info = self.tensors[name]
@@ -158,11 +158,11 @@ class Checkpoint:
             self.check_type(name)
 
     def check_type(self, name: str) -> None:
-        """Refuse a weight that is not of a plain type of floats."""
+        """Raise for a weight that does not have a plain float dtype."""
         info = self.tensors[name]
         if info.dtype not in FLOAT_TYPES:
             raise ModelLoadError(
-                f"the tensor {listed([name])} in {info.file} is of type {info.dtype}; weights must "
+                f"the tensor {listed([name])} in {info.file} has dtype {info.dtype}; weights must "
                 f"be one of {', '.join(FLOAT_TYPES)}: use an unquantized checkpoint"
             )
 
@@ -171,8 +171,8 @@ class Checkpoint:
     ) -> None:
         """Copy every tensor to its slot, converted to its dtype; zeros where nothing is read.
 
-        Numbers that are none, or do not fit the dtype, are looked for on the device and refused
-        when all is copied; only then does this wait for the device.
+        The device checks for values that are not finite or overflow the dtype; they raise once all
+        is copied, which is the only wait for the device.
         """
         everything = list(slots)
         for slot in everything:
@@ -214,14 +214,14 @@ def _read_index(index: Path) -> dict[str, str]:
     if not isinstance(placed, dict) or not all(isinstance(file, str) for file in placed.values()):
         raise ModelLoadError(
             f"{index} cannot be read as the index of a checkpoint: its weight_map is "
-            f"{shown(placed)}, not the names of tensors with those of their files; fetch it again"
+            f"{shown(placed)}, not a map from tensor names to file names; fetch it again"
         )
     files = sorted(set(placed.values()))
     outside = [file for file in files if Path(file).is_absolute() or ".." in Path(file).parts]
     if outside:
         raise ModelLoadError(
-            f"{index} names files outside of its directory: {listed(outside)}; a checkpoint's "
-            "files are beside its index. Do not use it, unless you know where it came from"
+            f"{index} names files outside its directory: {listed(outside)}; a checkpoint's files "
+            "belong beside its index. Do not use it, unless you know where it came from"
         )
     missing = [file for file in files if not _is_file(index.parent / file)]
     if missing:
@@ -235,7 +235,7 @@ def _read_index(index: Path) -> dict[str, str]:
 def _is_file(file: Path) -> bool:
     try:
         return file.is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # not a valid file name
         return False
 
 
@@ -253,13 +253,13 @@ def _single_file(path: Path) -> Path:
     pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
     if pickles:
         raise ModelLoadError(
-            f"{path} has its weights as pickle files only ({listed(pickles)}), which can run code "
-            "when they are read; convert them once, where you trust them, with transformers: "
+            f"{path} has its weights only as pickle files ({listed(pickles)}), which can run code "
+            "when they are read; convert them once, if you trust them, with transformers: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(new_directory)"
         )
     raise ModelLoadError(
         f"{path} has no .safetensors file; a model is a directory with config.json and its weights "
-        "as safetensors (pickle weights are not read). For made-up weights: random_weights=True, "
+        "as safetensors (pickle weights are not read). For random weights: random_weights=True, "
         "or --random-weights"
     )
 

@@ -1,4 +1,4 @@
-"""Whether weights are numbers, found out on their device and read once for all of them."""
+"""Checks on the device that weights are finite, with one read for all of them."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from ostinato.quoting import listed
 
 
 class FiniteCheck:
-    """Looks at tensors one after the other: one pass over each, and no wait for the device."""
+    """Checks tensors one after the other: one pass over each, without waiting for the device."""
 
     def __init__(self) -> None:
         self._fits: dict[str, torch.Tensor] = {}
 
     def add(self, name: str, tensor: torch.Tensor, *, dtype: torch.dtype) -> None:
-        """Look whether all of ``tensor`` is finite, and stays so as ``dtype``."""
+        """Check that all of ``tensor`` is finite, also as ``dtype``."""
         if tensor.numel() == 0:
             return
         largest = torch.finfo(dtype).max
-        low, high = torch.aminmax(tensor)  # of which a NaN makes both NaN
+        low, high = torch.aminmax(tensor)  # a NaN makes both NaN
         self._fits[name] = (low.double() >= -largest) & (high.double() <= largest)
 
     def verify(self, path: Path) -> None:
-        """Raise if a tensor was not finite, naming it. Waits for the device."""
+        """Raise if a tensor was not finite, and name it. Waits for the device."""
         if not self._fits:
             return
         fits = torch.stack(list(self._fits.values())).tolist()
         bad = [name for name, fit in zip(self._fits, fits, strict=True) if not fit]
         if bad:
             raise ModelLoadError(
-                f"{listed(bad)} in {path} contain NaN, infinite numbers, or some that are too "
-                "large for the dtype that the model runs in; the checkpoint is damaged, or needs "
+                f"{listed(bad)} in {path} contain NaN, infinite numbers, or numbers too large for "
+                "the dtype that the model runs in; the checkpoint is damaged, or needs "
                 "dtype='bfloat16' or 'float32'"
             )

@@ -1,8 +1,8 @@
-"""JSON files of a checkpoint, read as the work of a stranger.
+"""Reads JSON files of a checkpoint as untrusted input.
 
-Whatever is wrong with one becomes a ``ModelLoadError`` that names it: bytes that are no text, depth
-that ends Python's stack, numbers that no machine has, another kind of value where an object
-belongs. Files that are larger than any honest one are not read.
+Any defect raises a ``ModelLoadError`` that names the file: invalid text, nesting beyond Python's
+stack, numbers that overflow, another kind of value instead of an object. Files larger than any
+legitimate one are not read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ostinato.quoting import said, shown
 
 _LARGEST_FILE = 4 * 2**20
 _LARGEST_INT = 2**63 - 1
-# transformers makes lists this long when it reads a config.
+# transformers builds lists of this length when it reads a config.
 _COUNTS = re.compile(
     r"(layers?|blocks|num_labels|window_kernel_size|first_k_dense_replace)(\[\d+\])?$"
 )
@@ -49,7 +49,7 @@ def read_object(file: Path, *, largest: int = _LARGEST_FILE) -> dict[str, Any]:
 
 
 def check_numbers(file: Path, content: dict[str, Any]) -> None:
-    """Refuse what overflows, is no number or counts too much, anywhere, by name."""
+    """Raise for values anywhere that overflow, are not finite or are too large, and name them."""
     waiting: list[tuple[str, Any]] = [("", content)]
     while waiting:
         for name, value in _named(*waiting.pop()):
@@ -62,13 +62,13 @@ def check_numbers(file: Path, content: dict[str, Any]) -> None:
 
 
 def _named(outer: str, container: dict[str, Any] | list[Any]) -> Iterator[tuple[str, Any]]:
-    """What ``container`` holds, by the ends of its names: whole ones can be megabytes each."""
+    """The items of ``container`` by the ends of their names, which can be megabytes long."""
     if isinstance(container, dict):
         for key, value in container.items():
             yield (f"{outer}.{key}" if outer else key)[-_LONGEST_NAME:], value
         return
     for number, value in enumerate(container):
-        # A list may say "no limit" with an infinity, as those of state-space models do.
+        # A list may use infinity for "no limit", as in state-space models.
         if value != math.inf:
             yield f"{outer}[{number}]"[-_LONGEST_NAME:], value
 
@@ -80,8 +80,7 @@ def _check_number(file: Path, name: str, value: object) -> None:
         _check_count(file, name, value)
     if isinstance(value, str) and len(value) > _LONGEST_TEXT:  # some have a letter for each layer
         raise ModelLoadError(
-            f"{shown(name)} in {file} has {len(value):,} characters; {_LONGEST_TEXT:,} is the most "
-            "that is read"
+            f"{shown(name)} in {file} has {len(value):,} characters; the limit is {_LONGEST_TEXT:,}"
         )
     if isinstance(value, float) and not math.isfinite(value):
         raise ModelLoadError(f"{shown(name)} in {file} is {value}; it must be a finite number")
@@ -90,12 +89,12 @@ def _check_number(file: Path, name: str, value: object) -> None:
 def _check_count(file: Path, name: str, count: int) -> None:
     if count > _LARGEST_COUNT:
         raise ModelLoadError(
-            f"{shown(name)} in {file} is {count:,}; {_LARGEST_COUNT:,} is the most that is read"
+            f"{shown(name)} in {file} is {count:,}; the limit is {_LARGEST_COUNT:,}"
         )
 
 
 def _num_repeated(entry: object) -> int:
-    """How many layers GPT-Neo makes of one of its ``attention_types``: some kinds, repeated."""
+    """The number of layers in one of GPT-Neo's ``attention_types``: some kinds, repeated."""
     match entry:
         case [list() | str() as kinds, int(times)]:
             return len(kinds) * max(0, times)

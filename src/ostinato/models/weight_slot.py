@@ -1,4 +1,4 @@
-"""Where a tensor of a checkpoint goes in a model."""
+"""The destination of a checkpoint's tensor in a model."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import Literal, NamedTuple
 
 import torch
 
-# What a tensor, or a stretch of its rows, is to a decoder.
+# The role of a tensor, or of a range of its rows, in a decoder.
 Role = Literal["query", "key", "value", "output", "gate", "up", "down", "vocabulary"]
 
 
 class WeightSlot(NamedTuple):
-    """Where a checkpoint's tensor goes: ``shape`` in the file, broadcast into ``target``.
+    """The destination of a checkpoint's tensor: ``shape`` in the file, broadcast into ``target``.
 
-    ``target`` is a view of a parameter, which may hold several of the checkpoint's tensors. Of a
-    tensor with ``parts`` only these stretches of dimension ``dim`` are read, one after another; if
-    there are none, the target becomes zero. ``offset`` is added to what is read. ``roles`` are
-    those of the tensor's rows, or of its columns, in order; none: it is the same on every rank.
+    ``target`` is a view of a parameter, which may hold several of the checkpoint's tensors. With
+    ``parts``, only these ranges of dimension ``dim`` are read, in order; if there are none, the
+    target becomes zero. ``offset`` is added to the values. ``roles`` are the roles of the tensor's
+    rows, or of its columns, in order; without any, the tensor is the same on every rank.
     """
 
     name: str

@@ -125,7 +125,7 @@ def test_pair_is_no_runtime_mode(mode: CUDAGraphMode) -> None:
 
 @pytest.mark.parametrize("mode", [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL])
 def test_graph_modes_need_a_descriptor(mode: CUDAGraphMode) -> None:
-    with pytest.raises(ConfigError, match=f"{mode.name} needs a descriptor"):
+    with pytest.raises(ConfigError, match=f"{mode.name} needs a batch_descriptor"):
         set_forward_context(mode)
     assert current_forward_context() is None
 

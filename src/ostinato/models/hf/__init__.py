@@ -1,1 +1,1 @@
-"""Every other causal LM, through transformers' own modules."""
+"""Runs every other causal LM through transformers' modules."""

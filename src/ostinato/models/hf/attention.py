@@ -1,9 +1,9 @@
 """Our attention inside transformers' modules.
 
-Two implementations are registered with transformers. ``ATTENTION`` is the one that runs: it hands
-the layer's query, key and value to ``attend``. ``DISCOVERY`` is used for a few tokens when a model
-is loaded: it notes how every layer calls attention, together with the rule by which the model would
-have masked it; ``hf_specs.py`` works out the layers' specs from that.
+Two implementations are registered with transformers. ``ATTENTION`` runs the model: it passes the
+layer's query, key and value to ``attend``. ``DISCOVERY`` runs a few tokens when a model is loaded:
+it records how every layer calls attention, with the model's mask function; ``specs.py`` derives the
+layers' specs from that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _USES_MASK = "it computes with its attention mask, and none is made"
 
 @dataclass(frozen=True, eq=False)
 class MaskRule:
-    """Stands where the mask would be: which keys the model means a query to see."""
+    """Replaces the mask: tells which keys the model lets a query see."""
 
     sees: Callable[..., torch.Tensor]
 
@@ -43,7 +43,7 @@ class MaskRule:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionCall:
-    """What one layer passed to attention. T tokens in one row."""
+    """The arguments of one layer's attention call. T tokens in one row."""
 
     module: nn.Module
     query: torch.Tensor  # [1, num_heads, T, head_dim]
@@ -69,8 +69,8 @@ def _attention(
     """transformers' signature: [1, heads, T, dim] in, [1, T, heads, dim] out, no weights."""
     if attention_mask is not None:
         raise ConfigError(
-            f"{type(module).__name__} passed an attention mask, which was not there when the model "
-            "was loaded; only causal attention, with or without a window, can be run"
+            f"{type(module).__name__} passed an attention mask, which it did not do when the model "
+            "was loaded; only causal attention, with or without a window, is supported"
         )
     spec: Any = module.ostinato_spec
     return attend(spec, _rows(query), _rows(key), _rows(value), s_aux).unsqueeze(0), None
@@ -108,16 +108,16 @@ def _note_mask(*, mask_function: Callable[..., torch.Tensor], **_: Any) -> MaskR
 
 AttentionInterface.register(ATTENTION, _attention)
 AttentionInterface.register(DISCOVERY, _note_attention)
-# ATTENTION has no mask function on purpose: transformers then makes no mask, and does not look
-# into the positions for one.
+# ATTENTION deliberately has no mask function: transformers then builds no mask, and does not read
+# the positions for one.
 AttentionMaskInterface.register(DISCOVERY, _note_mask)
 
 
 class TokenByToken:
-    """A stand-in for attention by which no token sees another, for checks of the rest of a model.
+    """A replacement for attention in which no token sees another, to check the rest of a model.
 
-    Its result depends on the query and the key too, and not only on their product, so that it shows
-    at which position they were rotated.
+    Its result depends on the query and the key separately, not only on their product, so that it
+    shows which position RoPE gave them.
     """
 
     name = "token by token"

@@ -1,9 +1,9 @@
 """Mixture-of-experts layers of transformers' modules, without reading the routing on the host.
 
-transformers lets an implementation be chosen for its expert layers. Its eager one loops over the
-experts that were hit, which a graph cannot contain. Its grouped matrix product is fine where torch
-has a kernel that reads the group sizes on the device; elsewhere every expert is run on every token,
-which is exact but slow. Which one runs depends on the device, types and shapes alone.
+transformers lets us choose the implementation of its expert layers. Its eager one loops over the
+experts in use, which a graph cannot contain. Its grouped GEMM works if torch has a kernel that
+reads the group sizes on the device; elsewhere every expert runs on every token, which is exact but
+slow. The choice depends only on the device, dtypes and shapes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 
 from ostinato import compat
 
-# Found once: torch.compile traces what is below. Without it no model asks for these functions.
+# Looked up once, since torch.compile traces the code below. Without it no model calls this code.
 _transformers: Any = compat.experts_module.find()
 EXPERTS = "ostinato"  # the name to ask transformers for
 
-# The grouped product reads its group sizes on the device for bfloat16 on these chips; for other
-# chips and types torch copies them to the host.
+# The grouped GEMM reads its group sizes on the device for bfloat16 on these GPUs; for other GPUs
+# and dtypes torch copies them to the host.
 _GROUPED_CHIPS = (9, 10)
 _GROUPED_ALIGNMENT = 16  # bytes, of every row of its matrices
 
@@ -39,7 +39,7 @@ def experts_forward(
     if _grouped_product_stays_on_device(experts):
         forward: Any = _transformers.grouped_mm_experts_forward
     elif 3 * top_k_index.numel() <= experts.num_experts:
-        # So few tokens that copying the weights of the experts they use moves fewer bytes (read,
+        # For so small a batch, copying the weights of the experts in use moves fewer bytes (read,
         # write, read) than reading all experts.
         forward = _transformers.batched_mm_experts_forward
     else:
@@ -53,7 +53,7 @@ def _grouped_product_stays_on_device(experts: Any) -> bool:
     if any(size * weight.itemsize % _GROUPED_ALIGNMENT for size in weight.shape[1:]):
         return False
     if weight.device.type == "cpu":
-        return True  # one operator, which the CPU recorder runs again as a whole
+        return True  # a single operator, which the CPU recorder replays as a whole
     chip = torch.cuda.get_device_capability(weight.device)[0]
     return weight.dtype is torch.bfloat16 and chip in _GROUPED_CHIPS
 
@@ -72,7 +72,7 @@ def every_expert_forward(
     total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=device)
     for expert in range(experts.num_experts):
         output = _run_expert(experts, expert, hidden_states) * weights[:, expert, None]
-        # An expert may overflow on tokens that were never meant for it, and 0 * inf is NaN.
+        # An expert may overflow on tokens that are not routed to it, and 0 * inf is NaN.
         total += torch.where(routed[:, expert, None], output, 0.0)
     return total.to(hidden_states.dtype)
 

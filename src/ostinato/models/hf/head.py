@@ -1,7 +1,7 @@
-"""The head of a causal language model of transformers: all that it does after its decoder.
+"""The head of a transformers causal language model: everything after its decoder.
 
-Models scale, cap and project their logits in their own ways, in their own ``forward``. That code is
-run as it is, with a decoder that returns the hidden states it is given.
+Models scale, cap and project their logits in different ways, in their ``forward``. That code runs
+unchanged, with a decoder that returns the hidden states it is given.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ostinato.errors import ConfigError
 
 
 class _GivenStates(nn.Module):
-    """In place of the decoder: returns the hidden states that it is given as embeddings."""
+    """Replaces the decoder: returns the hidden states that it is given as embeddings."""
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _GivenOutputs:
         return _GivenOutputs(inputs_embeds)
 
 
 class _GivenOutputs:
-    """A decoder's outputs: hidden states, and None for all else that a head may pass on."""
+    """A decoder's outputs: hidden states, and None for anything else a head may pass on."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.last_hidden_state = hidden
@@ -37,8 +37,8 @@ class _GivenOutputs:
 
 
 def decoder_of(model: Any) -> Any:
-    """The part of ``model`` that makes hidden states of tokens."""
-    # For a few models, transformers' own rules find the head, or the whole model.
+    """The part of ``model`` that computes hidden states from tokens."""
+    # For a few models, transformers' rules find the head, or the whole model.
     for candidate in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
         if isinstance(candidate, PreTrainedModel) and candidate is not model:
             return candidate
@@ -46,9 +46,9 @@ def decoder_of(model: Any) -> Any:
 
 
 def head_of(model: Any, decoder: nn.Module) -> Any:
-    """What ``model`` does after its decoder: takes hidden states as ``inputs_embeds``.
+    """The part of ``model`` after its decoder; takes hidden states as ``inputs_embeds``.
 
-    It shares ``model``'s weights, and ``model`` stays as it is.
+    It shares ``model``'s weights, and leaves ``model`` unchanged.
     """
     path = next(name for name, module in model.named_modules() if module is decoder)
     parts = path.split(".")

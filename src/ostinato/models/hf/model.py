@@ -1,10 +1,10 @@
-"""Any causal language model of transformers, run by transformers' own modules on a flat row.
+"""Runs any transformers causal language model, by transformers' modules, on a flat row of tokens.
 
-The modules are used as they are, with our attention (and expert layers) in place of theirs. When a
-model is loaded, a few tokens are run through it to learn what its layers ask of attention, and to
-check what this way of running relies on: that tokens meet in attention alone, that positions are
-the given ones, and that the head is what the model applies after its last hidden state. It is the
-general path; the native decoder is the fast one.
+The modules are unchanged except for attention (and expert layers), which are ours. When a model is
+loaded, it runs a few tokens to find out how its layers call attention, and to check the assumptions
+of this path: that tokens interact only in attention, that the model uses the given positions, and
+that the head is applied to the last hidden state. It is the general path; the native decoder is the
+fast one.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ _NUM_PROBE_TOKENS = 16
 
 
 class HFCausalLM(CausalLM):
-    """A ``CausalLM`` around a model of transformers, which it owns and has changed.
+    """A ``CausalLM`` around a transformers model, which it owns and modifies.
 
-    ``forward`` and ``compute_logits`` read nothing on the host, so they can be captured; the
-    exceptions are models whose own code does, which a capture names.
+    ``forward`` and ``compute_logits`` read nothing on the host, so they can be captured, unless the
+    model's code does; then the capture raises and names the operation.
     """
 
     def __init__(self, model: Any, *, max_position: int) -> None:
@@ -86,7 +86,7 @@ class HFCausalLM(CausalLM):
 
         ``checkpoint``: the same, if its headers were read already.
 
-        ``max_model_len``: the longest sequence that will be asked for; None for as long as it goes.
+        ``max_model_len``: the longest sequence that will be run; None: the model's limit.
         """
         check_config(config)
         max_position = longest_sequence(config, max_model_len)
@@ -117,7 +117,7 @@ class HFCausalLM(CausalLM):
         max_model_len: int | None = None,
         most_bytes: int | None = None,
     ) -> HFCausalLM:
-        """A model of ``config`` with random weights, made on ``device``, of ``most_bytes``."""
+        """A model of ``config`` with random weights on ``device``, of at most ``most_bytes``."""
         check_config(config)
         max_position = longest_sequence(config, max_model_len)
         _check_size(config, most_bytes, dtype)
@@ -144,11 +144,11 @@ class HFCausalLM(CausalLM):
         return hidden
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [B, vocab_size] in float32, with all that the model does to them."""
+        """Logits [B, vocab_size] in float32, scaled and capped as the model does."""
         logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
         return logits.squeeze(0).float()
 
-    # --- what is learnt and checked when a model is loaded --------------------------------------
+    # --- checks at loading ----------------------------------------------------------------------
 
     def _discover(self) -> None:
         count = min(_NUM_PROBE_TOKENS, self.max_position)
@@ -187,7 +187,7 @@ class HFCausalLM(CausalLM):
             )
 
     def _learn_specs(self, ids: torch.Tensor) -> torch.Tensor:
-        """Set ``attention_specs``; the hidden states of ``ids`` where the model numbers them."""
+        """Set ``attention_specs``; return the hidden states of ``ids`` at the model's positions."""
         calls: list[AttentionCall] = []
         with _attention_implementation(self.model, DISCOVERY), record_calls(calls):
             hidden: torch.Tensor = self._decoder(input_ids=ids[None], use_cache=False)[0].squeeze(0)
@@ -196,7 +196,7 @@ class HFCausalLM(CausalLM):
         return hidden
 
     def _close(self, values: torch.Tensor, others: torch.Tensor) -> bool:
-        """Equal, but for the order in which a kernel may have summed."""
+        """Whether both are equal up to the order of summation in a kernel."""
         tolerance = max(1e-4, 3 * torch.finfo(self.dtype).eps)
         difference = (values.float() - others.float()).abs().max()
         return bool(difference <= tolerance * others.float().abs().max())
@@ -207,7 +207,7 @@ class HFCausalLM(CausalLM):
             yield
         except (OstinatoError, MemoryError, torch.OutOfMemoryError):
             raise
-        except Exception as error:  # of the model's own code
+        except Exception as error:  # from the model's code
             raise ConfigError(
                 f"{self._name} cannot be run on a row of tokens with their positions: {said(error)}"
             ) from error
@@ -233,7 +233,7 @@ def _configs_in(model: nn.Module) -> list[Any]:
 
 
 def _check_size(config: PretrainedConfig, most_bytes: int | None, dtype: torch.dtype) -> None:
-    """Refuse a model that does not fit, before any of it is made."""
+    """Raise if a model does not fit, before any of it is built."""
     if most_bytes is None:
         return
     limit = most_bytes // dtype.itemsize
@@ -249,12 +249,12 @@ def _own_copy(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def _make_quiet(config: Any) -> None:
-    """Have the model return its hidden states and nothing else, and look at no token ids."""
+    """Make the model return only its hidden states, and not read token ids on the host."""
     settings: dict[str, Any] = {
         "return_dict": True,
         "output_hidden_states": False,
         "output_router_logits": False,
     }
-    # With a padding token, transformers looks for it in every batch, on the host, to warn of it.
+    # With a padding token, transformers searches every batch for it on the host, for a warning.
     settings["pad_token_id"] = None
-    vars(config).update(settings)  # some configs would not take None by assignment
+    vars(config).update(settings)  # some configs reject None on assignment

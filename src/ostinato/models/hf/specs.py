@@ -1,6 +1,7 @@
-"""What each layer of a model of transformers asks of attention, from how it called it once.
+"""Derives each layer's attention spec from one recorded call of a transformers model.
 
-What our attention cannot express is refused here, by name, instead of giving wrong results.
+A call that our attention cannot express raises here and names the reason, instead of giving wrong
+results.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from ostinato.errors import ConfigError
 from ostinato.models.hf.attention import AttentionCall, MaskRule
 
 # Keyword arguments of an attention call that do not change its result here: the batch is known from
-# the forward context, and dropout is off. Any other that is set is refused.
+# the forward context, and dropout is off. Any other that is set raises.
 _HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
 
-# Masks are compared with our specs up to here, and no further.
+# Masks are compared with our specs up to this length.
 _LONGEST_PROBE = 1 << 20
 
 
 def bind_specs(
     name: str, calls: Sequence[AttentionCall], num_layers: int, max_position: int
 ) -> list[AttentionSpec]:
-    """Work out each layer's spec, and leave it at the layer's module for ``ATTENTION`` to find."""
+    """Derive each layer's spec, and store it on the layer's module for ``ATTENTION``."""
     by_layer: dict[int, AttentionCall] = {}
     for call in calls:
         layer = getattr(call.module, "layer_idx", None)
@@ -83,7 +84,7 @@ def _spec_of(
 
 
 def _window_of(name: str, call: AttentionCall, layer: int, max_position: int) -> int | None:
-    """The window that the model's mask means; refuses a mask that is not causal with a window."""
+    """The window of the model's mask; raises unless the mask is causal, with or without one."""
     if call.mask is None:
         raise _not_causal(name, layer)
     if not isinstance(call.mask, MaskRule):
@@ -95,7 +96,7 @@ def _window_of(name: str, call: AttentionCall, layer: int, max_position: int) ->
     device = call.query.device
     last = torch.tensor([length - 1], device=device)
     window = int(_visible(call.mask, last, torch.arange(length, device=device)).sum())
-    # Positions around the places where windows, chunks and blocks begin and end.
+    # Positions around the usual boundaries of windows, chunks and blocks.
     near = torch.arange(-3, 40)
     edges = [near, window + near, 2 * window + near, length - 1 - near]
     queries = torch.cat(edges).clamp(0, length - 1).unique()

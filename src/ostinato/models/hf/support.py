@@ -1,7 +1,6 @@
-"""Which of transformers' causal language models can be run, as far as their config tells.
+"""Decides from a config which of transformers' causal language models can run.
 
-These are the refusals that need no weights. What a config does not tell is found by running a few
-tokens, when the model is loaded.
+These checks need no weights. The others run a few tokens when the model is loaded.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _FIXED_ROPE = "default"
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Refuse a model that cannot be run, by name."""
+    """Raise if a model cannot run, and name it."""
     if config.is_encoder_decoder:
         raise ConfigError(
             f"{config.model_type} is an encoder-decoder model; only decoder-only language models "
@@ -48,12 +47,12 @@ def check_config(config: PretrainedConfig) -> None:
 
 
 def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int:
-    """The longest sequence that a model of ``config`` takes.
+    """The longest sequence that a model of ``config`` supports.
 
-    Rotary frequencies that change with the length of a sequence would have to be computed on the
-    host for each batch, and would not fit the keys already in the cache. They are frozen to those
-    of short sequences, so the limit is where they would begin to change. ``max_model_len`` is what
-    the user asked for, if anything.
+    RoPE frequencies that change with the length of a sequence would have to be computed on the host
+    for each batch, and would not match the keys already in the cache. They are frozen to those for
+    short sequences, so the limit is the length at which they would change. ``max_model_len`` is the
+    user's setting, if any.
     """
     text_config = config.get_text_config()
     lengths = (getattr(text_config, name, None) for name in _LENGTH_NAMES)
@@ -61,7 +60,7 @@ def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int
     if length is None:
         raise ConfigError(
             f"the config of {config.model_type} has none of {', '.join(_LENGTH_NAMES)}; set one to "
-            "the longest sequence that the model takes"
+            "the longest sequence that the model supports"
         )
     for rope in _rope_parameters(text_config):
         limit = _frozen_limit(rope, length)
@@ -83,7 +82,7 @@ def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int
 
 
 def freeze_rope(model: nn.Module) -> None:
-    """Keep rotary frequencies as they were built, for short sequences."""
+    """Keep RoPE frequencies as they were built, for short sequences."""
     for module in model.modules():
         kind: Any = getattr(module, "rope_type", None)
         if isinstance(kind, dict):  # by kind of layer
@@ -104,7 +103,7 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def _frozen_limit(rope: dict[str, Any], length: int) -> int | None:
-    """Up to which length the frequencies are those of short sequences; None: always."""
+    """The length up to which the frequencies stay those of short sequences; None: no limit."""
     if not _changes(rope["rope_type"]):
         return None
     return int(

@@ -1,9 +1,9 @@
-"""A checkpoint's tensors into a model of transformers: all of them, each in its place, or none.
+"""Loads a checkpoint into a transformers model: exactly its tensors, or an error.
 
-transformers draws what a checkpoint lacks from torch's random numbers, drops what it has no place
-for and converts any type. Here all of that is refused by name, as the native decoder does. What
-transformers says may be absent or left over stays allowed: tied weights, buffers that it computes,
-buffers that old versions saved. Its renamings and conversions are applied as ever.
+transformers initialises missing tensors at random, drops unknown ones and converts any dtype. Here
+all of that raises and names the tensor, as in the native decoder. Tensors that transformers allows
+to be missing or left over stay allowed: tied weights, buffers that it computes, buffers that old
+versions saved. Its renamings and conversions apply as usual.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ostinato.models.checkpoint import FLOAT_TYPES, Checkpoint
 from ostinato.quoting import listed, said, shown
 
 _PLAIN_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_MOST_PACKED = 32  # weights in one number of a quantized checkpoint: a bit each
-_LARGEST_BUFFERS = 2**32  # bytes of tables, such as those of positions
+_MOST_PACKED = 32  # weights in one number of a quantized checkpoint, one bit each
+_LARGEST_BUFFERS = 2**32  # bytes of tables, such as position tables
 # Causal masks that old versions of transformers saved with each layer.
 _OLD_BUFFERS = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|causal_mask)$")
 _THAN_WEIGHTS = "its checkpoint has weights for, which is incomplete or belongs to another config"
@@ -44,7 +44,7 @@ def load_weights(
 ) -> Any:
     """A model of ``config`` on the CPU, with the weights of ``checkpoint`` and no others.
 
-    ``options`` are those of transformers' ``from_pretrained``.
+    ``options`` go to transformers' ``from_pretrained``.
     """
     model_class, config = _model_class(config)
     method = _quantization(checkpoint, config)
@@ -52,7 +52,7 @@ def load_weights(
     checkpoint.check_num_layers(config.get_text_config().num_hidden_layers)
     limit = 2 * checkpoint.num_elements() * (_MOST_PACKED if method else 1)  # tied: built twice
     try:
-        # Buffers are filled from constants; should one of them be drawn, then always the same.
+        # Buffers are filled from constants; the seed makes any random one reproducible.
         with (
             checkpoint.opened() as tensors,
             no_larger_than(limit, _THAN_WEIGHTS),
@@ -65,14 +65,14 @@ def load_weights(
                 config=config,
                 state_dict=tensors,
                 dtype=dtype,
-                ignore_mismatched_sizes=True,  # they are refused below, by name
+                ignore_mismatched_sizes=True,  # they raise below, by name
                 output_loading_info=True,
                 generation_config=GenerationConfig(),  # type: ignore[no-untyped-call]
                 **options,
             )
     except (OstinatoError, MemoryError):
         raise
-    except Exception as error:  # whatever transformers makes of a checkpoint, it is named
+    except Exception as error:  # any failure must name the checkpoint
         raise ModelLoadError(
             f"transformers cannot load {checkpoint.path} as {model_class.__name__}: {said(error)}; "
             + _advice(error, method)
@@ -86,7 +86,7 @@ def load_weights(
 
 
 def _quantization(checkpoint: Checkpoint, config: Any) -> str | None:
-    """How the weights are quantized. transformers ignores methods that it does not know."""
+    """The quantization method. transformers ignores methods that it does not know."""
     stated = getattr(config, "quantization_config", None)
     if stated is None:
         return None
@@ -122,9 +122,9 @@ def _model_class(config: Any) -> tuple[Any, Any]:
 
 @contextmanager
 def no_larger_than(num_elements: int | None, reason: str) -> Iterator[None]:
-    """While a model is built in this thread, on ``meta``: stop when it has more weights than that.
+    """Raise while a model is built on ``meta`` in this thread, if it has more weights than that.
 
-    It takes no memory there, but a config can ask for layers without end.
+    It uses no memory there, but a config can ask for any number of layers.
     """
     thread = threading.get_ident()
     built = {"parameters": 0, "buffers": 0}
@@ -163,7 +163,7 @@ def no_larger_than(num_elements: int | None, reason: str) -> Iterator[None]:
 
 @contextmanager
 def _no_report() -> Iterator[None]:
-    """Keep transformers' table of what does not fit out of the log: our error says it."""
+    """Keep transformers' table of mismatches out of the log: our error reports them."""
 
     def is_other(record: logging.LogRecord) -> bool:
         return "LOAD REPORT" not in str(record.msg)
@@ -177,7 +177,7 @@ def _no_report() -> Iterator[None]:
 
 
 def _check_names(checkpoint: Checkpoint, model_class: Any) -> None:
-    """Refuse names of which transformers would take one and drop the other, or close the gap."""
+    """Raise for duplicate names, of which transformers drops one, and for gaps it would close."""
     prefix = f"{model_class.base_model_prefix}."
     twice = [name for name in checkpoint.tensors if f"{prefix}{name}" in checkpoint.tensors]
     if twice:
@@ -208,8 +208,8 @@ def _check_loaded(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
     extra = sorted(name for name in info["unexpected_keys"] if not _OLD_BUFFERS.search(name))
     if extra:
         raise ModelLoadError(
-            f"{path} has {listed(extra)}, for which this architecture has no place; running "
-            "without would give wrong results. Is its config.json right?"
+            f"{path} has {listed(extra)}, which this architecture does not use; running without "
+            "would give wrong results. Is its config.json right?"
         )
     for name, found, wanted in sorted(info["mismatched_keys"]):
         raise ModelLoadError(
@@ -219,9 +219,9 @@ def _check_loaded(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
 
 
 def _check_shapes(checkpoint: Checkpoint, model: Any, model_class: Any, config: Any) -> None:
-    """Refuse shapes that are not the config's: transformers takes any where there is a quantizer.
+    """Raise for shapes that differ from the config's, which transformers accepts with a quantizer.
 
-    Weights that stay quantized have shapes and types of their own.
+    Weights that stay quantized have other shapes and dtypes.
     """
     with torch.device("meta"), no_init_weights():
         wanted = model_class(copy.deepcopy(config)).state_dict()
@@ -237,7 +237,7 @@ def _check_shapes(checkpoint: Checkpoint, model: Any, model_class: Any, config: 
 
 
 def _check_types(checkpoint: Checkpoint, model: Any) -> None:
-    """Refuse quantized weights; buffers may be of any type."""
+    """Raise for quantized weights; buffers may have any dtype."""
     odd = [name for name, info in checkpoint.tensors.items() if info.dtype not in FLOAT_TYPES]
     if not odd:
         return
