@@ -165,7 +165,7 @@ def test_a_late_layer_of_any_family(name: str, tmp_path: Path) -> None:
 
 def test_models_without_a_norm_before_attention(tmp_path: Path) -> None:
     path = save_tiny(TINY_NATIVE["olmo2"](), tmp_path)
-    with pytest.raises(ConfigError, match="SwiftKV is for models with a norm before attention"):
+    with pytest.raises(ConfigError, match="SwiftKV needs a model with a norm before attention"):
         LLM(path, swiftkv_layers=1, **LIMITS)
 
 

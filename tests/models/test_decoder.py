@@ -372,7 +372,7 @@ def test_impossible_configs(change: dict[str, Any], message: str) -> None:
             Glm4Config(
                 **SIZES, head_dim=16, rope_parameters=rope("default", partial_rotary_factor=0.2)
             ),
-            "rotate no whole pairs of 16",
+            "do not rotate whole pairs of head_dim 16",
         ),
     ],
 )

@@ -1,10 +1,10 @@
-"""The native decoder: one dense transformer for Llama, Mistral, Qwen2, Qwen3 and their kin.
+"""The native decoder: one dense transformer for Llama, Mistral, Qwen2, Qwen3 and similar families.
 
 Inference only, over a flat row of tokens, with few operators per layer: queries, keys and values
-come from one GEMM, gate and up from another. What a layer computes is in ``layer.py``; here is
-which kernels run it: on CUDA, and on a CPU with compiled kernels, fused ones; elsewhere, and for
-torch.compile, which fuses by itself, plain torch. What differs between the families is in
-``DecoderConfig``.
+come from one GEMM, gate and up from another. ``layer.py`` defines what a layer computes; this
+module chooses the kernels: fused ones on CUDA and on a CPU with compiled kernels; plain torch
+elsewhere, and for torch.compile, which fuses by itself. ``DecoderConfig`` holds the differences
+between the families.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from ostinato.ops.tuning import MAX_ROWS
 class Decoder(nn.Module, CausalLM):
     """A ``CausalLM``. Its parameters hold no values until they are loaded or drawn.
 
-    ``max_position`` limits the table of angles to the sequences that will be run; the default is
-    the model's own limit. The device may be ``meta``, to count parameters without memory.
+    ``max_position`` limits the RoPE table to the sequences that will be run; the default is the
+    model's limit. The device may be ``meta``, to count parameters without memory.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Decoder(nn.Module, CausalLM):
                 config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
             )
         )
-        # As exact as the states that it scales, as in the models that have one.
+        # In the precision of the states that it scales, as in the models that have one.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
-        # float32 whatever the dtype: a position of 100,000 does not exist in bfloat16.
+        # float32 for every dtype: bfloat16 cannot represent a position such as 100,001.
         table = config.rotary.table(self.max_position, device)
         self.register_buffer("rotary_table", table, persistent=False)
         self.rotary_table: torch.Tensor
@@ -91,7 +91,7 @@ class Decoder(nn.Module, CausalLM):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden_size] of tokens ``input_ids`` at ``positions``.
 
-        They are not normed: the last norm is part of the head, which few tokens go through.
+        The last norm is not applied: it is part of the head, which runs for few tokens.
         """
         hidden = F.embedding(input_ids, self.embed_tokens.weight)
         return self._run_layers(hidden, positions, positions)
@@ -99,7 +99,7 @@ class Decoder(nn.Module, CausalLM):
     def _run_layers(
         self, hidden: torch.Tensor, positions: torch.Tensor, all_positions: torch.Tensor
     ) -> torch.Tensor:
-        """``positions`` are those of ``hidden``, ``all_positions`` of all tokens in attention."""
+        """``positions`` belong to ``hidden``, ``all_positions`` to all tokens in attention."""
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         run = self._kernels(hidden, positions, all_positions)
@@ -108,11 +108,11 @@ class Decoder(nn.Module, CausalLM):
     def _kernels(
         self, hidden: torch.Tensor, positions: torch.Tensor, all_positions: torch.Tensor
     ) -> AnyKernels:
-        """Which kernels run the layers for these rows. Shapes alone decide, on one device."""
+        """Choose the kernels that run the layers for these rows, by shapes and device alone."""
         if not self._runs_fused(hidden):
             return Plain(self.rotary_table, positions, self.dtype)
         few = hidden.shape[0] <= MAX_ROWS and self.dtype is not torch.float32
-        # GEMMs that are summed over ranks cannot have the residual inside.
+        # GEMMs that are summed over ranks cannot add the residual.
         kernels = SmallM if few and not self._exchange.sums else LargeM
         return kernels(self.rotary_table, all_positions)
 
@@ -129,7 +129,7 @@ class Decoder(nn.Module, CausalLM):
         return self._scaled_logits(logits)
 
     def _scaled_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """``logits``, in place, as the family scales and caps them."""
+        """Scale and cap ``logits`` in place, as the family does."""
         if self.config.logit_scale != 1.0:
             logits = logits.mul_(self.config.logit_scale)
         cap = self.config.logit_soft_cap
@@ -140,14 +140,14 @@ class Decoder(nn.Module, CausalLM):
         return (self.embed_tokens if self.lm_head is None else self.lm_head).weight
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        """Every tensor that a checkpoint of this model must have, and where it goes."""
+        """Every tensor that a checkpoint of this model must have, and its destination."""
         rows = WeightRows.whole(self.config)
         reorders = len(self.config.rotary.head_rows) > 1
         for slot in self._own_slots():
             yield rows.place(slot) if reorders else slot
 
     def _own_slots(self) -> Iterator[WeightSlot]:
-        """The same, if the model were all of what the checkpoint has."""
+        """The same for a model that has all weights of the checkpoint."""
         yield _vocabulary_slot("model.embed_tokens.weight", self.embed_tokens.weight)
         for index, layer in enumerate(self.decoder_layers()):
             yield from layer.weight_slots(f"model.layers.{index}")
@@ -156,12 +156,12 @@ class Decoder(nn.Module, CausalLM):
             yield _vocabulary_slot("lm_head.weight", self.lm_head.weight)
 
     def ignored_names(self) -> list[str]:
-        """Tensors that a checkpoint may have besides those of ``weight_slots``."""
+        """Tensors that a checkpoint may have in addition to ``weight_slots``."""
         return []
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:
-        """Two layers of a kind stay: the very first has nothing to add up."""
+        """Keep two layers of each kind, because the first layer has no partial sums to add."""
         whole, kinds = self.layers, dict[AttentionSpec, list[DecoderLayer]]()
         for layer in self.decoder_layers():
             kinds.setdefault(replace(layer.spec, layer=0), []).append(layer)
@@ -182,8 +182,8 @@ def _checked_max_position(config: DecoderConfig, asked: int | None) -> int:
         return config.max_position
     if not 1 <= asked <= config.max_position:
         raise ConfigError(
-            f"a longest sequence of {asked} tokens was asked for; this model's positions are "
-            f"right from 1 to {config.max_position} tokens; choose a length in that range"
+            f"the longest sequence was set to {asked} tokens, but this model's positions are right "
+            f"only from 1 to {config.max_position} tokens; choose a length in that range"
         )
     return asked
 

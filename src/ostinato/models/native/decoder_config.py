@@ -1,9 +1,9 @@
-"""What the native decoder needs to know of a model, read once from its transformers config.
+"""The native decoder's view of a model, read once from its transformers config.
 
-A frozen record of plain values: dimensions, options, one window per layer and the rotary
-frequencies. What a family of models has for options is in ``families.py``. Which models the decoder
-can run is decided here, so that a model it would get wrong goes to the generic path with a reason,
-not to wrong numbers.
+A frozen record of plain values: dimensions, options, one window per layer and the RoPE frequencies.
+``families.py`` has the options of each family. This module decides which models the decoder can
+run, so that an unsupported model goes to the generic path with a reason, instead of giving wrong
+numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SCALES = (
     "logit_soft_cap",
 )
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Beyond those of any model, and small enough that nothing made of them exhausts the memory.
+# Larger than in any model, and small enough that nothing of this size exhausts the memory.
 _LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,
@@ -48,11 +48,11 @@ _LARGEST = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """One dense decoder: attention and a gated MLP in each layer, RMSNorm, rotary positions.
+    """One dense decoder: attention and a gated MLP in each layer, RMSNorm, RoPE.
 
-    ``windows`` has one entry per layer: the keys that a query sees, itself included, or None for
-    all. ``max_position`` is the longest sequence for which ``rotary`` is right. Options that are
-    not given are Llama's.
+    ``windows`` has one entry per layer: the number of keys that a query sees, itself included, or
+    None for all. ``max_position`` is the longest sequence for which ``rotary`` is right. Options
+    default to Llama's.
     """
 
     vocab_size: int
@@ -99,8 +99,8 @@ class DecoderConfig:
                 raise ConfigError(f"sliding_window must be an integer from 1, not {shown(window)}")
         if self.max_position > LONGEST_SEQUENCE:
             raise ConfigError(
-                f"a longest sequence of {self.max_position:,} tokens (max_position_embeddings, or "
-                f"what rope_parameters make of it) is more than {LONGEST_SEQUENCE:,}"
+                f"the longest sequence is {self.max_position:,} tokens (max_position_embeddings, "
+                f"as extended by rope_parameters); the limit is {LONGEST_SEQUENCE:,}"
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
@@ -110,7 +110,7 @@ class DecoderConfig:
         if len(self.windows) != self.num_layers:
             raise ConfigError(f"{len(self.windows)} windows for {self.num_layers} layers")
         if self.head_dim % 2:
-            raise ConfigError(f"rotary positions turn pairs: head_dim {self.head_dim} is odd")
+            raise ConfigError(f"RoPE rotates pairs, but head_dim {self.head_dim} is odd")
 
     @classmethod
     def from_hf(cls, config: PretrainedConfig | RawConfig) -> DecoderConfig:
@@ -149,7 +149,7 @@ def first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:
 
 
 def _check_sizes(config: PretrainedConfig | RawConfig) -> None:
-    """Refuse sizes by the names of the config, before anything is made of them."""
+    """Raise for invalid sizes, by their config names, before anything is built from them."""
     for name, largest in _LARGEST.items():
         value = getattr(config, name, None)
         if name == "head_dim" and value is None:
@@ -161,7 +161,7 @@ def _check_sizes(config: PretrainedConfig | RawConfig) -> None:
 
 
 def unsupported_reason(config: PretrainedConfig | RawConfig) -> str | None:
-    """Why the native decoder cannot run a model with this config; None where it can."""
+    """Why the native decoder cannot run a model with this config; None if it can."""
     family: Family | None = FAMILIES.get(config.model_type)
     if family is None:
         return f"its model_type is {shown(config.model_type)}, not one of {', '.join(FAMILIES)}"
@@ -194,6 +194,6 @@ def _max_position(config: PretrainedConfig | RawConfig) -> int:
         # Such configs often state the length of pretraining, which the factor then extends.
         return max(stated, int(rope["original_max_position_embeddings"] * rope["factor"]))
     if rope["rope_type"] == "longrope":
-        # Beyond this length all positions would turn at other frequencies, cached keys included.
+        # Beyond this length all frequencies would change, also those of cached keys.
         return min(stated, int(rope["original_max_position_embeddings"]))
     return stated

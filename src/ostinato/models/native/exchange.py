@@ -1,4 +1,4 @@
-"""What the ranks of a sharded decoder trade inside a layer; on one rank, nothing."""
+"""The communication of a sharded decoder inside a layer; on one rank, none."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 
 
 class Exchange:
-    """Of a decoder that has all of its weights: every method gives back what it is given."""
+    """The exchange of a decoder with all its weights: every method returns its argument."""
 
     @property
     def sums(self) -> bool:
-        """Whether ``sum`` has anything to add."""
+        """Whether ``sum`` adds anything."""
         return False
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks that hold a part of the product ``partial`` comes from."""
+        """The sum of ``partial`` over all ranks that compute a part of the GEMM."""
         return partial
 
     def tokens_for_heads(
@@ -24,7 +24,7 @@ class Exchange:
         return query, key, value
 
     def qkv_for_heads(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
-        """The same for rows of a product that hold the heads of all three."""
+        """The same for rows of a GEMM that hold the heads of all three."""
         return qkv
 
     def heads_for_tokens(self, mixed: torch.Tensor) -> torch.Tensor:

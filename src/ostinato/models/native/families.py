@@ -1,8 +1,8 @@
 """The families of dense models that the native decoder runs: a table of options and names each.
 
-A family says in which options of ``DecoderConfig`` its models differ from Llama's, and what their
-checkpoints call the weights. Which norms a layer has follows from the names: one before attention
-and one before the MLP (pre-norm, as in Llama), one behind each (post-norm, as in OLMo 2), or both.
+A family lists the options of ``DecoderConfig`` in which its models differ from Llama, and the names
+of the weights in their checkpoints. The names determine the norms of a layer: before attention and
+before the MLP (pre-norm, as in Llama), after each (post-norm, as in OLMo 2), or both.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ Types = tuple[type, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class WeightNames:
-    """A layer's weights as its checkpoint names them. A norm without a name is not there.
+    """The checkpoint names of a layer's weights. A norm without a name does not exist.
 
-    Weights of one name are one tensor, in this order: a fused projection.
+    Weights with the same name are one tensor, in this order: a fused projection.
     """
 
     query: str = "self_attn.q_proj"
@@ -47,12 +47,12 @@ LLAMA_NAMES = WeightNames()
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """``options``: fields of ``DecoderConfig``, from a model's config, where they are not Llama's.
+    """``options``: fields of ``DecoderConfig``, from a model's config, that differ from Llama's.
 
-    ``activation``: where its config has the name of the activation. ``interleaved``: RoPE pairs
-    neighbours (2i, 2i + 1) instead of halves. ``partial_rotary``: it heeds partial_rotary_factor.
-    ``fields``: what a config.json must state for it to be read without transformers, besides what
-    all must; None: transformers reads it.
+    ``activation``: the config field with the name of the activation. ``interleaved``: RoPE pairs
+    neighbours (2i, 2i + 1) instead of halves. ``partial_rotary``: it uses partial_rotary_factor.
+    ``fields``: further fields that a config.json must state to be read without transformers; None:
+    transformers reads it.
     """
 
     options: Callable[[Any], dict[str, Any]] = lambda config: {}
@@ -77,7 +77,7 @@ def window_everywhere(config: Any) -> dict[str, Any]:
 
 
 def window_by_layer(config: Any) -> dict[str, Any]:
-    """A window in the layers whose type says so. transformers works the types out."""
+    """A window in the layers whose type says so. transformers derives the types."""
     window = config.sliding_window
     if window is None:
         return {}
@@ -98,7 +98,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family(
         options=lambda config: {"qkv_bias": True, **window_by_layer(config)},
-        # With a window there is a rule for which layers have it, which is transformers' to apply.
+        # With a window, transformers' rule decides which layers have it.
         fields={"sliding_window": (type(None),)},
     ),
     "qwen3": Family(

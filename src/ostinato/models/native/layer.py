@@ -1,7 +1,7 @@
 """One transformer layer: what it computes, written once.
 
-Which kernels run it, and what they fuse, is the strategy's business (``layer_kernels.py``); what
-ranks trade inside it, the exchange's (``exchange.py``).
+The strategy (``layer_kernels.py``) decides which kernels run it, and what they fuse; the exchange
+(``exchange.py``) communicates between ranks inside it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ostinato.models.weight_slot import Role, WeightSlot
 class DecoderLayer(nn.Module):
     """Attention, then a gated MLP, each added to the residual stream.
 
-    There is a norm before each (pre-norm), behind each (post-norm), or both: as the family's names
-    say (``families.py``). A norm that is not there is None.
+    There is a norm before each (pre-norm), after each (post-norm), or both, as the family's names
+    say (``families.py``). A norm that does not exist is None.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Any, residual: torch.Tensor | None, run: AnyKernels
     ) -> tuple[Any, torch.Tensor]:
-        """``x``: what is still to be added to the residual stream; at first, all of it.
+        """``x``: the value still to be added to the residual stream; at first, all of it.
 
-        Returns the same for the next layer. What ``x`` is, only ``run`` knows.
+        Returns the same for the next layer. Only ``run`` knows the form of ``x``.
         """
         x, residual = run.norm(self.attention_norm, x, residual)
         x = self.attention(x, run)
@@ -111,7 +111,7 @@ class DecoderLayer(nn.Module):
     def _output(
         self, projection: Linear, x: torch.Tensor, norm: RMSNorm | None, run: AnyKernels
     ) -> Any:
-        """What a sublayer adds to the residual stream."""
+        """The value that a sublayer adds to the residual stream."""
         if norm is None and self._residual_scale == 1.0 and not self.exchange.sums:
             return run.output(projection, x)
         x = self.exchange.sum(run.project(projection, x))
@@ -120,7 +120,7 @@ class DecoderLayer(nn.Module):
         return x if self._residual_scale == 1.0 else x * self._residual_scale
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        """The layer's tensors as checkpoints name them."""
+        """The layer's tensors by their checkpoint names."""
         config, names = self._config, self._config.names
         head_dim, width = config.head_dim, self.down_proj.in_features
         queries, keys = (count * head_dim for count in self.head_counts)
@@ -151,7 +151,7 @@ class DecoderLayer(nn.Module):
         for name, norm in norms:
             if norm is not None:
                 yield norm_slot(f"{prefix}.{name}.weight", norm)
-        if self.qk_norm is not None:  # one weight for all heads, repeated for each
+        if self.qk_norm is not None:  # one weight, repeated for each head
             per_head = self.qk_norm.weight.detach().split(self.head_counts)
             for name, target in zip((names.query_norm, names.key_norm), per_head, strict=True):
                 shape = torch.Size([head_dim])
@@ -164,7 +164,7 @@ _Stretch = tuple[str, Role, int]  # of a fused linear: the name of its tensor, i
 def run_layers(
     layers: Iterable[DecoderLayer], hidden: torch.Tensor, run: AnyKernels
 ) -> torch.Tensor:
-    """What ``layers`` make of ``hidden``, one after another."""
+    """Run ``hidden`` through ``layers``."""
     stream: list[Any] = [hidden, None]
     for layer in layers:  # handed over, not kept here: a layer's values end with their last reader
         stream += layer.forward(stream.pop(0), stream.pop(0), run)
@@ -172,7 +172,7 @@ def run_layers(
 
 
 class _EmptyLinear(nn.Linear):
-    """Draws no weights. torch's skip_init draws them on ``meta``, which imports all of Dynamo."""
+    """Skips initialisation. torch's skip_init runs it on ``meta``, which imports all of Dynamo."""
 
     def reset_parameters(self) -> None:
         pass
@@ -181,12 +181,12 @@ class _EmptyLinear(nn.Linear):
 def empty_linear(
     inputs: int, outputs: int, *, bias: bool, device: torch.device, dtype: torch.dtype
 ) -> nn.Linear:
-    """A linear module whose parameters hold no values yet."""
+    """An uninitialised linear module."""
     linear = _EmptyLinear(inputs, outputs, bias=bias, device=device, dtype=dtype)
     linear = linear.requires_grad_(False)
     if device.type == "cpu" and outputs >= inputs:
-        # Read fastest on the CPU with the longer dimension contiguous: up to a quarter less time
-        # for small batches. To everything else it is the same tensor.
+        # The CPU reads it fastest with the longer dimension contiguous: up to a quarter less time
+        # for small batches. Only the strides differ.
         linear.weight.data = torch.empty(inputs, outputs, device=device, dtype=dtype).T
     return linear
 
@@ -194,7 +194,7 @@ def empty_linear(
 def empty_norm(
     config: DecoderConfig, *shape: int, device: torch.device, dtype: torch.dtype
 ) -> RMSNorm:
-    """A norm whose weight holds no values yet; in float32 if the family adds an offset to it."""
+    """An uninitialised norm; its weight is float32 if the family adds an offset to it."""
     dtype = torch.float32 if config.norm_offset else dtype
     norm = RMSNorm(shape, config.rms_norm_eps, device=device, dtype=dtype)
     norm.offset = config.norm_offset
@@ -202,7 +202,7 @@ def empty_norm(
 
 
 def norm_slot(name: str, norm: RMSNorm) -> WeightSlot:
-    """The weight of a norm, which every rank has whole."""
+    """The weight of a norm, which is whole on every rank."""
     weight = norm.weight.detach()
     return WeightSlot(name, weight, weight.shape, offset=norm.offset)
 
@@ -210,7 +210,7 @@ def norm_slot(name: str, norm: RMSNorm) -> WeightSlot:
 def _linear_slots(
     prefix: str, linear: nn.Linear, stretches: Iterable[_Stretch]
 ) -> Iterator[WeightSlot]:
-    """The tensors that a linear is made of, in the order of ``stretches``."""
+    """The tensors that make up a linear, in the order of ``stretches``."""
     start = 0
     for name, group in groupby(stretches, key=itemgetter(0)):
         _, roles, sizes = zip(*group, strict=True)

@@ -1,9 +1,9 @@
-"""Which kernels run a layer: the strategies that ``DecoderLayer``'s one body is written over.
+"""The strategies that choose the kernels of a layer, for the one body of ``DecoderLayer``.
 
-A fusion across two lines of the body is a value. What ``norm`` returns may be a norm that the GEMM
-which reads it applies; what ``output`` returns may be a GEMM that adds the residual, or the partial
-sums of a split-K GEMM, which the next ``norm`` adds up. Each strategy consumes its own values, so
-the body never looks at them. A strategy is made for one forward: it knows the batch's positions.
+A fusion across two lines of the body is a value. ``norm`` may return a pending norm that the next
+GEMM applies; ``output`` may return a pending GEMM that adds the residual, or the partial sums of a
+split-K GEMM, which the next ``norm`` adds up. Each strategy consumes its own values, so the body
+never inspects them. A strategy serves one forward: it holds the batch's positions.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Linear(Protocol):
 class LayerKernels(ABC, Generic[Normed, Delta]):
     """The operations of a layer. ``residual`` is the stream that sublayers add to."""
 
-    # What keys and values are made of, in layers that do not make them of their input (SwiftKV).
+    # The source of keys and values, in layers that do not compute them from their input (SwiftKV).
     source: Tensor | None = None
 
     @abstractmethod
@@ -69,7 +69,7 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
 
     @abstractmethod
     def output(self, projection: Linear, x: Tensor) -> Delta:
-        """``project``, of what goes to ``norm`` or ``add`` next, whole on this rank."""
+        """``project`` for a result that goes to ``norm`` or ``add``, summed over ranks."""
 
     @abstractmethod
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
@@ -81,9 +81,9 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
 
 
 class Plain(LayerKernels[Tensor, Tensor]):
-    """torch's operators, line by line: the reference, and what torch.compile sees.
+    """Plain torch operators: the reference, and the code that torch.compile sees.
 
-    ``positions`` are those of the rows that the layer works on.
+    ``positions`` belong to the rows that the layer computes.
     """
 
     def __init__(self, table: Tensor, positions: Tensor, dtype: torch.dtype) -> None:
@@ -118,8 +118,9 @@ class Plain(LayerKernels[Tensor, Tensor]):
         return layer.exchange.heads_for_tokens(attend(layer.spec, query, key, value)).flatten(1)
 
     def rotated(self, layer: DecoderLayer, heads: Tensor, which: slice | None = None) -> Tensor:
-        """``heads`` with their norm, if they have one, and RoPE. ``which`` of the queries and keys
-        they are; None: all.
+        """Apply the norm, if any, and RoPE to ``heads``.
+
+        ``which`` of the queries and keys they are; None: all.
         """
         if layer.qk_norm is not None:
             heads = layer.qk_norm(heads, which)
@@ -132,7 +133,7 @@ class Plain(LayerKernels[Tensor, Tensor]):
 class _Fused(LayerKernels[Normed, Delta]):
     """Attention from the raw QKV GEMM, RoPE included.
 
-    ``positions`` are those of all tokens that attention sees, if they are split over ranks.
+    ``positions`` belong to all tokens that attention sees, even if they are split over ranks.
     """
 
     def __init__(self, table: Tensor, positions: Tensor) -> None:
@@ -147,7 +148,7 @@ class _Fused(LayerKernels[Normed, Delta]):
         qkv = layer.exchange.qkv_for_heads(qkv, *layer.head_counts)
         qk_norm: Tensor | None = None if layer.qk_norm is None else layer.qk_norm.weight
         if qk_norm is not None and spec.num_heads < num_heads:
-            # Attention has a part of these heads. All queries have one weight, and all keys.
+            # Attention has some of these heads. One weight serves all queries, and one all keys.
             qk_norm = qk_norm[num_heads - spec.num_heads : num_heads + spec.num_kv_heads]
         rotation = Rotation(table=self._table, qk_norm=qk_norm, eps=layer.rms_norm_eps)
         mixed = attend_qkv(spec, qkv, rotation, self._positions)
@@ -169,17 +170,17 @@ class PendingGemm(NamedTuple):
 
 
 class SmallM(_Fused[PendingNorm | Tensor, PendingGemm | Tensor]):
-    """For a decode step's few rows: norms, SwiGLU and residuals inside the GEMMs.
+    """For small-M decode steps: norms, SwiGLU and residuals are fused into the GEMMs.
 
-    Five operators a layer. What a GEMM cannot hold inside (many rows, other devices) ``linear``
-    does with operators of torch.
+    Five operators a layer. ``linear`` uses torch operators for cases that a GEMM cannot fuse (large
+    M, other devices).
     """
 
     def norm(
         self, norm: RMSNorm | None, x: PendingGemm | Tensor, residual: Tensor | None
     ) -> tuple[PendingNorm | Tensor, Tensor]:
         if norm is not None and residual is not None and isinstance(x, Tensor):
-            # Summed over ranks, normed or scaled: no GEMM could add it to the residual.
+            # A result summed over ranks, normed or scaled cannot be added inside the GEMM.
             return add_rms_norm(x, residual, norm.weight, norm.eps)
         residual = self.add(x, residual)
         if norm is None:
@@ -207,9 +208,9 @@ class SmallM(_Fused[PendingNorm | Tensor, PendingGemm | Tensor]):
 
 
 class LargeM(_Fused[Tensor, Tensor]):
-    """For many rows: GEMMs of torch, and small operators between them.
+    """For large M: torch's GEMMs, and small operators between them.
 
-    A GEMM that a GPU would be too large for is split-K: [P, T, N], added up by the next norm.
+    A GEMM too small to fill the GPU is split-K: [P, T, N], added up by the next norm.
     """
 
     def norm(

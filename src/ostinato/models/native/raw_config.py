@@ -1,8 +1,7 @@
-"""Configs that state everything the native decoder reads, taken as they stand.
+"""Reads configs that state every field of the native decoder, without transformers.
 
-transformers' config classes fill in what a file leaves out, and importing one takes two seconds. A
-file that leaves nothing out needs none of it. Whatever is unusual, old or doubtful is not taken
-here, and goes to transformers.
+transformers' config classes fill in missing fields, and importing one takes two seconds. A complete
+file does not need that. Anything unusual, old or ambiguous goes to transformers instead.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _DOUBTFUL = ("quantization_config", "rope_scaling", "rope_theta", "auto_map")
 
 
 class RawConfig:
-    """The fields of a config.json as attributes; what ``DecoderConfig.from_hf`` asks is there."""
+    """The fields of a config.json as attributes, as ``DecoderConfig.from_hf`` reads them."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
@@ -57,7 +56,7 @@ class RawConfig:
         """transformers calls it before it reads rope_parameters; these are standard."""
 
     def to_hf(self) -> PretrainedConfig:
-        """The same as an object of transformers."""
+        """The same as a transformers config."""
         from transformers import AutoConfig
 
         config: PretrainedConfig = AutoConfig.for_model(**self._fields)
@@ -65,7 +64,7 @@ class RawConfig:
 
 
 def raw_config(fields: Any) -> RawConfig | None:
-    """``fields`` of a config as they stand, or None where transformers must say what they mean."""
+    """``fields`` of a config as they are, or None if transformers must interpret them."""
     family = FAMILIES.get(fields.get("model_type", "")) if isinstance(fields, dict) else None
     if family is None or family.fields is None:
         return None

@@ -1,8 +1,8 @@
-"""Rotary positions: frequencies from transformers, and a table of angles.
+"""RoPE: frequencies from transformers, and a table of cosines and sines.
 
-The frequencies of a model never change here. Schemes that change them with the length of the
-sequence (``dynamic``, ``longrope``) are right up to the length at which they would change, and
-``DecoderConfig.max_position`` ends there.
+The frequencies of a model are fixed here. Schemes that change them with the length of the sequence
+(``dynamic``, ``longrope``) are right up to the length at which they would change, which is where
+``DecoderConfig.max_position`` ends.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _TYPES = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
 class Rotary:
     """The frequencies of a head's rotated pairs and the scale of their cos and sin.
 
-    Here pairs are (i, i + head_dim / 2), those that are not rotated (``num_fixed``) behind those
-    that are. Models that pair otherwise have the rows of their queries and keys read in another
-    order, ``head_rows``; scores do not depend on it.
+    Here pairs are (i, i + head_dim / 2), with unrotated ones (``num_fixed``) after rotated ones.
+    For models that pair differently, the rows of queries and keys are read in another order,
+    ``head_rows``; scores do not depend on it.
     """
 
     inverse_frequencies: tuple[float, ...]
@@ -50,7 +50,9 @@ class Rotary:
         rope: dict[str, Any] = config.rope_parameters
         rotated, odd = divmod(int(head_dim * rope.get(_PARTIAL, 1.0)), 2)
         if _PARTIAL in rope and (odd or not rotated):
-            raise ConfigError(f"rope_parameters {shown(rope)} rotate no whole pairs of {head_dim}")
+            raise ConfigError(
+                f"rope_parameters {shown(rope)} do not rotate whole pairs of head_dim {head_dim}"
+            )
         try:
             frequencies, scale = _frequencies(config, 2 * rotated)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -69,7 +71,7 @@ class Rotary:
 
     @property
     def head_rows(self) -> tuple[range, ...]:
-        """The rows of a head, of queries or keys, in the order that pairs them as above."""
+        """The rows of a query or key head, in the order that pairs them as above."""
         half, fixed = len(self.inverse_frequencies), self.num_fixed
         end = 2 * half
         if self.interleaved:
@@ -95,7 +97,7 @@ class Rotary:
 def _frequencies(
     config: PretrainedConfig | RawConfig, rotary_dim: int
 ) -> tuple[tuple[float, ...], float]:
-    """Of the pairs of a head's first ``rotary_dim`` rows, and the scale of cos and sin."""
+    """The frequencies of a head's first ``rotary_dim`` rows, and the scale of cos and sin."""
     rope: dict[str, Any] = config.rope_parameters
     # The two most common kinds without transformers, whose import takes a second.
     if rope["rope_type"] in ("default", "llama3"):
@@ -110,8 +112,10 @@ def _frequencies(
 
 
 def _stretch_long_waves(frequencies: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    """Llama 3's way to longer contexts: waves longer than the old context turn ``factor`` times
-    slower, short ones as before, and those between go over from one to the other.
+    """Llama 3's scaling for longer contexts.
+
+    Wavelengths beyond the old context are scaled by ``factor``, short ones are kept, and those in
+    between are interpolated.
     """
     factor, low, high = (rope[k] for k in ("factor", "low_freq_factor", "high_freq_factor"))
     context = rope["original_max_position_embeddings"]
@@ -123,14 +127,14 @@ def _stretch_long_waves(frequencies: torch.Tensor, rope: dict[str, Any]) -> torc
 
 
 def rotary_obstacle(config: PretrainedConfig | RawConfig, *, partial: bool = False) -> str | None:
-    """Why the native decoder cannot give this model its positions; None where it can.
+    """Why the native decoder does not support this model's RoPE; None if it does.
 
     ``partial``: its family may rotate a part of each head.
     """
     rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type")
     if kind not in _TYPES:
-        return f"its rotary positions are of type {shown(kind)}, not one of {', '.join(_TYPES)}"
+        return f"its RoPE type is {shown(kind)}, not one of {', '.join(_TYPES)}"
     part = rope.get(_PARTIAL, 1.0)
     if part != 1.0 and not (partial and type(part) in (int, float) and 0 < part < 1):
         return f"it rotates only a part ({shown(part)}) of each head"

@@ -1,7 +1,7 @@
-"""Named model shapes, to be run with random weights: speed needs no download.
+"""Named model shapes to run with random weights, so that benchmarks need no download.
 
 The dimensions are those of the published models. Random weights are drawn on the device, so a model
-of billions of parameters is there in seconds; their text means nothing.
+of billions of parameters is ready in seconds; its text is meaningless.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
-    # For tests and trials. Nothing ends its sequences, so their lengths are what was asked for.
+    # For tests and trials. It has no end-of-sequence token, so max_tokens decides the length.
     "tiny": _LLAMA
     | {
         "vocab_size": 512,
@@ -133,17 +133,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 def shape_config(name: str) -> RawConfig:
     """The config of the shape called ``name``."""
     if name not in SHAPES:
-        raise ConfigError(f"no model shape is called {name!r}; the shapes are {', '.join(SHAPES)}")
+        raise ConfigError(f"unknown model shape {name!r}; the shapes are {', '.join(SHAPES)}")
     config = raw_config(SHAPES[name])
-    assert config is not None, f"the shape {name} leaves something open"
+    assert config is not None, f"the shape {name} is incomplete"
     return config
 
 
 def draw_weights(model: Decoder, seed: int) -> None:
     """Fill a decoder with random weights, in place; the same ones for the same seed and device."""
     generator = torch.Generator(model.device).manual_seed(seed)
-    # The head last, also where a kind of decoder has layers that it made later: the weights are
-    # then those of the plain decoder.
+    # The head comes last, even if a decoder created further layers after it, so that the weights
+    # equal the plain decoder's.
     for part in model.children():
         if part is not model.lm_head:
             draw_parameters(part, generator)
@@ -152,7 +152,7 @@ def draw_weights(model: Decoder, seed: int) -> None:
 
 
 def draw_parameters(module: nn.Module, generator: torch.Generator) -> None:
-    """The same for a part of one, from where ``generator`` stands."""
+    """The same for a part of a decoder, from the current state of ``generator``."""
     for inner in module.modules():
         for name, parameter in inner.named_parameters(recurse=False):
             if isinstance(inner, RMSNorm):

@@ -1,4 +1,4 @@
-"""Which rows of a checkpoint's tensors a decoder, or a rank's part of one, reads, in which order.
+"""The rows of a checkpoint's tensors that a decoder, or a rank's part of one, reads, in order.
 
 A part has some of the heads, of the width of the feed-forward layers and of the vocabulary. Rows of
 queries and keys are read in the order in which RoPE pairs them here (``Rotary.head_rows``).
@@ -39,9 +39,9 @@ class WeightRows:
         )
 
     def place(self, slot: WeightSlot) -> WeightSlot:
-        """``slot`` of these rows, with what it reads of its tensor.
+        """``slot`` with the part of its tensor that it reads.
 
-        The end of a target that is longer becomes zero: a vocabulary may not split evenly.
+        The end of a longer target becomes zero: a vocabulary may not split evenly.
         """
         dim = 1 if slot.roles[:1] in _BY_COLUMNS else 0
         if not slot.roles or dim == slot.target.dim():  # a norm, or a bias that is added once
@@ -61,7 +61,7 @@ class WeightRows:
         return slot._replace(target=target, shape=torch.Size(shape), parts=tuple(parts), dim=dim)
 
     def _rows(self, role: Role) -> tuple[Iterable[range], int]:
-        """What is read of a tensor that has this role alone, and how long that is."""
+        """The part read of a tensor with only this role, and its length."""
         config = self.config
         if role == "vocabulary":
             return (self.vocabulary,), config.vocab_size
@@ -76,7 +76,7 @@ class WeightRows:
 
 
 def _of_heads(heads: Sequence[int], order: Sequence[range], head_dim: int) -> list[range]:
-    """The rows of ``heads``, each in this ``order``; neighbours are read together."""
+    """The rows of ``heads``, each in this ``order``; adjacent rows are read together."""
     stretches: list[range] = []
     for head in heads:
         for part in order:

@@ -1,1 +1,1 @@
-"""SwiftKV: a decoder whose late layers run only for the tokens whose logits are wanted."""
+"""SwiftKV: a decoder whose late layers run only for tokens that need logits."""

@@ -1,7 +1,7 @@
-"""What a SwiftKV model is: a decoder, and the layer after which its keys and values are made.
+"""The config of a SwiftKV model: a decoder, and the number of its early layers.
 
-A frozen record of plain values, read from a checkpoint's config.json or made up for a plain
-decoder, whose weights then take the places of the trained ones.
+A frozen record of plain values, read from a checkpoint's config.json or built for a plain decoder,
+whose weights then replace the trained ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def is_swiftkv(fields: Any) -> bool:
 
 
 def plain_config(fields: Mapping[str, Any]) -> PretrainedConfig | RawConfig:
-    """The config of the plain decoder that a SwiftKV model, by its config.json, was made from."""
+    """The config of the plain decoder behind a SwiftKV model, from its config.json."""
     kind: str = fields["model_type"]
     plain = {name: value for name, value in fields.items() if name not in _OWN_FIELDS}
     plain["model_type"] = kind.removesuffix(_SUFFIX)
@@ -49,13 +49,14 @@ def plain_config(fields: Mapping[str, Any]) -> PretrainedConfig | RawConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SwiftKVConfig:
-    """A decoder whose layers from ``num_key_value_layers`` on take their keys and values from the
-    hidden state before them all.
+    """A decoder whose late layers all compute keys and values from the same hidden state.
 
-    ``trained``: the checkpoint is SwiftKV's own, with projections of their own for these layers.
-    Otherwise it is a plain decoder's, and its projections are used, with the norm of the first late
-    layer: what training starts from. That is the plain decoder, exactly, with no late layers or
-    one, and an untrained approximation with more.
+    Late layers are those from ``num_key_value_layers`` on; the hidden state is their first input.
+
+    ``trained``: the checkpoint is a SwiftKV model, with separate projections for these layers.
+    Otherwise it is a plain decoder, and its projections are used, with the norm of the first late
+    layer, which is where training starts. With at most one late layer that equals the plain
+    decoder; with more it is an untrained approximation.
     """
 
     decoder: DecoderConfig
@@ -71,13 +72,13 @@ class SwiftKVConfig:
             )
         if self.decoder.names.attention_norm is None or self.decoder.qk_norm == "full":
             raise ConfigError(
-                "SwiftKV is for models with a norm before attention, and none over all heads at "
+                "SwiftKV needs a model with a norm before attention, and no norm over all heads at "
                 "once; leave swiftkv_layers out"
             )
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SwiftKVConfig:
-        """Of the config.json of a SwiftKV checkpoint: model_type ``llama_swiftkv`` and its kin."""
+        """Read the config.json of a SwiftKV checkpoint, such as ``llama_swiftkv``."""
         if not is_swiftkv(fields):
             raise ConfigError(
                 f"model_type of a SwiftKV model ends in {_SUFFIX!r}; this is "

@@ -1,9 +1,9 @@
-"""SwiftKV: a decoder whose late layers run only for the tokens whose logits are wanted.
+"""SwiftKV: a decoder whose late layers run only for tokens that need logits.
 
-The early layers run for all tokens. From the hidden state after them come the keys and values of
-all late layers, so these need no other token's way through the late layers: in a prompt, its last
-token alone goes there. Which tokens do is said by ``AttentionMetadata.logits_indices``; without it
-all of them go. ``convert`` makes such a model of any native decoder.
+The early layers run for all tokens. The keys and values of all late layers come from the hidden
+state after the early ones, so a token can run the late layers without the others: in a prompt, only
+the last token does. ``AttentionMetadata.logits_indices`` selects the tokens; without it all run.
+``convert`` turns any native decoder into such a model.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ostinato.models.weight_slot import WeightSlot
 
 
 class WithLateLayers(Decoder):
-    """A decoder of the early layers, and the late ones behind it. None: there are none.
+    """A decoder of the early layers, followed by the late ones. None: there are none.
 
-    ``forward`` returns states of all tokens; those of tokens that ``logits_indices`` left out are
-    not for logits. ``compute_logits`` is the plain decoder's.
+    ``forward`` returns states of all tokens; states of tokens not in ``logits_indices`` must not be
+    used for logits. ``compute_logits`` is the plain decoder's.
     """
 
     late: LateLayers | None
 
     def add_late_layers(self, late: LateLayers | None) -> None:
-        """To be called once."""
+        """Call it once."""
         self.late = late
         if late is not None:
             self.attention_specs = [*self.attention_specs, *late.attention_specs]
@@ -77,8 +77,8 @@ class SwiftKVDecoder(WithLateLayers):
 def convert(decoder: Decoder, num_key_value_layers: int) -> SwiftKVDecoder:
     """The SwiftKV model that training would start from, with copies of ``decoder``'s weights.
 
-    For a checkpoint on disk there is no need of it: a model whose config is not ``trained`` reads
-    a plain decoder's.
+    A checkpoint on disk does not need this: a model whose config is not ``trained`` reads a plain
+    decoder's checkpoint.
     """
     config = SwiftKVConfig(decoder=decoder.config, num_key_value_layers=num_key_value_layers)
     model = SwiftKVDecoder(

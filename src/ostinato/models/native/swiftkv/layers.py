@@ -1,7 +1,7 @@
-"""The late layers of a SwiftKV model: those that run only for tokens whose logits are wanted.
+"""The late layers of a SwiftKV model, which run only for tokens that need logits.
 
-Their weights are those of plain layers, in other roles: the same projections, of which the queries'
-reads the layer's own input, and the keys' and values' the hidden state before all late layers.
+They have the same weights as plain layers: the query projection reads the layer's input, while the
+key and value projections read the hidden state before all late layers.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class _Projection(NamedTuple):
 
 
 class LateLayer(DecoderLayer):
-    """A layer after the early ones: its keys and values are made of ``source``, not of its input.
+    """A late layer: its keys and values come from ``source``, not from its input.
 
     ``source`` is the normed state after the early layers, the same for all late ones. A strategy
-    without one is for tokens whose keys and values are in the cache.
+    without one is for tokens whose keys and values are already in the cache.
     """
 
     def qkv(self, x: Any, run: AnyKernels) -> torch.Tensor:
@@ -49,7 +49,7 @@ class LateLayer(DecoderLayer):
         return torch.cat((query, run.project(keys_values, run.source)), dim=1)
 
     def store(self, source: torch.Tensor, run: Plain) -> None:
-        """Keys and values of all tokens into the cache."""
+        """Write the keys and values of all tokens to the cache."""
         num_heads, num_kv_heads = self.head_counts
         _, projection = self._projections()
         heads = run.project(projection, source).unflatten(-1, (-1, self.spec.head_dim))
@@ -57,7 +57,7 @@ class LateLayer(DecoderLayer):
         store_kv(self.spec, run.rotated(self, key, slice(num_heads, None)), value)
 
     def _projections(self) -> tuple[_Projection, _Projection]:
-        """Of the queries, and of the keys and values: views."""
+        """Views of the projections: queries, then keys and values."""
         boundary = self.head_counts[0] * self.spec.head_dim
         weight, bias = self.qkv_proj.weight, self.qkv_proj.bias
         parts = (slice(boundary), slice(boundary, None))
@@ -81,7 +81,7 @@ class _Selected(Plain):
 class LateLayers(nn.Module):
     """The late layers and the norm before their keys and values. At least one layer.
 
-    ``decoder`` is the config of the part of the model that is here: all of it, or a rank's.
+    ``decoder`` is the config of this part of the model: all of it, or a rank's.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LateLayers(nn.Module):
         self.norm_swiftkv: RMSNorm = (
             empty_norm(decoder, decoder.hidden_size, device=device, dtype=dtype)
             if config.trained
-            else first  # one module in two roles, so that it is loaded once
+            else first  # one module in two roles, loaded once
         )
 
     @property
@@ -123,11 +123,11 @@ class LateLayers(nn.Module):
     ) -> torch.Tensor:
         """States after the last layer for selected tokens; the others keep their ``hidden``.
 
-        ``hidden`` [T, hidden_size]: after the early layers, of all tokens of the batch. ``table``
-        is the model's table of angles. Keys and values of all tokens are in the cache afterwards.
+        ``hidden`` [T, hidden_size]: states of all tokens after the early layers. ``table`` is the
+        model's RoPE table. Afterwards the keys and values of all tokens are in the cache.
         """
         source = self.norm_swiftkv(hidden)
-        # A compiler cannot see the context. All tokens include those that are selected.
+        # A compiler cannot see the context, so all tokens run, including the selected ones.
         selected = (
             None
             if torch.compiler.is_compiling()
@@ -138,7 +138,7 @@ class LateLayers(nn.Module):
             run.source = source
             return run_layers(self.late_layers(), hidden, run)
         every = Plain(table, positions, self.dtype)
-        for layer in self.late_layers():  # one after another: all at once would take memory
+        for layer in self.late_layers():  # one at a time, to save memory
             layer.store(source, every)
         rows = selected.of(hidden)
         rows = run_layers(self.late_layers(), rows, _Selected(every, selected))
@@ -150,7 +150,7 @@ class LateLayers(nn.Module):
         return Plain(table, positions, self.dtype)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
-        """The layers' tensors as the model's checkpoint names them."""
+        """The layers' tensors by the names in the model's checkpoint."""
         for slot in self._plain_slots():
             yield slot._replace(name=_trained_name(slot)) if self._trained else slot
         if self._trained:
@@ -162,13 +162,13 @@ class LateLayers(nn.Module):
         return [slot.name for slot in slots if _trained_name(slot) != slot.name]
 
     def _plain_slots(self) -> Iterator[WeightSlot]:
-        """As a plain decoder's checkpoint names them."""
+        """The same by the names in a plain decoder's checkpoint."""
         for layer in self.late_layers():
             yield from layer.weight_slots(f"model.layers.{layer.spec.layer}")
 
 
 def _trained_name(slot: WeightSlot) -> str:
-    """What a plain decoder's tensor of a late layer is called in a SwiftKV checkpoint."""
+    """The SwiftKV checkpoint's name for a plain decoder's tensor of a late layer."""
     module, _, kind = slot.name.rpartition(".")
     own = slot.roles and {"query", "key", "value"}.issuperset(slot.roles)
     return f"{module}_swiftkv.{kind}" if own else slot.name
