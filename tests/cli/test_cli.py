@@ -250,7 +250,10 @@ ERRORS: list[tuple[list[str], str]] = [
         [*GENERATE, "--kv-cache-memory-bytes", "lots"],
         "ConfigError: not an amount of memory: 'lots'",
     ),
-    ([*GENERATE, "--max-model-len", "9999"], "ConfigError: the longest sequence was set to 9999 tokens"),
+    (
+        [*GENERATE, "--max-model-len", "9999"],
+        "ConfigError: the longest sequence was set to 9999 tokens",
+    ),
     (["generate", "hi", "--model", "no/such/model/here"], "ModelLoadError: "),
     ([*DECODE, "--baselines", "vllm"], "ConfigError: unknown baselines ['vllm']; choose from "),
     ([*DECODE, "--batch", "x"], "ConfigError: --batch takes integers separated by commas, got 'x'"),

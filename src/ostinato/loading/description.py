@@ -1,7 +1,7 @@
-"""What a model is, before any of it is loaded: its config, and which of our classes can run it.
+"""Describes a model before it is loaded: its config, and which of our classes can run it.
 
-Read from a checkpoint's config.json or from a named shape. A config.json that names a SwiftKV model
-type describes one; ``as_swiftkv`` makes one of any other model of the native decoder.
+Read from a checkpoint's config.json or from a named shape. A config.json with a SwiftKV model type
+describes a SwiftKV model; ``as_swiftkv`` turns any other model of the native decoder into one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NativeConfig: TypeAlias = DecoderConfig | SwiftKVConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """``config`` is a plain model's; of a SwiftKV model, that of the decoder it was made from.
+    """``config`` is the plain model's; for a SwiftKV model, that of its plain decoder.
 
     ``generic_reason`` says why the native decoder cannot run it; None if it can.
     """
@@ -43,11 +43,11 @@ class ModelDescription:
 
     @property
     def native_config(self) -> NativeConfig:
-        """What to build. Raises where there is a ``generic_reason``."""
+        """The config to build. Raises if there is a ``generic_reason``."""
         return self.swiftkv or DecoderConfig.from_hf(self.config)
 
     def as_swiftkv(self, num_layers: int) -> ModelDescription:
-        """The model with the keys and values of all layers made after the first ``num_layers``."""
+        """The SwiftKV form of the model, with ``num_layers`` early layers."""
         asked = f"swiftkv_layers={num_layers}"
         if self.generic_reason is not None:
             raise ConfigError(
@@ -72,14 +72,14 @@ class ModelDescription:
         return replace(self, swiftkv=swiftkv)
 
     def untrained(self) -> ModelDescription:
-        """The same for made-up weights: those of a plain decoder, whatever a checkpoint has."""
+        """The same for random weights, which are always those of a plain decoder."""
         if self.swiftkv is None:
             return self
         return replace(self, swiftkv=replace(self.swiftkv, trained=False))
 
 
 def describe(path: Path) -> ModelDescription:
-    """The model in the directory ``path``, by its config.json."""
+    """Describe the model in the directory ``path``, by its config.json."""
     file = path / "config.json"
     if not file.is_file():
         raise ModelLoadError(f"{path} has no config.json; a model's directory needs one")
@@ -93,7 +93,7 @@ def describe(path: Path) -> ModelDescription:
     with errors_named(file):
         description = _describe(path, fields)
         if description.generic_reason is None:
-            _ = description.native_config  # refuses impossible values
+            _ = description.native_config  # raises for invalid values
     return description
 
 
@@ -112,7 +112,7 @@ def _describe(path: Path, fields: dict[str, Any]) -> ModelDescription:
 
 @contextmanager
 def errors_named(file: Path) -> Iterator[None]:
-    """Whatever is made of a bad config, by transformers or here, the file is named."""
+    """Name the config file in every error about it, from transformers or from here."""
     try:
         yield
     except ConfigError as error:
@@ -127,7 +127,7 @@ def errors_named(file: Path) -> Iterator[None]:
 
 
 def describe_shape(name: str) -> tuple[Path | None, ModelDescription]:
-    """The named shape, or that of a checkpoint whose directory ``name`` is."""
+    """Describe the shape called ``name``, or the checkpoint in the directory ``name``."""
     path = Path(name).expanduser()
     if name not in SHAPES and (path / "config.json").is_file():
         return path, describe(path).untrained()

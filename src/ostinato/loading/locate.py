@@ -1,4 +1,4 @@
-"""Where a model is: from its name to a local directory, fetched from the hub if need be."""
+"""Finds the local directory of a model by its name, and fetches it from the hub if necessary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HUB_UNUSED = ["original/*", "consolidated*", "onnx/*"]
 
 
 def find_model(name: str | None, *, show_progress: bool) -> Path:
-    """The directory of the model called ``name``; of the embedded default for None."""
+    """The directory of the model called ``name``; None: the embedded default."""
     if name is None:
         return embedded_model_path(show_progress=show_progress)
     path = Path(name).expanduser()
@@ -43,7 +43,7 @@ def _fetch(name: str, show_progress: bool) -> Path:
                 tqdm_class=None if show_progress else _Silent,
             )
         )
-    except (OSError, HFValidationError) as error:  # the hub's own errors are OSErrors
+    except (OSError, HFValidationError) as error:  # the hub's errors are OSErrors
         hint = (
             f"{name} is also a named shape: random_weights=True, or --random-weights, runs it "
             "without its weights"

@@ -1,8 +1,8 @@
-"""How far a tokenizer may expand a text, from its tokenizer.json, before it is loaded.
+"""Bounds how far a tokenizer can expand a text, from its tokenizer.json, before it is loaded.
 
-Its steps are small programs: each ``Replace`` may double a text, and forty of them make gigabytes
-of a word, even of an added token while the file is loaded. The parts that have steps are found in
-the file and read alone: a vocabulary of megabytes would take most of the time.
+Its steps are small programs: each ``Replace`` may double a text, and forty of them turn a word into
+gigabytes, even an added token while the file is loaded. Only the parts with steps are located in
+the file and parsed, because a vocabulary of megabytes would take most of the time.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LARGEST_FILE = 256 * 2**20  # those of large vocabularies have 40 MB
 _LARGEST_TEMPLATE = 4 * 2**20  # of a conversation; the longest have some 30 KB
 _ENCODING = ("normalizer", "pre_tokenizer", "post_processor")
 _DECODING = ("decoder",)
-# A letter of a name (or an underscore) written by its number: only to be overlooked.
+# A letter of a name (or an underscore) as an escape, which only serves to hide the name.
 _HIDDEN = re.compile(r"\\u00(?:[46][1-9a-fA-F]|[57][0-9aA]|5[fF])")
 _AFTER_KEY = re.compile(r"\s*:\s*")
 
-# Bytes that a step may make of one byte, where no setting of it matters.
+# The most bytes a step may make of one byte, for steps whose settings do not matter.
 EXPANSION = {
     "NFC": 3,
     "NFD": 3,
@@ -49,7 +49,7 @@ _SEQUENCES = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 def check_tokenizer(path: Path) -> None:
-    """Refuse a tokenizer in the directory ``path`` that would expand texts without end."""
+    """Raise if the tokenizer in the directory ``path`` could expand texts too far."""
     for file in sorted([*path.glob("*.jinja"), *path.glob("*/*.jinja")]):  # chat templates
         if file.is_file():
             _check_size(file, _LARGEST_TEMPLATE)
@@ -98,7 +98,7 @@ def _check_steps(file: Path, names: tuple[str, ...], parts: list[list[Any]]) -> 
 
 
 def _parts(text: str, name: str, hidden: bool) -> Iterator[Any]:
-    """Every object called ``name``; more than one of them only where a file is not honest."""
+    """Every object called ``name``; only a malicious file has more than one."""
     if hidden:
         whole = json.loads(text)
         yield whole.get(name) if isinstance(whole, dict) else None
@@ -126,7 +126,7 @@ def _num_steps(step: Any) -> int:
 
 
 def _expansion(step: Any) -> float:
-    """How many bytes ``step`` may make of one, with the steps inside it, as an upper bound."""
+    """An upper bound on the bytes that ``step``, with the steps inside it, makes of one byte."""
     if not isinstance(step, dict):
         return 1.0
     if steps := _steps(step):

@@ -1,4 +1,4 @@
-"""Conversations: checked, and made into token ids by the model's chat template."""
+"""Checks conversations, and turns them into token ids with the model's chat template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EXAMPLE = '[{"role": "user", "content": "..."}]'
 
 
 def list_conversations(messages: Any) -> list[tuple[str, Any]]:
-    """The conversations, one or several, each with what errors call it."""
+    """The conversations, one or several, each with its name in errors."""
     _check_list("messages", messages)
     if not any(_is_list(each) for each in messages):
         return [("messages", messages)]
@@ -30,7 +30,7 @@ def render_chat(
     max_model_len: int,
     name: str = "messages",
 ) -> list[int]:
-    """The token ids of a conversation, up to where the answer begins."""
+    """The token ids of a conversation, up to the start of the answer."""
     _check_list(name, messages)
     plain = [_plain(f"{name}[{number}]", each) for number, each in enumerate(messages)]
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
@@ -38,12 +38,12 @@ def render_chat(
             "this model has no chat template, so it cannot take messages; use generate()"
         )
     text = templates.render(_template(tokenizer), _variables(tokenizer, plain), name)
-    # The template has said the special ones.
+    # The template already includes the special tokens.
     return encode(name, text, tokenizer, max_model_len, add_special_tokens=False)
 
 
 def _template(tokenizer: Any) -> str:
-    """The one of the model's templates that is for conversations without tools."""
+    """The model's template for conversations without tools."""
     try:
         return str(tokenizer.get_chat_template())
     except Exception as error:
@@ -54,7 +54,7 @@ def _template(tokenizer: Any) -> str:
 
 
 def _variables(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a template of transformers is given."""
+    """The variables that transformers passes to a template."""
     return {
         **{name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "messages": messages,

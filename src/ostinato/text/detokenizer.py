@@ -1,7 +1,7 @@
-"""Tokens to text, as they come, with stop strings.
+"""Incremental detokenization, with stop strings.
 
-Text is handed out only once it is final: not in the middle of a character, and not while it might
-still turn out to be the beginning of a stop string.
+Text is returned only once it is final: not in the middle of a character, and not while it may
+still become a stop string.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from ostinato.text.stop_strings import StopStrings, stop_strings
 
 _INCOMPLETE = "\ufffd"  # what a tokenizer makes of half a character
 _LONGEST_CHARACTER = 4  # bytes, and so tokens
-# What is decoded again with every token is at least that many tokens long: text can depend on what
-# stands before it (some tokenizers drop the space at the beginning).
+# At least this many tokens are decoded again with every new one: text can depend on the tokens
+# before it (some tokenizers drop a leading space).
 _CONTEXT = 8
 
 
 class Detokenizer:
     """The text of one completion.
 
-    ``text`` is what can be shown; it only ever grows. ``add`` returns the stop string that ended
-    it, if one did.
+    ``text`` can be shown; it only grows. ``add`` returns the stop string that ended it, if any.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
@@ -41,7 +40,7 @@ class Detokenizer:
         self._unfinished = 0  # tokens since the text last ended in a whole character
 
     def read(self, token_ids: Sequence[int], min_tokens: int = 0) -> str | None:
-        """Take the tokens that ``token_ids`` has more than when it was last read.
+        """Take the tokens added to ``token_ids`` since the last read.
 
         A stop string counts if the token that completes it is at least the ``min_tokens``-th.
         """
@@ -67,13 +66,13 @@ class Detokenizer:
         return found
 
     def finish(self) -> None:
-        """Nothing more comes: hand out what was held back, half a character included."""
+        """End the text: release all that was held back, including half a character."""
         self._decoded += self._decode_ids(self._window)[self._taken :]
         self._window, self._taken = [], 0
         self.text = self._decoded
 
     def _decode(self) -> None:
-        """Move what is final from the window's text to ``_decoded``."""
+        """Move final text from the window to ``_decoded``."""
         text = self._decode_ids(self._window)
         end = len(text)
         if not text.endswith(_INCOMPLETE):
@@ -111,10 +110,10 @@ class Detokenizer:
         return text
 
     def _find_stop(self, stop: StopStrings, before: int, check: bool) -> str | None:
-        """The stop string that ends first in the new text, cut off unless it is wanted.
+        """The stop string that ends first in the new text, which is cut off unless included.
 
-        It is the one that a reader going character by character would find, so it does not depend
-        on how the text was cut into tokens. Of two that end together the longer counts.
+        The search goes character by character, so the result does not depend on how the text was
+        split into tokens. Of two that end together the longer counts.
         """
         state = self._state
         for position in range(before, len(self._decoded)):

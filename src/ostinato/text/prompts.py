@@ -1,4 +1,4 @@
-"""What users may give as prompts and parameters, made into plain values or refused by name."""
+"""Turns users' prompts and parameters into plain values, or raises and names the bad one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _MOST_EXPANSION = 32
 
 
 def list_prompts(prompts: Any) -> list[tuple[str, Any]]:
-    """The prompts, each with what errors call it. One prompt, or a list of them.
+    """One prompt or a list of them, as a list of prompts with their names in errors.
 
     Integers are one prompt of token ids. The rows of a 2-D array or tensor are prompts.
     """
@@ -59,7 +59,7 @@ def read_prompt(
 ) -> tuple[str | None, list[Any]]:
     """The text of a prompt, if it is text, and its tokens; the engine checks their range.
 
-    Text is refused here if it is far longer than ``max_model_len`` tokens.
+    Text that is far longer than ``max_model_len`` tokens raises here.
     """
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or next(iter(prompt)) not in _KEYS:
@@ -115,7 +115,7 @@ def text_of(tokenizer: Any, token: object) -> str:
 
 
 def _check_expansion(name: str, text: str, tokenizer: Any) -> None:
-    """Refuse a long text that the tokenizer would make far longer, as it does with the start."""
+    """Raise for a long text if the tokenizer makes its start far longer."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or len(text) < 4 * _NUM_TRIED:
         return
@@ -135,7 +135,7 @@ def _check_expansion(name: str, text: str, tokenizer: Any) -> None:
 
 
 def _check_length(name: str, text: str, tokenizer: Any, max_model_len: int) -> None:
-    """Refuse a text that is far too long, without making tokens of all of it."""
+    """Raise for a text that is far too long, without tokenizing all of it."""
     length = _CHARACTERS_PER_TOKEN * max_model_len
     while length < len(text):
         num_tokens = len(tokenizer.encode(text[:length]))
@@ -149,13 +149,13 @@ def _check_length(name: str, text: str, tokenizer: Any, max_model_len: int) -> N
 
 
 def check_text(name: str, text: str) -> None:
-    """Refuse what a tokenizer cannot read."""
+    """Raise for text that a tokenizer cannot read."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
             f"{name} has a lone surrogate, {text[error.start]!r} at character {error.start}, which "
-            "is no text; decode the bytes it came from with errors='replace', or remove it"
+            "is not text; decode the bytes it came from with errors='replace', or remove it"
         ) from None
 
 
@@ -184,7 +184,7 @@ def list_params(params: Any, count: int) -> list[SamplingParams]:
 
 
 def check_num_tokens(name: str, num_tokens: int, max_model_len: int) -> None:
-    """Refuse a prompt that leaves no room for an answer."""
+    """Raise for a prompt that leaves no room for an answer."""
     if num_tokens >= max_model_len:
         raise RequestError(
             f"{name} has {num_tokens} tokens, but a sequence has at most {max_model_len} "
@@ -193,7 +193,7 @@ def check_num_tokens(name: str, num_tokens: int, max_model_len: int) -> None:
 
 
 def _token_ids(name: str, prompt: Any, max_model_len: int) -> list[Any]:
-    """A list of plain integers, of whatever was given as token ids."""
+    """A list of plain integers from any form of token ids."""
     if _is_array(prompt):
         return _array_ids(name, prompt, max_model_len)
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
@@ -226,7 +226,7 @@ def _array_ids(name: str, array: Any, max_model_len: int) -> list[int]:
 
 
 def _is_array(value: object) -> bool:
-    """A tensor or a NumPy array, or what looks like one (JAX's)."""
+    """Whether it is a tensor, a NumPy array, or similar (JAX's)."""
     return isinstance(value, torch.Tensor) or (
         not isinstance(value, type)
         and all(hasattr(value, name) for name in ("ndim", "dtype", "shape", "tolist"))
@@ -243,7 +243,7 @@ def _has_integers(array: Any) -> bool:
 
 
 def _is_token(value: object) -> bool:
-    """An integer of any library; its range is checked later. ``True`` is none."""
+    """Whether it is an integer of any library, but not a bool; its range is checked later."""
     if isinstance(value, int):
         return not isinstance(value, bool)
     if isinstance(value, numbers.Integral):

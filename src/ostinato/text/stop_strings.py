@@ -1,7 +1,7 @@
-"""Finding stop strings in text as it comes, character by character, however many there are.
+"""Finds stop strings in a stream of text, character by character.
 
-An automaton after Aho and Corasick: each state stands for the longest end of the text with which a
-stop string begins. What it costs per character does not depend on the number of strings.
+This is an Aho-Corasick automaton: each state stands for the longest suffix of the text that is a
+prefix of a stop string. The cost per character does not depend on the number of strings.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _CHARACTERS = 0x110000  # of Unicode
 
 
 class StopStrings:
-    """The states, numbered from 0, the one before anything of a stop string was seen."""
+    """The states, numbered from 0, in which no part of a stop string has been seen."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         # By state and character in one number, which takes a third of the memory of a dict each.
@@ -37,7 +37,7 @@ class StopStrings:
         self._found[state] = string
 
     def _link(self) -> None:
-        """For each state, where to go on from if no string goes on with the next character."""
+        """For each state, the state to continue from if the next character does not match."""
         self._shorter = array("i", [0] * len(self._depth))
         self._held_back = array("i", [0] * len(self._depth))
         # Shorter ones first: a link leads to what is shorter.
@@ -70,7 +70,7 @@ class StopStrings:
         return self._found.get(state)
 
     def num_held_back(self, state: int) -> int:
-        """How many characters at the end of the text may be the beginning of a stop string."""
+        """The number of characters at the end of the text that may begin a stop string."""
         return self._held_back[state]
 
 

@@ -1,10 +1,10 @@
-"""Chat templates, rendered in a process of their own, within limits that the kernel holds.
+"""Renders chat templates in a separate process, within limits that the kernel enforces.
 
 A template is a program that comes with a model. jinja's sandbox keeps it from files and from
-Python's insides, but not from ``'x' * 10**12``, ``9**9**9`` or loops without end, and one call into
-C can be neither interrupted nor measured by another thread. A process can be killed, and its memory
-limited. It is started for the first conversation, in a tenth of a second, and kept: from then on a
-rendering costs one way there and back.
+Python's internals, but not from ``'x' * 10**12``, ``9**9**9`` or endless loops, and another thread
+can neither interrupt nor measure a call into C. A process can be killed, and its memory limited. It
+starts with the first conversation, in a tenth of a second, and is kept: after that a rendering
+costs one round trip.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from ostinato.errors import ClosedError, RequestError
 from ostinato.quoting import said, shown
 
-# Honest templates take a millisecond and a few times the text they make.
+# Legitimate templates take a millisecond and a few times the memory of their text.
 TIME_LIMIT_S = 10.0
 MOST_BYTES = 200 * 2**20  # besides the messages; Linux only
 LONGEST_TEXT = 2**25  # in characters: longer than the context of any model
@@ -44,7 +44,7 @@ class TemplateProcess:
         self._closed = False
 
     def render(self, template: str, variables: Mapping[str, Any], name: str) -> str:
-        """The text that ``template`` makes of ``variables``; ``name`` is what errors call them."""
+        """Render ``template`` with ``variables``, which errors call ``name``."""
         if self._closed:
             raise ClosedError("the LLM is closed; build a new one")
         line = _as_json({"template": template, "variables": variables}, name)
@@ -89,7 +89,7 @@ class TemplateProcess:
                 f"the model's chat template ended the process that renders {name} "
                 f"({running.ending()}); {_YOURSELF}"
             ) from None
-        except BaseException:  # interrupted: its answer must not be taken for that of the next
+        except BaseException:  # interrupted: the next request must not get this answer
             self._end()
             raise
 
@@ -146,7 +146,7 @@ class _Running:
 
     @property
     def usable(self) -> bool:
-        """Whether it is still there, and is this process's: a fork has to start its own."""
+        """Whether it is alive and belongs to this process: a fork has to start its own."""
         return self._pid == os.getpid() and self._process.poll() is None
 
     def ask(self, line: bytes, seconds: float) -> tuple[str, str]:

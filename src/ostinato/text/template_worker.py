@@ -1,8 +1,8 @@
 """The program of the process that renders chat templates; ``template_process.py`` starts it.
 
-It reads a JSON object per line and answers each with a line, ``[kind, detail]``. What a template
-may use is limited by the kernel. The environment is that of transformers' chat templates, made
-anew because importing it would import torch. Nothing else of this package is imported here.
+It reads a JSON object per line and answers each with a line, ``[kind, detail]``. The kernel limits
+what a template may use. The environment is a copy of transformers' for chat templates, because
+importing theirs would import torch. Nothing else of this package is imported here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
     for line in requests:
         asked = json.loads(line)
         _limit_memory(used + settings["most_bytes"] + _BYTES_PER_BYTE * len(line))
-        # This process does not outlive its limit, whatever has become of the one that waits.
+        # This process does not outlive its limit, even if the one that waits has died.
         signal.alarm(int(settings["most_seconds"]) + 2)
         try:
             kind, detail = _render(asked["template"], asked["variables"])
@@ -53,7 +53,7 @@ def _render(template: str, variables: dict[str, Any]) -> tuple[str, str]:
         return "text", _compiled(template).render(**variables)
     except MemoryError:
         raise
-    except Exception as error:  # templates are programs: they raise what they like
+    except Exception as error:  # templates are programs, and may raise anything
         return "error", f"{type(error).__name__}: {str(error)[:_LONGEST_ERROR]}"
 
 
@@ -109,7 +109,7 @@ def _environment() -> Any:
 
 
 def _address_space() -> int:
-    """Bytes of it that this process has taken; 0 where that cannot be known or limited."""
+    """Bytes that this process uses; 0 if that cannot be measured or limited."""
     if sys.platform != "linux":
         return 0
     import resource
