@@ -72,7 +72,10 @@ def assert_as_transformers(path: Path) -> None:
         (lambda t: t.pop(C_ATTN), f"lacks {re.escape(C_ATTN)}, which its config.json asks for"),
         (lambda t: t.clear(), r"lacks .* and \d+ more|has 0 tensors"),
         (lambda t: t.update(more=torch.ones(2)), "has more, which this architecture"),
-        (lambda t: t.update({C_ATTN: t[C_ATTN].to(torch.int8)}), f"{C_ATTN} in .* type I8; .* F32"),
+        (
+            lambda t: t.update({C_ATTN: t[C_ATTN].to(torch.int8)}),
+            f"{C_ATTN} in .* dtype I8; .* F32",
+        ),
         (lambda t: t.update({C_ATTN: t[C_ATTN].bool()}), f"{C_ATTN} in .* has dtype BOOL"),
         (lambda t: t.update({C_ATTN: t[C_ATTN].T.contiguous()}), r"\[192, 64\]; .* \[64, 192\]"),
         (
@@ -267,7 +270,11 @@ def test_random_weights_of_a_config_without_measure(gpt2: Path, name: str) -> No
             {"num_hidden_layers": 5000},
             r"asks for 5,000 layers, and the checkpoint has \d+",
         ),
-        ("llama", {"num_hidden_layers": 10**5}, r"'num_hidden_layers' in .* is 100,000; 10,000"),
+        (
+            "llama",
+            {"num_hidden_layers": 10**5},
+            r"'num_hidden_layers' in .* is 100,000; the limit is 10,000",
+        ),
         ("llama", {"head_dim": 10**9}, r"head_dim must be an integer from 1 to .* not 1000000000"),
         ("llama", {"rms_norm_eps": float("nan")}, r"'rms_norm_eps' in .* is nan"),
         ("llama", {"rms_norm_eps": -1.0}, r"rms_norm_eps must be a number from 0.* not -1\.0"),
@@ -277,7 +284,7 @@ def test_random_weights_of_a_config_without_measure(gpt2: Path, name: str) -> No
             r"'rope_theta': -10000\.0.* do not give a finite frequency",
         ),
         ("mistral", {"sliding_window": 0}, "sliding_window must be an integer from 1, not 0"),
-        ("gpt2", {"n_layer": 10**9}, r"'n_layer' in .* is 1,000,000,000; 10,000 is the most"),
+        ("gpt2", {"n_layer": 10**9}, r"'n_layer' in .* is 1,000,000,000; the limit is 10,000"),
         ("gpt2", {"n_layer": 3}, r"lacks transformer\.h\.2.* and \d+ more"),
         ("gpt2", {"n_embd": 4096}, "a larger model than its checkpoint has weights for"),
         ("gpt2", {"n_positions": 10**12}, "longest sequence of gpt2, by its config, is 10000000"),
@@ -337,7 +344,9 @@ def test_a_config_of_long_names(llama: Path) -> None:
 def test_a_config_that_repeats_layers(tmp_path: Path, types: Any) -> None:
     fields = {"model_type": "gpt_neo", "attention_types": types}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(ModelLoadError, match=r"'attention_types' .* is [\d,]+; 10,000 is the most"):
+    with pytest.raises(
+        ModelLoadError, match=r"'attention_types' .* is [\d,]+; the limit is 10,000"
+    ):
         load(tmp_path)
 
 

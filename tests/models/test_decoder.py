@@ -281,7 +281,7 @@ def test_longest_sequence(name: str, longest: int) -> None:
     config = DecoderConfig.from_hf(CONFIGS[name])
     assert config.max_position == longest
     meta = torch.device("meta")
-    with pytest.raises(ConfigError, match=f"{longest + 1} tokens .* 1 to {longest} tokens"):
+    with pytest.raises(ConfigError, match=f"{longest + 1} tokens, .* 1 to {longest} tokens"):
         Decoder(config, device=meta, dtype=torch.float32, max_position=longest + 1)
 
 

@@ -426,7 +426,7 @@ def test_refused_from_the_config_before_any_weight_is_made(
 
 def test_refused_without_safetensors(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ModelLoadError, match=r"pickle files only \(pytorch_model.bin\)"):
+    with pytest.raises(ModelLoadError, match=r"only as pickle files \(pytorch_model.bin\)"):
         HFCausalLM.from_pretrained(
             tmp_path, config=TINY_NATIVE["olmo2"](), device=CPU, dtype=torch.float32
         )
