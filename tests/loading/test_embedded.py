@@ -308,7 +308,7 @@ def test_a_file_that_is_no_model(source: Path) -> None:
     def fail(target: Path) -> None:
         raise ValueError("GGUF magic invalid")
 
-    with pytest.raises(ModelLoadError, match=rf"read from {source}: GGUF magic invalid; install"):
+    with pytest.raises(ModelLoadError, match=rf"read from {source}: GGUF magic invalid; reinstall"):
         embedded_model_path(source=source, convert=Converter(fail))
 
 
