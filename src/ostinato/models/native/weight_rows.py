@@ -19,7 +19,7 @@ _BY_COLUMNS = (("output",), ("down",))  # their inputs are split, and their resu
 
 @dataclass(frozen=True, kw_only=True)
 class WeightRows:
-    """The rows of a decoder with ``config``: these heads, in order, and these ranges of the rest."""
+    """The rows of a decoder with ``config``: these heads in order, these ranges of the rest."""
 
     config: DecoderConfig
     query_heads: Sequence[int]
