@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from ostinato.attention.paged import (
-    PagedAttention,
     PagedBatch,
+    PagedQkvAttention,
     heads_schema,
     over_heads,
     over_qkv,
@@ -33,7 +33,7 @@ from ostinato.ops.numba import load_kernels, runs_compiled
 MOST_KEYS = 512
 
 
-class NumbaPagedAttention(PagedAttention):
+class NumbaPagedAttention(PagedQkvAttention):
     """The ``AttentionBackend`` for float32 on a CPU; what is neither goes to the torch backend."""
 
     name = "numba"
@@ -56,7 +56,9 @@ class NumbaPagedAttention(PagedAttention):
         self, qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
     ) -> None:
         if not _runs_compiled(batch):
-            self._torch.attend_qkv(qkv, positions, rotation, batch)
+            num_heads, num_kv_heads = batch.out.shape[1], batch.key_cache.shape[2]
+            heads = rotation.apply(qkv, positions, num_heads=num_heads, num_kv_heads=num_kv_heads)
+            self._torch.attend(*heads, batch)
             return
         _rotary_attention(
             qkv.contiguous(),

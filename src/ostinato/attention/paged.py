@@ -126,16 +126,6 @@ class PagedAttention(AttentionBackend):
     ) -> None:
         """``forward``; gradients are off."""
 
-    def attend_qkv(
-        self, qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
-    ) -> None:
-        """``forward_qkv``; gradients are off."""
-        num_heads, num_kv_heads = batch.out.shape[1], batch.key_cache.shape[2]
-        query, key, value = rotation.apply(
-            qkv, positions, num_heads=num_heads, num_kv_heads=num_kv_heads
-        )
-        self.attend(query, key, value, batch)
-
     @torch.no_grad()  # the cache would otherwise remember every step that wrote to it
     def forward(
         self,
@@ -148,6 +138,16 @@ class PagedAttention(AttentionBackend):
         sinks: torch.Tensor | None = None,
     ) -> None:
         self.attend(query, key, value, PagedBatch.of(spec, metadata, out, sinks))
+
+
+class PagedQkvAttention(PagedAttention):
+    """A ``PagedAttention`` that applies RoPE itself, in fewer kernels than ``forward`` after it."""
+
+    @abstractmethod
+    def attend_qkv(
+        self, qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
+    ) -> None:
+        """``forward_qkv``; gradients are off."""
 
     @torch.no_grad()
     def forward_qkv(

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ostinato.attention.paged import (
-    PagedAttention,
     PagedBatch,
+    PagedQkvAttention,
     heads_schema,
     over_heads,
     over_qkv,
@@ -216,7 +216,7 @@ _qkv_operator = define(
 )
 
 
-class TritonPagedAttention(PagedAttention):
+class TritonPagedAttention(PagedQkvAttention):
     """The ``AttentionBackend`` for CUDA. Never relies on ``max_seq_len``.
 
     A replay gives the bits of an eager call with the same padded shapes. Other shapes may be cut up

@@ -1048,7 +1048,7 @@ def test_equal_objects_have_graphs_of_their_own(device: torch.device) -> None:
         __slots__ = ()
         run = Equal.__dict__["run"]
 
-    with pytest.raises(ConfigError, match="a Slotted cannot; add '__weakref__'"):
+    with pytest.raises(ConfigError, match="Slotted does not; add '__weakref__'"):
         Slotted().run(x)
 
 
