@@ -99,7 +99,7 @@ def test_any_budget(asked: dict[str, Any], caplog: pytest.LogCaptureFixture) -> 
     assert cost_of_one(length, asked) <= budget < cost_of_one(length + 1, asked)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert f"becomes {length} instead of the model's {limit}" in record.message
+    assert f"max_model_len is {length} instead of the model's {limit}" in record.message
 
 
 def test_the_errors_say_what_to_do() -> None:
