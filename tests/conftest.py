@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,13 @@ def mark_sweeps(items: list[pytest.Item]) -> None:
         for index, item in enumerate(cases):
             if index not in quick:
                 item.add_marker("slow")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interrupts_arrive() -> None:
+    """Tests interrupt themselves, which a shell has its background jobs ignore."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="module")
