@@ -83,8 +83,9 @@ def test_other_engines_options_are_taken_where_they_ask_for_what_happens(
         assert name not in inspect.signature(options).parameters
         for value in each.harmless:
             assert options(**{name: value}) == options()
-        with pytest.raises(ConfigError, match=name):
-            options(**{name: object()})
+        for odd in (object(), torch.zeros(2)):
+            with pytest.raises(ConfigError, match=name):
+                options(**{name: odd})
 
 
 def test_names_of_vllm_are_taken() -> None:

@@ -93,7 +93,7 @@ def _known(
                 raise ConfigError(f"{name} was given both {own} and {given}, which are the same")
             known[own] = value
         elif given in foreign:
-            if not any(value is each or value == each for each in foreign[given].harmless):
+            if not _is_one_of(value, foreign[given].harmless):
                 raise ConfigError(
                     f"{name} has no option {given}, which was {shown(value)}: "
                     f"{foreign[given].instead}"
@@ -103,6 +103,11 @@ def _known(
             hint = f"did you mean {nearest[0]}?" if nearest else "help() lists its options"
             raise ConfigError(f"{name} has no option {shown(given)}; {hint}")
     return known
+
+
+def _is_one_of(value: Any, plain: tuple[Any, ...]) -> bool:
+    # Arrays and their like compare element by element; none of them is a plain value.
+    return isinstance(value, str | int | float | None) and value in plain
 
 
 def described(options: list[Field[Any]]) -> str:

@@ -40,6 +40,10 @@ class GraphedModule(Owner, torch.nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return object.__getattribute__(self, "_graphs")(*args, **kwargs)
 
+    def close(self) -> None:
+        """Give back the graphs and their memory. The model itself stays usable."""
+        _graphs_of(self).close()
+
     def __getattribute__(self, name: str) -> Any:
         if name in _OWN:
             return object.__getattribute__(self, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
@@ -10,8 +11,9 @@ from typing import Self
 class Owner:
     """Has something to give back, and gives it back at the end of a ``with``."""
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """Give it back. Closing twice is harmless."""
 
     def __enter__(self) -> Self:
         return self
