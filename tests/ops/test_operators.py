@@ -433,7 +433,7 @@ def test_logits_need_not_be_dense(find: Any, device: torch.device) -> None:
 @given(st.integers(1, 600), st.integers(1, 300_000), st.integers(1, 200))
 def test_chunks_cover_the_vocabulary(num_rows: int, vocab_size: int, processors: int) -> None:
     per_chunk, num_chunks = sampling.chunks(num_rows, vocab_size, processors)
-    assert 1 <= num_chunks <= sampling._MAX_CHUNKS
+    assert 1 <= num_chunks <= sampling.MAX_CHUNKS
     columns = per_chunk * sampling._BLOCK
     assert (num_chunks - 1) * columns < vocab_size <= num_chunks * columns
 

@@ -25,7 +25,7 @@ _SCHEMA = """sample_rows(
 _BLOCK = 1024
 _NUM_WARPS = 2
 _PROGRAMS_PER_PROCESSOR = 24
-_MAX_CHUNKS = 256
+MAX_CHUNKS = 256
 
 
 def sample_rows(
@@ -113,17 +113,22 @@ def triton_sample_rows(
         (num_rows,),
         (candidates, out_tokens),
         (num_chunks,),
-        CHUNKS_PAD=_MAX_CHUNKS,
+        CHUNKS_PAD=MAX_CHUNKS,
         **overlap(logits.device),
         num_warps=2,
     )
 
 
-def chunks(num_rows: int, vocab_size: int, num_processors: int) -> tuple[int, int]:
-    """How to split a row: blocks per chunk, and chunks."""
-    num_blocks = -(-vocab_size // _BLOCK)
-    wanted = -(-num_processors * _PROGRAMS_PER_PROCESSOR // num_rows)
-    blocks_per_chunk = -(-num_blocks // min(wanted, num_blocks, _MAX_CHUNKS))
+def chunks(
+    num_rows: int, vocab_size: int, num_processors: int, *, block: int = _BLOCK, programs: int = 0
+) -> tuple[int, int]:
+    """How to split a row: blocks per chunk, and chunks.
+
+    ``programs`` is how many are wanted per SM; 0 stands for what suits ``sample_rows``.
+    """
+    num_blocks = -(-vocab_size // block)
+    wanted = -(-num_processors * (programs or _PROGRAMS_PER_PROCESSOR) // num_rows)
+    blocks_per_chunk = -(-num_blocks // min(wanted, num_blocks, MAX_CHUNKS))
     return blocks_per_chunk, -(-num_blocks // blocks_per_chunk)
 
 

@@ -16,6 +16,7 @@ import torch
 
 from ostinato.errors import ConfigError
 from ostinato.ops.counter_random import spread_seed
+from ostinato.ops.sampling_reference import SamplingTables, Steps
 from ostinato.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
@@ -69,6 +70,17 @@ class SamplingFeatures:
     any_min_tokens: bool = False
     num_logprobs: int = -1
 
+    @property
+    def steps(self) -> Steps:
+        """The steps of the operator that samples."""
+        return Steps(
+            noise=self.any_random,
+            filters=self.any_filter,
+            penalties=self.any_penalty,
+            bias=self.any_bias,
+            min_tokens=self.any_min_tokens,
+        )
+
     @staticmethod
     def of(params: Iterable[SamplingParams]) -> SamplingFeatures:
         """The union over ``params``; on a hot path use ``SamplingState.features`` instead."""
@@ -92,21 +104,6 @@ def _features_of_bits(bits: int) -> SamplingFeatures:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingRows:
-    """The parameters that change the logits of a batch's rows, each [B, 1]."""
-
-    temperature: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
-    repetition: torch.Tensor
-    top_k: torch.Tensor
-    prompt_len: torch.Tensor
-    min_tokens: torch.Tensor
-
-
 class SamplingState:
     """Parameters of up to ``max_num_seqs`` running requests, at fixed addresses on ``device``.
 
@@ -126,14 +123,19 @@ class SamplingState:
         self._floats.on_device.copy_(self._floats.staging)
         self._bits = [0] * max_num_seqs
 
+        self.tables = SamplingTables(
+            floats=self._floats.on_device,
+            ints=self._ints.on_device,
+            bias_ids=self._bias_ids.on_device,
+            bias_values=self._bias_values.on_device,
+            stop_ids=self._stop_ids.on_device,
+        )
         # The columns by name, as views.
         floats, ints = self._floats.on_device.unbind(1), self._ints.on_device.unbind(1)
         self.temperature, self.top_p, self.min_p = floats[:3]
         self.presence, self.frequency, self.repetition = floats[3:]
         self.top_k, self.seed_key, self.prompt_len, self.min_tokens = ints
-        self.bias_ids = self._bias_ids.on_device
-        self.bias_values = self._bias_values.on_device
-        self.stop_ids = self._stop_ids.on_device
+        self.bias_ids, self.bias_values, self.stop_ids = self.tables[2:]
 
     def write(self, slot: int, request: Request) -> None:
         """Write ``request`` to row ``slot``: two small copies, more for rarely used parameters.
@@ -182,22 +184,6 @@ class SamplingState:
     def features(self, slots: Iterable[int]) -> SamplingFeatures:
         """The features of the requests last written to ``slots``; cheap, on the host."""
         return _features_of_bits(reduce(or_, map(self._bits.__getitem__, slots), 0))
-
-    def rows(self, slots: torch.Tensor) -> SamplingRows:
-        """The rows of ``slots`` [B] int64. Capturable; does not synchronise."""
-        floats = self._floats.on_device.index_select(0, slots).split(1, dim=1)
-        ints = self._ints.on_device.index_select(0, slots).split(1, dim=1)
-        return SamplingRows(
-            temperature=floats[0],
-            top_p=floats[1],
-            min_p=floats[2],
-            presence=floats[3],
-            frequency=floats[4],
-            repetition=floats[5],
-            top_k=ints[0],
-            prompt_len=ints[2],
-            min_tokens=ints[3],
-        )
 
 
 class _Table:

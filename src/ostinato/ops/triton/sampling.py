@@ -44,7 +44,16 @@ def _mix32(words):
 
 
 @triton.jit
-def _exponential_log(column, offset, multiplier):
+def row_of_noise(key, position):
+    """The ``offset`` and ``multiplier`` of ``exponential_log`` for a seed's key and a position."""
+    place = position.to(tl.int64) * GOLDEN
+    offset = _mix32((key ^ place) & WORD_MASK).to(tl.uint32)
+    multiplier = (_mix32(((key >> 32) ^ place) & WORD_MASK) >> 1) | 0x40000001
+    return offset, multiplier.to(tl.uint64)
+
+
+@triton.jit
+def exponential_log(column, offset, multiplier):
     """``counter_random.exponential_log`` of the row given by ``offset`` and ``multiplier``.
 
     ``column`` int32; ``offset`` uint32 and ``multiplier`` uint64, both scalars.
@@ -58,6 +67,15 @@ def _exponential_log(column, offset, multiplier):
     # The constants: 2**-52, 2**-33, and the largest float32 below 1.
     u = word * -2.220446049250313e-16 - 1.1641532182693481e-10
     return tl.log(-log1p(tl.maximum(u, -0.999999940395355224609375)))
+
+
+@triton.jit
+def candidate_of(best, token):
+    """The best of a block of scores and their tokens."""
+    best = tl.where(best == 0.0, 0.0, best)  # -0.0 equals 0.0, but has other bits
+    bits = best.to(tl.int32, bitcast=True)
+    order = tl.where(best == best, bits ^ ((bits >> 31) & LARGEST_INT), LARGEST_INT)
+    return tl.max((order.to(tl.int64) << 32) | (token ^ LARGEST_INT).to(tl.int64), axis=0)
 
 
 @triton.jit
@@ -83,14 +101,11 @@ def _best(
         score = tl.load(row + column, mask=column < vocab_size, other=float("-inf"))
         score = score.to(tl.float32)
         if RANDOM:
-            score = score - _exponential_log(column, offset, multiplier) * temperature
+            score = score - exponential_log(column, offset, multiplier) * temperature
         better = (score > best) | ((score != score) & (best == best))
         best = tl.where(better, score, best)
         token = tl.where(better, column, token)
-    best = tl.where(best == 0.0, 0.0, best)  # -0.0 equals 0.0, but has other bits
-    bits = best.to(tl.int32, bitcast=True)
-    order = tl.where(best == best, bits ^ ((bits >> 31) & LARGEST_INT), LARGEST_INT)
-    return tl.max((order.to(tl.int64) << 32) | (token ^ LARGEST_INT).to(tl.int64), axis=0)
+    return candidate_of(best, token)
 
 
 @triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
@@ -122,9 +137,7 @@ def best_of_chunk_kernel(
     first_block = chunk * blocks_per_chunk
     if row_temperature > 0.0:
         key = tl.load(seed_key + slot * seed_key_stride)
-        place = tl.load(lengths + row).to(tl.int64) * GOLDEN
-        offset = _mix32((key ^ place) & WORD_MASK).to(tl.uint32)
-        multiplier = (_mix32(((key >> 32) ^ place) & WORD_MASK) >> 1) | 0x40000001
+        offset, multiplier = row_of_noise(key, tl.load(lengths + row))
         candidate = _best(
             its_logits,
             first_block * 2,
@@ -132,7 +145,7 @@ def best_of_chunk_kernel(
             vocab_size,
             row_temperature,
             offset,
-            multiplier.to(tl.uint64),
+            multiplier,
             RANDOM=True,
             BLOCK=BLOCK // 2,  # the hash needs registers, and memory is no longer the bottleneck
         )

@@ -1,0 +1,189 @@
+"""``sample_filtered``: the next token of each row, with every parameter that the sampler has.
+
+What each parameter does is in ``sampling_reference``, which is the CPU's kernel; on CUDA a few
+Triton kernels choose the same tokens. Every row's parameters are read when it runs, so one launch
+in a graph serves any mix of rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ostinato.errors import BatchError
+from ostinato.ops.define import define
+from ostinato.ops.sampling import MAX_CHUNKS, chunks
+from ostinato.ops.sampling_reference import (
+    SamplingTables,
+    Steps,
+    processed_logits,
+    sample_reference,
+)
+from ostinato.ops.triton.launch import launch, num_processors, overlap
+
+_SCHEMA = """sample_filtered(
+    Tensor logits, Tensor slots, Tensor lengths,
+    Tensor floats, Tensor ints, Tensor bias_ids, Tensor bias_values, Tensor stop_ids,
+    Tensor token_ids, bool noise, bool filters, bool penalties, bool bias, bool min_tokens,
+    Tensor(a!) out_tokens
+) -> ()"""
+
+# Columns that a program of the search reads at a time, programs per SM, and tokens of a row among
+# which it looks for the exact cutoff. If there are more, it reads the row, which is slower.
+_SEARCH_BLOCK = 1024
+_SEARCH_PROGRAMS = 12
+_CAPACITY = 8192
+# Columns that the last kernel of the search reads at a time: one program per row.
+_CUTOFF_BLOCK = 2048
+# The same for the kernel that samples. Noise takes registers, so its blocks are small.
+_SAMPLE_BLOCK = 512
+_SAMPLE_PROGRAMS = 24
+_NUM_FIELDS = 8  # of a row, in triton/filters.py
+
+
+def sample_filtered(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: SamplingTables,
+    token_ids: torch.Tensor,
+    steps: Steps,
+    out_tokens: torch.Tensor,
+) -> None:
+    """Write each row's next token to ``out_tokens`` [B] int64, and nothing else.
+
+    ``logits`` [B, V] of any float type. ``slots`` [B] int64: each row's request in ``tables``, and
+    its history in ``token_ids`` [S, max_model_len] int32. ``lengths`` [B] int32: tokens so far.
+    ``steps`` covers what the rows use. Padding rows need a valid slot; their result is meaningless.
+
+    A row's token depends on that row alone. Does not synchronise on CUDA.
+    """
+    _operator(logits, slots, lengths, *tables, token_ids, *steps, out_tokens)
+
+
+def sample_filtered_cpu(
+    logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, *rest: Any
+) -> None:
+    """The CPU kernel."""
+    tables, token_ids, steps, out_tokens = _unpacked(rest)
+    out_tokens.copy_(sample_reference(logits, slots, lengths, tables, token_ids, steps))
+
+
+def triton_sample_filtered(
+    logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, *rest: Any
+) -> None:
+    """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
+    tables, token_ids, steps, out_tokens = _unpacked(rest)
+    if logits.shape[0] == 0:
+        return
+    if not out_tokens.is_contiguous():
+        raise BatchError(f"out_tokens must be contiguous, its strides are {out_tokens.stride()}")
+    if steps.penalties or steps.bias or steps.min_tokens:
+        logits = processed_logits(
+            logits, slots, lengths, tables, token_ids, steps._replace(filters=False)
+        )
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    slots, lengths = slots.contiguous(), lengths.contiguous()  # the kernels assume unit strides
+    rows = (logits, logits, logits, slots)
+    fields = _cutoffs(rows, tables) if steps.filters else slots
+    _sample(rows, lengths, tables, fields, out_tokens, steps.filters)
+
+
+def _unpacked(rest: tuple[Any, ...]) -> tuple[SamplingTables, torch.Tensor, Steps, torch.Tensor]:
+    return SamplingTables(*rest[:5]), rest[5], Steps(*rest[6:11]), rest[11]
+
+
+def _cutoffs(rows: tuple[torch.Tensor, ...], tables: SamplingTables) -> torch.Tensor:
+    from ostinato.ops.triton.cutoffs import collect_kernel, cutoff_kernel
+    from ostinato.ops.triton.filters import BINS, count_kernel, range_kernel
+
+    logits = rows[0]
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    blocks_per_chunk, num_chunks = chunks(
+        num_rows,
+        vocab_size,
+        num_processors(device),
+        block=_SEARCH_BLOCK,
+        programs=_SEARCH_PROGRAMS,
+    )
+    ranges = torch.empty((num_rows, num_chunks, 2), dtype=torch.float32, device=device)
+    counts = torch.empty((num_rows, BINS.value), dtype=torch.int32, device=device)
+    sums = torch.empty((num_rows, 2), dtype=torch.int64, device=device)
+    fields = torch.empty((num_rows, _NUM_FIELDS), dtype=torch.int32, device=device)
+    keys, tokens = torch.empty((2, num_rows, _CAPACITY), dtype=torch.int32, device=device)
+    weights = torch.empty((num_rows, _CAPACITY), dtype=torch.int64, device=device)
+
+    inputs = (*rows, tables.floats, tables.ints, ranges, counts, sums)
+    strides = (logits.stride(0), tables.floats.stride(0), tables.ints.stride(0), vocab_size)
+    grid = (num_rows, num_chunks)
+    options: dict[str, Any] = {
+        "CHANGED": False,
+        "BLOCK": _SEARCH_BLOCK,
+        **overlap(device),
+        "enable_fp_fusion": False,
+    }
+    in_chunks = (*strides, blocks_per_chunk, num_chunks)
+    launch(range_kernel, grid, (*inputs, fields), in_chunks, **options, num_warps=4)
+    options |= {"CAPACITY": _CAPACITY, "CHUNKS_PAD": MAX_CHUNKS}
+    launch(count_kernel, grid, inputs, in_chunks, **options, num_warps=4)
+    lists = (*inputs, fields, keys, tokens, weights)
+    launch(collect_kernel, grid, lists, in_chunks, **options, num_warps=8)
+    options["BLOCK"] = _CUTOFF_BLOCK
+    launch(cutoff_kernel, (num_rows,), lists, (*strides, num_chunks), **options, num_warps=16)
+    return fields
+
+
+def _sample(
+    rows: tuple[torch.Tensor, ...],
+    lengths: torch.Tensor,
+    tables: SamplingTables,
+    fields: torch.Tensor,
+    out_tokens: torch.Tensor,
+    any_filter: bool,
+) -> None:
+    from ostinato.ops.triton.filtered_sampling import best_kept_kernel
+    from ostinato.ops.triton.sampling import best_of_all_kernel
+
+    logits = rows[0]
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    blocks_per_chunk, num_chunks = chunks(
+        num_rows,
+        vocab_size,
+        num_processors(device),
+        block=_SAMPLE_BLOCK,
+        programs=_SAMPLE_PROGRAMS,
+    )
+    candidates = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=device)
+    launch(
+        best_kept_kernel,
+        (num_rows, num_chunks),
+        (*rows, lengths, tables.floats, tables.ints, fields, candidates),
+        (
+            logits.stride(0),
+            tables.floats.stride(0),
+            tables.ints.stride(0),
+            vocab_size,
+            blocks_per_chunk,
+            num_chunks,
+        ),
+        FILTERED=any_filter,
+        CHANGED=False,
+        BLOCK=_SAMPLE_BLOCK,
+        **overlap(device),
+        num_warps=2,
+        enable_fp_fusion=False,  # torch rounds the product before subtracting it
+    )
+    launch(
+        best_of_all_kernel,
+        (num_rows,),
+        (candidates, out_tokens),
+        (num_chunks,),
+        CHUNKS_PAD=MAX_CHUNKS,
+        **overlap(device),
+        num_warps=2,
+    )
+
+
+_operator = define(_SCHEMA, cpu=sample_filtered_cpu, cuda=triton_sample_filtered)

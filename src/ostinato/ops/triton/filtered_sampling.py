@@ -1,0 +1,102 @@
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""Samples from what the cutoffs of ``cutoffs`` and min-p leave: the best token of each chunk.
+
+``sampling.best_of_all_kernel`` then takes the best of all chunks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ostinato.ops.triton.filters import (
+    CUT_KEY,
+    CUT_TOKEN,
+    HIGHEST,
+    LARGEST_INT,
+    NUM_FIELDS,
+    filters,
+    key_of,
+    likelihood,
+    load_scores,
+)
+from ostinato.ops.triton.sampling import candidate_of, exponential_log, row_of_noise
+
+SEED_KEY = tl.constexpr(1)  # column of the sampling state's integers
+
+
+@triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
+def best_kept_kernel(
+    logits,
+    changed,
+    is_changed,
+    slots,
+    lengths,
+    floats,
+    ints,
+    fields,
+    candidates,
+    row_stride,
+    float_stride,
+    int_stride,
+    vocab_size,
+    blocks_per_chunk,
+    num_chunks,
+    FILTERED: tl.constexpr,
+    CHANGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per row and chunk: writes its best candidate to [B, chunks]."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    slot = tl.load(slots + row)
+    temperature, _, _, min_p, is_filtered = filters(
+        floats, ints, slot, float_stride, int_stride, vocab_size
+    )
+    row_is_changed = tl.load(is_changed + row) if CHANGED else 0
+    highest = tl.full([], 0.0, tl.float32)
+    cut_key = tl.full([], LARGEST_INT, tl.int32)  # without filters NaN is kept, too
+    cut_token = tl.full([], LARGEST_INT, tl.int32)
+    is_filtered = is_filtered & FILTERED
+    if is_filtered:
+        its_fields = fields + row * NUM_FIELDS
+        highest = tl.load(its_fields + HIGHEST).to(tl.float32, bitcast=True)
+        cut_key = tl.load(its_fields + CUT_KEY)
+        cut_token = tl.load(its_fields + CUT_TOKEN)
+    seed_key = tl.load(ints + slot * int_stride + SEED_KEY)
+    offset, multiplier = row_of_noise(seed_key, tl.load(lengths + row))
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    first = chunk * blocks_per_chunk
+    token = first * BLOCK + lane
+    for block in tl.range(first, first + blocks_per_chunk):
+        column = block * BLOCK + lane
+        score = load_scores(
+            logits + row * row_stride,
+            changed + row * vocab_size,
+            row_is_changed,
+            column,
+            vocab_size,
+            CHANGED,
+        )
+        any_kept = tl.full([], 1, tl.int32)
+        if is_filtered:
+            key = key_of(score, highest)
+            kept = (key < cut_key) | ((key == cut_key) & (column <= cut_token))
+            if min_p > 0.0:
+                kept = kept & ((likelihood(key, temperature) < min_p) == 0)
+            score = tl.where(kept, score, float("-inf"))
+            any_kept = tl.max(kept.to(tl.int32), axis=0)
+        if any_kept != 0:
+            if temperature > 0.0:
+                score = score - exponential_log(column, offset, multiplier) * temperature
+            better = (score > best) | ((score != score) & (best == best))
+            best = tl.where(better, score, best)
+            token = tl.where(better, column, token)
+    tl.store(candidates + row * num_chunks + chunk, candidate_of(best, token))

@@ -1,0 +1,247 @@
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""Kernels that find where top-k and top-p cut off each row, without sorting it.
+
+A token's key is the bits of how far its logit is behind the row's highest: such floats are not
+negative, so they order like their bits. A row's cutoff is a key, and the last token kept among
+those that have it. Four kernels find it:
+
+1. ``range_kernel``: the highest and lowest logit of each chunk of a row.
+2. ``count_kernel``: a histogram of the tokens over ``BINS`` equal steps behind the highest, and
+   their total weight.
+3. ``collect_kernel``: from the counts, which bins the cutoff can be in; lists their tokens, and
+   adds up the weights of those before them.
+4. ``cutoff_kernel``: bisects the list.
+
+Weights are integers, so no result depends on how the work is split. A token more than ``REACH``
+temperatures behind has weight 0, and noise never makes it win: such tokens are ignored.
+
+Greedy rows and rows without these filters cost a launch each, and nothing more.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+# Columns of the sampling state's tables; ``SamplingState`` fills them.
+TEMPERATURE, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+TOP_K = tl.constexpr(0)
+
+BINS = tl.constexpr(256)
+REACH = tl.constexpr(28.0)  # exp(-28) * 2**40 is below 1, and draws span less than 26
+FULL_WEIGHT = tl.constexpr(2.0**40)
+INFINITE_KEY = tl.constexpr(0x7F800000)
+LARGEST_INT = tl.constexpr(0x7FFFFFFF)
+MASKED_OUT = tl.constexpr(-60000.0)  # logits below it would stretch the bins; they get the last
+
+# Columns of a row's integers between the kernels.
+FIRST_BIN, LAST_BIN, RANK, LISTED = map(tl.constexpr, range(4))
+CUT_KEY, CUT_TOKEN, HIGHEST, NUM_FIELDS = map(tl.constexpr, range(4, 8))
+
+if knobs.runtime.interpret:  # the interpreter cannot call CUDA's libdevice
+
+    @triton.jit
+    def exp(x):
+        return tl.exp(x)
+
+else:
+    from triton.language.extra.cuda.libdevice import exp  # type: ignore[no-redef]
+
+
+@triton.jit
+def load_scores(row, changed_row, is_changed, column, vocab_size, CHANGED: tl.constexpr):
+    """Logits as float32, from the changed copy of the row if it has one; -inf past the end."""
+    inside = column < vocab_size
+    in_logits = inside & (is_changed == 0)
+    score = tl.load(row + column, mask=in_logits, other=float("-inf")).to(tl.float32)
+    if CHANGED:
+        in_copy = inside & (is_changed != 0)
+        copied = tl.load(changed_row + column, mask=in_copy, other=float("-inf"))
+        score = tl.where(is_changed != 0, copied, score)
+    return score
+
+
+@triton.jit
+def filters(floats, ints, slot, float_stride, int_stride, vocab_size):
+    """A row's temperature, top-k (0: off), top-p and min-p, and whether it is filtered."""
+    temperature = tl.load(floats + slot * float_stride + TEMPERATURE)
+    top_p = tl.load(floats + slot * float_stride + TOP_P)
+    min_p = tl.load(floats + slot * float_stride + MIN_P)
+    top_k = tl.load(ints + slot * int_stride + TOP_K)
+    is_filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    top_k = tl.where(top_k < vocab_size, top_k, 0).to(tl.int32)
+    return temperature, top_k, top_p, min_p, is_filtered
+
+
+@triton.jit
+def key_of(score, highest):
+    """How far behind a score is, as ordered bits. NaN is above infinity, -0.0 is 0.0."""
+    return (highest - score).to(tl.int32, bitcast=True) & LARGEST_INT
+
+
+@triton.jit
+def likelihood(key, temperature):
+    """Relative to the most likely token, rounded as torch does it."""
+    behind = key.to(tl.float32, bitcast=True)
+    return exp(-tl.div_rn(behind, tl.full(behind.shape, 0.0, tl.float32) + temperature))
+
+
+@triton.jit
+def weight(key, temperature):
+    share = likelihood(key, temperature) * FULL_WEIGHT
+    return tl.where(share == share, share, 0.0).to(tl.int64)
+
+
+@triton.jit
+def row_range(ranges, row, num_chunks, CHUNKS_PAD: tl.constexpr):
+    """The row's highest logit (NaN if it has one) and its lowest."""
+    chunk = tl.minimum(tl.arange(0, CHUNKS_PAD), num_chunks - 1)  # repeats the last one
+    place = ranges + (row * num_chunks + chunk) * 2
+    highest, lowest = tl.load(place), tl.load(place + 1)
+    has_nan = tl.max((highest != highest).to(tl.int32), axis=0) != 0
+    return tl.where(has_nan, float("nan"), tl.max(highest, axis=0)), tl.min(lowest, axis=0)
+
+
+@triton.jit
+def bins_per_logit(highest, lowest, temperature):
+    """The scale of the bins, and their width in temperatures. Monotonic in the logits."""
+    span = tl.minimum(REACH * temperature, highest - lowest)
+    is_wide = span > 1e-30
+    scale = tl.where(is_wide, BINS / tl.where(is_wide, span, 1.0), 0.0)
+    return scale, tl.where(is_wide, span / temperature, BINS * REACH) / BINS
+
+
+@triton.jit
+def bin_of(score, highest, temperature, scale):
+    """Each score's bin, and whether it is in one at all: not too far behind."""
+    behind = highest - score
+    is_highest = score == highest
+    step = tl.where(is_highest, 0.0, tl.minimum(behind * scale, BINS - 1.0))
+    within = (behind <= REACH * temperature) | is_highest
+    return tl.where(within, step, 0.0).to(tl.int32), within
+
+
+@triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
+def range_kernel(
+    logits,
+    changed,
+    is_changed,
+    slots,
+    floats,
+    ints,
+    ranges,
+    counts,
+    sums,
+    fields,
+    row_stride,
+    float_stride,
+    int_stride,
+    vocab_size,
+    blocks_per_chunk,
+    num_chunks,
+    CHANGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per row and chunk. Also clears what the next kernels add to."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    slot = tl.load(slots + row)
+    _, _, _, _, is_filtered = filters(floats, ints, slot, float_stride, int_stride, vocab_size)
+    if is_filtered:
+        row_is_changed = tl.load(is_changed + row) if CHANGED else 0
+        lane = tl.arange(0, BLOCK)
+        highest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+        lowest = tl.full([BLOCK], float("inf"), dtype=tl.float32)
+        has_nan = tl.full([BLOCK], 0, dtype=tl.int32)
+        first = chunk * blocks_per_chunk
+        for block in tl.range(first, first + blocks_per_chunk):
+            score = load_scores(
+                logits + row * row_stride,
+                changed + row * vocab_size,
+                row_is_changed,
+                block * BLOCK + lane,
+                vocab_size,
+                CHANGED,
+            )
+            highest = tl.where(score > highest, score, highest)
+            lowest = tl.where((score > MASKED_OUT) & (score < lowest), score, lowest)
+            has_nan = has_nan | (score != score).to(tl.int32)
+        top = tl.where(tl.max(has_nan, axis=0) != 0, float("nan"), tl.max(highest, axis=0))
+        place = ranges + (row * num_chunks + chunk) * 2
+        tl.store(place, top)
+        tl.store(place + 1, tl.min(lowest, axis=0))
+        if chunk == 0:
+            every_bin = tl.arange(0, BINS)
+            tl.store(counts + row * BINS + every_bin, tl.zeros([BINS], dtype=tl.int32))
+            pair = tl.arange(0, 2)
+            tl.store(sums + row * 2 + pair, tl.zeros([2], dtype=tl.int64))
+            tl.store(fields + row * NUM_FIELDS + LISTED, 0)
+
+
+@triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
+def count_kernel(
+    logits,
+    changed,
+    is_changed,
+    slots,
+    floats,
+    ints,
+    ranges,
+    counts,
+    sums,
+    row_stride,
+    float_stride,
+    int_stride,
+    vocab_size,
+    blocks_per_chunk,
+    num_chunks,
+    CAPACITY: tl.constexpr,
+    CHANGED: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per row and chunk: adds its tokens to the row's ``counts`` and total weight."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + row)
+    temperature, top_k, top_p, _, is_filtered = filters(
+        floats, ints, slot, float_stride, int_stride, vocab_size
+    )
+    if is_filtered & ((top_k > 0) | (top_p < 1.0)):
+        row_is_changed = tl.load(is_changed + row) if CHANGED else 0
+        highest, lowest = row_range(ranges, row, num_chunks, CHUNKS_PAD)
+        scale, _ = bins_per_logit(highest, lowest, temperature)
+        # A list of all that top-k keeps has the weights, if they are few.
+        has_total = (top_p < 1.0) & ((top_k == 0) | (top_k > CAPACITY))
+        lane = tl.arange(0, BLOCK)
+        count = tl.zeros([BINS], dtype=tl.int32)
+        total = tl.zeros([BLOCK], dtype=tl.int64)
+        first = tl.program_id(1) * blocks_per_chunk
+        for block in tl.range(first, first + blocks_per_chunk):
+            column = block * BLOCK + lane
+            score = load_scores(
+                logits + row * row_stride,
+                changed + row * vocab_size,
+                row_is_changed,
+                column,
+                vocab_size,
+                CHANGED,
+            )
+            step, within = bin_of(score, highest, temperature, scale)
+            within = within & (column < vocab_size)
+            count += tl.histogram(step, BINS, mask=within)
+            if has_total:
+                total += tl.where(within, weight(key_of(score, highest), temperature), 0)
+        tl.atomic_add(counts + row * BINS + tl.arange(0, BINS), count, mask=count > 0)
+        if has_total:
+            tl.atomic_add(sums + row * 2, tl.sum(total, axis=0))

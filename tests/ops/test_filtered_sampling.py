@@ -1,0 +1,269 @@
+"""The full sampler's kernels against its torch reference: the same tokens, for every mix of rows.
+
+"public" is what the runtime calls; "kernel" is Triton, in its interpreter without a GPU. Blocks and
+lists are small here, so that short rows take every path of long ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ostinato.errors import BatchError
+from ostinato.ops import filtered_sampling
+from ostinato.ops.counter_random import spread_seed
+from ostinato.ops.sampling_reference import SamplingTables, Steps, sample_reference
+
+pytest.importorskip("triton")
+
+NAN, INF = torch.nan, torch.inf
+FILTERS = Steps(noise=True, filters=True, penalties=False, bias=False, min_tokens=False)
+# A call takes seconds in the interpreter: nested functions are costly there.
+few = settings(
+    max_examples=100 if torch.cuda.is_available() else 6,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(params=["public", "kernel"])
+def run(request: pytest.FixtureRequest, device: torch.device) -> Callable[..., None]:
+    """The operator, as the runtime calls it or as the kernels' launch."""
+    if request.param == "public":
+        return filtered_sampling.sample_filtered
+    if device.type == "cpu" and torch.cuda.is_available():
+        pytest.skip("where there is a GPU, the kernels are not interpreted")
+
+    def launch(logits, slots, lengths, tables, token_ids, steps, tokens) -> None:  # type: ignore[no-untyped-def]
+        filtered_sampling.triton_sample_filtered(
+            logits, slots, lengths, *tables, token_ids, *steps, tokens
+        )
+
+    return launch
+
+
+@pytest.fixture(params=[(128, 1024), (128, 16), (1024, 64)], ids=["lists", "rows", "one block"])
+def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks, and lists that suffice or do not."""
+    block, capacity = request.param
+    monkeypatch.setattr(filtered_sampling, "_SEARCH_BLOCK", block)
+    monkeypatch.setattr(filtered_sampling, "_CUTOFF_BLOCK", block)
+    monkeypatch.setattr(filtered_sampling, "_SAMPLE_BLOCK", block)
+    monkeypatch.setattr(filtered_sampling, "_CAPACITY", capacity)
+
+
+class Rows:
+    """What ``sample_filtered`` takes; slots that no row names are poisoned."""
+
+    def __init__(self, rows: list[dict[str, Any]], logits: Tensor, device: torch.device) -> None:
+        num_rows, num_slots = len(rows), len(rows) + 2
+        floats = torch.full((num_slots, 6), NAN)
+        ints = torch.full((num_slots, 4), 2**40)
+        bias_ids = torch.full((num_slots, 5), 2**40)
+        bias_values = torch.full((num_slots, 5), NAN)
+        stop_ids = torch.full((num_slots, 4), 2**40)
+        slots = torch.randperm(num_slots)[:num_rows]
+        self.lengths = torch.randint(4, 20, (num_rows,), dtype=torch.int32, device=device)
+        for slot, row in zip(slots.tolist(), rows, strict=True):
+            floats[slot] = torch.tensor(
+                [
+                    row.get("temperature", 1.0),
+                    row.get("top_p", 1.0),
+                    row.get("min_p", 0.0),
+                    row.get("presence", 0.0),
+                    row.get("frequency", 0.0),
+                    row.get("repetition", 1.0),
+                ]
+            )
+            ints[slot] = torch.tensor(
+                [
+                    row.get("top_k", 0),
+                    spread_seed(row.get("seed", slot)),
+                    row.get("prompt_len", 3),
+                    row.get("min_tokens", 0),
+                ]
+            )
+            bias_ids[slot] = stop_ids[slot] = -1
+        self.logits = logits.to(device)
+        self.slots = slots.to(device)
+        self.tables = SamplingTables(
+            *(each.to(device) for each in (floats, ints, bias_ids, bias_values, stop_ids))
+        )
+        self.token_ids = torch.randint(
+            logits.shape[1], (num_slots, 20), dtype=torch.int32, device=device
+        )
+        self.tokens = torch.full((num_rows,), -1, device=device)
+
+    def check(self, run: Callable[..., None], steps: Steps = FILTERS) -> Tensor:
+        """Run it; every row must have the reference's token, computed for this row alone."""
+        arguments = self.tables, self.token_ids, steps
+        run(self.logits, self.slots, self.lengths, *arguments, self.tokens)
+        for row in range(len(self.slots)):
+            one = slice(row, row + 1)
+            expected = sample_reference(
+                self.logits[one], self.slots[one], self.lengths[one], *arguments
+            )
+            assert self.tokens[row] == expected, row
+        return self.tokens
+
+
+def check_filters(
+    run: Callable[..., None], rows: list[dict[str, Any]], logits: Tensor, device: torch.device
+) -> None:
+    batch = Rows(rows, logits, device)
+    for _ in range(10 if device.type == "cuda" else 1):  # several draws
+        batch.check(run)
+        batch.lengths += 1
+
+
+any_row = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 1e-30, 0.05, 0.7, 1.0, 1.0, 3.0, 100.0, 1e30]),
+        "top_k": st.sampled_from([0, 0, 1, 2, 7, 40, 150, 299, 10**9]),
+        "top_p": st.sampled_from([1.0, 1.0, 0.95, 0.5, 0.1, 1e-7, 0.9999999]),
+        "min_p": st.sampled_from([0.0, 0.0, 0.0, 0.01, 0.3, 1.0]),
+        "seed": st.integers(0, 2**63 - 1),
+    }
+)
+
+
+@pytest.mark.slow
+@few
+@given(
+    rows=st.lists(any_row, min_size=2, max_size=4),
+    vocab_size=st.integers(2, 300),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 3.0, 30.0]),
+    levels=st.sampled_from([0, 1, 4]),
+    masked=st.sampled_from([0.0, 0.5, 1.0]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_tokens_are_the_references(
+    run: Any,
+    sizes: None,
+    device: torch.device,
+    rows: list[dict[str, Any]],
+    vocab_size: int,
+    scale: float,
+    levels: int,
+    masked: float,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    """Including ties, flat rows, and rows of which all but one token are -inf."""
+    torch.manual_seed(seed)
+    logits = torch.randn(len(rows), vocab_size) * scale
+    if levels:
+        logits = (logits * levels).round() / levels
+    hidden = torch.rand(logits.shape) < masked
+    hidden.scatter_(1, torch.randint(vocab_size, (len(rows), 1)), False)
+    check_filters(run, rows, logits.masked_fill(hidden, -INF).to(dtype), device)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("top_k", [0, 1, 3, 1000])
+@pytest.mark.parametrize("top_p", [1.0, 0.6])
+@pytest.mark.parametrize("min_p", [0.0, 0.2])
+def test_odd_logits(
+    run: Any, sizes: None, device: torch.device, top_k: int, top_p: float, min_p: float
+) -> None:
+    """NaN, infinities of either sign, zeros of either sign, and what others mask with."""
+    logits = torch.randn(11, 200)
+    logits[0, 77] = NAN
+    logits[1, [3, 150]] = INF
+    logits[2] = -INF
+    logits[3, 1:] = -INF
+    logits[4, 150] = INF
+    logits[4, 20] = NAN
+    logits[5, :198] = INF
+    logits[6, ::2], logits[6, 1::2] = 0.0, -0.0
+    logits[7, :150] = torch.finfo(torch.float32).min
+    logits[8, :150] = -1e30
+    logits[9] = 1e-42 * logits[9]
+    logits[10] = 1e38 * logits[10]
+    rows = [{"top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": 5 + i} for i in range(11)]
+    if top_k == 0 and top_p == 1.0 and min_p == 0.0:
+        rows = [{"top_k": 150, "seed": 5 + i} for i in range(11)]
+    check_filters(run, rows, logits, device)
+
+
+@pytest.mark.slow
+def test_ties_at_the_cutoff(run: Any, sizes: None, device: torch.device) -> None:
+    """Top-k keeps all of them; top-p the first ones, only as many as it needs."""
+    logits = torch.full((24, 300), -9.0)
+    logits[:, 100:200] = 0.0
+    rows = [{"top_k": 3}] * 8 + [{"top_p": 0.029}] * 16
+    tokens = Rows(rows, logits, device).check(run).tolist()
+    assert len(set(tokens[:8])) > 5
+    assert set(tokens[8:]) == {100, 101, 102}
+
+
+def test_rows_without_filters_are_as_without_the_step(run: Any, device: torch.device) -> None:
+    """Even with NaN, which a filter would remove."""
+    logits = torch.randn(3, 200)
+    logits[:, 70] = NAN
+    batch = Rows([{}, {"temperature": 0.0, "top_k": 3}, {"top_k": 3}], logits, device)
+    run(
+        batch.logits,
+        batch.slots,
+        batch.lengths,
+        batch.tables,
+        batch.token_ids,
+        FILTERS,
+        batch.tokens,
+    )
+    assert batch.tokens.tolist()[2] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("filters", [True, False])
+def test_shapes_and_strides(run: Any, device: torch.device, filters: bool) -> None:
+    steps = FILTERS._replace(filters=filters)
+    rows: list[dict[str, Any]] = [{"top_k": 5}, {"top_p": 0.4}, {}]
+    batch = Rows(rows, torch.randn(3, 70), device)
+    for logits in (
+        torch.randn(3, 90, device=device)[:, 7:77],
+        torch.randn(70, 3, device=device).T,
+        torch.randn(1, 70, device=device).expand(3, -1),
+        torch.randn(3, 2, device=device),
+        torch.randn(3, 1, device=device),
+    ):
+        batch.logits = logits
+        batch.check(run, steps)
+    wide = torch.stack((batch.slots, batch.slots + 2**30), dim=1)
+    batch.slots = wide[:, 0]
+    batch.check(run, steps)
+    none = slice(0, 0)
+    run(
+        batch.logits[none],
+        batch.slots[none],
+        batch.lengths[none],
+        batch.tables,
+        batch.token_ids,
+        steps,
+        batch.tokens[none],
+    )
+
+
+def test_a_result_with_gaps_is_refused(device: torch.device) -> None:
+    batch = Rows([{}, {}], torch.randn(2, 9), device)
+    gaps = torch.zeros(4, dtype=torch.int64, device=device)[::2]
+    with pytest.raises(BatchError, match="out_tokens must be contiguous"):
+        filtered_sampling.triton_sample_filtered(
+            batch.logits, batch.slots, batch.lengths, *batch.tables, batch.token_ids, *FILTERS, gaps
+        )
+
+
+def test_the_operator_says_what_it_writes(device: torch.device) -> None:
+    batch = Rows([{"top_k": 3}, {"top_p": 0.5}], torch.randn(2, 30), device)
+    arguments = (batch.logits, batch.slots, batch.lengths, *batch.tables, batch.token_ids)
+    torch.library.opcheck(
+        torch.ops.ostinato.sample_filtered.default,
+        (*arguments, *FILTERS, batch.tokens),
+        test_utils=["test_schema", "test_faketensor"],
+    )
