@@ -367,6 +367,19 @@ def test_bench_prefill(ostinato: Run) -> None:
     assert second == {"replayed": 3, "TOO_LARGE": 3}
 
 
+def test_bench_sampling(ostinato: Run) -> None:
+    options = ["--batch", "1,3", "--vocab-size", "500", "--history", "20", "--repeats", "1"]
+    command = ["bench", "sampling", *options, "--device", "cpu"]
+    answer = ostinato(*command, "--json").json
+    assert {row["batch"] for row in answer["rows"]} == {1, 3}
+    for row in answer["rows"]:
+        assert row["same_tokens"] == row["batch"]
+        assert min(row["milliseconds"].values()) > 0
+    assert "Sampling from 500 tokens" in ostinato(*command).out
+    for wrong in (["--repeats", "0"], ["--batch", "0"]):
+        assert ostinato(*command, *wrong).exit_code == 1
+
+
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bandwidth is measured on less memory; no test checks its value."""

@@ -18,11 +18,11 @@ from torch import Tensor
 from ostinato import GraphPool
 from ostinato.ops import activation, decode_state, norm, sampling
 from ostinato.ops.counter_random import exponential_log, spread_seed
+from ostinato.ops.sampling_reference import sample_reference
 from ostinato.ops.split_k import in_parts, num_parts
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.request_state import RequestState
-from ostinato.sampling.sampler import sample
 from ostinato.sampling.sampling_state import SamplingFeatures, SamplingState
 
 pytest.importorskip("triton")
@@ -318,9 +318,11 @@ class Rows:
     def check(self) -> None:
         """Against the sampler; another token may win only if float32 cannot distinguish them."""
         logits = self.logits.float()
-        features = SamplingFeatures(any_random=True)
+        steps = SamplingFeatures(any_random=True).steps
         history = torch.zeros(0, device=logits.device)
-        expected = sample(logits, self.slots, self.lengths, self.state, history, features).token_ids
+        expected = sample_reference(
+            logits, self.slots, self.lengths, self.state.tables, history, steps
+        )
         noise = exponential_log(self.state.seed_key[self.slots], self.lengths, logits.shape[1])
         scores = logits - noise * self.state.temperature[self.slots].unsqueeze(1)
         best, chosen = (scores.gather(1, each.unsqueeze(1)) for each in (expected, self.tokens))

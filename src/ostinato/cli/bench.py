@@ -135,6 +135,34 @@ def prefill(
 
 
 @app.command()
+def sampling(
+    *,
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,64",
+    vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 151_936,
+    history: Annotated[int, typer.Option(help="Tokens of each sequence so far.")] = 2048,
+    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 20,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    as_json: options.Json = False,
+    output: Output = None,
+) -> None:
+    """Time of the full sampler (filters, penalties, log-probabilities) against plain torch."""
+    import torch
+
+    from ostinato.bench.sampling import run
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    results = run(
+        batches=options.integers(batch, "--batch") or [],
+        vocab_size=vocab_size,
+        history=history,
+        repeats=repeats,
+        device=device,
+    )
+    _report(results, tables.sampling_tables, as_json, output)
+
+
+@app.command()
 def parallel(
     *,
     model: Annotated[str, typer.Option(help="Model shape; weights are random.")] = "llama-3.2-1b",

@@ -140,6 +140,22 @@ def prefill_tables(results: dict[str, Any]) -> list[RenderableType]:
     return [table]
 
 
+def sampling_tables(results: dict[str, Any]) -> list[RenderableType]:
+    title = f"Sampling from {results['vocab_size']} tokens"
+    table = _table(title, "batch", "parameters", "ours", "torch", "speed-up", "same tokens")
+    for row in results["rows"]:
+        ours, reference = row["milliseconds"]["ours"], row["milliseconds"]["reference"]
+        table.add_row(
+            str(row["batch"]),
+            row["case"],
+            f"{ours:.3f} ms",
+            f"{reference:.3f} ms",
+            f"{reference / ours:.1f}x",
+            f"{row['same_tokens']} of {row['batch']}",
+        )
+    return [table]
+
+
 def _core_table(results: dict[str, Any]) -> Table:
     table = _table("The graph machinery", "what", "measured", "target")
     for keys, microseconds in results["dispatch_us"].items():

@@ -69,6 +69,7 @@ def process_logits(
 
 
 def _with_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> SamplerOutput:
+    logits = logits.float()
     reported = chosen.unsqueeze(1)
     if num_top > 0:
         top = logits.topk(min(num_top, logits.shape[1]), dim=1).indices
