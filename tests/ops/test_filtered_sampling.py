@@ -26,7 +26,7 @@ NAN, INF = torch.nan, torch.inf
 FILTERS = Steps(noise=True, filters=True, penalties=False, bias=False, min_tokens=False)
 # A call takes seconds in the interpreter: nested functions are costly there.
 few = settings(
-    max_examples=100 if torch.cuda.is_available() else 6,
+    max_examples=100 if torch.cuda.is_available() else 12,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
@@ -55,6 +55,16 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(filtered_sampling, "_CUTOFF_BLOCK", block)
     monkeypatch.setattr(filtered_sampling, "_SAMPLE_BLOCK", block)
     monkeypatch.setattr(filtered_sampling, "_CAPACITY", capacity)
+
+
+@pytest.fixture
+def short_histories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Histories take several blocks and turns."""
+    monkeypatch.setattr(filtered_sampling, "_HISTORY_BLOCK", 4)
+    monkeypatch.setattr(filtered_sampling, "_HISTORY_CHUNKS", 2)
+    monkeypatch.setattr(filtered_sampling, "_COPY_BLOCK", 16)
+    monkeypatch.setattr(filtered_sampling, "_SAMPLE_BLOCK", 16)
+    monkeypatch.setattr(filtered_sampling, "_SEARCH_BLOCK", 16)
 
 
 class Rows:
@@ -89,14 +99,21 @@ class Rows:
                 ]
             )
             bias_ids[slot] = stop_ids[slot] = -1
+            bias, stops = row.get("bias", {}), row.get("stops", [])
+            bias_ids[slot, : len(bias)] = torch.tensor([*bias], dtype=torch.int64)
+            bias_values[slot, : len(bias)] = torch.tensor([*bias.values()])
+            stop_ids[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int64)
         self.logits = logits.to(device)
         self.slots = slots.to(device)
         self.tables = SamplingTables(
             *(each.to(device) for each in (floats, ints, bias_ids, bias_values, stop_ids))
         )
-        self.token_ids = torch.randint(
-            logits.shape[1], (num_slots, 20), dtype=torch.int32, device=device
-        )
+        # Few tokens, so that some repeat, and what is no token at all.
+        vocab_size = logits.shape[1]
+        history = torch.randint(vocab_size, (num_slots, 20), dtype=torch.int32) % 7
+        history[:, 2::5], history[:, 3::5] = vocab_size - 1, vocab_size
+        history[:, 4::5] = -1
+        self.token_ids = history.to(device)
         self.tokens = torch.full((num_rows,), -1, device=device)
 
     def check(self, run: Callable[..., None], steps: Steps = FILTERS) -> Tensor:
@@ -165,6 +182,57 @@ def test_tokens_are_the_references(
     check_filters(run, rows, logits.masked_fill(hidden, -INF).to(dtype), device)
 
 
+changes = st.fixed_dictionaries(
+    {},
+    optional={
+        "presence": st.sampled_from([0.0, 0.7, -2.0]),
+        "frequency": st.sampled_from([0.0, 0.3, -1.1]),
+        "repetition": st.sampled_from([1.0, 1.3, 0.4, 1e30]),
+        "prompt_len": st.integers(0, 20),
+        "min_tokens": st.sampled_from([0, 5, 2**31 - 1]),
+        "bias": st.dictionaries(st.integers(0, 12), st.floats(-100, 100, width=32), max_size=5),
+        "stops": st.lists(st.integers(0, 12), unique=True, max_size=4),
+        "temperature": st.sampled_from([0.0, 1.0]),
+        "top_k": st.sampled_from([0, 3]),
+    },
+)
+
+
+@pytest.mark.slow
+@settings(few, max_examples=100 if torch.cuda.is_available() else 15)
+@given(
+    rows=st.lists(changes, min_size=1, max_size=4),
+    vocab_size=st.integers(8, 40),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    every=st.booleans(),
+)
+def test_changed_logits(
+    run: Any,
+    short_histories: None,
+    device: torch.device,
+    rows: list[dict[str, Any]],
+    vocab_size: int,
+    dtype: torch.dtype,
+    every: bool,
+) -> None:
+    """Bias, min_tokens and penalties, on rows of a batch of which others use none."""
+    torch.manual_seed(0)
+    steps = Steps(noise=True, filters=True, penalties=True, bias=True, min_tokens=True)
+    if not every:
+        rows = [{**row, "top_k": 0} for row in rows]
+        steps = Steps(
+            noise=True,
+            filters=False,
+            penalties=any(row.keys() & {"presence", "frequency", "repetition"} for row in rows),
+            bias=any(row.get("bias") for row in rows),
+            min_tokens=any(row.get("min_tokens") for row in rows),
+        )
+    batch = Rows(rows, torch.randn(len(rows), vocab_size).mul(3).to(dtype), device)
+    batch.check(run, steps)
+    batch.lengths += 100  # of padding rows, and longer than any history
+    batch.check(run, steps)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("top_k", [0, 1, 3, 1000])
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
@@ -195,12 +263,12 @@ def test_odd_logits(
 @pytest.mark.slow
 def test_ties_at_the_cutoff(run: Any, sizes: None, device: torch.device) -> None:
     """Top-k keeps all of them; top-p the first ones, only as many as it needs."""
-    logits = torch.full((24, 300), -9.0)
+    logits = torch.full((12, 300), -9.0)
     logits[:, 100:200] = 0.0
-    rows = [{"top_k": 3}] * 8 + [{"top_p": 0.029}] * 16
+    rows: list[dict[str, Any]] = [{"top_k": 3}] * 4 + [{"top_p": 0.019}] * 8
     tokens = Rows(rows, logits, device).check(run).tolist()
-    assert len(set(tokens[:8])) > 5
-    assert set(tokens[8:]) == {100, 101, 102}
+    assert len(set(tokens[:4])) > 2
+    assert set(tokens[4:]) == {100, 101}
 
 
 def test_rows_without_filters_are_as_without_the_step(run: Any, device: torch.device) -> None:

@@ -7,7 +7,7 @@ in a graph serves any mix of rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,10 +17,9 @@ from ostinato.ops.sampling import MAX_CHUNKS, chunks
 from ostinato.ops.sampling_reference import (
     SamplingTables,
     Steps,
-    processed_logits,
     sample_reference,
 )
-from ostinato.ops.triton.launch import launch, num_processors, overlap
+from ostinato.ops.triton.launch import launch, next_power_of_2, num_processors, overlap
 
 _SCHEMA = """sample_filtered(
     Tensor logits, Tensor slots, Tensor lengths,
@@ -39,6 +38,10 @@ _CUTOFF_BLOCK = 2048
 # The same for the kernel that samples. Noise takes registers, so its blocks are small.
 _SAMPLE_BLOCK = 512
 _SAMPLE_PROGRAMS = 24
+# Columns copied at a time, and positions of a history read at a time, by how many programs.
+_COPY_BLOCK = 2048
+_HISTORY_BLOCK = 512
+_HISTORY_CHUNKS = 32
 _NUM_FIELDS = 8  # of a row, in triton/filters.py
 
 
@@ -79,27 +82,105 @@ def triton_sample_filtered(
         return
     if not out_tokens.is_contiguous():
         raise BatchError(f"out_tokens must be contiguous, its strides are {out_tokens.stride()}")
-    if steps.penalties or steps.bias or steps.min_tokens:
-        logits = processed_logits(
-            logits, slots, lengths, tables, token_ids, steps._replace(filters=False)
-        )
     if logits.stride(1) != 1:
         logits = logits.contiguous()
+    if token_ids.stride(-1) != 1:
+        token_ids = token_ids.contiguous()
     slots, lengths = slots.contiguous(), lengths.contiguous()  # the kernels assume unit strides
-    rows = (logits, logits, logits, slots)
+    if steps.penalties or steps.bias or steps.min_tokens:
+        rows = _changed(logits, slots, lengths, tables, token_ids, steps)
+    else:
+        rows = _Rows(logits, logits, slots, slots)
     fields = _cutoffs(rows, tables) if steps.filters else slots
-    _sample(rows, lengths, tables, fields, out_tokens, steps.filters)
+    _sample(rows, lengths, tables, fields, out_tokens)
+
+
+class _Rows(NamedTuple):
+    """Logits, the changed copies of some rows, and which rows those are.
+
+    Without changes the kernels read neither, and any tensors take their place.
+    """
+
+    logits: torch.Tensor
+    copies: torch.Tensor
+    is_changed: torch.Tensor
+    slots: torch.Tensor
+
+    @property
+    def has_changes(self) -> bool:
+        return self.copies is not self.logits
 
 
 def _unpacked(rest: tuple[Any, ...]) -> tuple[SamplingTables, torch.Tensor, Steps, torch.Tensor]:
     return SamplingTables(*rest[:5]), rest[5], Steps(*rest[6:11]), rest[11]
 
 
-def _cutoffs(rows: tuple[torch.Tensor, ...], tables: SamplingTables) -> torch.Tensor:
+def _changed(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    lengths: torch.Tensor,
+    tables: SamplingTables,
+    token_ids: torch.Tensor,
+    steps: Steps,
+) -> _Rows:
+    from ostinato.ops.triton.logit_changes import copy_kernel, count_kernel, penalise_kernel
+
+    (num_rows, vocab_size), device = logits.shape, logits.device
+    copies = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
+    counts = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=device)
+    is_changed = torch.empty(num_rows, dtype=torch.int32, device=device)
+    floats, ints, bias_ids, _, stop_ids = tables
+    max_len = token_ids.shape[1]
+    blocks_per_chunk, num_chunks = chunks(
+        num_rows, vocab_size, num_processors(device), block=_COPY_BLOCK, programs=_SEARCH_PROGRAMS
+    )
+    options: dict[str, Any] = {**overlap(device), "num_warps": 4, "enable_fp_fusion": False}
+    launch(
+        copy_kernel,
+        (num_rows, num_chunks),
+        (
+            *(logits, copies, is_changed, slots, lengths),
+            *(floats, ints, bias_ids, token_ids, counts),
+        ),
+        (
+            *(logits.stride(0), floats.stride(0), ints.stride(0), bias_ids.stride(0)),
+            *(token_ids.stride(0), max_len, vocab_size, blocks_per_chunk, num_chunks),
+        ),
+        BLOCK=_COPY_BLOCK,
+        **options,
+    )
+    num_chunks = max(1, min(-(-max_len // _HISTORY_BLOCK), _HISTORY_CHUNKS))
+    launch(
+        count_kernel,
+        (num_rows, num_chunks),
+        (copies, slots, lengths, *tables, token_ids, counts),
+        (
+            *(floats.stride(0), ints.stride(0), bias_ids.stride(0), stop_ids.stride(0)),
+            *(token_ids.stride(0), bias_ids.shape[1], stop_ids.shape[1]),
+            *(max_len, vocab_size, num_chunks),
+        ),
+        BIAS_PAD=next_power_of_2(bias_ids.shape[1]),
+        STOPS_PAD=next_power_of_2(stop_ids.shape[1]),
+        BLOCK=_HISTORY_BLOCK,
+        **options,
+    )
+    if steps.penalties:
+        launch(
+            penalise_kernel,
+            (num_rows, num_chunks),
+            (copies, slots, lengths, floats, token_ids, counts),
+            (floats.stride(0), token_ids.stride(0), max_len, vocab_size, num_chunks),
+            BLOCK=_HISTORY_BLOCK,
+            **options,
+        )
+    return _Rows(logits, copies, is_changed, slots)
+
+
+def _cutoffs(rows: _Rows, tables: SamplingTables) -> torch.Tensor:
     from ostinato.ops.triton.cutoffs import collect_kernel, cutoff_kernel
     from ostinato.ops.triton.filters import BINS, count_kernel, range_kernel
 
-    logits = rows[0]
+    logits = rows.logits
     (num_rows, vocab_size), device = logits.shape, logits.device
     blocks_per_chunk, num_chunks = chunks(
         num_rows,
@@ -119,7 +200,7 @@ def _cutoffs(rows: tuple[torch.Tensor, ...], tables: SamplingTables) -> torch.Te
     strides = (logits.stride(0), tables.floats.stride(0), tables.ints.stride(0), vocab_size)
     grid = (num_rows, num_chunks)
     options: dict[str, Any] = {
-        "CHANGED": False,
+        "CHANGED": rows.has_changes,
         "BLOCK": _SEARCH_BLOCK,
         **overlap(device),
         "enable_fp_fusion": False,
@@ -136,17 +217,16 @@ def _cutoffs(rows: tuple[torch.Tensor, ...], tables: SamplingTables) -> torch.Te
 
 
 def _sample(
-    rows: tuple[torch.Tensor, ...],
+    rows: _Rows,
     lengths: torch.Tensor,
     tables: SamplingTables,
     fields: torch.Tensor,
     out_tokens: torch.Tensor,
-    any_filter: bool,
 ) -> None:
     from ostinato.ops.triton.filtered_sampling import best_kept_kernel
     from ostinato.ops.triton.sampling import best_of_all_kernel
 
-    logits = rows[0]
+    logits = rows.logits
     (num_rows, vocab_size), device = logits.shape, logits.device
     blocks_per_chunk, num_chunks = chunks(
         num_rows,
@@ -168,8 +248,8 @@ def _sample(
             blocks_per_chunk,
             num_chunks,
         ),
-        FILTERED=any_filter,
-        CHANGED=False,
+        FILTERED=fields is not rows.slots,
+        CHANGED=rows.has_changes,
         BLOCK=_SAMPLE_BLOCK,
         **overlap(device),
         num_warps=2,
