@@ -327,6 +327,7 @@ def test_a_result_with_gaps_is_refused(device: torch.device) -> None:
         )
 
 
+@pytest.mark.slow
 def test_the_operator_says_what_it_writes(device: torch.device) -> None:
     batch = Rows([{"top_k": 3}, {"top_p": 0.5}], torch.randn(2, 30), device)
     arguments = (batch.logits, batch.slots, batch.lengths, *batch.tables, batch.token_ids)

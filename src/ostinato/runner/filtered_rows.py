@@ -51,9 +51,7 @@ class FilteredRows:
         rows = self.on_device
         chosen = slice(token_ids.shape[0]) if rows is None else rows
         logits, slots, lengths = logits[chosen], slots[chosen], lengths[chosen]
-        output = sample(
-            logits.float(), slots, lengths, state.sampling, state.token_ids, self.features
-        )
+        output = sample(logits, slots, lengths, state.sampling, state.token_ids, self.features)
         state.token_ids[slots, lengths] = output.token_ids.to(torch.int32)
         if rows is None:
             token_ids = output.token_ids

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.ops.filtered_sampling import sample_filtered
+from ostinato.ops.logprobs import write_logprobs
 from ostinato.ops.sampling_reference import processed_logits
 from ostinato.sampling.sampling_state import SamplingFeatures, SamplingState
 
@@ -69,13 +70,8 @@ def process_logits(
 
 
 def _with_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> SamplerOutput:
-    logits = logits.float()
-    reported = chosen.unsqueeze(1)
-    if num_top > 0:
-        top = logits.topk(min(num_top, logits.shape[1]), dim=1).indices
-        reported = torch.cat((reported, top), dim=1)
-    return SamplerOutput(
-        token_ids=chosen,
-        logprobs=logits.log_softmax(dim=-1).gather(1, reported),
-        logprob_token_ids=reported,
-    )
+    shape = chosen.shape[0], 1 + min(num_top, logits.shape[1])
+    logprobs = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    reported = torch.empty(shape, dtype=torch.int64, device=logits.device)
+    write_logprobs(logits, chosen, logprobs, reported)
+    return SamplerOutput(token_ids=chosen, logprobs=logprobs, logprob_token_ids=reported)

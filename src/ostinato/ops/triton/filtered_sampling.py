@@ -22,7 +22,7 @@ from ostinato.ops.triton.filters import (
     likelihood,
     load_scores,
 )
-from ostinato.ops.triton.sampling import candidate_of, exponential_log, row_of_noise
+from ostinato.ops.triton.sampling import exponential_log, ordered, row_of_noise
 
 SEED_KEY = tl.constexpr(1)  # column of the sampling state's integers
 
@@ -99,4 +99,4 @@ def best_kept_kernel(
             better = (score > best) | ((score != score) & (best == best))
             best = tl.where(better, score, best)
             token = tl.where(better, column, token)
-    tl.store(candidates + row * num_chunks + chunk, candidate_of(best, token))
+    tl.store(candidates + row * num_chunks + chunk, tl.max(ordered(best, token), axis=0))

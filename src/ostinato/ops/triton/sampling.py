@@ -70,12 +70,12 @@ def exponential_log(column, offset, multiplier):
 
 
 @triton.jit
-def candidate_of(best, token):
-    """The best of a block of scores and their tokens."""
-    best = tl.where(best == 0.0, 0.0, best)  # -0.0 equals 0.0, but has other bits
-    bits = best.to(tl.int32, bitcast=True)
-    order = tl.where(best == best, bits ^ ((bits >> 31) & LARGEST_INT), LARGEST_INT)
-    return tl.max((order.to(tl.int64) << 32) | (token ^ LARGEST_INT).to(tl.int64), axis=0)
+def ordered(score, token):
+    """Candidates: scores and their tokens as integers."""
+    score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0, but has other bits
+    bits = score.to(tl.int32, bitcast=True)
+    order = tl.where(score == score, bits ^ ((bits >> 31) & LARGEST_INT), LARGEST_INT)
+    return (order.to(tl.int64) << 32) | (token ^ LARGEST_INT).to(tl.int64)
 
 
 @triton.jit
@@ -105,7 +105,7 @@ def _best(
         better = (score > best) | ((score != score) & (best == best))
         best = tl.where(better, score, best)
         token = tl.where(better, column, token)
-    return candidate_of(best, token)
+    return tl.max(ordered(best, token), axis=0)
 
 
 @triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
