@@ -332,9 +332,17 @@ def cutoff_kernel(
                 each = tl.maximum((at_most - less) // num_ties, 1)
                 wanted = (needed - less + each - 1) // each
                 if wanted < num_ties:
-                    first, last = tl.full([], 0, tl.int32), vocab_size - 1
+                    first = tl.full([], 0, tl.int32)
                     cut_token = _smallest(
-                        source, end, first, last, cut_key, wanted, TIES, CHANGED, BLOCK
+                        source,
+                        end,
+                        first,
+                        first + vocab_size,
+                        cut_key,
+                        wanted,
+                        TIES,
+                        CHANGED,
+                        BLOCK,
                     )
         tl.store(its_fields + CUT_KEY, cut_key)
         tl.store(its_fields + CUT_TOKEN, cut_token)
