@@ -42,7 +42,6 @@ _SAMPLE_PROGRAMS = 24
 _COPY_BLOCK = 2048
 _HISTORY_BLOCK = 512
 _HISTORY_CHUNKS = 32
-_NUM_FIELDS = 8  # of a row, in triton/filters.py
 
 
 def sample_filtered(
@@ -178,7 +177,7 @@ def _changed(
 
 def _cutoffs(rows: _Rows, tables: SamplingTables) -> torch.Tensor:
     from ostinato.ops.triton.cutoffs import collect_kernel, cutoff_kernel
-    from ostinato.ops.triton.filters import BINS, count_kernel, range_kernel
+    from ostinato.ops.triton.filters import BINS, NUM_FIELDS, count_kernel, range_kernel
 
     logits = rows.logits
     (num_rows, vocab_size), device = logits.shape, logits.device
@@ -192,7 +191,7 @@ def _cutoffs(rows: _Rows, tables: SamplingTables) -> torch.Tensor:
     ranges = torch.empty((num_rows, num_chunks, 2), dtype=torch.float32, device=device)
     counts = torch.empty((num_rows, BINS.value), dtype=torch.int32, device=device)
     sums = torch.empty((num_rows, 2), dtype=torch.int64, device=device)
-    fields = torch.empty((num_rows, _NUM_FIELDS), dtype=torch.int32, device=device)
+    fields = torch.empty((num_rows, NUM_FIELDS.value), dtype=torch.int32, device=device)
     keys, tokens = torch.empty((2, num_rows, _CAPACITY), dtype=torch.int32, device=device)
     weights = torch.empty((num_rows, _CAPACITY), dtype=torch.int64, device=device)
 
