@@ -11,14 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato.errors import BatchError
 from ostinato.ops import filtered_sampling
 from ostinato.ops.counter_random import spread_seed
-from ostinato.ops.sampling_reference import SamplingTables, Steps, sample_reference
+from ostinato.ops.sampling_reference import (
+    SamplingTables,
+    Steps,
+    processed_logits,
+    sample_reference,
+)
 
 pytest.importorskip("triton")
 
@@ -26,7 +31,8 @@ NAN, INF = torch.nan, torch.inf
 FILTERS = Steps(noise=True, filters=True, penalties=False, bias=False, min_tokens=False)
 # A call takes seconds in the interpreter: nested functions are costly there.
 few = settings(
-    max_examples=100 if torch.cuda.is_available() else 12,
+    phases=[Phase.explicit, Phase.generate],
+    max_examples=100 if torch.cuda.is_available() else 8,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
@@ -129,6 +135,29 @@ class Rows:
         return self.tokens
 
 
+def check_kept(batch: Rows) -> None:
+    """The tokens that the kernels' cutoffs keep, against the reference, as far as noise reaches."""
+    from ostinato.ops.triton.filters import CUT_KEY, CUT_TOKEN
+
+    logits = batch.logits.float()
+    kept = processed_logits(
+        logits, batch.slots, batch.lengths, batch.tables, batch.token_ids, FILTERS
+    ).isfinite()
+    rows = filtered_sampling.Rows(batch.logits, batch.logits, batch.slots, batch.slots)
+    fields = filtered_sampling.cutoffs(rows, batch.tables)
+    temperature, top_p, min_p = batch.tables.floats[batch.slots, :3].T
+    is_filtered = (batch.tables.ints[batch.slots, 0] > 0) | (top_p < 1) | (min_p > 0)
+    is_filtered &= temperature > 0
+    behind = logits.amax(dim=1, keepdim=True) - logits
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    keys = behind.view(torch.int32) & 0x7FFFFFFF  # -0.0 is 0.0
+    key, last = (fields[:, column.value].unsqueeze(1) for column in (CUT_KEY, CUT_TOKEN))
+    found = (keys < key) | ((keys == key) & (tokens <= last))
+    found &= ~((-behind / temperature.unsqueeze(1)).exp() < min_p.unsqueeze(1))
+    matters = (behind <= 26 * temperature.unsqueeze(1)) & is_filtered.unsqueeze(1)
+    assert torch.equal(found & matters, kept & matters)
+
+
 def check_filters(
     run: Callable[..., None], rows: list[dict[str, Any]], logits: Tensor, device: torch.device
 ) -> None:
@@ -179,15 +208,18 @@ def test_tokens_are_the_references(
         logits = (logits * levels).round() / levels
     hidden = torch.rand(logits.shape) < masked
     hidden.scatter_(1, torch.randint(vocab_size, (len(rows), 1)), False)
-    check_filters(run, rows, logits.masked_fill(hidden, -INF).to(dtype), device)
+    batch = Rows(rows, logits.masked_fill(hidden, -INF).to(dtype), device)
+    batch.check(run)
+    if run is not filtered_sampling.sample_filtered:
+        check_kept(batch)
 
 
 changes = st.fixed_dictionaries(
     {},
     optional={
-        "presence": st.sampled_from([0.0, 0.7, -2.0]),
-        "frequency": st.sampled_from([0.0, 0.3, -1.1]),
-        "repetition": st.sampled_from([1.0, 1.3, 0.4, 1e30]),
+        "presence": st.sampled_from([0.7, -2.0]),
+        "frequency": st.sampled_from([0.3, -1.1]),
+        "repetition": st.sampled_from([1.3, 0.4, 1e30]),
         "prompt_len": st.integers(0, 20),
         "min_tokens": st.sampled_from([0, 5, 2**31 - 1]),
         "bias": st.dictionaries(st.integers(0, 12), st.floats(-100, 100, width=32), max_size=5),
@@ -229,6 +261,13 @@ def test_changed_logits(
         )
     batch = Rows(rows, torch.randn(len(rows), vocab_size).mul(3).to(dtype), device)
     batch.check(run, steps)
+    if run is not filtered_sampling.sample_filtered and any(steps[2:]):
+        arguments = batch.logits, batch.slots, batch.lengths, batch.tables, batch.token_ids
+        changed = filtered_sampling.changed_rows(*arguments, steps)
+        some = changed.is_changed != 0
+        expected = processed_logits(*arguments, steps._replace(filters=False))
+        assert torch.equal(changed.copies[some], expected[some])
+        assert torch.equal(batch.logits[~some].float(), expected[~some])
     batch.lengths += 100  # of padding rows, and longer than any history
     batch.check(run, steps)
 

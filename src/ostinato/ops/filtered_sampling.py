@@ -87,14 +87,14 @@ def triton_sample_filtered(
         token_ids = token_ids.contiguous()
     slots, lengths = slots.contiguous(), lengths.contiguous()  # the kernels assume unit strides
     if steps.penalties or steps.bias or steps.min_tokens:
-        rows = _changed(logits, slots, lengths, tables, token_ids, steps)
+        rows = changed_rows(logits, slots, lengths, tables, token_ids, steps)
     else:
-        rows = _Rows(logits, logits, slots, slots)
-    fields = _cutoffs(rows, tables) if steps.filters else slots
+        rows = Rows(logits, logits, slots, slots)
+    fields = cutoffs(rows, tables) if steps.filters else slots
     _sample(rows, lengths, tables, fields, out_tokens)
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """Logits, the changed copies of some rows, and which rows those are.
 
     Without changes the kernels read neither, and any tensors take their place.
@@ -114,14 +114,15 @@ def _unpacked(rest: tuple[Any, ...]) -> tuple[SamplingTables, torch.Tensor, Step
     return SamplingTables(*rest[:5]), rest[5], Steps(*rest[6:11]), rest[11]
 
 
-def _changed(
+def changed_rows(
     logits: torch.Tensor,
     slots: torch.Tensor,
     lengths: torch.Tensor,
     tables: SamplingTables,
     token_ids: torch.Tensor,
     steps: Steps,
-) -> _Rows:
+) -> Rows:
+    """Apply bias, min_tokens and penalties to copies of the rows that use them."""
     from ostinato.ops.triton.logit_changes import copy_kernel, count_kernel, penalise_kernel
 
     (num_rows, vocab_size), device = logits.shape, logits.device
@@ -172,10 +173,11 @@ def _changed(
             BLOCK=_HISTORY_BLOCK,
             **options,
         )
-    return _Rows(logits, copies, is_changed, slots)
+    return Rows(logits, copies, is_changed, slots)
 
 
-def _cutoffs(rows: _Rows, tables: SamplingTables) -> torch.Tensor:
+def cutoffs(rows: Rows, tables: SamplingTables) -> torch.Tensor:
+    """Where top-k and top-p cut off each row: the columns CUT_KEY and CUT_TOKEN of the result."""
     from ostinato.ops.triton.cutoffs import collect_kernel, cutoff_kernel
     from ostinato.ops.triton.filters import BINS, NUM_FIELDS, count_kernel, range_kernel
 
@@ -216,7 +218,7 @@ def _cutoffs(rows: _Rows, tables: SamplingTables) -> torch.Tensor:
 
 
 def _sample(
-    rows: _Rows,
+    rows: Rows,
     lengths: torch.Tensor,
     tables: SamplingTables,
     fields: torch.Tensor,
