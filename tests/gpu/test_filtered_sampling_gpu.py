@@ -61,7 +61,7 @@ class Batch:
     def __init__(self, params: list[dict[str, Any]], logits: Tensor) -> None:
         num_rows = len(params)
         self.state = SamplingState(num_rows + 1, CUDA)
-        self.slots = torch.randperm(num_rows + 1, device=CUDA)[:num_rows]
+        self.req_indices = torch.randperm(num_rows + 1, device=CUDA)[:num_rows]
         self.logits = logits
         self.token_ids = torch.randint(
             VOCAB, (num_rows + 1, MAX_LEN), dtype=torch.int32, device=CUDA
@@ -72,7 +72,7 @@ class Batch:
         self.write(params)
 
     def write(self, params: list[dict[str, Any]], seed: int = 0) -> None:
-        for index, (slot, each) in enumerate(zip(self.slots.tolist(), params, strict=True)):
+        for index, (req_index, each) in enumerate(zip(self.req_indices.tolist(), params, strict=True)):
             request = Request(
                 request_id="r",
                 prompt_token_ids=[1] * 40,
@@ -82,12 +82,12 @@ class Batch:
                 stop_token_ids=frozenset({5, 77}),
                 output_token_ids=[],
             )
-            self.state.write(slot, request)
+            self.state.write(req_index, request)
 
     def arguments(self) -> tuple[Any, ...]:
         return (
             self.logits,
-            self.slots,
+            self.req_indices,
             self.lengths,
             self.state.tables,
             self.token_ids,
@@ -109,11 +109,11 @@ class Batch:
         for row in different:
             one = slice(row, row + 1)
             scores = processed_logits(
-                self.logits[one], self.slots[one], self.lengths[one], *self.arguments()[3:]
+                self.logits[one], self.req_indices[one], self.lengths[one], *self.arguments()[3:]
             )
-            slot = self.slots[row]
-            noise = exponential_log(self.state.seed_key[slot][None], self.lengths[one], VOCAB)
-            scores = scores - noise * self.state.temperature[slot]
+            req_index = self.req_indices[row]
+            noise = exponential_log(self.state.seed_key[req_index][None], self.lengths[one], VOCAB)
+            scores = scores - noise * self.state.temperature[req_index]
             torch.testing.assert_close(
                 scores[0, self.tokens[row]], scores[0, expected[row]], rtol=1e-6, atol=0
             )
@@ -193,7 +193,7 @@ def test_logprobs_are_torchs(num_logprobs: int) -> None:
     logits = random_logits(16, torch.float32)
     batch = Batch([{}] * 16, logits)
     features = SamplingFeatures(any_random=True, num_logprobs=num_logprobs)
-    output = sample(logits, batch.slots, batch.lengths, batch.state, batch.token_ids, features)
+    output = sample(logits, batch.req_indices, batch.lengths, batch.state, batch.token_ids, features)
     assert output.logprobs is not None
     assert output.logprob_token_ids is not None
     expected = logits.double().log_softmax(dim=1)

@@ -45,9 +45,9 @@ def run(request: pytest.FixtureRequest, device: torch.device) -> Callable[..., N
     if device.type == "cpu" and torch.cuda.is_available():
         pytest.skip("where there is a GPU, the kernels are not interpreted")
 
-    def launch(logits, slots, lengths, tables, token_ids, steps, tokens) -> None:  # type: ignore[no-untyped-def]
+    def launch(logits, req_indices, lengths, tables, token_ids, steps, tokens) -> None:  # type: ignore[no-untyped-def]
         filtered_sampling.triton_sample_filtered(
-            logits, slots, lengths, *tables, token_ids, *steps, tokens
+            logits, req_indices, lengths, *tables, token_ids, *steps, tokens
         )
 
     return launch
@@ -74,7 +74,7 @@ def short_histories(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Rows:
-    """What ``sample_filtered`` takes; slots that no row names are poisoned."""
+    """What ``sample_filtered`` takes; req_indices that no row names are poisoned."""
 
     def __init__(self, rows: list[dict[str, Any]], logits: Tensor, device: torch.device) -> None:
         num_rows, num_slots = len(rows), len(rows) + 2
@@ -83,10 +83,10 @@ class Rows:
         bias_ids = torch.full((num_slots, 5), 2**40)
         bias_values = torch.full((num_slots, 5), NAN)
         stop_ids = torch.full((num_slots, 4), 2**40)
-        slots = torch.randperm(num_slots)[:num_rows]
+        req_indices = torch.randperm(num_slots)[:num_rows]
         self.lengths = torch.randint(4, 20, (num_rows,), dtype=torch.int32, device=device)
-        for slot, row in zip(slots.tolist(), rows, strict=True):
-            floats[slot] = torch.tensor(
+        for req_index, row in zip(req_indices.tolist(), rows, strict=True):
+            floats[req_index] = torch.tensor(
                 [
                     row.get("temperature", 1.0),
                     row.get("top_p", 1.0),
@@ -96,21 +96,21 @@ class Rows:
                     row.get("repetition", 1.0),
                 ]
             )
-            ints[slot] = torch.tensor(
+            ints[req_index] = torch.tensor(
                 [
                     row.get("top_k", 0),
-                    spread_seed(row.get("seed", slot)),
+                    spread_seed(row.get("seed", req_index)),
                     row.get("prompt_len", 3),
                     row.get("min_tokens", 0),
                 ]
             )
-            bias_ids[slot] = stop_ids[slot] = -1
+            bias_ids[req_index] = stop_ids[req_index] = -1
             bias, stops = row.get("bias", {}), row.get("stops", [])
-            bias_ids[slot, : len(bias)] = torch.tensor([*bias], dtype=torch.int64)
-            bias_values[slot, : len(bias)] = torch.tensor([*bias.values()])
-            stop_ids[slot, : len(stops)] = torch.tensor(stops, dtype=torch.int64)
+            bias_ids[req_index, : len(bias)] = torch.tensor([*bias], dtype=torch.int64)
+            bias_values[req_index, : len(bias)] = torch.tensor([*bias.values()])
+            stop_ids[req_index, : len(stops)] = torch.tensor(stops, dtype=torch.int64)
         self.logits = logits.to(device)
-        self.slots = slots.to(device)
+        self.req_indices = req_indices.to(device)
         self.tables = SamplingTables(
             *(each.to(device) for each in (floats, ints, bias_ids, bias_values, stop_ids))
         )
@@ -125,11 +125,11 @@ class Rows:
     def check(self, run: Callable[..., None], steps: Steps = FILTERS) -> Tensor:
         """Run it; every row must have the reference's token, computed for this row alone."""
         arguments = self.tables, self.token_ids, steps
-        run(self.logits, self.slots, self.lengths, *arguments, self.tokens)
-        for row in range(len(self.slots)):
+        run(self.logits, self.req_indices, self.lengths, *arguments, self.tokens)
+        for row in range(len(self.req_indices)):
             one = slice(row, row + 1)
             expected = sample_reference(
-                self.logits[one], self.slots[one], self.lengths[one], *arguments
+                self.logits[one], self.req_indices[one], self.lengths[one], *arguments
             )
             assert self.tokens[row] == expected, row
         return self.tokens
@@ -141,12 +141,12 @@ def check_kept(batch: Rows) -> None:
 
     logits = batch.logits.float()
     kept = processed_logits(
-        logits, batch.slots, batch.lengths, batch.tables, batch.token_ids, FILTERS
+        logits, batch.req_indices, batch.lengths, batch.tables, batch.token_ids, FILTERS
     ).isfinite()
-    rows = filtered_sampling.Rows(batch.logits, batch.logits, batch.slots, batch.slots)
+    rows = filtered_sampling.Rows(batch.logits, batch.logits, batch.req_indices, batch.req_indices)
     fields = filtered_sampling.cutoffs(rows, batch.tables)
-    temperature, top_p, min_p = batch.tables.floats[batch.slots, :3].T
-    is_filtered = (batch.tables.ints[batch.slots, 0] > 0) | (top_p < 1) | (min_p > 0)
+    temperature, top_p, min_p = batch.tables.floats[batch.req_indices, :3].T
+    is_filtered = (batch.tables.ints[batch.req_indices, 0] > 0) | (top_p < 1) | (min_p > 0)
     is_filtered &= temperature > 0
     behind = logits.amax(dim=1, keepdim=True) - logits
     tokens = torch.arange(logits.shape[1], device=logits.device)
@@ -262,7 +262,7 @@ def test_changed_logits(
     batch = Rows(rows, torch.randn(len(rows), vocab_size).mul(3).to(dtype), device)
     batch.check(run, steps)
     if run is not filtered_sampling.sample_filtered and any(steps[2:]):
-        arguments = batch.logits, batch.slots, batch.lengths, batch.tables, batch.token_ids
+        arguments = batch.logits, batch.req_indices, batch.lengths, batch.tables, batch.token_ids
         changed = filtered_sampling.changed_rows(*arguments, steps)
         some = changed.is_changed != 0
         expected = processed_logits(*arguments, steps._replace(filters=False))
@@ -317,7 +317,7 @@ def test_rows_without_filters_are_as_without_the_step(run: Any, device: torch.de
     batch = Rows([{}, {"temperature": 0.0, "top_k": 3}, {"top_k": 3}], logits, device)
     run(
         batch.logits,
-        batch.slots,
+        batch.req_indices,
         batch.lengths,
         batch.tables,
         batch.token_ids,
@@ -342,13 +342,13 @@ def test_shapes_and_strides(run: Any, device: torch.device, filters: bool) -> No
     ):
         batch.logits = logits
         batch.check(run, steps)
-    wide = torch.stack((batch.slots, batch.slots + 2**30), dim=1)
-    batch.slots = wide[:, 0]
+    wide = torch.stack((batch.req_indices, batch.req_indices + 2**30), dim=1)
+    batch.req_indices = wide[:, 0]
     batch.check(run, steps)
     none = slice(0, 0)
     run(
         batch.logits[none],
-        batch.slots[none],
+        batch.req_indices[none],
         batch.lengths[none],
         batch.tables,
         batch.token_ids,
@@ -362,14 +362,14 @@ def test_a_result_with_gaps_is_refused(device: torch.device) -> None:
     gaps = torch.zeros(4, dtype=torch.int64, device=device)[::2]
     with pytest.raises(BatchError, match="out_tokens must be contiguous"):
         filtered_sampling.triton_sample_filtered(
-            batch.logits, batch.slots, batch.lengths, *batch.tables, batch.token_ids, *FILTERS, gaps
+            batch.logits, batch.req_indices, batch.lengths, *batch.tables, batch.token_ids, *FILTERS, gaps
         )
 
 
 @pytest.mark.slow
 def test_the_operator_says_what_it_writes(device: torch.device) -> None:
     batch = Rows([{"top_k": 3}, {"top_p": 0.5}], torch.randn(2, 30), device)
-    arguments = (batch.logits, batch.slots, batch.lengths, *batch.tables, batch.token_ids)
+    arguments = (batch.logits, batch.req_indices, batch.lengths, *batch.tables, batch.token_ids)
     torch.library.opcheck(
         torch.ops.ostinato.sample_filtered.default,
         (*arguments, *FILTERS, batch.tokens),

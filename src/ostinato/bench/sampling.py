@@ -74,26 +74,26 @@ def _measure(
     token_ids = torch.randint(
         vocab_size, (batch, history), generator=generator, device=device, dtype=torch.int32
     )
-    slots = torch.arange(batch, device=device)
+    req_indices = torch.arange(batch, device=device)
     lengths = torch.full((batch,), history, dtype=torch.int32, device=device)
     params = SamplingParams(**CASES[name])
     state = SamplingState(batch, device)
-    for slot in range(batch):
+    for req_index in range(batch):
         request = Request(
-            request_id=str(slot),
+            request_id=str(req_index),
             prompt_token_ids=[0] * (history // 2),
             params=params,
             max_total_tokens=history + 1,
-            seed=slot,
+            seed=req_index,
         )
-        state.write(slot, request)
+        state.write(req_index, request)
     features = SamplingFeatures.of([params])
 
     def ours() -> torch.Tensor:
-        return sample(logits, slots, lengths, state, token_ids, features).token_ids
+        return sample(logits, req_indices, lengths, state, token_ids, features).token_ids
 
     def reference() -> torch.Tensor:
-        tokens = sample_reference(logits, slots, lengths, state.tables, token_ids, features.steps)
+        tokens = sample_reference(logits, req_indices, lengths, state.tables, token_ids, features.steps)
         if features.num_logprobs >= 0:
             logits.float().log_softmax(dim=-1).gather(1, tokens.unsqueeze(1))
             logits.float().topk(features.num_logprobs, dim=-1)

@@ -19,10 +19,10 @@ from ostinato.ops.sampling_reference import (
     Steps,
     sample_reference,
 )
-from ostinato.ops.triton.launch import launch, next_power_of_2, num_processors, overlap
+from ostinato.ops.triton.launch import launch, next_power_of_2, num_sms, overlap
 
 _SCHEMA = """sample_filtered(
-    Tensor logits, Tensor slots, Tensor lengths,
+    Tensor logits, Tensor req_indices, Tensor lengths,
     Tensor floats, Tensor ints, Tensor bias_ids, Tensor bias_values, Tensor stop_ids,
     Tensor token_ids, bool noise, bool filters, bool penalties, bool bias, bool min_tokens,
     Tensor(a!) out_tokens
@@ -46,7 +46,7 @@ _HISTORY_CHUNKS = 32
 
 def sample_filtered(
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     lengths: torch.Tensor,
     tables: SamplingTables,
     token_ids: torch.Tensor,
@@ -55,25 +55,25 @@ def sample_filtered(
 ) -> None:
     """Write each row's next token to ``out_tokens`` [B] int64, and nothing else.
 
-    ``logits`` [B, V] of any float type. ``slots`` [B] int64: each row's request in ``tables``, and
+    ``logits`` [B, V] of any float type. ``req_indices`` [B] int64: each row's request in ``tables``, and
     its history in ``token_ids`` [S, max_model_len] int32. ``lengths`` [B] int32: tokens so far.
-    ``steps`` covers what the rows use. Padding rows need a valid slot; their result is meaningless.
+    ``steps`` covers what the rows use. Padding rows need a valid req_index; their result is meaningless.
 
     A row's token depends on that row alone. Does not synchronise on CUDA.
     """
-    _operator(logits, slots, lengths, *tables, token_ids, *steps, out_tokens)
+    _operator(logits, req_indices, lengths, *tables, token_ids, *steps, out_tokens)
 
 
 def sample_filtered_cpu(
-    logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, *rest: Any
+    logits: torch.Tensor, req_indices: torch.Tensor, lengths: torch.Tensor, *rest: Any
 ) -> None:
     """The CPU kernel."""
     tables, token_ids, steps, out_tokens = _unpacked(rest)
-    out_tokens.copy_(sample_reference(logits, slots, lengths, tables, token_ids, steps))
+    out_tokens.copy_(sample_reference(logits, req_indices, lengths, tables, token_ids, steps))
 
 
 def triton_sample_filtered(
-    logits: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor, *rest: Any
+    logits: torch.Tensor, req_indices: torch.Tensor, lengths: torch.Tensor, *rest: Any
 ) -> None:
     """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
     tables, token_ids, steps, out_tokens = _unpacked(rest)
@@ -85,12 +85,12 @@ def triton_sample_filtered(
         logits = logits.contiguous()
     if token_ids.stride(-1) != 1:
         token_ids = token_ids.contiguous()
-    slots, lengths = slots.contiguous(), lengths.contiguous()  # the kernels assume unit strides
+    req_indices, lengths = req_indices.contiguous(), lengths.contiguous()  # the kernels assume unit strides
     if steps.penalties or steps.bias or steps.min_tokens:
-        rows = changed_rows(logits, slots, lengths, tables, token_ids, steps)
+        rows = changed_rows(logits, req_indices, lengths, tables, token_ids, steps)
     else:
-        rows = Rows(logits, logits, slots, slots)
-    fields = cutoffs(rows, tables) if steps.filters else slots
+        rows = Rows(logits, logits, req_indices, req_indices)
+    fields = cutoffs(rows, tables) if steps.filters else req_indices
     _sample(rows, lengths, tables, fields, out_tokens)
 
 
@@ -103,7 +103,7 @@ class Rows(NamedTuple):
     logits: torch.Tensor
     copies: torch.Tensor
     is_changed: torch.Tensor
-    slots: torch.Tensor
+    req_indices: torch.Tensor
 
     @property
     def has_changes(self) -> bool:
@@ -116,7 +116,7 @@ def _unpacked(rest: tuple[Any, ...]) -> tuple[SamplingTables, torch.Tensor, Step
 
 def changed_rows(
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     lengths: torch.Tensor,
     tables: SamplingTables,
     token_ids: torch.Tensor,
@@ -132,14 +132,14 @@ def changed_rows(
     floats, ints, bias_ids, _, stop_ids = tables
     max_len = token_ids.shape[1]
     blocks_per_chunk, num_chunks = chunks(
-        num_rows, vocab_size, num_processors(device), block=_COPY_BLOCK, programs=_SEARCH_PROGRAMS
+        num_rows, vocab_size, num_sms(device), block=_COPY_BLOCK, programs=_SEARCH_PROGRAMS
     )
     options: dict[str, Any] = {**overlap(device), "num_warps": 4, "enable_fp_fusion": False}
     launch(
         copy_kernel,
         (num_rows, num_chunks),
         (
-            *(logits, copies, is_changed, slots, lengths),
+            *(logits, copies, is_changed, req_indices, lengths),
             *(floats, ints, bias_ids, token_ids, counts),
         ),
         (
@@ -153,7 +153,7 @@ def changed_rows(
     launch(
         count_kernel,
         (num_rows, num_chunks),
-        (copies, slots, lengths, *tables, token_ids, counts),
+        (copies, req_indices, lengths, *tables, token_ids, counts),
         (
             *(floats.stride(0), ints.stride(0), bias_ids.stride(0), stop_ids.stride(0)),
             *(token_ids.stride(0), bias_ids.shape[1], stop_ids.shape[1]),
@@ -168,12 +168,12 @@ def changed_rows(
         launch(
             penalise_kernel,
             (num_rows, num_chunks),
-            (copies, slots, lengths, floats, token_ids, counts),
+            (copies, req_indices, lengths, floats, token_ids, counts),
             (floats.stride(0), token_ids.stride(0), max_len, vocab_size, num_chunks),
             BLOCK=_HISTORY_BLOCK,
             **options,
         )
-    return Rows(logits, copies, is_changed, slots)
+    return Rows(logits, copies, is_changed, req_indices)
 
 
 def cutoffs(rows: Rows, tables: SamplingTables) -> torch.Tensor:
@@ -186,7 +186,7 @@ def cutoffs(rows: Rows, tables: SamplingTables) -> torch.Tensor:
     blocks_per_chunk, num_chunks = chunks(
         num_rows,
         vocab_size,
-        num_processors(device),
+        num_sms(device),
         block=_SEARCH_BLOCK,
         programs=_SEARCH_PROGRAMS,
     )
@@ -232,7 +232,7 @@ def _sample(
     blocks_per_chunk, num_chunks = chunks(
         num_rows,
         vocab_size,
-        num_processors(device),
+        num_sms(device),
         block=_SAMPLE_BLOCK,
         programs=_SAMPLE_PROGRAMS,
     )
@@ -249,7 +249,7 @@ def _sample(
             blocks_per_chunk,
             num_chunks,
         ),
-        FILTERED=fields is not rows.slots,
+        FILTERED=fields is not rows.req_indices,
         CHANGED=rows.has_changes,
         BLOCK=_SAMPLE_BLOCK,
         **overlap(device),

@@ -10,7 +10,7 @@ import torch
 from ostinato.errors import BatchError
 from ostinato.ops.define import define
 from ostinato.ops.sampling import MAX_CHUNKS, chunks
-from ostinato.ops.triton.launch import launch, next_power_of_2, num_processors, overlap
+from ostinato.ops.triton.launch import launch, next_power_of_2, num_sms, overlap
 
 _SCHEMA = """write_logprobs(
     Tensor logits, Tensor chosen, Tensor(a!) out_logprobs, Tensor(b!) out_token_ids
@@ -18,7 +18,7 @@ _SCHEMA = """write_logprobs(
 
 _GROUP = 128  # of triton/logprobs.py
 _GROUPS = 8  # that a program reads at a time
-_PROGRAMS_PER_PROCESSOR = 12
+_PROGRAMS_PER_SM = 12
 
 
 def write_logprobs(
@@ -69,9 +69,9 @@ def triton_write_logprobs(
     blocks_per_chunk, num_chunks = chunks(
         num_rows,
         vocab_size,
-        num_processors(device),
+        num_sms(device),
         block=_GROUPS * _GROUP,
-        programs=_PROGRAMS_PER_PROCESSOR,
+        programs=_PROGRAMS_PER_SM,
     )
     partials = torch.empty((num_rows, num_chunks, 2), dtype=torch.float32, device=device)
     group_best = torch.empty((num_rows, num_groups), dtype=torch.int64, device=device)

@@ -62,9 +62,9 @@ class SamplingRows:
     min_tokens: torch.Tensor
 
 
-def _rows(tables: SamplingTables, slots: torch.Tensor) -> SamplingRows:
-    floats = tables.floats.index_select(0, slots).split(1, dim=1)
-    ints = tables.ints.index_select(0, slots).split(1, dim=1)
+def _rows(tables: SamplingTables, req_indices: torch.Tensor) -> SamplingRows:
+    floats = tables.floats.index_select(0, req_indices).split(1, dim=1)
+    ints = tables.ints.index_select(0, req_indices).split(1, dim=1)
     return SamplingRows(
         temperature=floats[0],
         top_p=floats[1],
@@ -81,16 +81,16 @@ def _rows(tables: SamplingTables, slots: torch.Tensor) -> SamplingRows:
 
 def sample_reference(
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     lengths: torch.Tensor,
     tables: SamplingTables,
     token_ids: torch.Tensor,
     steps: Steps,
 ) -> torch.Tensor:
     """The next token of each row, [B] int64. Arguments as for ``sampling.sampler.sample``."""
-    scores = processed_logits(logits, slots, lengths, tables, token_ids, steps)
+    scores = processed_logits(logits, req_indices, lengths, tables, token_ids, steps)
     if steps.noise:
-        rows = _rows(tables, slots)
+        rows = _rows(tables, req_indices)
         noise = exponential_log(rows.seed_key.squeeze(1), lengths, logits.shape[1])
         scores = scores - noise.mul_(rows.temperature)
     return scores.argmax(dim=-1)
@@ -98,7 +98,7 @@ def sample_reference(
 
 def processed_logits(
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     lengths: torch.Tensor,
     tables: SamplingTables,
     token_ids: torch.Tensor,
@@ -112,13 +112,13 @@ def processed_logits(
     scores = logits.float()
     lengths = lengths.long().unsqueeze(1)
     if steps.bias:
-        scores = _add_bias(scores, tables.bias_ids[slots], tables.bias_values[slots])
+        scores = _add_bias(scores, tables.bias_ids[req_indices], tables.bias_values[req_indices])
     if steps.min_tokens or steps.penalties or steps.filters:
-        rows = _rows(tables, slots)
+        rows = _rows(tables, req_indices)
         if steps.min_tokens:
-            scores = _hold_back_stops(scores, tables.stop_ids[slots], rows, lengths)
+            scores = _hold_back_stops(scores, tables.stop_ids[req_indices], rows, lengths)
         if steps.penalties:
-            scores = _penalise(scores, token_ids[slots], rows, lengths)
+            scores = _penalise(scores, token_ids[req_indices], rows, lengths)
         if steps.filters:
             scores = _filter(scores, rows)
     return scores

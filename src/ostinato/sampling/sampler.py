@@ -34,7 +34,7 @@ class SamplerOutput:
 
 def sample(
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     lengths: torch.Tensor,
     state: SamplingState,
     token_ids: torch.Tensor,
@@ -42,16 +42,16 @@ def sample(
 ) -> SamplerOutput:
     """Sample the next token of each row.
 
-    ``logits`` [B, V] of any float type, not modified. ``slots`` [B] int64: each row's request in
+    ``logits`` [B, V] of any float type, not modified. ``req_indices`` [B] int64: each row's request in
     ``state`` and its history in ``token_ids`` [S, max_model_len]. ``lengths`` [B]: tokens of prompt
     and output so far, which is the position of the new token. Padding rows may have any ``logits``,
-    any valid slot and any length; their result is meaningless and affects no other row.
+    any valid req_index and any length; their result is meaningless and affects no other row.
     ``features`` must cover what the real rows use.
 
     Does not synchronise, and writes only its result.
     """
-    chosen = torch.empty(slots.shape, dtype=torch.int64, device=logits.device)
-    sample_filtered(logits, slots, lengths, state.tables, token_ids, features.steps, chosen)
+    chosen = torch.empty(req_indices.shape, dtype=torch.int64, device=logits.device)
+    sample_filtered(logits, req_indices, lengths, state.tables, token_ids, features.steps, chosen)
     if features.num_logprobs < 0:
         return SamplerOutput(token_ids=chosen)
     return _with_logprobs(logits, chosen, features.num_logprobs)
@@ -59,14 +59,14 @@ def sample(
 
 def process_logits(
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     lengths: torch.Tensor,
     state: SamplingState,
     token_ids: torch.Tensor,
     features: SamplingFeatures,
 ) -> torch.Tensor:
     """The logits to sample from, as the reference computes them. Arguments as for ``sample``."""
-    return processed_logits(logits, slots, lengths, state.tables, token_ids, features.steps)
+    return processed_logits(logits, req_indices, lengths, state.tables, token_ids, features.steps)
 
 
 def _with_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> SamplerOutput:

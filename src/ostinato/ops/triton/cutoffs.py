@@ -76,7 +76,7 @@ def collect_kernel(
     logits,
     changed,
     is_changed,
-    slots,
+    req_indices,
     floats,
     ints,
     ranges,
@@ -106,9 +106,9 @@ def collect_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
+    req_index = tl.load(req_indices + row)
     temperature, top_k, top_p, _, is_filtered = filters(
-        floats, ints, slot, float_stride, int_stride, vocab_size
+        floats, ints, req_index, float_stride, int_stride, vocab_size
     )
     if is_filtered & ((top_k > 0) | (top_p < 1.0)):
         row_is_changed = tl.load(is_changed + row) if CHANGED else 0
@@ -243,7 +243,7 @@ def cutoff_kernel(
     logits,
     changed,
     is_changed,
-    slots,
+    req_indices,
     floats,
     ints,
     ranges,
@@ -269,9 +269,9 @@ def cutoff_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
+    req_index = tl.load(req_indices + row)
     temperature, top_k, top_p, min_p, is_filtered = filters(
-        floats, ints, slot, float_stride, int_stride, vocab_size
+        floats, ints, req_index, float_stride, int_stride, vocab_size
     )
     if is_filtered:
         highest, lowest = row_range(ranges, row, num_chunks, CHUNKS_PAD)

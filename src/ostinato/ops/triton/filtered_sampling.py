@@ -32,7 +32,7 @@ def best_kept_kernel(
     logits,
     changed,
     is_changed,
-    slots,
+    req_indices,
     lengths,
     floats,
     ints,
@@ -55,9 +55,9 @@ def best_kept_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    slot = tl.load(slots + row)
+    req_index = tl.load(req_indices + row)
     temperature, _, _, min_p, is_filtered = filters(
-        floats, ints, slot, float_stride, int_stride, vocab_size
+        floats, ints, req_index, float_stride, int_stride, vocab_size
     )
     row_is_changed = tl.load(is_changed + row) if CHANGED else 0
     highest = tl.full([], 0.0, tl.float32)
@@ -69,7 +69,7 @@ def best_kept_kernel(
         highest = tl.load(its_fields + HIGHEST).to(tl.float32, bitcast=True)
         cut_key = tl.load(its_fields + CUT_KEY)
         cut_token = tl.load(its_fields + CUT_TOKEN)
-    seed_key = tl.load(ints + slot * int_stride + SEED_KEY)
+    seed_key = tl.load(ints + req_index * int_stride + SEED_KEY)
     offset, multiplier = row_of_noise(seed_key, tl.load(lengths + row))
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)

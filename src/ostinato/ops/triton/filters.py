@@ -65,12 +65,12 @@ def load_scores(row, changed_row, is_changed, column, vocab_size, CHANGED: tl.co
 
 
 @triton.jit
-def filters(floats, ints, slot, float_stride, int_stride, vocab_size):
+def filters(floats, ints, req_index, float_stride, int_stride, vocab_size):
     """A row's temperature, top-k (0: off), top-p and min-p, and whether it is filtered."""
-    temperature = tl.load(floats + slot * float_stride + TEMPERATURE)
-    top_p = tl.load(floats + slot * float_stride + TOP_P)
-    min_p = tl.load(floats + slot * float_stride + MIN_P)
-    top_k = tl.load(ints + slot * int_stride + TOP_K)
+    temperature = tl.load(floats + req_index * float_stride + TEMPERATURE)
+    top_p = tl.load(floats + req_index * float_stride + TOP_P)
+    min_p = tl.load(floats + req_index * float_stride + MIN_P)
+    top_k = tl.load(ints + req_index * int_stride + TOP_K)
     is_filtered = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
     top_k = tl.where(top_k < vocab_size, top_k, 0).to(tl.int32)
     return temperature, top_k, top_p, min_p, is_filtered
@@ -129,7 +129,7 @@ def range_kernel(
     logits,
     changed,
     is_changed,
-    slots,
+    req_indices,
     floats,
     ints,
     ranges,
@@ -152,8 +152,8 @@ def range_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    slot = tl.load(slots + row)
-    _, _, _, _, is_filtered = filters(floats, ints, slot, float_stride, int_stride, vocab_size)
+    req_index = tl.load(req_indices + row)
+    _, _, _, _, is_filtered = filters(floats, ints, req_index, float_stride, int_stride, vocab_size)
     if is_filtered:
         row_is_changed = tl.load(is_changed + row) if CHANGED else 0
         lane = tl.arange(0, BLOCK)
@@ -190,7 +190,7 @@ def count_kernel(
     logits,
     changed,
     is_changed,
-    slots,
+    req_indices,
     floats,
     ints,
     ranges,
@@ -213,9 +213,9 @@ def count_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
+    req_index = tl.load(req_indices + row)
     temperature, top_k, top_p, _, is_filtered = filters(
-        floats, ints, slot, float_stride, int_stride, vocab_size
+        floats, ints, req_index, float_stride, int_stride, vocab_size
     )
     if is_filtered & ((top_k > 0) | (top_p < 1.0)):
         row_is_changed = tl.load(is_changed + row) if CHANGED else 0

@@ -24,11 +24,11 @@ IN_PROMPT = tl.constexpr(1 << 30)  # in a count: the token is in the prompt as w
 
 
 @triton.jit
-def _penalties(floats, slot, float_stride):
+def _penalties(floats, req_index, float_stride):
     """Presence, frequency and repetition penalty, and whether any of them changes a logit."""
-    presence = tl.load(floats + slot * float_stride + PRESENCE)
-    frequency = tl.load(floats + slot * float_stride + FREQUENCY)
-    repetition = tl.load(floats + slot * float_stride + REPETITION)
+    presence = tl.load(floats + req_index * float_stride + PRESENCE)
+    frequency = tl.load(floats + req_index * float_stride + FREQUENCY)
+    repetition = tl.load(floats + req_index * float_stride + REPETITION)
     is_penalised = (presence != 0.0) | (frequency != 0.0) | (repetition != 1.0)
     return presence, frequency, repetition, is_penalised
 
@@ -60,7 +60,7 @@ def copy_kernel(
     logits,
     changed,
     is_changed,
-    slots,
+    req_indices,
     lengths,
     floats,
     ints,
@@ -85,12 +85,12 @@ def copy_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    slot = tl.load(slots + row)
+    req_index = tl.load(req_indices + row)
     length = tl.load(lengths + row).to(tl.int64)
-    is_penalised = _penalties(floats, slot, float_stride)[3]
-    num_generated = length - tl.load(ints + slot * int_stride + PROMPT_LEN)
-    is_short = num_generated < tl.load(ints + slot * int_stride + MIN_TOKENS)
-    has_bias = tl.load(bias_ids + slot * bias_stride) >= 0
+    is_penalised = _penalties(floats, req_index, float_stride)[3]
+    num_generated = length - tl.load(ints + req_index * int_stride + PROMPT_LEN)
+    is_short = num_generated < tl.load(ints + req_index * int_stride + MIN_TOKENS)
+    has_bias = tl.load(bias_ids + req_index * bias_stride) >= 0
     needs_copy = is_penalised | is_short | has_bias
     if chunk == 0:
         tl.store(is_changed + row, needs_copy.to(tl.int32))
@@ -102,7 +102,7 @@ def copy_kernel(
             score = tl.load(logits + row * row_stride + column, mask=inside)
             tl.store(changed + row * vocab_size + column, score.to(tl.float32), mask=inside)
     if is_penalised:
-        history = token_ids + slot * history_stride
+        history = token_ids + req_index * history_stride
         end = tl.minimum(length, max_len).to(tl.int32)
         for start in tl.range(chunk * BLOCK, end, num_chunks * BLOCK):
             _, token, counts = _tokens(history, start, end, vocab_size, BLOCK)
@@ -113,7 +113,7 @@ def copy_kernel(
 @triton.jit(do_not_specialize=["num_chunks"])
 def count_kernel(
     changed,
-    slots,
+    req_indices,
     lengths,
     floats,
     ints,
@@ -143,21 +143,21 @@ def count_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    slot = tl.load(slots + row)
+    req_index = tl.load(req_indices + row)
     length = tl.load(lengths + row).to(tl.int64)
-    prompt_len = tl.load(ints + slot * int_stride + PROMPT_LEN)
+    prompt_len = tl.load(ints + req_index * int_stride + PROMPT_LEN)
     if chunk == 0:
         scores = changed + row * vocab_size
-        its_bias = slot * bias_stride
+        its_bias = req_index * bias_stride
         if tl.load(bias_ids + its_bias) >= 0:
             _add(
                 scores, bias_ids + its_bias, bias_values + its_bias, num_bias, vocab_size, BIAS_PAD
             )
-        if length - prompt_len < tl.load(ints + slot * int_stride + MIN_TOKENS):
+        if length - prompt_len < tl.load(ints + req_index * int_stride + MIN_TOKENS):
             tl.debug_barrier()  # a stop token may have a bias
-            _add(scores, stop_ids + slot * stop_stride, None, num_stops, vocab_size, STOPS_PAD)
-    if _penalties(floats, slot, float_stride)[3]:
-        history = token_ids + slot * history_stride
+            _add(scores, stop_ids + req_index * stop_stride, None, num_stops, vocab_size, STOPS_PAD)
+    if _penalties(floats, req_index, float_stride)[3]:
+        history = token_ids + req_index * history_stride
         its_counts = token_counts + row * vocab_size
         end = tl.minimum(length, max_len).to(tl.int32)
         for start in tl.range(chunk * BLOCK, end, num_chunks * BLOCK):
@@ -170,7 +170,7 @@ def count_kernel(
 @triton.jit(do_not_specialize=["num_chunks"])
 def penalise_kernel(
     changed,
-    slots,
+    req_indices,
     lengths,
     floats,
     token_ids,
@@ -188,10 +188,10 @@ def penalise_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + row)
-    presence, frequency, repetition, is_penalised = _penalties(floats, slot, float_stride)
+    req_index = tl.load(req_indices + row)
+    presence, frequency, repetition, is_penalised = _penalties(floats, req_index, float_stride)
     if is_penalised:
-        history = token_ids + slot * history_stride
+        history = token_ids + req_index * history_stride
         end = tl.minimum(tl.load(lengths + row).to(tl.int64), max_len).to(tl.int32)
         for start in tl.range(tl.program_id(1) * BLOCK, end, num_chunks * BLOCK):
             _, token, counts = _tokens(history, start, end, vocab_size, BLOCK)
