@@ -101,7 +101,7 @@ def test_replay_equals_eager_bit_for_bit(
     static = made(mixes[0], 0)
     static.batch.slot_mapping.fill_(-1)
     static.batch.block_table.fill_(0)
-    weight = static.rotation.qk_norm
+    weight = static.rotary.qk_norm
     assert weight is not None
     metadata = static.metadata(backend)
     with GraphPool(CPU, lazy_capture=True) as pool:
@@ -110,8 +110,8 @@ def test_replay_equals_eager_bit_for_bit(
             one = made(mix, seed)
             for target, source in zip(static.tensors(), one.tensors(), strict=True):
                 target.copy_(source)
-            assert one.rotation.qk_norm is not None
-            weight.copy_(one.rotation.qk_norm)
+            assert one.rotary.qk_norm is not None
+            weight.copy_(one.rotary.qk_norm)
             pool.replay(captured.tape)
             eager = one.run(backend)
             check_result(one, eager)
@@ -125,7 +125,7 @@ def test_a_piecewise_graph_breaks_at_it() -> None:
     one, backend = case(layout, CPU), NumbaPagedAttention()
 
     def step() -> Tensor:
-        return attend_qkv(one.batch.spec(), one.qkv * 2, one.rotation, one.positions) + 1
+        return attend_qkv(one.batch.spec(), one.qkv * 2, one.rotary, one.positions) + 1
 
     with (
         GraphPool(CPU, lazy_capture=True) as pool,
@@ -159,7 +159,7 @@ def test_what_lies_outside_of_the_tensors_is_an_error(wrong: str) -> None:
     one, backend = case(Layout(requests=((1, 9),)), CPU), NumbaPagedAttention()
     metadata = one.metadata(backend)
     if wrong == "positions":
-        one.positions[0] = len(one.rotation.table)
+        one.positions[0] = len(one.rotary.table)
     else:
         getattr(metadata, wrong).fill_(metadata.kv_caches[0][0].numel())
     with pytest.raises(IndexError, match="out of range"):
@@ -181,8 +181,8 @@ def test_tensors_that_are_too_short_are_an_error(wrong: str) -> None:
 
 def test_a_norm_that_has_too_few_weights_is_an_error() -> None:
     one = case(Layout(requests=((1, 9),), group=2), CPU, norm=True)
-    assert one.rotation.qk_norm is not None
-    one.rotation.qk_norm = one.rotation.qk_norm[:-1]
+    assert one.rotary.qk_norm is not None
+    one.rotary.qk_norm = one.rotary.qk_norm[:-1]
     with pytest.raises(ConfigError, match="weight for each head"):
         one.run(NumbaPagedAttention())
 
@@ -235,14 +235,14 @@ def test_the_operators_say_what_they_write() -> None:
     batch, spec = one.batch, one.batch.spec()
     out = torch.empty(batch.query.shape)
     shared = PagedBatch.of(spec, one.metadata(NumbaPagedAttention()), out, batch.sinks)
-    rotation = one.rotation
+    rotary = one.rotary
     one.positions.clamp_(max=8)
     heads = batch.query.contiguous(), batch.key.contiguous(), batch.value.contiguous()
     for operator, args in (
         (torch.ops.ostinato.compiled_attention.default, heads),
         (
             torch.ops.ostinato.compiled_rotary_attention.default,
-            (one.qkv, one.positions, rotation.table, rotation.qk_norm, rotation.eps),
+            (one.qkv, one.positions, rotary.table, rotary.qk_norm, rotary.eps),
         ),
     ):
         torch.library.opcheck(

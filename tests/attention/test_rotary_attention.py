@@ -1,6 +1,6 @@
 """From the raw QKV product to attention: torch's way, and Triton's in one kernel or three.
 
-The oracle turns pairs as complex numbers in float64 and attends with the plain-torch operator,
+The oracle rotates pairs as complex numbers in float64 and attends with the plain-torch operator,
 which has tests of its own. Without a GPU the kernels run in Triton's interpreter, as those of
 ``test_triton_paged`` do.
 """
@@ -21,9 +21,9 @@ from torch import Tensor
 from ostinato import GraphPool, set_forward_context
 from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, attend_qkv
-from ostinato.attention.rotation import Rotation
+from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.torch_paged import TorchPagedAttention
-from ostinato.attention.triton.cuts import MAX_JOINED_SPLITS, decode_cut
+from ostinato.attention.triton.tile_config import MAX_COMBINED_SPLITS, decode_tile_config
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.errors import ConfigError
 
@@ -42,9 +42,9 @@ def device() -> torch.device:
 
 
 @pytest.fixture(params=[1, 16], ids=["whole", "split"])
-def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def num_sms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """So few that keys are never split, or enough that they are even in these small batches."""
-    monkeypatch.setattr(triton_paged, "num_processors", lambda _: request.param)
+    monkeypatch.setattr(triton_paged, "num_sms", lambda _: request.param)
     return int(request.param)
 
 
@@ -53,9 +53,9 @@ class Case:
     """A batch by its raw product, and what must become of it."""
 
     batch: Batch  # its query and key are the raw ones
-    expected: Batch  # the same, turned
+    expected: Batch  # the same, rotated
     qkv: Tensor
-    rotation: Rotation
+    rotary: RotaryEmbedding
     positions: Tensor
 
     def metadata(self, backend: AttentionBackend) -> AttentionMetadata:
@@ -72,7 +72,7 @@ class Case:
         metadata = metadata or self.metadata(backend)
         with set_forward_context(attn_metadata=metadata):
             return attend_qkv(
-                self.batch.spec(), self.qkv, self.rotation, self.positions, self.batch.sinks
+                self.batch.spec(), self.qkv, self.rotary, self.positions, self.batch.sinks
             )
 
     def tensors(self) -> list[Tensor]:
@@ -80,8 +80,8 @@ class Case:
         return [self.qkv, self.positions, *self.batch.tensors()[3:]]
 
 
-def turned(heads: Tensor, positions: Tensor, weight: Tensor | None) -> Tensor:
-    """The rotation as a product of complex numbers, in float64."""
+def rotated(heads: Tensor, positions: Tensor, weight: Tensor | None) -> Tensor:
+    """RoPE as a product of complex numbers, in float64."""
     half = heads.shape[-1] // 2
     exact = heads.double()
     if weight is not None:
@@ -116,8 +116,8 @@ def case(layout: Layout, device: torch.device, *, norm: bool = False, min_blocks
     split = (None, None) if weight is None else weight.split((num_heads, num_kv_heads))
     expected = replace(
         batch,
-        query=turned(batch.query, positions, split[0]),
-        key=turned(batch.key, positions, split[1]),
+        query=rotated(batch.query, positions, split[0]),
+        key=rotated(batch.key, positions, split[1]),
         key_cache=batch.key_cache.clone(),
         value_cache=batch.value_cache.clone(),
     )
@@ -131,7 +131,7 @@ def case(layout: Layout, device: torch.device, *, norm: bool = False, min_blocks
         batch=replace(batch, **on_device),
         expected=expected,
         qkv=torch.cat((batch.query, batch.key, batch.value), dim=1).flatten(1).to(device),
-        rotation=Rotation(
+        rotary=RotaryEmbedding(
             table=table.to(device), qk_norm=None if weight is None else weight.to(device), eps=EPS
         ),
         positions=positions.to(device),
@@ -152,7 +152,7 @@ def check_result(case: Case, out: Tensor, *, ulps: float = 4.0) -> None:
     eps = torch.finfo(out.dtype).eps
     tolerance = 2e-5 if out.dtype is torch.float32 else ulps * eps
     torch.testing.assert_close(out.cpu(), right, rtol=tolerance, atol=tolerance)
-    # Turned keys may be rounded the other way; everything else is the same to the bit.
+    # Rotated keys may be rounded the other way; everything else is the same to the bit.
     near = {"rtol": 2 * eps, "atol": 2e-6 if out.dtype is torch.float32 else 2 * eps}
     torch.testing.assert_close(
         case.batch.key_cache.cpu(), expected.key_cache, equal_nan=True, **near
@@ -196,16 +196,14 @@ def layouts(requests: st.SearchStrategy[tuple[int, int]], *, decode: bool) -> An
 @pytest.mark.slow
 @given(layout=layouts(decodes, decode=True), norm=st.booleans())
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_decode_batch(
-    processors: int, device: torch.device, layout: Layout, norm: bool
-) -> None:
+def test_any_decode_batch(num_sms: int, device: torch.device, layout: Layout, norm: bool) -> None:
     check(case(layout, device, norm=norm))
 
 
 @pytest.mark.slow
 @given(layout=layouts(queries, decode=False), norm=st.booleans())
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_batch(processors: int, device: torch.device, layout: Layout, norm: bool) -> None:
+def test_any_batch(num_sms: int, device: torch.device, layout: Layout, norm: bool) -> None:
     check(case(layout, device, norm=norm))
 
 
@@ -217,7 +215,7 @@ def test_any_batch(processors: int, device: torch.device, layout: Layout, norm: 
     "requests", [((1, 0), (1, 90), (1, 32)), ((3, 30), (1, 90))], ids=["decode", "mixed"]
 )
 def test_heads_of_any_size(
-    processors: int,
+    num_sms: int,
     device: torch.device,
     requests: tuple[tuple[int, int], ...],
     group: int,
@@ -242,7 +240,7 @@ def test_heads_of_any_size(
 @pytest.mark.parametrize("rules", [{}, {"window": 33}, {"sinks": True, "soft_cap": 2.0}])
 @pytest.mark.parametrize("length", [1, 2, 32, 33, 64, 65, 129])
 def test_lengths_at_the_edges_of_shares(
-    processors: int, device: torch.device, length: int, rules: dict[str, Any]
+    num_sms: int, device: torch.device, length: int, rules: dict[str, Any]
 ) -> None:
     """The new key is alone in its share, or the first or last of one."""
     layout = Layout(requests=((1, length - 1),), group=2, block_size=16, **rules)
@@ -251,11 +249,11 @@ def test_lengths_at_the_edges_of_shares(
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("window", [1, 2, 32, 34, 64])
-def test_windows_at_the_edges_of_blocks(processors: int, device: torch.device, window: int) -> None:
+def test_windows_at_the_edges_of_blocks(num_sms: int, device: torch.device, window: int) -> None:
     check(case(Layout(requests=((1, 64), (1, 31), (1, 130)), window=window), device))
 
 
-def test_old_contents_of_the_new_slot_are_never_read(processors: int, device: torch.device) -> None:
+def test_old_contents_of_the_new_slot_are_never_read(num_sms: int, device: torch.device) -> None:
     """The slots of new tokens hold NaN before, as all that nobody wrote; say so once."""
     one = case(Layout(requests=((1, 40), (1, 7)), group=4, padding_requests=1), device)
     slots = one.batch.slot_mapping[one.batch.slot_mapping >= 0]
@@ -265,7 +263,7 @@ def test_old_contents_of_the_new_slot_are_never_read(processors: int, device: to
 
 
 @pytest.mark.slow
-def test_a_product_with_strides(processors: int, device: torch.device) -> None:
+def test_a_product_with_strides(num_sms: int, device: torch.device) -> None:
     for requests in (((1, 40), (1, 7)), ((3, 40), (1, 7))):
         one = case(Layout(requests=requests, group=2), device)
         wide = torch.full((one.qkv.shape[0], one.qkv.shape[1] + 8), torch.nan, device=device)
@@ -279,7 +277,7 @@ def test_a_product_with_strides(processors: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("sinks", [False, True])
 def test_a_batch_made_up_for_a_capture_writes_nothing(
-    processors: int, device: torch.device, sinks: bool
+    num_sms: int, device: torch.device, sinks: bool
 ) -> None:
     """More keys than the table has room for, and no slots."""
     one = case(Layout(requests=((1, 3), (1, 3)), sinks=sinks), device)
@@ -315,7 +313,7 @@ def test_no_tokens_and_no_requests(device: torch.device) -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_backends_without_a_way_of_their_own_get_heads_that_are_turned(
+def test_backends_without_a_way_of_their_own_get_heads_that_are_rotated(
     norm: bool, dtype: torch.dtype
 ) -> None:
     layout = Layout(requests=((3, 9), (1, 20)), group=3, num_kv_heads=2, dtype=dtype)
@@ -343,11 +341,11 @@ def test_a_decode_batch_has_a_token_for_each_request() -> None:
 
 def decode_splits(num_reqs: int, **changed: int) -> int:
     given = {"num_heads": 32, "num_kv_heads": 8, "row_bytes": 128, "itemsize": 2, "max_keys": 4096}
-    return decode_cut(num_reqs, **{**given, "num_processors": 132, **changed}).num_splits
+    return decode_tile_config(num_reqs, **{**given, "num_sms": 132, **changed}).num_splits
 
 
 def test_keys_are_split_to_fill_the_gpu_and_no_further() -> None:
-    assert decode_splits(1) == MAX_JOINED_SPLITS
+    assert decode_splits(1) == MAX_COMBINED_SPLITS
     assert decode_splits(1, max_keys=100) == 4
     assert decode_splits(256) == 1
 
@@ -379,7 +377,7 @@ def test_replay_equals_eager_bit_for_bit(
     rules: dict[str, Any],
 ) -> None:
     """Captured once, on a batch with no real token; replayed on others of its size."""
-    monkeypatch.setattr(triton_paged, "num_processors", lambda _: 8)  # decodes are split
+    monkeypatch.setattr(triton_paged, "num_sms", lambda _: 8)  # decodes are split
     backend = TritonPagedAttention()
 
     def batch_of(mix: tuple[tuple[int, int], ...], seed: int) -> Case:
@@ -420,10 +418,10 @@ def test_a_piecewise_graph_breaks_at_it(
     one = case(Layout(requests=((1, 9), (1, 33)), group=2), device, norm=True)
     backend = make()
     metadata = one.metadata(backend)
-    spec, rotation = one.batch.spec(), one.rotation
+    spec, rotary = one.batch.spec(), one.rotary
 
     def step() -> Tensor:
-        return attend_qkv(spec, one.qkv * 2, rotation, one.positions) + 1
+        return attend_qkv(spec, one.qkv * 2, rotary, one.positions) + 1
 
     with set_forward_context(attn_metadata=metadata):
         captured = pool.capture(step, split_at_breaks=True)
@@ -438,9 +436,9 @@ def test_a_piecewise_graph_breaks_at_it(
 def test_the_operator_says_what_it_writes(device: torch.device) -> None:
     """Its schema and its fake, as torch.compile will rely on them."""
     one = case(Layout(requests=((3, 2), (1, 7)), padding_tokens=1, sinks=True), device, norm=True)
-    batch, rotation = one.batch, one.rotation
+    batch, rotary = one.batch, one.rotary
     out = torch.empty(*batch.query.shape[:2], batch.layout.value_dim, device=device)
-    arguments = (one.qkv, one.positions, rotation.table, rotation.qk_norm, EPS)
+    arguments = (one.qkv, one.positions, rotary.table, rotary.qk_norm, EPS)
     arguments += batch.arguments(out)[3:]
     torch.library.opcheck(
         torch.ops.ostinato.triton_qkv_attention.default,

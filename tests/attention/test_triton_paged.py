@@ -30,7 +30,7 @@ from torch import Tensor
 from ostinato import GraphPool
 from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionBackend
-from ostinato.attention.triton.cuts import cut
+from ostinato.attention.triton.tile_config import TileConfig, tile_config
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.graphs.policy.modes import AttentionCGSupport
 
@@ -50,9 +50,9 @@ def device() -> torch.device:
 
 
 @pytest.fixture(params=[1, 64], ids=["whole", "split"])
-def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def num_sms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """So few that keys are never split, or enough that they are even in these small batches."""
-    monkeypatch.setattr(triton_paged, "num_processors", lambda _: request.param)
+    monkeypatch.setattr(triton_paged, "num_sms", lambda _: request.param)
     return int(request.param)
 
 
@@ -92,15 +92,13 @@ def scaled(layout: Layout, device: torch.device) -> Batch:
 @pytest.mark.slow
 @given(layout=layouts)
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_batch_is_the_dense_softmax(
-    processors: int, device: torch.device, layout: Layout
-) -> None:
+def test_any_batch_is_the_dense_softmax(num_sms: int, device: torch.device, layout: Layout) -> None:
     check(scaled(layout, device), operator)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 80), (2, 96), (4, 128), (8, 256)])
-def test_heads_of_any_size(processors: int, device: torch.device, group: int, dim: int) -> None:
+def test_heads_of_any_size(num_sms: int, device: torch.device, group: int, dim: int) -> None:
     layout = Layout(
         requests=((3, 30), (1, 90)), group=group, head_dim=dim, value_dim=dim, block_size=16
     )
@@ -110,7 +108,7 @@ def test_heads_of_any_size(processors: int, device: torch.device, group: int, di
 
 
 @pytest.mark.slow
-def test_it_is_what_the_twin_computes(processors: int, device: torch.device) -> None:
+def test_it_is_what_the_twin_computes(num_sms: int, device: torch.device) -> None:
     layout = Layout(
         requests=((25, 3), (1, 200), (2, 0)),
         group=8,
@@ -139,7 +137,7 @@ def test_windows_at_the_edges_of_blocks(device: torch.device, window: int, conte
 
 
 @pytest.mark.slow
-def test_slices_of_a_fused_projection_need_no_copy(processors: int, device: torch.device) -> None:
+def test_slices_of_a_fused_projection_need_no_copy(num_sms: int, device: torch.device) -> None:
     batch = build(Layout(requests=((5, 3), (1, 90), (1, 0)), group=2, num_kv_heads=2), device)
     fused = torch.cat([batch.query, batch.key, batch.value], dim=1)
     batch.query, batch.key, batch.value = fused.split([4, 2, 2], dim=1)
@@ -157,7 +155,7 @@ def test_rows_that_are_not_in_one_piece(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_large_scores_do_not_overflow(processors: int, device: torch.device, sinks: bool) -> None:
+def test_large_scores_do_not_overflow(num_sms: int, device: torch.device, sinks: bool) -> None:
     batch = build(Layout(requests=((3, 9), (1, 150)), sinks=sinks), device)
     batch.query *= 100
     if batch.sinks is not None:
@@ -195,7 +193,7 @@ def test_more_requests_than_are_searched_at_once(
     ],
 )
 def test_a_made_up_batch_writes_nothing(
-    processors: int,
+    num_sms: int,
     device: torch.device,
     starts: list[int],
     seq_len: int,
@@ -232,13 +230,13 @@ def test_no_tokens_and_no_requests(device: torch.device) -> None:
     assert nothing.run(operator).shape == (0, 1, 8)
 
 
-# --- how the work is cut up -----------------------------------------------------------------------
+# --- tile configs -------------------------------------------------------------------------------
 
 
-def shapes(num_tokens: int, num_reqs: int, **changed: int) -> triton_paged.Cut:
+def shapes(num_tokens: int, num_reqs: int, **changed: int) -> TileConfig:
     given = {"num_heads": 32, "num_kv_heads": 8, "row_bytes": 128, "itemsize": 2}
-    given |= {"max_keys": 4096, "num_processors": 132}
-    return cut(num_tokens, num_reqs, **{**given, **changed})
+    given |= {"max_keys": 4096, "num_sms": 132}
+    return tile_config(num_tokens, num_reqs, **{**given, **changed})
 
 
 @given(
@@ -248,15 +246,15 @@ def shapes(num_tokens: int, num_reqs: int, **changed: int) -> triton_paged.Cut:
 )
 def test_there_is_a_tile_for_every_query(query_lens: list[int], group: int, padding: int) -> None:
     num_tokens = sum(query_lens) + padding
-    pieces = shapes(max(1, num_tokens), len(query_lens), num_heads=8 * group)
-    assert 1 <= pieces.block_q * group <= pieces.block_m
+    config = shapes(max(1, num_tokens), len(query_lens), num_heads=8 * group)
+    assert 1 <= config.block_q * group <= config.block_m
     begin, end, start = 0, 0, 0
     for request, query_len in enumerate(query_lens):  # as the kernel finds them
-        begin = (start + request * (pieces.block_q - 1)) // pieces.block_q
+        begin = (start + request * (config.block_q - 1)) // config.block_q
         assert begin >= end
-        end = begin + -(-query_len // pieces.block_q)
+        end = begin + -(-query_len // config.block_q)
         start += query_len
-    assert end <= pieces.num_tiles
+    assert end <= config.num_tiles
 
 
 def test_keys_are_split_to_fill_the_gpu_and_no_further() -> None:
@@ -288,7 +286,7 @@ def test_replay_equals_eager_bit_for_bit(
     rules: dict[str, Any],
 ) -> None:
     """Captured once, on a batch with no real token; replayed on others of its size."""
-    monkeypatch.setattr(triton_paged, "num_processors", lambda _: 64)  # split
+    monkeypatch.setattr(triton_paged, "num_sms", lambda _: 64)  # split
     static = build(padded(mixes[0], num_tokens, 0, **rules), device, min_blocks=32)
     static.max_seq_len = 128
     static.slot_mapping.fill_(-1)

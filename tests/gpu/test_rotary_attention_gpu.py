@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
 from ostinato.attention.base import AttentionMetadata, AttentionSpec, attend_qkv
-from ostinato.attention.rotation import Rotation
+from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.attention.triton_paged import TritonPagedAttention
 
@@ -32,7 +32,7 @@ class Stack:
 
     specs: list[AttentionSpec]
     metadata: AttentionMetadata
-    rotation: Rotation
+    rotary: RotaryEmbedding
     qkv: Tensor
     positions: Tensor
     sinks: Tensor | None
@@ -41,7 +41,7 @@ class Stack:
         qkv = self.qkv
         with set_forward_context(attn_metadata=self.metadata):
             for spec in self.specs:
-                out = attend_qkv(spec, qkv, self.rotation, self.positions, self.sinks)
+                out = attend_qkv(spec, qkv, self.rotary, self.positions, self.sinks)
                 # Something that reads the result and makes the next product of it.
                 qkv = (qkv + out.flatten(1).repeat(1, 3)[:, : qkv.shape[1]]) * 0.7
         return out
@@ -116,7 +116,7 @@ def stack(
             backend=TritonPagedAttention(),
             uniform_decode=len(lens) == len(slots) and max(query_len for query_len, _ in lens) <= 1,
         ),
-        rotation=Rotation(
+        rotary=RotaryEmbedding(
             table=torch.cat((angles.cos(), angles.sin()), dim=-1).to(CUDA),
             qk_norm=weight.to(CUDA) if norm else None,
             eps=1e-6,
@@ -214,7 +214,7 @@ def test_a_graph_replayed_with_other_lengths(num_reqs: int, dtype: torch.dtype) 
 
 
 def test_the_same_result_a_thousand_times() -> None:
-    """Programs come last in any order; the parts are joined in one."""
+    """Programs come last in any order; the parts are combined in one."""
     static = stack([(1, 2000), (1, 700)], dtype=torch.bfloat16)
     first = static.run()
     with GraphPool(CUDA, lazy_capture=True) as pool:

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from ostinato import LLM, GraphConfig, GraphPool, SamplingParams, graphed
-from ostinato.attention.triton.cuts import decode_cut
+from ostinato.attention.triton.tile_config import decode_tile_config
 from ostinato.errors import CaptureError
 from ostinato.ops.linear import run_kernel
 from ostinato.ops.triton.counters import take_counters
@@ -128,16 +128,16 @@ def tokens_of(llm: LLM, engine: int) -> list[list[int]]:
 
 def assert_launches_are_split(dtype: torch.dtype) -> None:
     """Otherwise the tests below would show nothing about counters."""
-    cut = decode_cut(
+    config = decode_tile_config(
         16,
         num_heads=NUM_HEADS,
         num_kv_heads=NUM_KV_HEADS,
         row_bytes=HEAD_DIM * dtype.itemsize,
         itemsize=dtype.itemsize,
         max_keys=MAX_MODEL_LEN,
-        num_processors=torch.cuda.get_device_properties(CUDA).multi_processor_count,
+        num_sms=torch.cuda.get_device_properties(CUDA).multi_processor_count,
     )
-    assert cut.num_splits > 1
+    assert config.num_splits > 1
     if dtype.itemsize == 2:  # float32 GEMMs are cuBLAS's
         choice = default_choice(LinearShape(16, HIDDEN, HIDDEN, dtype, False, False, True))
         assert isinstance(choice, Blocks)

@@ -287,7 +287,7 @@ def test_parameters_in_grad_mode_go_through_torch() -> None:
 
 @pytest.fixture(params=[1, 16], ids=["whole", "chunks"])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_PROGRAMS_PER_PROCESSOR", request.param)
+    monkeypatch.setattr(sampling, "_PROGRAMS_PER_SM", request.param)
 
 
 class Rows:
@@ -431,8 +431,8 @@ def test_logits_need_not_be_dense(find: Any, device: torch.device) -> None:
 
 
 @given(st.integers(1, 600), st.integers(1, 300_000), st.integers(1, 200))
-def test_chunks_cover_the_vocabulary(num_rows: int, vocab_size: int, processors: int) -> None:
-    per_chunk, num_chunks = sampling.chunks(num_rows, vocab_size, processors)
+def test_chunks_cover_the_vocabulary(num_rows: int, vocab_size: int, num_sms: int) -> None:
+    per_chunk, num_chunks = sampling.chunks(num_rows, vocab_size, num_sms)
     assert 1 <= num_chunks <= sampling._MAX_CHUNKS
     columns = per_chunk * sampling._BLOCK
     assert (num_chunks - 1) * columns < vocab_size <= num_chunks * columns

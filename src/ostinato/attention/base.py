@@ -2,8 +2,9 @@
 
 A model's layers call ``attend``; it finds the batch in the forward context, so that it can be
 called from inside modules that other people wrote. The backend writes the new keys and values into
-the paged cache and attends over it. Layers that have nothing but a rotation between their QKV
-product and attention call ``attend_qkv``, which leaves the rotation to the backend too.
+the paged cache and attends over it. Layers that have nothing but RoPE (and a norm of queries
+and keys) between their QKV projection and attention call ``attend_qkv``, which leaves that to the
+backend too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ostinato.attention.rotation import Rotation
+from ostinato.attention.rope import RotaryEmbedding
 from ostinato.compile.operators import splitting_operator
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import get_forward_context
@@ -120,14 +121,14 @@ class AttentionBackend(Protocol):
         self,
         spec: AttentionSpec,
         qkv: torch.Tensor,
-        rotation: Rotation,
+        rotary: RotaryEmbedding,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """``forward`` after ``rotation.apply``. Backends that can do both in fewer kernels do."""
-        query, key, value = rotation.apply(
+        """``forward`` after ``rotary.apply``. Backends that can do both in fewer kernels do."""
+        query, key, value = rotary.apply(
             qkv, positions, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
         )
         self.forward(spec, query, key, value, metadata, out, sinks)
@@ -183,14 +184,14 @@ def _attend_into(
 def attend_qkv(
     spec: AttentionSpec,
     qkv: torch.Tensor,
-    rotation: Rotation,
+    rotary: RotaryEmbedding,
     positions: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``attend`` for the raw QKV product -> [T, num_heads, value_dim].
 
     ``qkv`` [T, (num_heads + 2 * num_kv_heads) * head_dim]: all query heads, all key heads, all
-    value heads. ``positions`` [T] int64: rows of the rotation's table. A graph breaks here as it
+    value heads. ``positions`` [T] int64: rows of the RoPE table. A graph breaks here as it
     does at ``attend``. Not for code under torch.compile.
     """
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
@@ -201,7 +202,7 @@ def attend_qkv(
             f"(values: {spec.value_dim}), make {width}; use attend() for heads that differ in size"
         )
     out = qkv.new_empty((qkv.shape[0], spec.num_heads, spec.value_dim))
-    _attend_qkv_into(spec, qkv, rotation, positions, out, sinks)
+    _attend_qkv_into(spec, qkv, rotary, positions, out, sinks)
     return out
 
 
@@ -209,13 +210,13 @@ def attend_qkv(
 def _attend_qkv_into(
     spec: AttentionSpec,
     qkv: torch.Tensor,
-    rotation: Rotation,
+    rotary: RotaryEmbedding,
     positions: torch.Tensor,
     out: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> None:
     metadata: AttentionMetadata = get_forward_context().attn_metadata
-    metadata.backend.forward_qkv(spec, qkv, rotation, positions, metadata, out, sinks)
+    metadata.backend.forward_qkv(spec, qkv, rotary, positions, metadata, out, sinks)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Attention on the CPU by kernels that Numba compiles: rotation, store and attention in one call.
+"""Attention on the CPU by kernels that Numba compiles: RoPE, store and attention in one call.
 
 Requests with one query and not too many keys are its own; for the others it does what the torch
 backend does, request by request. Which of the two a request gets follows from its own lengths, so
@@ -22,7 +22,7 @@ from ostinato.attention.paged import (
     qkv_schema,
 )
 from ostinato.attention.paged_cpu import attend_requests, read_layout
-from ostinato.attention.rotation import Rotation
+from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.policy.modes import AttentionCGSupport
@@ -53,19 +53,19 @@ class NumbaPagedAttention(PagedQkvAttention):
         _attention(*heads, *_in_one_piece(batch))
 
     def attend_qkv(
-        self, qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
+        self, qkv: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding, batch: PagedBatch
     ) -> None:
         if not _runs_compiled(batch):
             num_heads, num_kv_heads = batch.out.shape[1], batch.key_cache.shape[2]
-            heads = rotation.apply(qkv, positions, num_heads=num_heads, num_kv_heads=num_kv_heads)
+            heads = rotary.apply(qkv, positions, num_heads=num_heads, num_kv_heads=num_kv_heads)
             self._torch.attend(*heads, batch)
             return
         _rotary_attention(
             qkv.contiguous(),
             positions.to(torch.int64).contiguous(),
-            rotation.table,
-            rotation.qk_norm,
-            rotation.eps,
+            rotary.table,
+            rotary.qk_norm,
+            rotary.eps,
             *_in_one_piece(batch),
         )
 
@@ -100,11 +100,11 @@ def _prepare_attention(
 
 
 def _prepare_rotary_attention(
-    qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
+    qkv: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding, batch: PagedBatch
 ) -> Callable[[], None]:
     _check_shapes(qkv.shape[0], (qkv.shape[0], positions.shape[0]), batch)
     rotary_attention = load_kernels().rotary_attention
-    table, qk_norm = rotation.table, rotation.qk_norm
+    table, qk_norm = rotary.table, rotary.qk_norm
     head_dim = table.shape[1]
     num_normed = qkv.shape[1] // head_dim - batch.key_cache.shape[2]
     if qk_norm is None:
@@ -114,7 +114,7 @@ def _prepare_rotary_attention(
             f"a norm of queries and keys has a weight for each head; {tuple(qk_norm.shape)} is not "
             f"that of {num_normed} heads of {head_dim}"
         )
-    arrays = *_arrays(qkv, positions, table, qk_norm), rotation.eps, *_batch_arrays(batch)
+    arrays = *_arrays(qkv, positions, table, qk_norm), rotary.eps, *_batch_arrays(batch)
 
     def run() -> None:
         if rotary_attention(*arrays):

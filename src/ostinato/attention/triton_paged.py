@@ -1,9 +1,9 @@
 """Attention over the paged cache in Triton kernels: for CUDA, in or out of graphs, for any batch.
 
-To torch it is two operators: ``ostinato::triton_paged_attention``, and for models that hand over
-their raw QKV product ``ostinato::triton_qkv_attention``. How the work is cut up is in ``cuts``, the
-work itself in ``triton``; Triton is imported when it is first called. CPU tensors are for the
-tests, under Triton's interpreter.
+To torch it is two operators: ``ostinato::triton_paged_attention``, and for models that pass
+their raw QKV projection ``ostinato::triton_qkv_attention``. Tile configs are in
+``triton.tile_config``, the kernels beside them; Triton is imported when it is first called. CPU
+tensors are for the tests, under Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ostinato.attention.paged import (
     over_qkv,
     qkv_schema,
 )
-from ostinato.attention.rotation import Rotation
-from ostinato.attention.triton.cuts import cut, decode_cut
+from ostinato.attention.rope import RotaryEmbedding
+from ostinato.attention.triton.tile_config import decode_tile_config, tile_config
 from ostinato.graphs.policy.modes import AttentionCGSupport
 from ostinato.ops.define import define
 from ostinato.ops.triton.launch import (
     can_overlap,
     launch,
     next_power_of_2,
-    num_processors,
+    num_sms,
     overlap,
 )
 
@@ -47,7 +47,7 @@ def triton_paged_attention(
 
 
 def triton_qkv_attention(
-    qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
+    qkv: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding, batch: PagedBatch
 ) -> None:
     """Norm and rotate, store, attend over the cache, and write all of ``out``.
 
@@ -60,23 +60,23 @@ def triton_qkv_attention(
     if not batch.uniform_decode:
         from ostinato.attention.triton.rotary_store import rotary_store
 
-        query = rotary_store(qkv, positions, rotation, batch)
+        query = rotary_store(qkv, positions, rotary, batch)
         if num_reqs > 0:
             _attend(query, batch)
         return
     from ostinato.attention.triton.decode_attention import decode_attention
 
     key_cache = batch.key_cache
-    pieces = decode_cut(
+    config = decode_tile_config(
         num_reqs,
         num_heads=batch.out.shape[1],
         num_kv_heads=key_cache.shape[2],
         row_bytes=_padded_row(key_cache) * key_cache.itemsize,
         itemsize=key_cache.itemsize,
         max_keys=batch.block_table.shape[1] * key_cache.shape[1],
-        num_processors=num_processors(qkv.device),
+        num_sms=num_sms(qkv.device),
     )
-    decode_attention(qkv, positions, rotation, batch, pieces)
+    decode_attention(qkv, positions, rotary, batch, config)
 
 
 def _store(key: torch.Tensor, value: torch.Tensor, batch: PagedBatch) -> None:
@@ -113,14 +113,14 @@ def _store(key: torch.Tensor, value: torch.Tensor, batch: PagedBatch) -> None:
 
 def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
     """Attention over what is in the cache."""
-    from ostinato.attention.triton.paged_attention import attend_kernel, join_kernel
+    from ostinato.attention.triton.paged_attention import attend_kernel, combine_kernel
 
     key_cache, value_cache, out, query_start_loc, seq_lens, block_table = batch[:6]
     num_tokens, num_heads, value_dim = out.shape
     num_kv_heads = key_cache.shape[2]
     num_reqs = query_start_loc.shape[0] - 1
     max_keys = block_table.shape[1] * key_cache.shape[1]
-    pieces = cut(
+    config = tile_config(
         num_tokens,
         num_reqs,
         num_heads=num_heads,
@@ -128,9 +128,9 @@ def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
         row_bytes=max(_padded_row(key_cache), _padded_row(value_cache)) * key_cache.itemsize,
         itemsize=key_cache.itemsize,
         max_keys=max_keys,
-        num_processors=num_processors(query.device),
+        num_sms=num_sms(query.device),
     )
-    num_splits = pieces.num_splits
+    num_splits = config.num_splits
     split = num_splits > 1
     partial: tuple[Any, ...] = (None, None, None)
     if split:  # weighted sums of values, highest scores, totals of the weights
@@ -140,7 +140,7 @@ def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
         partial = (values, highest, total)
     launch(
         attend_kernel,
-        (pieces.num_tiles * num_kv_heads, num_splits),
+        (config.num_tiles * num_kv_heads, num_splits),
         (
             query,
             key_cache,
@@ -172,17 +172,17 @@ def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
         BLOCK_SIZE=key_cache.shape[1],
         HEAD_PAD=_padded_row(query),
         VALUE_PAD=_padded_row(out),
-        BLOCK_M=pieces.block_m,
-        BLOCK_Q=pieces.block_q,
-        BLOCK_N=pieces.block_n,
+        BLOCK_M=config.block_m,
+        BLOCK_Q=config.block_q,
+        BLOCK_N=config.block_n,
         SPLIT=split,
         **overlap(out.device),
-        num_warps=pieces.num_warps,
-        num_stages=pieces.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
     if split:
         launch(
-            join_kernel,
+            combine_kernel,
             (num_tokens, num_heads),
             (*partial, out, query_start_loc),
             (num_reqs, *out.stride()[:2]),
@@ -219,7 +219,7 @@ _qkv_operator = define(
 class TritonPagedAttention(PagedQkvAttention):
     """The ``AttentionBackend`` for CUDA. Never relies on ``max_seq_len``.
 
-    A replay gives the bits of an eager call with the same padded shapes. Other shapes may be cut up
+    A replay gives the bits of an eager call with the same padded shapes. Other shapes may be tiled
     differently, and rounded differently; and so may a decode batch that ``forward_qkv`` is given in
     a graph of mixed batches.
     """
@@ -233,11 +233,11 @@ class TritonPagedAttention(PagedQkvAttention):
         _operator(query, key, value, *batch)
 
     def attend_qkv(
-        self, qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
+        self, qkv: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding, batch: PagedBatch
     ) -> None:
         """Decode batches in one kernel, others in three."""
         if qkv.is_cuda:
             # torch.compile does not come here, and CUDA's captures need no operator to see.
-            triton_qkv_attention(qkv, positions, rotation, batch)
+            triton_qkv_attention(qkv, positions, rotary, batch)
             return
-        _qkv_operator(qkv, positions, rotation.table, rotation.qk_norm, rotation.eps, *batch)
+        _qkv_operator(qkv, positions, rotary.table, rotary.qk_norm, rotary.eps, *batch)

@@ -13,7 +13,7 @@ import torch
 from ostinato.errors import BatchError
 from ostinato.ops.counter_random import exponential_log
 from ostinato.ops.define import define
-from ostinato.ops.triton.launch import launch, num_processors, overlap
+from ostinato.ops.triton.launch import launch, num_sms, overlap
 
 _SCHEMA = """sample_rows(
     Tensor logits, Tensor slots, Tensor temperature, Tensor seed_key, Tensor lengths,
@@ -24,7 +24,7 @@ _SCHEMA = """sample_rows(
 # enough programs per SM; the split does not change the tokens.
 _BLOCK = 1024
 _NUM_WARPS = 2
-_PROGRAMS_PER_PROCESSOR = 24
+_PROGRAMS_PER_SM = 24
 _MAX_CHUNKS = 256
 
 
@@ -89,7 +89,7 @@ def triton_sample_rows(
     slots, lengths = slots.contiguous(), lengths.contiguous()
     if not out_tokens.is_contiguous():
         raise BatchError(f"out_tokens must be contiguous, its strides are {out_tokens.stride()}")
-    blocks_per_chunk, num_chunks = chunks(num_rows, vocab_size, num_processors(logits.device))
+    blocks_per_chunk, num_chunks = chunks(num_rows, vocab_size, num_sms(logits.device))
     candidates = torch.empty((num_rows, num_chunks), dtype=torch.int64, device=logits.device)
     launch(
         best_of_chunk_kernel,
@@ -119,10 +119,10 @@ def triton_sample_rows(
     )
 
 
-def chunks(num_rows: int, vocab_size: int, num_processors: int) -> tuple[int, int]:
+def chunks(num_rows: int, vocab_size: int, num_sms: int) -> tuple[int, int]:
     """How to split a row: blocks per chunk, and chunks."""
     num_blocks = -(-vocab_size // _BLOCK)
-    wanted = -(-num_processors * _PROGRAMS_PER_PROCESSOR // num_rows)
+    wanted = -(-num_sms * _PROGRAMS_PER_SM // num_rows)
     blocks_per_chunk = -(-num_blocks // min(wanted, num_blocks, _MAX_CHUNKS))
     return blocks_per_chunk, -(-num_blocks // blocks_per_chunk)
 

@@ -6,8 +6,8 @@ A batch in which request r has one token, number r, or none (length 0). A progra
 one KV head and one share of the keys, and makes the queries it needs itself. The new key and value
 go from registers into both the cache and the softmax: their slot is never read. Where keys are
 split, programs leave their part of the softmax in memory and count themselves; the last to come
-joins the parts. How many shares there are is decided by the real length, so short requests have
-nothing to join; the launch depends on shapes alone.
+combines the parts. How many shares there are is decided by the real length, so short requests have
+nothing to combine; the launch depends on shapes alone.
 
 OVERLAP: programmatic dependent launch. Before the wait only what was written before the forward
 began is read: lengths, tables, the model's tensors, older keys and values. So between whoever
@@ -26,14 +26,19 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.rotation import Rotation
+from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.triton.paged_attention import LOG2_E, logits
-from ostinato.attention.triton.rotary_store import load_angles, load_halves, store_halves, turned
+from ostinato.attention.triton.rotary_store import (
+    apply_rotary,
+    load_angles,
+    load_halves,
+    store_halves,
+)
 from ostinato.ops.triton.counters import take_counters
 from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
 
 if TYPE_CHECKING:
-    from ostinato.attention.triton.cuts import DecodeCut
+    from ostinato.attention.triton.tile_config import DecodeTileConfig
 
 
 @triton.jit
@@ -69,7 +74,7 @@ def _prefetch(rows, HEAD_DIM: tl.constexpr, LINE: tl.constexpr, LINES: tl.conste
 
 
 @triton.jit
-def _join(
+def _combine(
     partial_values,
     partial_highest,
     partial_total,
@@ -242,13 +247,15 @@ def decode_kernel(
     # The queries, rounded as they would be in memory; the new key and value likewise.
     row = qkv + token * qkv_stride
     one, two = load_halves(row, head[:, None], owned[:, None], HEAD_DIM, HALF_PAD)
-    one, two = turned(
+    one, two = apply_rotary(
         one, two, qk_norm, head[:, None], owned[:, None], cos, sin, eps, HEAD_DIM, HALF_PAD
     )
     q_one, q_two = one.to(key_cache.dtype.element_ty), two.to(key_cache.dtype.element_ty)
     key_head = tl.full([1, 1], NUM_HEADS, dtype=tl.int32) + kv_head
     one, two = load_halves(row, key_head, key_head >= 0, HEAD_DIM, HALF_PAD)
-    one, two = turned(one, two, qk_norm, key_head, key_head >= 0, cos, sin, eps, HEAD_DIM, HALF_PAD)
+    one, two = apply_rotary(
+        one, two, qk_norm, key_head, key_head >= 0, cos, sin, eps, HEAD_DIM, HALF_PAD
+    )
     new_one, new_two = one.to(key_cache.dtype.element_ty), two.to(key_cache.dtype.element_ty)
     new_value = tl.load(
         row + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + e[None, :],
@@ -347,7 +354,7 @@ def decode_kernel(
             tl.debug_barrier()  # all threads have written, then one says so
             arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
             if arrived == num_shares - 1:
-                joined = _join(
+                combined = _combine(
                     partial_values,
                     partial_highest,
                     partial_total,
@@ -363,24 +370,24 @@ def decode_kernel(
                 r_there = (r < GROUP)[:, None] & (e < HEAD_DIM)[None, :]
                 r_place = out + token * out_token_stride + e[None, :]
                 r_place += ((kv_head * GROUP + r) * out_head_stride)[:, None]
-                tl.store(r_place, joined.to(out.dtype.element_ty), mask=r_there)
+                tl.store(r_place, combined.to(out.dtype.element_ty), mask=r_there)
 
 
 def decode_attention(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    rotation: Rotation,
+    rotary: RotaryEmbedding,
     batch: PagedBatch,
-    pieces: DecodeCut,
+    config: DecodeTileConfig,
 ) -> None:
-    """Launch it. ``qkv`` and ``rotation`` as in ``rotary_store``."""
+    """Launch it. ``qkv`` and ``rotary`` as in ``rotary_store``."""
     # One unpacking takes less time than a dozen attributes, once per layer.
     key_cache, value_cache, out, _, seq_lens, block_table, slot_mapping = batch[:7]
     sinks, scale, window, soft_cap = batch[7:11]
     num_tokens, num_heads, head_dim = out.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    num_splits = pieces.num_splits
+    num_splits = config.num_splits
     split = num_splits > 1
     partial: tuple[Any, ...] = (None, None, None, None)
     if split:  # weighted sums of values, highest scores, totals of the weights
@@ -388,11 +395,11 @@ def decode_attention(
         sums = torch.empty((rows, head_dim), device=out.device, dtype=torch.float32)
         highest, total = torch.empty((2, rows), device=out.device, dtype=torch.float32).unbind()
         partial = (sums, highest, total, take_counters(out.device, num_tokens * num_kv_heads))
-    table = rotation.table
+    table = rotary.table
     value_pad = max(16, next_power_of_2(head_dim))
     rows_pad = next_power_of_2(group)
     # As many parts at a time as fit into some 64 registers of each thread.
-    chunk = max(1, min(16, 2048 * pieces.num_warps // (rows_pad * value_pad)))
+    chunk = max(1, min(16, 2048 * config.num_warps // (rows_pad * value_pad)))
     line = 128 // key_cache.itemsize  # of the L2 cache: 128 bytes
     launch(
         decode_kernel,
@@ -400,7 +407,7 @@ def decode_attention(
         (
             qkv,
             table,
-            rotation.qk_norm,
+            rotary.qk_norm,
             positions,
             key_cache,
             value_cache,
@@ -412,7 +419,7 @@ def decode_attention(
             sinks,
         ),
         (
-            rotation.eps,
+            rotary.eps,
             scale,
             window,
             soft_cap,
@@ -432,14 +439,14 @@ def decode_attention(
         HALF_PAD=max(16, next_power_of_2(head_dim // 2)),
         VALUE_PAD=value_pad,
         BLOCK_M=max(16, rows_pad),
-        BLOCK_N=pieces.block_n,
+        BLOCK_N=config.block_n,
         SPLIT=split,
         ROWS=rows_pad,
         CHUNK=chunk,
-        PREFETCH=pieces.prefetch,
+        PREFETCH=config.prefetch,
         LINE=line,
         LINES=next_power_of_2(-(-head_dim // line)),
         **overlap(out.device),
-        num_warps=pieces.num_warps,
-        num_stages=pieces.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )

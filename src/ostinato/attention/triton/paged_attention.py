@@ -1,6 +1,6 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""Three kernels: store keys and values, attend over the paged cache, join what was split.
+"""Three kernels: store keys and values, attend over the paged cache, combine split-KV parts.
 
 They read every length on the device. What a launch depends on are shapes alone, so that one launch
 in a CUDA graph serves any batch of its size. Which blocks to work in is the caller's choice.
@@ -265,7 +265,7 @@ def attend_kernel(
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
-def join_kernel(
+def combine_kernel(
     partial_values,
     partial_highest,
     partial_total,

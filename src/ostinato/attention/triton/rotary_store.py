@@ -2,12 +2,12 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """From the QKV product to queries that are ready and keys and values that are in the cache.
 
-One kernel, for any batch; ``paged_attention`` attends afterwards. The norm and the rotation of a
-row stand apart, because ``decode_attention`` does them on its own.
+One kernel, for any batch; ``paged_attention`` attends afterwards. The norm and RoPE of a row
+stand apart, because ``decode_attention`` does them on its own.
 
-A row is worked on in halves, since element i is turned with element i + HEAD_DIM / 2. The twin is
-``Rotation.apply``: the norm rounds to the dtype of the product before and after its weight, and the
-rotation is rounded once.
+A row is worked on in halves, since element i is rotated with element i + HEAD_DIM / 2. The
+reference is ``RotaryEmbedding.apply``: the norm rounds to the dtype of ``qkv`` before and after its
+weight, and RoPE is rounded once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.rotation import Rotation
+from ostinato.attention.rope import RotaryEmbedding
 from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
 
 # Heads of one program.
@@ -47,7 +47,7 @@ def load_halves(row, head, there, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr
 
 
 @triton.jit
-def turned(
+def apply_rotary(
     first,
     second,
     qk_norm,
@@ -135,7 +135,7 @@ def rotary_store_kernel(
         first, second = load_halves(
             qkv + token * qkv_stride, head, is_query | is_key | is_value, HEAD_DIM, HALF_PAD
         )
-        one, two = turned(
+        one, two = apply_rotary(
             first, second, qk_norm, head, is_query | is_key, cos, sin, eps, HEAD_DIM, HALF_PAD
         )
         row = query + (token * NUM_HEADS + head) * HEAD_DIM
@@ -154,16 +154,16 @@ def rotary_store_kernel(
 
 
 def rotary_store(
-    qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
+    qkv: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding, batch: PagedBatch
 ) -> torch.Tensor:
     """Launch it -> queries [T, num_heads, head_dim]; rows that are padding are left as they are.
 
-    Rows of ``qkv`` and the rotation's table are in one piece, and so is the weight of its norm.
+    Rows of ``qkv`` and the RoPE table are in one piece, and so is the weight of its norm.
     """
     key_cache, value_cache, out, query_start_loc = batch[:4]
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads = key_cache.shape[2]
-    table = rotation.table
+    table = rotary.table
     query = torch.empty(out.shape, device=out.device, dtype=key_cache.dtype)
     num_pieces = -(-(num_heads + 2 * num_kv_heads) // _HEADS)
     launch(
@@ -172,7 +172,7 @@ def rotary_store(
         (
             qkv,
             table,
-            rotation.qk_norm,
+            rotary.qk_norm,
             positions,
             query,
             key_cache,
@@ -182,7 +182,7 @@ def rotary_store(
             query_start_loc,
         ),
         (
-            rotation.eps,
+            rotary.eps,
             query_start_loc.shape[0] - 1,
             qkv.stride(0),
             table.stride(0),

@@ -101,7 +101,7 @@ def overlap(device: torch.device) -> dict[str, Any]:
 
 
 @cache
-def num_processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

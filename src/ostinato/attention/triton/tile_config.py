@@ -1,4 +1,4 @@
-"""How paged attention in Triton is cut into programs: from the shapes of a batch alone.
+"""Tile configs of paged attention in Triton: from the shapes of a batch alone.
 
 The real lengths have no say, so a graph and an eager call of the same shapes agree to the bit.
 """
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 from ostinato.ops.triton.launch import next_power_of_2
 
-# Keys are split among more programs until there are so many for each processor of the GPU. Single
-# queries have small programs; measured on an H200 with the shapes of Llama-3.2-1B and 3.1-8B.
-_PROGRAMS_PER_PROCESSOR = 2
-_DECODE_PROGRAMS_PER_PROCESSOR = 8
+# Keys are split among more programs until an SM has this many. Single queries make small programs.
+# Measured on an H200 with the shapes of Llama-3.2-1B and 3.1-8B.
+_PROGRAMS_PER_SM = 2
+_DECODE_PROGRAMS_PER_SM = 8
 _MAX_SPLITS = 64
-# Where one kernel does all, its programs join what they split.
-MAX_JOINED_SPLITS = 16
+# Where one kernel does all, its programs combine what they split.
+MAX_COMBINED_SPLITS = 16
 
 
-class Cut(NamedTuple):
+class TileConfig(NamedTuple):
     """How a batch becomes programs: constants of the attention kernel and of its launch."""
 
     block_m: int  # rows of a tile: queries x heads of a group, at least what tensor cores take
@@ -30,7 +30,7 @@ class Cut(NamedTuple):
     num_stages: int
 
 
-def cut(
+def tile_config(
     num_tokens: int,
     num_reqs: int,
     *,
@@ -39,8 +39,8 @@ def cut(
     row_bytes: int,
     itemsize: int,
     max_keys: int,
-    num_processors: int,
-) -> Cut:
+    num_sms: int,
+) -> TileConfig:
     """Blocks for batches of these shapes. Results are right for all of them, fast for even ones.
 
     ``row_bytes``: the longer of a key and a value of one head. ``max_keys``: room in the block
@@ -60,16 +60,18 @@ def cut(
     # Each request may leave its last tile unfinished.
     num_tiles = (num_tokens + num_reqs * (block_q - 1)) // block_q
     num_warps = 8 if block_m >= 128 else 4
-    programs = _PROGRAMS_PER_PROCESSOR
+    programs = _PROGRAMS_PER_SM
     if average == 1 and itemsize < 4:
-        block_n, num_warps, programs = 32, max(1, block_m // 16), _DECODE_PROGRAMS_PER_PROCESSOR
-    wanted = num_processors * programs // max(1, num_tiles * num_kv_heads)
+        block_n, num_warps, programs = 32, max(1, block_m // 16), _DECODE_PROGRAMS_PER_SM
+    wanted = num_sms * programs // max(1, num_tiles * num_kv_heads)
     num_splits = max(1, min(wanted, -(-max_keys // block_n), _MAX_SPLITS))
-    num_splits = 1 << (num_splits.bit_length() - 1)  # the kernel that joins them wants a power of 2
-    return Cut(block_m, block_q, block_n, num_tiles, num_splits, num_warps, 3)
+    num_splits = 1 << (
+        num_splits.bit_length() - 1
+    )  # the kernel that combines them wants a power of 2
+    return TileConfig(block_m, block_q, block_n, num_tiles, num_splits, num_warps, 3)
 
 
-class DecodeCut(NamedTuple):
+class DecodeTileConfig(NamedTuple):
     """How a decode batch becomes programs: constants of its one kernel and of the launch."""
 
     block_n: int  # keys at a time
@@ -80,7 +82,7 @@ class DecodeCut(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """The best cut of decode batches up to so many (request, KV head) pairs per processor."""
+    """The best config for decode batches of up to ``most_pairs`` of request and KV head per SM."""
 
     most_pairs: float
     block_n: int
@@ -111,7 +113,7 @@ _BROAD = (
 )
 
 
-def decode_cut(
+def decode_tile_config(
     num_reqs: int,
     *,
     num_heads: int,
@@ -119,25 +121,25 @@ def decode_cut(
     row_bytes: int,
     itemsize: int,
     max_keys: int,
-    num_processors: int,
-) -> DecodeCut:
-    """The cut of decode batches of these shapes; as with ``cut``, lengths have no say."""
+    num_sms: int,
+) -> DecodeTileConfig:
+    """The tile config of decode batches of these shapes; lengths have no say here either."""
     pairs = max(1, num_reqs * num_kv_heads)
-    most_splits = num_processors * _DECODE_PROGRAMS_PER_PROCESSOR // pairs
+    most_splits = num_sms * _DECODE_PROGRAMS_PER_SM // pairs
     if itemsize < 4 and num_heads // num_kv_heads <= 16 and row_bytes <= 256:
         table = _NARROW if row_bytes <= 128 else _BROAD
-        best = next(row for row in table if pairs <= row.most_pairs * num_processors)
+        best = next(row for row in table if pairs <= row.most_pairs * num_sms)
         num_splits = min(best.max_splits, most_splits, -(-max_keys // best.block_n))
-        return DecodeCut(
+        return DecodeTileConfig(
             best.block_n, max(1, num_splits), best.num_warps, best.num_stages, best.prefetch
         )
     # A warp for every 16 rows of 256 bytes: more of a matrix do not fit into its registers.
     rows = next_power_of_2(num_heads // num_kv_heads)
     tiles = max(1, rows // 16) * max(1, row_bytes // 256)
-    block_n, num_warps, per_processor = 32, min(8, tiles), _DECODE_PROGRAMS_PER_PROCESSOR
+    block_n, num_warps, per_sm = 32, min(8, tiles), _DECODE_PROGRAMS_PER_SM
     if itemsize == 4:  # no tensor cores: blocks are held in registers
         block_n = 32 if row_bytes <= 256 else 16
-        num_warps, per_processor = 4, _PROGRAMS_PER_PROCESSOR
-    wanted = num_processors * per_processor // pairs
-    num_splits = max(1, min(wanted, -(-max_keys // block_n), MAX_JOINED_SPLITS))
-    return DecodeCut(block_n, num_splits, num_warps, 3, 2 * block_n)
+        num_warps, per_sm = 4, _PROGRAMS_PER_SM
+    wanted = num_sms * per_sm // pairs
+    num_splits = max(1, min(wanted, -(-max_keys // block_n), MAX_COMBINED_SPLITS))
+    return DecodeTileConfig(block_n, num_splits, num_warps, 3, 2 * block_n)
