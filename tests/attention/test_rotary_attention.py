@@ -23,7 +23,11 @@ from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, attend_qkv
 from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.torch_paged import TorchPagedAttention
-from ostinato.attention.triton.tile_config import MAX_COMBINED_SPLITS, decode_tile_config
+from ostinato.attention.triton.tile_config import (
+    MAX_COMBINED_SPLITS,
+    BatchShape,
+    decode_tile_config,
+)
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.errors import ConfigError
 
@@ -340,8 +344,9 @@ def test_a_decode_batch_has_a_token_for_each_request() -> None:
 
 
 def decode_splits(num_reqs: int, **changed: int) -> int:
-    given = {"num_heads": 32, "num_kv_heads": 8, "row_bytes": 128, "itemsize": 2, "max_keys": 4096}
-    return decode_tile_config(num_reqs, **{**given, "num_sms": 132, **changed}).num_splits
+    given = {"num_heads": 32, "num_kv_heads": 8, "row_bytes": 128, "itemsize": 2}
+    given |= {"max_keys": 4096, "num_sms": 132}
+    return decode_tile_config(BatchShape(num_reqs, num_reqs, **{**given, **changed})).num_splits
 
 
 def test_keys_are_split_to_fill_the_gpu_and_no_further() -> None:

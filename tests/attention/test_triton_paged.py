@@ -30,7 +30,7 @@ from torch import Tensor
 from ostinato import GraphPool
 from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionBackend
-from ostinato.attention.triton.tile_config import TileConfig, tile_config
+from ostinato.attention.triton.tile_config import BatchShape, TileConfig, tile_config
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.graphs.policy.modes import AttentionCGSupport
 
@@ -236,7 +236,7 @@ def test_no_tokens_and_no_requests(device: torch.device) -> None:
 def shapes(num_tokens: int, num_reqs: int, **changed: int) -> TileConfig:
     given = {"num_heads": 32, "num_kv_heads": 8, "row_bytes": 128, "itemsize": 2}
     given |= {"max_keys": 4096, "num_sms": 132}
-    return tile_config(num_tokens, num_reqs, **{**given, **changed})
+    return tile_config(BatchShape(num_tokens, num_reqs, **{**given, **changed}))
 
 
 @given(

@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from ostinato import LLM, GraphConfig, GraphPool, SamplingParams, graphed
-from ostinato.attention.triton.tile_config import decode_tile_config
+from ostinato.attention.triton.tile_config import BatchShape, decode_tile_config
 from ostinato.errors import CaptureError
 from ostinato.ops.linear import run_kernel
 from ostinato.ops.triton.counters import take_counters
@@ -128,8 +128,9 @@ def tokens_of(llm: LLM, engine: int) -> list[list[int]]:
 
 def assert_launches_are_split(dtype: torch.dtype) -> None:
     """Otherwise the tests below would show nothing about counters."""
-    config = decode_tile_config(
-        16,
+    shape = BatchShape(
+        num_tokens=16,
+        num_reqs=16,
         num_heads=NUM_HEADS,
         num_kv_heads=NUM_KV_HEADS,
         row_bytes=HEAD_DIM * dtype.itemsize,
@@ -137,7 +138,7 @@ def assert_launches_are_split(dtype: torch.dtype) -> None:
         max_keys=MAX_MODEL_LEN,
         num_sms=torch.cuda.get_device_properties(CUDA).multi_processor_count,
     )
-    assert config.num_splits > 1
+    assert decode_tile_config(shape).num_splits > 1
     if dtype.itemsize == 2:  # float32 GEMMs are cuBLAS's
         choice = default_choice(LinearShape(16, HIDDEN, HIDDEN, dtype, False, False, True))
         assert isinstance(choice, Blocks)

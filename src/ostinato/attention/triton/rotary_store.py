@@ -19,7 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.attention.paged import PagedBatch
 from ostinato.attention.rope import RotaryEmbedding
-from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
+from ostinato.attention.triton.tile_config import padded_row
+from ostinato.ops.triton.launch import launch, overlap
 
 # Heads of one program.
 _HEADS = 16
@@ -40,9 +41,9 @@ def load_halves(row, head, there, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr
     """Heads ``head`` [H, 1] of one token where ``there``, else zeros: two of [H, HALF_PAD]."""
     d = tl.arange(0, HALF_PAD)[None, :]
     there = there & (d < HEAD_DIM // 2)
-    place = row + head * HEAD_DIM + d
-    first = tl.load(place, mask=there, other=0.0)
-    second = tl.load(place + HEAD_DIM // 2, mask=there, other=0.0)
+    start = row + head * HEAD_DIM + d
+    first = tl.load(start, mask=there, other=0.0)
+    second = tl.load(start + HEAD_DIM // 2, mask=there, other=0.0)
     return first, second
 
 
@@ -195,7 +196,7 @@ def rotary_store(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=key_cache.shape[1],
         HEADS=_HEADS,
-        HALF_PAD=max(16, next_power_of_2(head_dim // 2)),
+        HALF_PAD=padded_row(head_dim // 2),
         **overlap(out.device),
         num_warps=4,
     )

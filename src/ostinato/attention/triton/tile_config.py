@@ -1,12 +1,14 @@
-"""Tile configs of paged attention in Triton: from the shapes of a batch alone.
+"""Tile configs of paged attention in Triton: block sizes, splits and launch options.
 
-The real lengths have no say, so a graph and an eager call of the same shapes agree to the bit.
+They follow from the shapes of a batch alone, never from its lengths or the host's limit on them, so
+a graph and an eager call of the same shapes agree to the bit.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+from ostinato.attention.paged import PagedBatch
 from ostinato.ops.triton.launch import next_power_of_2
 
 # Keys are split among more programs until an SM has this many. Single queries make small programs.
@@ -14,8 +16,42 @@ from ostinato.ops.triton.launch import next_power_of_2
 _PROGRAMS_PER_SM = 2
 _DECODE_PROGRAMS_PER_SM = 8
 _MAX_SPLITS = 64
-# Where one kernel does all, its programs combine what they split.
+# Of the decode kernel, whose programs combine the parts themselves.
 MAX_COMBINED_SPLITS = 16
+
+
+def padded_row(length: int) -> int:
+    """Elements of a row as kernels hold it: a power of 2 that tensor cores take."""
+    return max(16, next_power_of_2(length))
+
+
+class BatchShape(NamedTuple):
+    """Everything that a tile config depends on."""
+
+    num_tokens: int
+    num_reqs: int
+    num_heads: int
+    num_kv_heads: int
+    row_bytes: int  # of one head's key or value, whichever is longer
+    itemsize: int
+    max_keys: int  # room in a row of the block table
+    num_sms: int
+
+    @classmethod
+    def of(cls, batch: PagedBatch, num_sms: int) -> BatchShape:
+        key_cache, value_cache, out = batch[:3]
+        _, block_size, num_kv_heads, head_dim = key_cache.shape
+        num_tokens, num_heads, _ = out.shape
+        return cls(
+            num_tokens=num_tokens,
+            num_reqs=batch.seq_lens.shape[0],
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            row_bytes=padded_row(max(head_dim, value_cache.shape[3])) * key_cache.itemsize,
+            itemsize=key_cache.itemsize,
+            max_keys=batch.block_table.shape[1] * block_size,
+            num_sms=num_sms,
+        )
 
 
 class TileConfig(NamedTuple):
@@ -24,50 +60,33 @@ class TileConfig(NamedTuple):
     block_m: int  # rows of a tile: queries x heads of a group, at least what tensor cores take
     block_q: int  # queries of a tile
     block_n: int  # keys at a time
-    num_tiles: int  # that any batch of these shapes needs at most
+    num_tiles: int  # the most that any batch of these shapes needs
     num_splits: int  # of the keys of each tile
     num_warps: int
     num_stages: int
 
 
-def tile_config(
-    num_tokens: int,
-    num_reqs: int,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    row_bytes: int,
-    itemsize: int,
-    max_keys: int,
-    num_sms: int,
-) -> TileConfig:
-    """Blocks for batches of these shapes. Results are right for all of them, fast for even ones.
-
-    ``row_bytes``: the longer of a key and a value of one head. ``max_keys``: room in the block
-    table. The real lengths, and the host's limit on them, have no say, so a graph and an eager call
-    of the same shapes agree to the bit.
-    """
-    group = num_heads // num_kv_heads
-    widest = 128 if row_bytes <= 256 else 64
-    block_n = 64 if row_bytes <= 256 else 32
-    if itemsize == 4:  # no tensor cores: blocks are held in registers
-        widest, block_n = 32, 32 if row_bytes <= 256 else 16
-    # Where there may be prompts, tiles are made for them: single tokens wait for memory anyway.
-    average = -(-num_tokens // num_reqs)
+def tile_config(shape: BatchShape) -> TileConfig:
+    """Right for all batches of this shape, fast for even ones."""
+    group = shape.num_heads // shape.num_kv_heads
+    widest = 128 if shape.row_bytes <= 256 else 64
+    block_n = 64 if shape.row_bytes <= 256 else 32
+    if shape.itemsize == 4:  # no tensor cores: blocks are held in registers
+        widest, block_n = 32, 32 if shape.row_bytes <= 256 else 16
+    # Tiles are sized for prompts wherever there may be any: single tokens wait for memory anyway.
+    average = -(-shape.num_tokens // shape.num_reqs)
     rows = group if average == 1 else max(64, next_power_of_2(average * group))
     block_m = max(16, next_power_of_2(group), min(widest, rows))
     block_q = block_m // group
-    # Each request may leave its last tile unfinished.
-    num_tiles = (num_tokens + num_reqs * (block_q - 1)) // block_q
+    # The last tile of each request may be partly filled.
+    num_tiles = (shape.num_tokens + shape.num_reqs * (block_q - 1)) // block_q
     num_warps = 8 if block_m >= 128 else 4
     programs = _PROGRAMS_PER_SM
-    if average == 1 and itemsize < 4:
+    if average == 1 and shape.itemsize < 4:
         block_n, num_warps, programs = 32, max(1, block_m // 16), _DECODE_PROGRAMS_PER_SM
-    wanted = num_sms * programs // max(1, num_tiles * num_kv_heads)
-    num_splits = max(1, min(wanted, -(-max_keys // block_n), _MAX_SPLITS))
-    num_splits = 1 << (
-        num_splits.bit_length() - 1
-    )  # the kernel that combines them wants a power of 2
+    wanted = shape.num_sms * programs // max(1, num_tiles * shape.num_kv_heads)
+    num_splits = max(1, min(wanted, -(-shape.max_keys // block_n), _MAX_SPLITS))
+    num_splits = 1 << (num_splits.bit_length() - 1)  # combine_kernel takes a power of 2
     return TileConfig(block_m, block_q, block_n, num_tiles, num_splits, num_warps, 3)
 
 
@@ -78,7 +97,7 @@ class DecodeTileConfig(NamedTuple):
     num_splits: int  # of the keys of a request, at most
     num_warps: int
     num_stages: int
-    prefetch: int  # keys of each share that are asked for before the wait; a power of 2, or 0
+    prefetch: int  # keys of each split that are prefetched before the wait; a power of 2, or 0
 
 
 class _Measured(NamedTuple):
@@ -94,8 +113,8 @@ class _Measured(NamedTuple):
 
 # Half precision, measured on an H200 in whole decode steps, with contexts of 200 and 2,000 keys and
 # the shapes of Llama-3.2-1B (keys of 128 bytes) and 3.1-8B (256 bytes), 1 to 256 requests. Alone,
-# larger blocks are faster; in a step they take the shared memory that the next product needs to
-# begin early, and cost it more than they save.
+# larger blocks are faster; in a step they take the shared memory that the next GEMM needs to
+# start early, and cost it more than they save.
 _NARROW = (
     _Measured(0.5, 32, 16, 1, 2, 64),
     _Measured(2.0, 64, 4, 2, 2, 64),
@@ -113,33 +132,25 @@ _BROAD = (
 )
 
 
-def decode_tile_config(
-    num_reqs: int,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    row_bytes: int,
-    itemsize: int,
-    max_keys: int,
-    num_sms: int,
-) -> DecodeTileConfig:
-    """The tile config of decode batches of these shapes; lengths have no say here either."""
-    pairs = max(1, num_reqs * num_kv_heads)
-    most_splits = num_sms * _DECODE_PROGRAMS_PER_SM // pairs
-    if itemsize < 4 and num_heads // num_kv_heads <= 16 and row_bytes <= 256:
+def decode_tile_config(shape: BatchShape) -> DecodeTileConfig:
+    """The same for decode batches: the rows of a tile are the heads of one request's group."""
+    num_sms, row_bytes = shape.num_sms, shape.row_bytes
+    group = shape.num_heads // shape.num_kv_heads
+    pairs = max(1, shape.num_reqs * shape.num_kv_heads)
+    if shape.itemsize < 4 and group <= 16 and row_bytes <= 256:
         table = _NARROW if row_bytes <= 128 else _BROAD
         best = next(row for row in table if pairs <= row.most_pairs * num_sms)
-        num_splits = min(best.max_splits, most_splits, -(-max_keys // best.block_n))
+        most_splits = num_sms * _DECODE_PROGRAMS_PER_SM // pairs
+        num_splits = min(best.max_splits, most_splits, -(-shape.max_keys // best.block_n))
         return DecodeTileConfig(
             best.block_n, max(1, num_splits), best.num_warps, best.num_stages, best.prefetch
         )
-    # A warp for every 16 rows of 256 bytes: more of a matrix do not fit into its registers.
-    rows = next_power_of_2(num_heads // num_kv_heads)
-    tiles = max(1, rows // 16) * max(1, row_bytes // 256)
-    block_n, num_warps, per_sm = 32, min(8, tiles), _DECODE_PROGRAMS_PER_SM
-    if itemsize == 4:  # no tensor cores: blocks are held in registers
+    # A warp for every 16 rows of 256 bytes: no more of a matrix fits into its registers.
+    tiles = max(1, next_power_of_2(group) // 16) * max(1, row_bytes // 256)
+    block_n, num_warps, programs = 32, min(8, tiles), _DECODE_PROGRAMS_PER_SM
+    if shape.itemsize == 4:  # no tensor cores: blocks are held in registers
         block_n = 32 if row_bytes <= 256 else 16
-        num_warps, per_sm = 4, _PROGRAMS_PER_SM
-    wanted = num_sms * per_sm // pairs
-    num_splits = max(1, min(wanted, -(-max_keys // block_n), MAX_COMBINED_SPLITS))
+        num_warps, programs = 4, _PROGRAMS_PER_SM
+    wanted = num_sms * programs // pairs
+    num_splits = max(1, min(wanted, -(-shape.max_keys // block_n), MAX_COMBINED_SPLITS))
     return DecodeTileConfig(block_n, num_splits, num_warps, 3, 2 * block_n)
