@@ -1,7 +1,7 @@
 """What the backends over the paged cache share: one layer's batch, and their schemas.
 
 An operator takes plain values, so a ``PagedBatch`` is passed to it field by field, behind the
-queries, keys and values, or behind the raw QKV GEMM's result and its RoPE. Here it is taken apart
+queries, keys and values, or behind the raw QKV and its RoPE. Here it is taken apart
 and put together again; kernels take it whole.
 """
 
@@ -82,7 +82,7 @@ def heads_schema(name: str) -> str:
 
 
 def qkv_schema(name: str) -> str:
-    """Of an operator whose kernel, ``over_qkv(kernel)``, takes the raw QKV product."""
+    """Of an operator whose kernel, ``over_qkv(kernel)``, takes the raw QKV."""
     rotary = "Tensor table, Tensor? qk_norm, float eps"
     return f"{name}(Tensor qkv, Tensor positions, {rotary}, {_BATCH}) -> ()"
 
@@ -118,7 +118,7 @@ def over_qkv(
 
 
 class PagedAttention(AttentionBackend):
-    """An ``AttentionBackend`` by what it does with a ``PagedBatch``."""
+    """An ``AttentionBackend`` whose work is defined on a ``PagedBatch``."""
 
     @abstractmethod
     def attend(
@@ -126,7 +126,7 @@ class PagedAttention(AttentionBackend):
     ) -> None:
         """``forward``; gradients are off."""
 
-    @torch.no_grad()  # the cache would otherwise remember every step that wrote to it
+    @torch.no_grad()  # otherwise the cache would hold the autograd history of every step
     def forward(
         self,
         spec: AttentionSpec,

@@ -1,6 +1,6 @@
-"""RoPE and the norm before it, between the QKV projection and attention, with a torch reference.
+"""RoPE and the norm before it, between the QKV GEMM and attention, with their torch reference.
 
-Models pass a ``RotaryEmbedding`` to ``attend_qkv`` with the raw projection. Backends that can apply
+Models pass a ``RotaryEmbedding`` to ``attend_qkv`` with the raw QKV. Backends that can apply
 it on the way into the cache read its tensors; for all others ``apply`` uses torch operators.
 """
 
@@ -22,8 +22,8 @@ class RotaryEmbedding:
     CUDA. RoPE is computed in float32 and rounded once.
     """
 
-    # No dataclass: its tensors are the model's, and eager breaks look for those of the pool in the
-    # fields of dataclasses, once per layer and capture.
+    # Not a dataclass: once per layer and capture, eager breaks search the fields of dataclasses for
+    # the pool's tensors, and these are the model's.
     __slots__ = ("eps", "qk_norm", "table")
 
     def __init__(

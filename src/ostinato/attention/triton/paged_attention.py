@@ -190,15 +190,14 @@ def attend_kernel(
 
 
 def paged_attention(query: torch.Tensor, batch: PagedBatch, config: TileConfig) -> None:
-    """Attend over what is in the cache, and write the rows of ``batch.out`` that are no padding."""
+    """Attend over what is in the cache, and write all rows of ``batch.out`` but padding."""
     key_cache, value_cache, out, query_start_loc, seq_lens, block_table = batch[:6]
     num_tokens, num_heads, value_dim = out.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     num_splits = config.num_splits
-    split = num_splits > 1
-    parts = (
-        empty_parts(num_tokens * num_heads * num_splits, value_dim, out.device) if split else None
-    )
+    parts = None
+    if num_splits > 1:
+        parts = empty_parts(num_tokens * num_heads * num_splits, value_dim, out.device)
     launch(
         attend_kernel,
         (config.num_tiles * num_kv_heads, num_splits),
@@ -236,7 +235,7 @@ def paged_attention(query: torch.Tensor, batch: PagedBatch, config: TileConfig) 
         BLOCK_M=config.block_m,
         BLOCK_Q=config.block_q,
         BLOCK_N=config.block_n,
-        SPLIT=split,
+        SPLIT=parts is not None,
         **overlap(out.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -1,11 +1,11 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""From the QKV product to queries that are ready and keys and values that are in the cache.
+"""One kernel from the raw QKV to rotated queries, with keys and values stored, for any batch.
 
-One kernel, for any batch; ``paged_attention`` attends afterwards. The norm and RoPE of a row
-stand apart, because ``decode_attention`` does them on its own.
+``paged_attention`` attends afterwards. The norm and RoPE of a row are separate functions, which
+``decode_attention`` calls too.
 
-A row is worked on in halves, since element i is rotated with element i + HEAD_DIM / 2. The
+A row is processed in halves, since element i is rotated with element i + HEAD_DIM / 2. The
 reference is ``RotaryEmbedding.apply``: the norm rounds to the dtype of ``qkv`` before and after its
 weight, and RoPE is rounded once.
 """
@@ -22,7 +22,7 @@ from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.triton.tile_config import padded_row
 from ostinato.ops.triton.launch import launch, overlap
 
-# Heads of one program.
+# Heads per program.
 _HEADS = 16
 
 
@@ -60,7 +60,7 @@ def apply_rotary(
     HEAD_DIM: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """Normed where ``qk_norm`` is given, and rotated: two of [H, HALF_PAD] in float32."""
+    """Normed where ``qk_norm`` is given, and rotated: two of [H, HALF_PAD], in float32."""
     one, two = first.to(tl.float32), second.to(tl.float32)
     if qk_norm is not None:
         squares = tl.sum(one * one + two * two, axis=1, keep_dims=True)
@@ -75,7 +75,7 @@ def apply_rotary(
 
 @triton.jit
 def store_halves(row, first, second, there, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Two of [H, HALF_PAD] to rows [H, 1] of pointers, rounded to what they point to."""
+    """Two of [H, HALF_PAD] to the rows at pointers [H, 1], rounded to the dtype there."""
     d = tl.arange(0, HALF_PAD)[None, :]
     there = there & (d < HEAD_DIM // 2)
     tl.store(row + d, first.to(row.dtype.element_ty), mask=there)
@@ -114,9 +114,9 @@ def rotary_store_kernel(
     HALF_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per token and HEADS of its heads, of whatever kind.
+    """One program per token and HEADS of its heads: queries, keys and values.
 
-    Queries go to ``query`` [T, NUM_HEADS, HEAD_DIM], in one piece. A token that belongs to no
+    Queries go to ``query`` [T, NUM_HEADS, HEAD_DIM], contiguous. A token that belongs to no
     request is not read; its part of ``out`` becomes zero.
     """
     if OVERLAP:
@@ -157,9 +157,9 @@ def rotary_store_kernel(
 def rotary_store(
     qkv: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding, batch: PagedBatch
 ) -> torch.Tensor:
-    """Launch it -> queries [T, num_heads, head_dim]; rows that are padding are left as they are.
+    """Queries [T, num_heads, head_dim] of ``qkv``; rows that are padding are not written.
 
-    Rows of ``qkv`` and the RoPE table are in one piece, and so is the weight of its norm.
+    Rows of ``qkv`` and of the RoPE table must be contiguous, and so must the weight of its norm.
     """
     key_cache, value_cache, out, query_start_loc = batch[:4]
     num_tokens, num_heads, head_dim = out.shape
