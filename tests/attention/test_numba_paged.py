@@ -1,7 +1,6 @@
-"""The backend that Numba compiles, from the raw QKV product to the result.
+"""The Numba backend, from the raw QKV to the result.
 
-Attention alone is tested beside the torch backend's, in ``test_torch_paged``; the oracle for what
-comes before it is that of ``test_rotary_attention``.
+Attention alone is tested beside the torch backend's, in ``test_torch_paged``.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_rotary_attention import Case, case, check_result
-from test_torch_paged import DECODES, MIXES, Layout, assert_same_bits, build, compiled, padded
+from paged_batches import CPU, DECODES, MIXES, Layout, Mix, assert_same_bits, build, check_schema
+from rotary_cases import case, check_replays, check_result
+from test_torch_paged import compiled
 from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
@@ -26,7 +26,6 @@ from ostinato.graphs.policy.modes import AttentionCGSupport
 
 pytest.importorskip("numba")
 
-CPU = torch.device("cpu")
 any_limit = pytest.mark.parametrize("most_keys", [9, 512], ids=["few_keys", "many_keys"])
 layouts = st.builds(
     Layout,
@@ -89,35 +88,9 @@ def test_a_request_gives_the_same_bits_alone(limit: None, layout: Layout, norm: 
 
 @any_limit
 @pytest.mark.parametrize(("mixes", "num_tokens"), [(DECODES, 4), (MIXES, 12)])
-def test_replay_equals_eager_bit_for_bit(
-    limit: None, mixes: list[tuple[tuple[int, int], ...]], num_tokens: int
-) -> None:
-    """Captured once, on a batch with no real token; replayed on others of its size."""
-    backend = NumbaPagedAttention()
-
-    def made(mix: tuple[tuple[int, int], ...], seed: int) -> Case:
-        return case(padded(mix, num_tokens, seed), CPU, norm=True, min_blocks=16)
-
-    static = made(mixes[0], 0)
-    static.batch.slot_mapping.fill_(-1)
-    static.batch.block_table.fill_(0)
-    weight = static.rotary.qk_norm
-    assert weight is not None
-    metadata = static.metadata(backend)
+def test_replay_equals_eager_bit_for_bit(limit: None, mixes: list[Mix], num_tokens: int) -> None:
     with GraphPool(CPU, lazy_capture=True) as pool:
-        captured = pool.capture(lambda: static.run(backend, metadata))
-        for seed, mix in enumerate(mixes):
-            one = made(mix, seed)
-            for target, source in zip(static.tensors(), one.tensors(), strict=True):
-                target.copy_(source)
-            assert one.rotary.qk_norm is not None
-            weight.copy_(one.rotary.qk_norm)
-            pool.replay(captured.tape)
-            eager = one.run(backend)
-            check_result(one, eager)
-            assert_same_bits(captured.output, eager)
-            assert_same_bits(static.batch.key_cache, one.batch.key_cache)
-            assert_same_bits(static.batch.value_cache, one.batch.value_cache)
+        check_replays(pool, NumbaPagedAttention(), mixes, num_tokens, CPU, norm=True)
 
 
 def test_a_piecewise_graph_breaks_at_it() -> None:
@@ -145,8 +118,8 @@ def test_other_types_go_to_torch(dtype: torch.dtype) -> None:
     check_result(one, one.run(NumbaPagedAttention()))
 
 
-def test_what_was_never_a_number_stays_visible() -> None:
-    """A key that is NaN makes the result of everybody who sees it NaN, as torch's would be."""
+def test_nan_stays_visible() -> None:
+    """A NaN key makes the result of every query that sees it NaN, as with torch."""
     batch = build(Layout(requests=((1, 9),), head_dim=8))
     batch.value_cache[:] = 1.0
     block = int(batch.block_table[0, 0])
@@ -173,8 +146,8 @@ def test_tensors_that_are_too_short_are_an_error(wrong: str) -> None:
     if wrong == "positions":
         one.positions = one.positions[:-1]
     else:
-        cut = {wrong: getattr(metadata, wrong)[:-1]}
-        metadata = replace(metadata, uniform_decode=False, **cut)
+        shorter = {wrong: getattr(metadata, wrong)[:-1]}
+        metadata = replace(metadata, uniform_decode=False, **shorter)
     with pytest.raises(BatchError, match=r"one row per token|in query_start_loc"):
         one.run(backend, metadata)
 
@@ -230,7 +203,6 @@ def test_without_numba_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_operators_say_what_they_write() -> None:
-    """Their schemas and fakes, as torch.compile will rely on them."""
     one = case(Layout(requests=((3, 2), (1, 7)), padding_tokens=1, sinks=True), CPU, norm=True)
     batch, spec = one.batch, one.batch.spec()
     out = torch.empty(batch.query.shape)
@@ -245,6 +217,4 @@ def test_the_operators_say_what_they_write() -> None:
             (one.qkv, one.positions, rotary.table, rotary.qk_norm, rotary.eps),
         ),
     ):
-        torch.library.opcheck(
-            operator, (*args, *shared), test_utils=["test_schema", "test_faketensor"]
-        )
+        check_schema(operator, (*args, *shared))

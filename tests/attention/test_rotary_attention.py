@@ -1,27 +1,26 @@
-"""From the raw QKV product to attention: torch's way, and Triton's in one kernel or three.
+"""From the raw QKV to attention: torch's operators, and Triton's one kernel or three.
 
-The oracle rotates pairs as complex numbers in float64 and attends with the plain-torch operator,
-which has tests of its own. Without a GPU the kernels run in Triton's interpreter, as those of
+``rotary_cases`` has the oracle. Without a GPU the kernels run in Triton's interpreter, as those of
 ``test_triton_paged`` do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_torch_paged import MIXES, Batch, Layout, assert_same_bits, build, padded
+from paged_batches import MIXES, Layout, Mix, assert_same_bits, check_schema
+from rotary_cases import Case, case, check_replays, check_result
 from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
 from ostinato.attention import triton_paged
-from ostinato.attention.base import AttentionBackend, AttentionMetadata, attend_qkv
-from ostinato.attention.rope import RotaryEmbedding
+from ostinato.attention.base import AttentionBackend, attend_qkv
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.attention.triton.tile_config import (
     MAX_COMBINED_SPLITS,
@@ -33,9 +32,6 @@ from ostinato.errors import ConfigError
 
 pytest.importorskip("triton")
 
-EPS = 1e-5
-MAX_POSITION = 400
-FAR_AWAY = 1 << 40
 DTYPES = [torch.float32, torch.float16]
 EXAMPLES = 6  # the interpreter takes about 10 ms for every program
 
@@ -52,116 +48,11 @@ def num_sms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return int(request.param)
 
 
-@dataclass(kw_only=True)
-class Case:
-    """A batch by its raw product, and what must become of it."""
-
-    batch: Batch  # its query and key are the raw ones
-    expected: Batch  # the same, rotated
-    qkv: Tensor
-    rotary: RotaryEmbedding
-    positions: Tensor
-
-    def metadata(self, backend: AttentionBackend) -> AttentionMetadata:
-        lens = self.batch.query_start_loc.diff()
-        longest = max(1, int(lens.max()))
-        return replace(
-            self.batch.metadata(),
-            backend=backend,
-            max_query_len=longest,
-            uniform_decode=longest == 1 and len(lens) == len(self.qkv),
-        )
-
-    def run(self, backend: AttentionBackend, metadata: AttentionMetadata | None = None) -> Tensor:
-        metadata = metadata or self.metadata(backend)
-        with set_forward_context(attn_metadata=metadata):
-            return attend_qkv(
-                self.batch.spec(), self.qkv, self.rotary, self.positions, self.batch.sinks
-            )
-
-    def tensors(self) -> list[Tensor]:
-        """Everything that a graph would find at fixed addresses."""
-        return [self.qkv, self.positions, *self.batch.tensors()[3:]]
-
-
-def rotated(heads: Tensor, positions: Tensor, weight: Tensor | None) -> Tensor:
-    """RoPE as a product of complex numbers, in float64."""
-    half = heads.shape[-1] // 2
-    exact = heads.double()
-    if weight is not None:
-        exact = exact / (exact.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-    angles = torch.outer(positions.double(), frequencies(half))[:, None]
-    pairs = torch.complex(exact[..., :half], exact[..., half:]) * torch.polar(
-        torch.ones_like(angles), angles
-    )
-    return torch.cat((pairs.real, pairs.imag), dim=-1).to(heads.dtype)
-
-
-def frequencies(half: int) -> Tensor:
-    return 1.0 / 100.0 ** (torch.arange(half).double() / half)
-
-
-def case(layout: Layout, device: torch.device, *, norm: bool = False, min_blocks: int = 0) -> Case:
-    """The batch of ``layout`` as a raw product; positions of padding are nowhere."""
-    batch = build(layout, min_blocks=min_blocks)
-    generator = torch.Generator().manual_seed(layout.seed + 1)
-    num_heads, num_kv_heads = batch.query.shape[1], layout.num_kv_heads
-    half = layout.head_dim // 2
-    batch.query *= min(1.0, 4 / layout.head_dim**0.5)
-    weight = None
-    if norm:
-        weight = torch.rand(num_heads + num_kv_heads, 2 * half, generator=generator) + 0.5
-        weight[:num_heads] *= min(1.0, 4 / layout.head_dim**0.5)
-        weight = weight.to(layout.dtype)
-    positions = torch.zeros(batch.query.shape[0], dtype=torch.int64)
-    starts = batch.query_start_loc.tolist()
-    for request, (query_len, context) in enumerate(layout.requests):
-        positions[starts[request] : starts[request] + query_len] = context + torch.arange(query_len)
-    split = (None, None) if weight is None else weight.split((num_heads, num_kv_heads))
-    expected = replace(
-        batch,
-        query=rotated(batch.query, positions, split[0]),
-        key=rotated(batch.key, positions, split[1]),
-        key_cache=batch.key_cache.clone(),
-        value_cache=batch.value_cache.clone(),
-    )
-    positions[starts[-1] :] = FAR_AWAY
-    angles = torch.outer(torch.arange(MAX_POSITION).double(), frequencies(half))
-    table = torch.cat((angles.cos(), angles.sin()), dim=-1).float()
-    on_device: dict[str, Any] = {
-        name: value.to(device) for name, value in vars(batch).items() if isinstance(value, Tensor)
-    }
-    return Case(
-        batch=replace(batch, **on_device),
-        expected=expected,
-        qkv=torch.cat((batch.query, batch.key, batch.value), dim=1).flatten(1).to(device),
-        rotary=RotaryEmbedding(
-            table=table.to(device), qk_norm=None if weight is None else weight.to(device), eps=EPS
-        ),
-        positions=positions.to(device),
-    )
-
-
 def check(case: Case, *, ulps: float = 4.0) -> Tensor:
     """Run it with Triton: right results, zeros for padding, a cache written where it should be."""
     out = case.run(TritonPagedAttention())
     check_result(case, out, ulps=ulps)
     return out
-
-
-def check_result(case: Case, out: Tensor, *, ulps: float = 4.0) -> None:
-    expected = case.expected
-    operator = torch.ops.ostinato.paged_attention.default
-    right = expected.run(operator)
-    eps = torch.finfo(out.dtype).eps
-    tolerance = 2e-5 if out.dtype is torch.float32 else ulps * eps
-    torch.testing.assert_close(out.cpu(), right, rtol=tolerance, atol=tolerance)
-    # Rotated keys may be rounded the other way; everything else is the same to the bit.
-    near = {"rtol": 2 * eps, "atol": 2e-6 if out.dtype is torch.float32 else 2 * eps}
-    torch.testing.assert_close(
-        case.batch.key_cache.cpu(), expected.key_cache, equal_nan=True, **near
-    )
-    assert_same_bits(case.batch.value_cache.cpu(), expected.value_cache)
 
 
 queries = st.tuples(st.integers(1, 11), st.integers(0, 30)) | st.tuples(
@@ -187,11 +78,11 @@ def layouts(requests: st.SearchStrategy[tuple[int, int]], *, decode: bool) -> An
         seed=st.integers(0, 1 << 16),
     )
 
-    def as_product(layout: Layout) -> Layout:
+    def same_dims(layout: Layout) -> Layout:
         padding = layout.padding_requests if decode else layout.padding_tokens
         return replace(layout, value_dim=layout.head_dim, padding_tokens=padding)
 
-    return layout.map(as_product)
+    return layout.map(same_dims)
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -258,7 +149,7 @@ def test_windows_at_the_edges_of_blocks(num_sms: int, device: torch.device, wind
 
 
 def test_old_contents_of_the_new_slot_are_never_read(num_sms: int, device: torch.device) -> None:
-    """The slots of new tokens hold NaN before, as all that nobody wrote; say so once."""
+    """The slots of new tokens hold NaN at first, as do all that were never written."""
     one = case(Layout(requests=((1, 40), (1, 7)), group=4, padding_requests=1), device)
     slots = one.batch.slot_mapping[one.batch.slot_mapping >= 0]
     for cache in (one.batch.key_cache, one.batch.value_cache):
@@ -267,7 +158,7 @@ def test_old_contents_of_the_new_slot_are_never_read(num_sms: int, device: torch
 
 
 @pytest.mark.slow
-def test_a_product_with_strides(num_sms: int, device: torch.device) -> None:
+def test_qkv_with_strides(num_sms: int, device: torch.device) -> None:
     for requests in (((1, 40), (1, 7)), ((3, 40), (1, 7))):
         one = case(Layout(requests=requests, group=2), device)
         wide = torch.full((one.qkv.shape[0], one.qkv.shape[1] + 8), torch.nan, device=device)
@@ -280,9 +171,7 @@ def test_a_product_with_strides(num_sms: int, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_batch_made_up_for_a_capture_writes_nothing(
-    num_sms: int, device: torch.device, sinks: bool
-) -> None:
+def test_a_dummy_batch_writes_nothing(num_sms: int, device: torch.device, sinks: bool) -> None:
     """More keys than the table has room for, and no slots."""
     one = case(Layout(requests=((1, 3), (1, 3)), sinks=sinks), device)
     batch = one.batch
@@ -312,14 +201,12 @@ def test_no_tokens_and_no_requests(device: torch.device) -> None:
     assert one.run(backend, nothing).shape == (0, 1, 8)
 
 
-# --- torch's way ----------------------------------------------------------------------------------
+# --- torch's operators ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_backends_without_a_way_of_their_own_get_heads_that_are_rotated(
-    norm: bool, dtype: torch.dtype
-) -> None:
+def test_other_backends_get_heads_that_are_rotated(norm: bool, dtype: torch.dtype) -> None:
     layout = Layout(requests=((3, 9), (1, 20)), group=3, num_kv_heads=2, dtype=dtype)
     one = case(layout, torch.device("cpu"), norm=norm)
     check_result(one, one.run(TorchPagedAttention()))
@@ -377,40 +264,12 @@ def test_replay_equals_eager_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
     pool: GraphPool,
     device: torch.device,
-    mixes: list[tuple[tuple[int, int], ...]],
+    mixes: list[Mix],
     num_tokens: int,
     rules: dict[str, Any],
 ) -> None:
-    """Captured once, on a batch with no real token; replayed on others of its size."""
     monkeypatch.setattr(triton_paged, "num_sms", lambda _: 8)  # decodes are split
-    backend = TritonPagedAttention()
-
-    def batch_of(mix: tuple[tuple[int, int], ...], seed: int) -> Case:
-        return case(padded(mix, num_tokens, seed, **rules), device, min_blocks=48)
-
-    static = batch_of(mixes[0], 0)
-    static.batch.slot_mapping.fill_(-1)
-    static.batch.block_table.fill_(0)
-    static.positions.clamp_(max=3)
-    decode = {"max_query_len": num_tokens // 4, "uniform_decode": num_tokens == 4}
-    metadata = replace(static.metadata(backend), **decode)
-
-    def step() -> Tensor:
-        return static.run(backend, metadata)
-
-    if device.type == "cuda":
-        step()  # kernels are compiled and loaded by a first call
-    captured = pool.capture(step)
-    for seed, mix in enumerate(mixes):
-        one = batch_of(mix, seed)
-        for target, source in zip(static.tensors(), one.tensors(), strict=True):
-            target.copy_(source)
-        pool.replay(captured.tape)
-        eager = one.run(backend, replace(one.metadata(backend), **decode))
-        check_result(one, eager)
-        assert_same_bits(captured.output, eager)
-        assert_same_bits(static.batch.key_cache, one.batch.key_cache)
-        assert_same_bits(static.batch.value_cache, one.batch.value_cache)
+    check_replays(pool, TritonPagedAttention(), mixes, num_tokens, device, **rules)
 
 
 @pytest.mark.parametrize(
@@ -439,14 +298,7 @@ def test_a_piecewise_graph_breaks_at_it(
 
 
 def test_the_operator_says_what_it_writes(device: torch.device) -> None:
-    """Its schema and its fake, as torch.compile will rely on them."""
     one = case(Layout(requests=((3, 2), (1, 7)), padding_tokens=1, sinks=True), device, norm=True)
-    batch, rotary = one.batch, one.rotary
-    out = torch.empty(*batch.query.shape[:2], batch.layout.value_dim, device=device)
-    arguments = (one.qkv, one.positions, rotary.table, rotary.qk_norm, EPS)
-    arguments += batch.arguments(out)[3:]
-    torch.library.opcheck(
-        torch.ops.ostinato.triton_qkv_attention.default,
-        arguments,
-        test_utils=["test_schema", "test_faketensor"],
-    )
+    rotary = (one.rotary.table, one.rotary.qk_norm, one.rotary.eps)
+    arguments = (one.qkv, one.positions, *rotary, *one.batch.arguments()[3:])
+    check_schema(torch.ops.ostinato.triton_qkv_attention.default, arguments)

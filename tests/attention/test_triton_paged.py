@@ -1,4 +1,4 @@
-"""Triton's paged attention, held against the dense softmax of the tests of its plain-torch twin.
+"""Triton's paged attention, compared with a dense softmax and with its plain-torch reference.
 
 Without a GPU the kernels run in Triton's interpreter, which says whether they compute the right
 thing, not whether they compile; ``tests/conftest.py`` asks for it.
@@ -13,17 +13,21 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_torch_paged import (
+from paged_batches import (
     DECODES,
     MIXES,
     Batch,
     Layout,
+    Mix,
     assert_same_bits,
     build,
     check,
+    check_replays,
+    check_schema,
+    dummy,
     expected_caches,
     forward,
-    padded,
+    num_keyless,
 )
 from torch import Tensor
 
@@ -108,7 +112,7 @@ def test_heads_of_any_size(num_sms: int, device: torch.device, group: int, dim: 
 
 
 @pytest.mark.slow
-def test_it_is_what_the_twin_computes(num_sms: int, device: torch.device) -> None:
+def test_it_is_what_the_reference_computes(num_sms: int, device: torch.device) -> None:
     layout = Layout(
         requests=((25, 3), (1, 200), (2, 0)),
         group=8,
@@ -120,12 +124,12 @@ def test_it_is_what_the_twin_computes(num_sms: int, device: torch.device) -> Non
         padding_tokens=5,
     )
     one, two = build(layout, device), build(layout, device)
-    torch.testing.assert_close(one.run(operator), run_twin(two), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one.run(operator), run_reference(two), rtol=1e-5, atol=1e-5)
     assert_same_bits(one.key_cache, two.key_cache)
     assert_same_bits(one.value_cache, two.value_cache)
 
 
-def run_twin(batch: Batch) -> Tensor:
+def run_reference(batch: Batch) -> Tensor:
     return batch.run(torch.ops.ostinato.paged_attention.default)
 
 
@@ -161,7 +165,7 @@ def test_large_scores_do_not_overflow(num_sms: int, device: torch.device, sinks:
     if batch.sinks is not None:
         batch.sinks += 500
     # The largest of such scores have an error of their own, hence not the tolerance of `check`.
-    torch.testing.assert_close(batch.run(operator), run_twin(batch), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(batch.run(operator), run_reference(batch), rtol=1e-3, atol=1e-4)
 
 
 def test_more_requests_than_are_searched_at_once(
@@ -177,7 +181,7 @@ def test_more_requests_than_are_searched_at_once(
     check(build(Layout(requests=lens, padding_requests=3, padding_tokens=2), device), operator)
 
 
-# --- batches that nobody sent ---------------------------------------------------------------------
+# --- dummy and empty batches ----------------------------------------------------------------------
 
 
 @pytest.mark.sweep
@@ -192,7 +196,7 @@ def test_more_requests_than_are_searched_at_once(
         ([0, 0, 2, 2, 3], 0, 3),  # tokens of requests that have no keys
     ],
 )
-def test_a_made_up_batch_writes_nothing(
+def test_a_dummy_batch_writes_nothing(
     num_sms: int,
     device: torch.device,
     starts: list[int],
@@ -200,20 +204,14 @@ def test_a_made_up_batch_writes_nothing(
     num_tokens: int,
     sinks: bool,
 ) -> None:
-    batch = build(Layout(requests=((num_tokens, 0),), sinks=sinks), device)
-    num_reqs = len(starts) - 1
-    batch.query_start_loc = torch.tensor(starts, dtype=torch.int32, device=device)
-    batch.seq_lens = torch.full((num_reqs,), seq_len, dtype=torch.int32, device=device)
-    batch.block_table = torch.zeros(num_reqs, 3, dtype=torch.int32, device=device)
-    batch.slot_mapping.fill_(-1)
-    batch.key_cache[:], batch.value_cache[:] = 1.0, 2.0
+    batch = dummy(starts, seq_len, num_tokens, device, sinks=sinks)
     caches = expected_caches(batch)
     out = batch.run(operator)
     assert_same_bits(batch.key_cache, caches[0])
     assert_same_bits(batch.value_cache, caches[1])
-    keyless = max(0, seq_len - 3 * batch.layout.block_size) if seq_len else num_tokens
+    keyless = num_keyless(batch)
     assert_same_bits(out[:keyless], torch.zeros_like(out[:keyless]))
-    torch.testing.assert_close(out, run_twin(batch), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, run_reference(batch), rtol=1e-5, atol=1e-5)
 
 
 def test_no_tokens_and_no_requests(device: torch.device) -> None:
@@ -230,7 +228,7 @@ def test_no_tokens_and_no_requests(device: torch.device) -> None:
     assert nothing.run(operator).shape == (0, 1, 8)
 
 
-# --- tile configs -------------------------------------------------------------------------------
+# --- tile configs ---------------------------------------------------------------------------------
 
 
 def shapes(num_tokens: int, num_reqs: int, **changed: int) -> TileConfig:
@@ -281,33 +279,12 @@ def test_replay_equals_eager_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
     pool: GraphPool,
     device: torch.device,
-    mixes: list[tuple[tuple[int, int], ...]],
+    mixes: list[Mix],
     num_tokens: int,
     rules: dict[str, Any],
 ) -> None:
-    """Captured once, on a batch with no real token; replayed on others of its size."""
     monkeypatch.setattr(triton_paged, "num_sms", lambda _: 64)  # split
-    static = build(padded(mixes[0], num_tokens, 0, **rules), device, min_blocks=32)
-    static.max_seq_len = 128
-    static.slot_mapping.fill_(-1)
-    static.block_table.fill_(0)
-    metadata, spec = replace(static.metadata(), backend=TritonPagedAttention()), static.spec()
-
-    def step() -> Tensor:
-        return forward(spec, static.query, static.key, static.value, metadata, static.sinks)
-
-    if device.type == "cuda":
-        step()  # kernels are compiled and loaded by a first call
-    captured = pool.capture(step)
-    for seed, mix in enumerate(mixes):
-        batch = build(padded(mix, num_tokens, seed, **rules), device, min_blocks=32)
-        for target, source in zip(static.tensors(), batch.tensors(), strict=True):
-            target.copy_(source)
-        pool.replay(captured.tape)
-        eager = check(batch, operator)
-        assert_same_bits(captured.output, eager)
-        assert_same_bits(static.key_cache, batch.key_cache)
-        assert_same_bits(static.value_cache, batch.value_cache)
+    check_replays(pool, TritonPagedAttention(), operator, mixes, num_tokens, device, **rules)
 
 
 # --- the operator and the backend -----------------------------------------------------------------
@@ -331,7 +308,4 @@ def test_backend_is_the_operator(device: torch.device) -> None:
 def test_the_operator_says_what_it_writes(device: torch.device) -> None:
     """Its schema and its fake, as torch.compile will rely on them."""
     batch = build(Layout(requests=((3, 2), (1, 7)), padding_tokens=1, sinks=True), device)
-    out = torch.empty(*batch.query.shape[:2], batch.layout.value_dim, device=device)
-    torch.library.opcheck(
-        operator, batch.arguments(out), test_utils=["test_schema", "test_faketensor"]
-    )
+    check_schema(operator, batch.arguments())

@@ -28,7 +28,7 @@ NUM_LAYERS = 2
 
 @dataclass(kw_only=True)
 class Stack:
-    """Layers that pass their result on as the next one's product, over caches full of NaN."""
+    """Layers whose result becomes the next one's QKV, over caches full of NaN."""
 
     specs: list[AttentionSpec]
     metadata: AttentionMetadata
@@ -42,7 +42,7 @@ class Stack:
         with set_forward_context(attn_metadata=self.metadata):
             for spec in self.specs:
                 out = attend_qkv(spec, qkv, self.rotary, self.positions, self.sinks)
-                # Something that reads the result and makes the next product of it.
+                # Anything that reads the result and makes the next QKV of it.
                 qkv = (qkv + out.flatten(1).repeat(1, 3)[:, : qkv.shape[1]]) * 0.7
         return out
 
@@ -78,13 +78,13 @@ def stack(
     for request, (query_len, context) in enumerate(lens):
         used = -(-(query_len + context) // BLOCK_SIZE)
         table[request, :used] = order[request, :used]
-        place = torch.arange(query_len + context)
-        slot = table[request, place // BLOCK_SIZE].long() * BLOCK_SIZE + place % BLOCK_SIZE
+        position = torch.arange(query_len + context)
+        slot = table[request, position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE
         for cache in (cache for layer in caches for cache in layer):
             rows = torch.randn(context, num_kv_heads, head_dim).to(dtype)
             cache.flatten(0, 1)[slot[:context]] = rows
         slots[token : token + query_len] = slot[context:]
-        positions[token : token + query_len] = place[context:]
+        positions[token : token + query_len] = position[context:]
         token += query_len
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
     qkv[token:] = torch.nan
@@ -141,7 +141,7 @@ def tensors(stack: Stack) -> list[Tensor]:
     ]
 
 
-def twin(stack: Stack) -> Stack:
+def reference(stack: Stack) -> Stack:
     """The same batch for the plain-torch backend, in caches of its own."""
     caches = [(keys.clone(), values.clone()) for keys, values in stack.metadata.kv_caches]
     metadata = replace(stack.metadata, backend=TorchPagedAttention(), kv_caches=caches)
@@ -182,7 +182,7 @@ def test_layers_in_a_row(
     lens: list[tuple[int, int]], shape: dict[str, Any], dtype: torch.dtype
 ) -> None:
     ours = stack(lens, dtype=dtype, **shape)
-    theirs = twin(ours)
+    theirs = reference(ours)
     check(ours, ours.run(), theirs)
 
 
@@ -201,7 +201,7 @@ def test_a_graph_replayed_with_other_lengths(num_reqs: int, dtype: torch.dtype) 
             if seed % 2:
                 lens[num_reqs // 2 :] = [(0, 0)] * (num_reqs - num_reqs // 2)
             one = stack(lens, dtype=dtype, max_keys=2048, max_tokens=num_reqs, seed=seed)
-            theirs = twin(one)
+            theirs = reference(one)
             for target, source in zip(tensors(static), tensors(one), strict=True):
                 target.copy_(source)
             pool.replay(captured.tape)
@@ -214,7 +214,7 @@ def test_a_graph_replayed_with_other_lengths(num_reqs: int, dtype: torch.dtype) 
 
 
 def test_the_same_result_a_thousand_times() -> None:
-    """Programs come last in any order; the parts are combined in one."""
+    """Any program may finish last; the parts are combined in one order."""
     static = stack([(1, 2000), (1, 700)], dtype=torch.bfloat16)
     first = static.run()
     with GraphPool(CUDA, lazy_capture=True) as pool:
