@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
@@ -54,6 +55,20 @@ class Layout:
     consecutive_blocks: bool = False
     dtype: torch.dtype = torch.float32
     seed: int = 0
+
+
+def layouts(**strategies: st.SearchStrategy[Any]) -> st.SearchStrategy[Layout]:
+    """Layouts of all kinds, with these fields drawn from strategies of the test's own."""
+    common: dict[str, st.SearchStrategy[Any]] = {
+        "num_kv_heads": st.sampled_from([1, 2]),
+        "block_size": st.sampled_from([1, 4, 16]),
+        "soft_cap": st.none() | st.sampled_from([0.5, 3.0]),
+        "sinks": st.booleans(),
+        "padding_requests": st.integers(0, 3),
+        "padding_tokens": st.integers(0, 3),
+        "seed": st.integers(0, 1 << 16),
+    }
+    return st.builds(Layout, **common | strategies)
 
 
 @dataclass(kw_only=True)
