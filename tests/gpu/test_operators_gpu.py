@@ -141,31 +141,33 @@ def sampling_state(num_rows: int) -> SamplingState:
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 128256), (33, 49152), (256, 128256)])
 def test_sampling(pool: GraphPool, num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     state = sampling_state(num_rows)
-    slots = torch.arange(num_rows, device=CUDA)
+    req_indices = torch.arange(num_rows, device=CUDA)
     lengths = torch.randint(1, 4000, (num_rows,), dtype=torch.int32, device=CUDA)
     logits = torch.empty(num_rows, vocab_size, device=CUDA, dtype=dtype)
     tokens = torch.full((num_rows,), -1, device=CUDA)
 
     def run() -> None:
-        sample_rows(logits, slots, state.temperature, state.seed_key, lengths, tokens)
+        sample_rows(logits, req_indices, state.temperature, state.seed_key, lengths, tokens)
 
     logits.normal_()
     run()
     captured = pool.capture(run)
     for shift in range(3):
         logits.normal_(std=2.0)
-        slots.copy_(slots.roll(shift))
+        req_indices.copy_(req_indices.roll(shift))
         pool.replay(captured.tape)
         features = SamplingFeatures(any_random=True)
-        expected = sample(logits.float(), slots, lengths, state, slots, features).token_ids
-        is_greedy = state.temperature[slots] == 0
+        expected = sample(
+            logits.float(), req_indices, lengths, state, req_indices, features
+        ).token_ids
+        is_greedy = state.temperature[req_indices] == 0
         assert torch.equal(tokens[is_greedy], logits[is_greedy].argmax(dim=1))
         # Two scores that float32 cannot tell apart are rare.
         assert (tokens != expected).sum() <= num_rows // 100
         together = tokens.clone()
         some = slice(num_rows // 2, num_rows // 2 + 1)
         arguments = (state.temperature, state.seed_key, lengths[some], tokens[some])
-        sample_rows(logits[some], slots[some], *arguments)
+        sample_rows(logits[some], req_indices[some], *arguments)
         assert torch.equal(tokens, together)
 
 
@@ -176,8 +178,8 @@ def test_state_goes_round(pool: GraphPool, num_real: int, num_rows: int) -> None
     token_ids = torch.randint(1000, (num_rows + 1, max_len), dtype=torch.int32, device=CUDA)
     table = torch.randint(1, 999, (num_rows + 1, 44), dtype=torch.int32, device=CUDA)
     computed = torch.randint(0, 600, (num_rows + 1,), dtype=torch.int32, device=CUDA)
-    slots = torch.full((num_rows,), num_rows, device=CUDA)
-    slots[:num_real] = torch.randperm(num_rows, device=CUDA)[:num_real]
+    req_indices = torch.full((num_rows,), num_rows, device=CUDA)
+    req_indices[:num_real] = torch.randperm(num_rows, device=CUDA)[:num_real]
     ids, positions, mapping = torch.full((3, num_rows), 9999, device=CUDA).unbind()
     lens = torch.full((num_rows,), 9999, dtype=torch.int32, device=CUDA)
     starts = torch.full((num_rows + 1,), 9999, dtype=torch.int32, device=CUDA)
@@ -186,9 +188,9 @@ def test_state_goes_round(pool: GraphPool, num_real: int, num_rows: int) -> None
 
     def step() -> None:
         outputs = (ids, positions, lens, starts, blocks, mapping)
-        load_decode_inputs(slots, computed, token_ids, table, num_rows, block_size, *outputs)
+        load_decode_inputs(req_indices, computed, token_ids, table, num_rows, block_size, *outputs)
         torch.add(ids, 1, out=tokens)
-        store_decode_outputs(slots, tokens, computed, token_ids, num_rows)
+        store_decode_outputs(req_indices, tokens, computed, token_ids, num_rows)
 
     state = (token_ids, table, computed)
     before = [each.clone() for each in state]
@@ -200,17 +202,17 @@ def test_state_goes_round(pool: GraphPool, num_real: int, num_rows: int) -> None
         pool.replay(captured.tape)
 
     expected_ids, expected_computed = before[0].cpu(), before[2].cpu()
-    for slot in slots[:num_real].tolist():
-        first = int(expected_computed[slot])
-        value = int(expected_ids[slot, first])
-        expected_ids[slot, first : first + num_steps + 1] = torch.arange(
+    for req_index in req_indices[:num_real].tolist():
+        first = int(expected_computed[req_index])
+        value = int(expected_ids[req_index, first])
+        expected_ids[req_index, first : first + num_steps + 1] = torch.arange(
             value, value + num_steps + 1
         )
-        expected_computed[slot] += num_steps
+        expected_computed[req_index] += num_steps
     assert torch.equal(token_ids.cpu(), expected_ids)
     assert torch.equal(computed.cpu(), expected_computed)
     assert torch.equal(table, before[1])
-    real, at = slots[:num_real], computed[slots[:num_real]].long() - 1
+    real, at = req_indices[:num_real], computed[req_indices[:num_real]].long() - 1
     assert torch.equal(positions[:num_real], at)
     assert torch.equal(ids[:num_real], token_ids[real, at].long())
     assert torch.equal(lens[:num_real].long(), at + 1)

@@ -291,41 +291,45 @@ def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Rows:
-    """What ``sample_rows`` takes, with poison in the slots that no row names."""
+    """What ``sample_rows`` takes, with poison in the request rows that no index names."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        num_slots = num_rows + 3
-        self.state = SamplingState(num_slots, device)  # columns of tables: not dense
+        num_state_rows = num_rows + 3
+        self.state = SamplingState(num_state_rows, device)  # columns of tables: not dense
         self.state.temperature.fill_(torch.nan)
         self.state.seed_key.fill_(POISON)
-        self.slots = (torch.randperm(num_slots)[:num_rows]).to(device)
+        self.req_indices = (torch.randperm(num_state_rows)[:num_rows]).to(device)
         self.lengths = torch.randint(1, 5000, (num_rows,), dtype=torch.int32).to(device)
         self.logits = torch.randn(num_rows, vocab_size).to(device) * 2
         self.tokens = torch.full((num_rows,), -1, device=device)
 
     def set(self, temperature: list[float], seeds: list[int]) -> Rows:
-        device = self.slots.device
+        device = self.req_indices.device
         keys = [spread_seed(seed) for seed in seeds]
-        self.state.temperature[self.slots] = torch.tensor(temperature, device=device)
-        self.state.seed_key[self.slots] = torch.tensor(keys, device=device)
+        self.state.temperature[self.req_indices] = torch.tensor(temperature, device=device)
+        self.state.seed_key[self.req_indices] = torch.tensor(keys, device=device)
         return self
 
     def arguments(self) -> tuple[Tensor, ...]:
         state = self.state
         settings = (state.temperature, state.seed_key)
-        return self.logits, self.slots, *settings, self.lengths, self.tokens
+        return self.logits, self.req_indices, *settings, self.lengths, self.tokens
 
     def check(self) -> None:
         """Against the sampler; another token may win only if float32 cannot distinguish them."""
         logits = self.logits.float()
         features = SamplingFeatures(any_random=True)
         history = torch.zeros(0, device=logits.device)
-        expected = sample(logits, self.slots, self.lengths, self.state, history, features).token_ids
-        noise = exponential_log(self.state.seed_key[self.slots], self.lengths, logits.shape[1])
-        scores = logits - noise * self.state.temperature[self.slots].unsqueeze(1)
+        expected = sample(
+            logits, self.req_indices, self.lengths, self.state, history, features
+        ).token_ids
+        noise = exponential_log(
+            self.state.seed_key[self.req_indices], self.lengths, logits.shape[1]
+        )
+        scores = logits - noise * self.state.temperature[self.req_indices].unsqueeze(1)
         best, chosen = (scores.gather(1, each.unsqueeze(1)) for each in (expected, self.tokens))
         torch.testing.assert_close(chosen, best, rtol=1e-6, atol=0)
-        is_greedy = self.state.temperature[self.slots] == 0
+        is_greedy = self.state.temperature[self.req_indices] == 0
         assert torch.equal(self.tokens[is_greedy], logits[is_greedy].argmax(dim=1))
 
 
@@ -354,15 +358,15 @@ def test_tokens_are_the_samplers(
     batch.check()
 
 
-def test_slots_and_lengths_may_be_columns(find: Any, device: torch.device) -> None:
+def test_req_indices_and_lengths_may_be_columns(find: Any, device: torch.device) -> None:
     """The gaps between them would be rows and positions that do not exist."""
     batch = Rows(3, 700, device).set([0.7, 0.0, 1.3], [5, 6, 7])
-    slots, lengths = (
+    req_indices, lengths = (
         torch.stack((tensor, torch.full_like(tensor, 2**30)), dim=1)[:, 0]
-        for tensor in (batch.slots, batch.lengths)
+        for tensor in (batch.req_indices, batch.lengths)
     )
     logits, _, temperature, seed_key, _, tokens = batch.arguments()
-    find(sampling, "sample_rows")(logits, slots, temperature, seed_key, lengths, tokens)
+    find(sampling, "sample_rows")(logits, req_indices, temperature, seed_key, lengths, tokens)
     batch.check()
 
 
@@ -409,15 +413,15 @@ def test_a_row_depends_on_itself_alone(find: Any, device: torch.device, programs
     run = find(sampling, "sample_rows")
     run(*batch.arguments())
     together = batch.tokens.clone()
-    logits, slots, temperature, seed_key, lengths, tokens = batch.arguments()
+    logits, req_indices, temperature, seed_key, lengths, tokens = batch.arguments()
     for row in range(4):
         one = slice(row, row + 1)
-        run(logits[one], slots[one], temperature, seed_key, lengths[one], tokens[one])
+        run(logits[one], req_indices[one], temperature, seed_key, lengths[one], tokens[one])
     assert torch.equal(batch.tokens, together)
     logits[1:3] = torch.nan
     run(*batch.arguments())
     assert torch.equal(batch.tokens[[0, 3]], together[[0, 3]])
-    run(logits[:0], slots[:0], temperature, seed_key, lengths[:0], tokens[:0])
+    run(logits[:0], req_indices[:0], temperature, seed_key, lengths[:0], tokens[:0])
 
 
 def test_logits_need_not_be_dense(find: Any, device: torch.device) -> None:
@@ -452,7 +456,7 @@ CACHE = CacheSize(num_blocks=50, block_size=4, max_model_len=30)
 class Decode:
     """A request state and the buffers of a step, poisoned wherever nothing may be read or written.
 
-    ``computed`` maps the slots that run to how many tokens they have computed.
+    ``computed`` maps the request rows that run to how many tokens they have computed.
     """
 
     def __init__(
@@ -471,20 +475,20 @@ class Decode:
         buffers = InputBuffers(
             max_num_seqs=num_seqs, max_num_tokens=num_seqs + 2, cache=self.cache, device=device
         )
-        for tensor in (buffers.slots, *self.written(buffers)):
+        for tensor in (buffers.req_indices, *self.written(buffers)):
             tensor.fill_(POISON)
         return buffers
 
     def write(self, computed: dict[int, int]) -> None:
         state, size = self.state, self.cache.block_size
-        for slot, count in computed.items():
+        for req_index, count in computed.items():
             tokens = torch.randint(1000, (count + 1,), dtype=torch.int32)
-            state.token_ids[slot, : count + 1] = tokens.to(state.device)
+            state.token_ids[req_index, : count + 1] = tokens.to(state.device)
             blocks = torch.randperm(self.cache.num_blocks, dtype=torch.int32)[: count // size + 1]
-            state.block_table[slot, : len(blocks)] = blocks.to(state.device)
-            state.num_computed[slot] = count
-        slots = [*computed, *[state.padding_slot] * (self.padded - len(computed))]
-        self.buffers.slots[: self.padded] = torch.tensor(slots).to(state.device)
+            state.block_table[req_index, : len(blocks)] = blocks.to(state.device)
+            state.num_computed[req_index] = count
+        req_indices = [*computed, *[state.padding_slot] * (self.padded - len(computed))]
+        self.buffers.req_indices[: self.padded] = torch.tensor(req_indices).to(state.device)
         self.count = len(computed)
 
     @staticmethod
@@ -502,7 +506,7 @@ class Decode:
     def load_arguments(self) -> tuple[Any, ...]:
         state, rows = self.state, self.padded
         return (
-            self.buffers.slots[:rows],
+            self.buffers.req_indices[:rows],
             state.num_computed,
             state.token_ids,
             state.block_table,
@@ -518,16 +522,18 @@ class Decode:
 
     def store_arguments(self, tokens: Tensor) -> tuple[Any, ...]:
         state = self.state
-        slots = self.buffers.slots[: self.padded]
-        return slots, tokens, state.num_computed, state.token_ids, state.padding_slot
+        req_indices = self.buffers.req_indices[: self.padded]
+        return req_indices, tokens, state.num_computed, state.token_ids, state.padding_slot
 
     def check_loaded(self) -> None:
         """Against ``InputBuffers.fill``; then the contents of padding and unowned memory."""
         oracle, state = self.new_buffers(), self.state
-        slots = self.buffers.slots[: self.count].tolist()
+        req_indices = self.buffers.req_indices[: self.count].tolist()
         garbage = state.num_computed[-1].clone()
         state.num_computed[-1] = oracle.tokens.query_start_loc[0] = 0  # which it relies on
-        oracle.fill(state, slots, [1] * self.count, num_reqs=self.padded, num_tokens=self.padded)
+        oracle.fill(
+            state, req_indices, [1] * self.count, num_reqs=self.padded, num_tokens=self.padded
+        )
         state.num_computed[-1] = garbage
         table, expected_table = (each.tokens.block_tables[0] for each in (self.buffers, oracle))
         used = -(-oracle.tokens.seq_lens.long() // self.cache.block_size)
@@ -543,9 +549,11 @@ class Decode:
 
 @st.composite
 def decodes(draw: st.DrawFn) -> tuple[dict[int, int], int]:
-    slots = draw(st.lists(st.integers(0, MAX_NUM_SEQS - 1), max_size=5, unique=True))
-    computed = {slot: draw(st.integers(0, CACHE.max_model_len - 1)) for slot in slots}
-    return computed, draw(st.integers(max(1, len(slots)), MAX_NUM_SEQS))
+    req_indices = draw(st.lists(st.integers(0, MAX_NUM_SEQS - 1), max_size=5, unique=True))
+    computed = {
+        req_index: draw(st.integers(0, CACHE.max_model_len - 1)) for req_index in req_indices
+    }
+    return computed, draw(st.integers(max(1, len(req_indices)), MAX_NUM_SEQS))
 
 
 @few
@@ -573,9 +581,9 @@ def test_decode_outputs_go_to_the_rows_that_ran(
     expected = Decode({}, padded, device).state
     for name in ("token_ids", "num_computed", "block_table"):
         getattr(expected, name).copy_(getattr(state, name))
-    slots = torch.tensor([*computed], dtype=torch.int64, device=device)
-    expected.advance(slots, torch.ones(count, dtype=torch.int32, device=device))
-    expected.append(slots, tokens[:count])
+    req_indices = torch.tensor([*computed], dtype=torch.int64, device=device)
+    expected.advance(req_indices, torch.ones(count, dtype=torch.int32, device=device))
+    expected.append(req_indices, tokens[:count])
     find(decode_state, "store_decode_outputs")(*decode.store_arguments(tokens))
     for name in ("token_ids", "num_computed", "block_table"):
         assert torch.equal(getattr(state, name), getattr(expected, name))
@@ -589,7 +597,7 @@ def test_long_tables_and_large_batches(find: Any, device: torch.device) -> None:
     find(decode_state, "load_decode_inputs")(*decode.load_arguments())
     decode.check_loaded()
     count, padded = (2, 260) if device.type == "cpu" else (257, 600)
-    decode = Decode({slot: slot % 29 for slot in range(count)}, padded, device)
+    decode = Decode({req_index: req_index % 29 for req_index in range(count)}, padded, device)
     find(decode_state, "load_decode_inputs")(*decode.load_arguments())
     decode.check_loaded()
     tokens = torch.arange(padded, device=device)
@@ -618,7 +626,7 @@ def test_a_whole_step_replays_with_new_contents(device: torch.device, pool: Grap
         logits = activation.silu_and_mul(norm.rms_norm(x, table[0], 1e-5)) @ table[:, :32].T
         sampling.sample_rows(
             logits,
-            buffers.slots[:4],
+            buffers.req_indices[:4],
             sampler.temperature,
             sampler.seed_key,
             buffers.tokens.seq_lens[:4],

@@ -14,20 +14,21 @@ from ostinato.ops.define import define
 from ostinato.ops.triton.launch import launch, overlap
 
 _LOAD_SCHEMA = """load_decode_inputs(
-    Tensor slots, Tensor num_computed, Tensor token_ids, Tensor state_block_table,
+    Tensor req_indices, Tensor num_computed, Tensor token_ids, Tensor state_block_table,
     int padding_slot, int block_size,
     Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) seq_lens, Tensor(d!) query_start_loc,
     Tensor(e!) block_table, Tensor(f!) slot_mapping
 ) -> ()"""
 _STORE_SCHEMA = """store_decode_outputs(
-    Tensor slots, Tensor tokens, Tensor(a!) num_computed, Tensor(b!) token_ids, int padding_slot
+    Tensor req_indices, Tensor tokens, Tensor(a!) num_computed, Tensor(b!) token_ids,
+    int padding_slot
 ) -> ()"""
 
 _STORE_ROWS = 128  # per program
 
 
 def load_decode_inputs(
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     num_computed: torch.Tensor,
     token_ids: torch.Tensor,
     state_block_table: torch.Tensor,
@@ -42,7 +43,7 @@ def load_decode_inputs(
 ) -> None:
     """Fill a decode batch of R rows, including padding, from the state of S request rows.
 
-    Reads ``slots`` [R] int64, real ones first, then ``padding_slot``; and from the state
+    Reads ``req_indices`` [R] int64, real ones first, then ``padding_slot``; and from the state
     ``num_computed`` [S], ``token_ids`` [S, L] and ``state_block_table`` [S, blocks], all int32.
     Every real row's next token must be in ``token_ids``, and its block in the table.
 
@@ -51,7 +52,7 @@ def load_decode_inputs(
     within the row's ``seq_lens``. Padding rows get id 0, position 0, slot -1 and length 0.
     """
     _load(
-        slots,
+        req_indices,
         num_computed,
         token_ids,
         state_block_table,
@@ -67,7 +68,7 @@ def load_decode_inputs(
 
 
 def store_decode_outputs(
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     tokens: torch.Tensor,
     num_computed: torch.Tensor,
     token_ids: torch.Tensor,
@@ -75,14 +76,14 @@ def store_decode_outputs(
 ) -> None:
     """Count the computed token and append the sampled one, for each real row.
 
-    ``slots`` and ``tokens`` [R] int64; the state as in ``load_decode_inputs``. The padding row is
-    neither read nor written.
+    ``req_indices`` and ``tokens`` [R] int64; the state as in ``load_decode_inputs``. The padding
+    row is neither read nor written.
     """
-    _store(slots, tokens, num_computed, token_ids, padding_slot)
+    _store(req_indices, tokens, num_computed, token_ids, padding_slot)
 
 
 def load_decode_inputs_cpu(
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     num_computed: torch.Tensor,
     token_ids: torch.Tensor,
     state_block_table: torch.Tensor,
@@ -96,9 +97,9 @@ def load_decode_inputs_cpu(
     slot_mapping: torch.Tensor,
 ) -> None:
     """The CPU kernel: real rows first, then padding."""
-    num_rows = slots.shape[0]
-    count = int((slots != padding_slot).sum())
-    rows = slots[:count]
+    num_rows = req_indices.shape[0]
+    count = int((req_indices != padding_slot).sum())
+    rows = req_indices[:count]
     position = num_computed[rows].long()
     input_ids[:count] = token_ids[rows, position].long()
     positions[:count] = position
@@ -106,8 +107,8 @@ def load_decode_inputs_cpu(
     block_index = position // block_size
     block = state_block_table[rows, block_index].long()
     slot_mapping[:count] = block * block_size + position % block_size
-    for row, (slot, last) in enumerate(zip(rows.tolist(), block_index.tolist(), strict=True)):
-        block_table[row, : last + 1] = state_block_table[slot, : last + 1]
+    for row, (req_index, last) in enumerate(zip(rows.tolist(), block_index.tolist(), strict=True)):
+        block_table[row, : last + 1] = state_block_table[req_index, : last + 1]
     for tensor, padding in ((input_ids, 0), (positions, 0), (seq_lens, 0), (slot_mapping, -1)):
         tensor[count:num_rows] = padding
     torch.arange(num_rows + 1, dtype=torch.int32, out=query_start_loc)
@@ -115,22 +116,22 @@ def load_decode_inputs_cpu(
 
 
 def store_decode_outputs_cpu(
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     tokens: torch.Tensor,
     num_computed: torch.Tensor,
     token_ids: torch.Tensor,
     padding_slot: int,
 ) -> None:
     """The CPU kernel."""
-    is_real = slots != padding_slot
-    rows = slots[is_real]
+    is_real = req_indices != padding_slot
+    rows = req_indices[is_real]
     computed = num_computed[rows] + 1
     num_computed[rows] = computed
     token_ids[rows, computed.long()] = tokens[is_real].int()
 
 
 def triton_load_decode_inputs(
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     num_computed: torch.Tensor,
     token_ids: torch.Tensor,
     state_block_table: torch.Tensor,
@@ -146,12 +147,12 @@ def triton_load_decode_inputs(
     """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
     from ostinato.ops.triton.decode_state import load_inputs_kernel
 
-    num_rows = slots.shape[0]
+    num_rows = req_indices.shape[0]
     launch(
         load_inputs_kernel,
         (num_rows,),
         (
-            slots,
+            req_indices,
             num_computed,
             token_ids,
             state_block_table,
@@ -170,13 +171,13 @@ def triton_load_decode_inputs(
             block_table.stride(0),
         ),
         BLOCK_SIZE=block_size,
-        **overlap(slots.device),
+        **overlap(req_indices.device),
         num_warps=1,
     )
 
 
 def triton_store_decode_outputs(
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     tokens: torch.Tensor,
     num_computed: torch.Tensor,
     token_ids: torch.Tensor,
@@ -185,14 +186,14 @@ def triton_store_decode_outputs(
     """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
     from ostinato.ops.triton.decode_state import store_outputs_kernel
 
-    num_rows = slots.shape[0]
+    num_rows = req_indices.shape[0]
     launch(
         store_outputs_kernel,
         (-(-num_rows // _STORE_ROWS),),
-        (slots, tokens, num_computed, token_ids),
+        (req_indices, tokens, num_computed, token_ids),
         (padding_slot, num_rows, token_ids.stride(0)),
         BLOCK=_STORE_ROWS,
-        **overlap(slots.device),
+        **overlap(req_indices.device),
         num_warps=4,
     )
 

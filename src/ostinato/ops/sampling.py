@@ -16,7 +16,7 @@ from ostinato.ops.define import define
 from ostinato.ops.triton.launch import launch, num_sms, overlap
 
 _SCHEMA = """sample_rows(
-    Tensor logits, Tensor slots, Tensor temperature, Tensor seed_key, Tensor lengths,
+    Tensor logits, Tensor req_indices, Tensor temperature, Tensor seed_key, Tensor lengths,
     Tensor(a!) out_tokens
 ) -> ()"""
 
@@ -30,7 +30,7 @@ _MAX_CHUNKS = 256
 
 def sample_rows(
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     temperature: torch.Tensor,
     seed_key: torch.Tensor,
     lengths: torch.Tensor,
@@ -38,40 +38,40 @@ def sample_rows(
 ) -> None:
     """Write each row's next token to ``out_tokens`` [B] int64, and nothing else.
 
-    ``logits`` [B, V] of any float type. ``slots`` [B] int64: each row's request in ``temperature``
-    [S] float32 and ``seed_key`` [S] int64, which may be columns of tables. ``lengths`` [B] int32:
-    tokens so far, which is the position of the new one. Padding rows need a valid slot; their
-    result is meaningless.
+    ``logits`` [B, V] of any float type. ``req_indices`` [B] int64: each row's request in
+    ``temperature`` [S] float32 and ``seed_key`` [S] int64, which may be columns of tables.
+    ``lengths`` [B] int32: tokens so far, which is the position of the new one. Padding rows need a
+    valid index; their result is meaningless.
 
     At temperature 0 the highest logit wins, otherwise the highest of the logits minus temperature
     times ``exponential_log``; ties go to the first, and the first NaN beats all, as in
     torch.argmax. A row's token depends on that row alone. Does not synchronise on CUDA.
     """
-    _operator(logits, slots, temperature, seed_key, lengths, out_tokens)
+    _operator(logits, req_indices, temperature, seed_key, lengths, out_tokens)
 
 
 def sample_rows_cpu(
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     temperature: torch.Tensor,
     seed_key: torch.Tensor,
     lengths: torch.Tensor,
     out_tokens: torch.Tensor,
 ) -> None:
     """The CPU kernel: reads the temperatures, and computes noise only for rows that need it."""
-    row_temperature = temperature[slots]
+    row_temperature = temperature[req_indices]
     rows = (row_temperature > 0).nonzero().squeeze(1)
-    if rows.numel() < slots.numel():
+    if rows.numel() < req_indices.numel():
         out_tokens.copy_(logits.argmax(dim=-1))
     if rows.numel():
-        noise = exponential_log(seed_key[slots[rows]], lengths[rows], logits.shape[1])
+        noise = exponential_log(seed_key[req_indices[rows]], lengths[rows], logits.shape[1])
         scores = logits[rows].float().sub_(noise.mul_(row_temperature[rows].unsqueeze(1)))
         out_tokens[rows] = scores.argmax(dim=-1)
 
 
 def triton_sample_rows(
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     temperature: torch.Tensor,
     seed_key: torch.Tensor,
     lengths: torch.Tensor,
@@ -86,7 +86,7 @@ def triton_sample_rows(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     # The kernels assume unit strides for these.
-    slots, lengths = slots.contiguous(), lengths.contiguous()
+    req_indices, lengths = req_indices.contiguous(), lengths.contiguous()
     if not out_tokens.is_contiguous():
         raise BatchError(f"out_tokens must be contiguous, its strides are {out_tokens.stride()}")
     blocks_per_chunk, num_chunks = chunks(num_rows, vocab_size, num_sms(logits.device))
@@ -94,7 +94,7 @@ def triton_sample_rows(
     launch(
         best_of_chunk_kernel,
         (num_rows, num_chunks),
-        (logits, slots, temperature, seed_key, lengths, candidates),
+        (logits, req_indices, temperature, seed_key, lengths, candidates),
         (
             logits.stride(0),
             temperature.stride(0),

@@ -40,10 +40,10 @@ def decode_step(
     forward context, whose tensors are views of ``buffers``.
     """
     tokens = buffers.tokens
-    slots, seq_lens = buffers.slots[:num_reqs], tokens.seq_lens[:num_reqs]
+    req_indices, seq_lens = buffers.req_indices[:num_reqs], tokens.seq_lens[:num_reqs]
     input_ids, positions = buffers.input_ids[:num_reqs], tokens.positions[:num_reqs]
     load_decode_inputs(
-        slots,
+        req_indices,
         state.num_computed,
         state.token_ids,
         state.block_table,
@@ -60,7 +60,9 @@ def decode_step(
     sampled = buffers.sampled[:num_reqs]
     # With n tokens in the cache, the next one is at position n.
     sample_rows(
-        logits, slots, state.sampling.temperature, state.sampling.seed_key, seq_lens, sampled
+        logits, req_indices, state.sampling.temperature, state.sampling.seed_key, seq_lens, sampled
     )
-    store_decode_outputs(slots, sampled, state.num_computed, state.token_ids, state.padding_slot)
+    store_decode_outputs(
+        req_indices, sampled, state.num_computed, state.token_ids, state.padding_slot
+    )
     return DecodeOutput(token_ids=sampled, logits=logits)

@@ -24,15 +24,15 @@ class FilteredRows:
     features: SamplingFeatures
 
     @classmethod
-    def among(cls, slots: Sequence[int], state: RequestState) -> FilteredRows | None:
-        """The filtered rows of a batch of the requests in ``slots``; None if it has none."""
-        positions = state.sampling.filtered_rows(slots)
+    def among(cls, req_indices: Sequence[int], state: RequestState) -> FilteredRows | None:
+        """The filtered rows of a batch of the requests in ``req_indices``; None if it has none."""
+        positions = state.sampling.filtered_rows(req_indices)
         if not positions:
             return None
         on_device = None
-        if len(positions) < len(slots):
+        if len(positions) < len(req_indices):
             on_device = torch.tensor(positions).to(state.device, non_blocking=True)
-        features = state.sampling.features(slots[position] for position in positions)
+        features = state.sampling.features(req_indices[position] for position in positions)
         return cls(positions=positions, on_device=on_device, features=features)
 
     def sample(
@@ -40,7 +40,7 @@ class FilteredRows:
         state: RequestState,
         token_ids: torch.Tensor,
         logits: torch.Tensor,
-        slots: torch.Tensor,
+        req_indices: torch.Tensor,
         lengths: torch.Tensor,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
         """Return the tokens of all rows, and the logprobs (tokens and values) of these rows.
@@ -50,11 +50,11 @@ class FilteredRows:
         """
         rows = self.on_device
         chosen = slice(token_ids.shape[0]) if rows is None else rows
-        logits, slots, lengths = logits[chosen], slots[chosen], lengths[chosen]
+        logits, req_indices, lengths = logits[chosen], req_indices[chosen], lengths[chosen]
         output = sample(
-            logits.float(), slots, lengths, state.sampling, state.token_ids, self.features
+            logits.float(), req_indices, lengths, state.sampling, state.token_ids, self.features
         )
-        state.token_ids[slots, lengths] = output.token_ids.to(torch.int32)
+        state.token_ids[req_indices, lengths] = output.token_ids.to(torch.int32)
         if rows is None:
             token_ids = output.token_ids
         else:

@@ -39,7 +39,7 @@ class SamplerOutput:
 
 def sample(
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     lengths: torch.Tensor,
     state: SamplingState,
     token_ids: torch.Tensor,
@@ -47,18 +47,18 @@ def sample(
 ) -> SamplerOutput:
     """Sample the next token of each row.
 
-    ``logits`` [B, V] float32, not modified. ``slots`` [B] int64: each row's request in ``state``
-    and its history in ``token_ids`` [S, max_model_len]. ``lengths`` [B]: tokens of prompt and
-    output so far, which is the position of the new token. Padding rows may have any ``logits``, any
-    valid slot and any length; their result is meaningless and affects no other row. ``features``
-    must cover what the real rows use.
+    ``logits`` [B, V] float32, not modified. ``req_indices`` [B] int64: each row's request in
+    ``state`` and its history in ``token_ids`` [S, max_model_len]. ``lengths`` [B]: tokens of prompt
+    and output so far, which is the position of the new token. Padding rows may have any ``logits``,
+    any valid index and any length; their result is meaningless and affects no other row.
+    ``features`` must cover what the real rows use.
 
     Does not synchronise, and writes only its result.
     """
-    scores = process_logits(logits, slots, lengths, state, token_ids, features)
+    scores = process_logits(logits, req_indices, lengths, state, token_ids, features)
     if features.any_random:
-        noise = exponential_log(state.seed_key[slots], lengths, logits.shape[1])
-        scores = scores - noise.mul_(state.temperature[slots].unsqueeze(1))
+        noise = exponential_log(state.seed_key[req_indices], lengths, logits.shape[1])
+        scores = scores - noise.mul_(state.temperature[req_indices].unsqueeze(1))
     chosen = scores.argmax(dim=-1)
     if features.num_logprobs < 0:
         return SamplerOutput(token_ids=chosen)
@@ -67,7 +67,7 @@ def sample(
 
 def process_logits(
     logits: torch.Tensor,
-    slots: torch.Tensor,
+    req_indices: torch.Tensor,
     lengths: torch.Tensor,
     state: SamplingState,
     token_ids: torch.Tensor,
@@ -81,13 +81,13 @@ def process_logits(
     scores = logits
     lengths = lengths.long().unsqueeze(1)
     if features.any_bias:
-        scores = _add_bias(scores, state.bias_ids[slots], state.bias_values[slots])
+        scores = _add_bias(scores, state.bias_ids[req_indices], state.bias_values[req_indices])
     if features.any_min_tokens or features.any_penalty or features.any_filter:
-        rows = state.rows(slots)
+        rows = state.rows(req_indices)
         if features.any_min_tokens:
-            scores = _hold_back_stops(scores, state.stop_ids[slots], rows, lengths)
+            scores = _hold_back_stops(scores, state.stop_ids[req_indices], rows, lengths)
         if features.any_penalty:
-            scores = _penalise(scores, token_ids[slots], rows, lengths)
+            scores = _penalise(scores, token_ids[req_indices], rows, lengths)
         if features.any_filter:
             scores = _filter(scores, rows)
     return scores

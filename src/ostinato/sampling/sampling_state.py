@@ -1,8 +1,8 @@
 """The sampling parameters of the running requests on the device, one row per request.
 
-The sampler reads them by request row (``slot``), so a batch is described by its rows alone, and
-parameters are copied to the device once per request. ``SamplingFeatures`` is the part that the host
-needs, because it decides which operators run.
+The sampler reads them by request row (``req_index``), so a batch is described by its rows alone,
+and parameters are copied to the device once per request. ``SamplingFeatures`` is the part that the
+host needs, because it decides which operators run.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class SamplingState:
         self._bias_ids = _Table((max_num_seqs, MAX_LOGIT_BIAS), torch.int64, -1, device)
         self._bias_values = _Table((max_num_seqs, MAX_LOGIT_BIAS), torch.float32, 0.0, device)
         self._stop_ids = _Table((max_num_seqs, STOP_IDS_WIDTH), torch.int64, -1, device)
-        for slot in range(max_num_seqs):
-            self._floats.host[slot] = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
+        for req_index in range(max_num_seqs):
+            self._floats.host[req_index] = (0.0, 1.0, 0.0, 0.0, 0.0, 1.0)
         self._floats.on_device.copy_(self._floats.staging)
         self._bits = [0] * max_num_seqs
 
@@ -135,8 +135,8 @@ class SamplingState:
         self.bias_values = self._bias_values.on_device
         self.stop_ids = self._stop_ids.on_device
 
-    def write(self, slot: int, request: Request) -> None:
-        """Write ``request`` to row ``slot``: two small copies, more for rarely used parameters.
+    def write(self, req_index: int, request: Request) -> None:
+        """Write ``request`` to row ``req_index``: two small copies, more for rare parameters.
 
         The copies are enqueued on the current stream and not waited for. They read staging memory
         of this row alone, so the next write to the row may overtake a copy still in flight; only
@@ -154,39 +154,39 @@ class SamplingState:
         min_tokens = min(params.min_tokens, _LARGEST_INT)
         top_k = min(max(params.top_k, 0), _LARGEST_INT)
         ints = (top_k, spread_seed(request.seed), len(request.prompt_token_ids), min_tokens)
-        self._floats.write(slot, floats)
-        self._ints.write(slot, ints)
+        self._floats.write(req_index, floats)
+        self._ints.write(req_index, ints)
         if min_tokens:  # with 0 the row's stop ids are ignored
-            self._write_stop_ids(slot, request)
+            self._write_stop_ids(req_index, request)
         bits = feature_bits(params)
-        if (bits | self._bits[slot]) & _BIAS:
+        if (bits | self._bits[req_index]) & _BIAS:
             bias = params.logit_bias or {}
-            self._bias_ids.write(slot, tuple(bias.keys()))
-            self._bias_values.write(slot, tuple(bias.values()))
-        self._bits[slot] = bits
+            self._bias_ids.write(req_index, tuple(bias.keys()))
+            self._bias_values.write(req_index, tuple(bias.values()))
+        self._bits[req_index] = bits
 
-    def _write_stop_ids(self, slot: int, request: Request) -> None:
+    def _write_stop_ids(self, req_index: int, request: Request) -> None:
         if len(request.stop_token_ids) > STOP_IDS_WIDTH:
             raise ConfigError(
                 f"request {request.request_id!r} has min_tokens and "
                 f"{len(request.stop_token_ids)} stop and end-of-sequence token ids, but at most "
                 f"{STOP_IDS_WIDTH} can be suppressed"
             )
-        self._stop_ids.write(slot, tuple(request.stop_token_ids))
+        self._stop_ids.write(req_index, tuple(request.stop_token_ids))
 
-    def filtered_rows(self, slots: Iterable[int]) -> list[int]:
-        """Positions in ``slots`` of requests that use more than a temperature."""
+    def filtered_rows(self, req_indices: Iterable[int]) -> list[int]:
+        """Positions in ``req_indices`` of requests that use more than a temperature."""
         bits = self._bits
-        return [position for position, slot in enumerate(slots) if bits[slot] & ~_RANDOM]
+        return [position for position, row in enumerate(req_indices) if bits[row] & ~_RANDOM]
 
-    def features(self, slots: Iterable[int]) -> SamplingFeatures:
-        """The features of the requests last written to ``slots``; cheap, on the host."""
-        return _features_of_bits(reduce(or_, map(self._bits.__getitem__, slots), 0))
+    def features(self, req_indices: Iterable[int]) -> SamplingFeatures:
+        """The features of the requests last written to rows ``req_indices``; cheap, on the host."""
+        return _features_of_bits(reduce(or_, map(self._bits.__getitem__, req_indices), 0))
 
-    def rows(self, slots: torch.Tensor) -> SamplingRows:
-        """The rows of ``slots`` [B] int64. Capturable; does not synchronise."""
-        floats = self._floats.on_device.index_select(0, slots).split(1, dim=1)
-        ints = self._ints.on_device.index_select(0, slots).split(1, dim=1)
+    def rows(self, req_indices: torch.Tensor) -> SamplingRows:
+        """Rows ``req_indices`` [B] int64. Capturable; does not synchronise."""
+        floats = self._floats.on_device.index_select(0, req_indices).split(1, dim=1)
+        ints = self._ints.on_device.index_select(0, req_indices).split(1, dim=1)
         return SamplingRows(
             temperature=floats[0],
             top_p=floats[1],
@@ -211,9 +211,9 @@ class _Table:
         self.staging = torch.full(shape, fill, dtype=dtype, pin_memory=device.type == "cuda")
         self.host = self.staging.numpy()  # the same memory, faster to write from Python
 
-    def write(self, slot: int, values: tuple[float, ...]) -> None:
-        """Replace row ``slot``; columns beyond ``values`` get the fill value."""
-        row = self.host[slot]
+    def write(self, req_index: int, values: tuple[float, ...]) -> None:
+        """Replace row ``req_index``; columns beyond ``values`` get the fill value."""
+        row = self.host[req_index]
         row[: len(values)] = values
         row[len(values) :] = self.fill
-        self.on_device[slot].copy_(self.staging[slot], non_blocking=True)
+        self.on_device[req_index].copy_(self.staging[req_index], non_blocking=True)

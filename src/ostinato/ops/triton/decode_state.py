@@ -17,7 +17,7 @@ WIDTH = tl.constexpr(256)
 
 @triton.jit(do_not_specialize=["padding_slot", "num_rows"])
 def load_inputs_kernel(
-    slots,
+    req_indices,
     num_computed,
     token_ids,
     state_block_table,
@@ -40,15 +40,15 @@ def load_inputs_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    slot = tl.load(slots + row)
+    req_index = tl.load(req_indices + row)
     lane = tl.arange(0, WIDTH)
     if row == 0:
         tl.store(query_start_loc, 0)
-    if slot != padding_slot:
-        position = tl.load(num_computed + slot)
-        its_blocks = state_block_table + slot * state_table_stride
+    if req_index != padding_slot:
+        position = tl.load(num_computed + req_index)
+        its_blocks = state_block_table + req_index * state_table_stride
         block = tl.load(its_blocks + position // BLOCK_SIZE).to(tl.int64)
-        token = tl.load(token_ids + slot * token_ids_stride + position)
+        token = tl.load(token_ids + req_index * token_ids_stride + position)
         tl.store(input_ids + row, token.to(tl.int64))
         tl.store(positions + row, position.to(tl.int64))
         tl.store(seq_lens + row, position + 1)
@@ -64,8 +64,8 @@ def load_inputs_kernel(
         count = 0
         for first in range(0, num_rows, WIDTH):
             other = first + lane
-            its_slot = tl.load(slots + other, mask=other < num_rows, other=padding_slot)
-            count += tl.sum((its_slot != padding_slot).to(tl.int32), axis=0)
+            its_req_index = tl.load(req_indices + other, mask=other < num_rows, other=padding_slot)
+            count += tl.sum((its_req_index != padding_slot).to(tl.int32), axis=0)
         tl.store(input_ids + row, 0)
         tl.store(positions + row, 0)
         tl.store(seq_lens + row, 0)
@@ -75,7 +75,7 @@ def load_inputs_kernel(
 
 @triton.jit(do_not_specialize=["padding_slot", "num_rows"])
 def store_outputs_kernel(
-    slots,
+    req_indices,
     tokens,
     num_computed,
     token_ids,
@@ -90,9 +90,9 @@ def store_outputs_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row, mask=row < num_rows, other=padding_slot)
-    real = slot != padding_slot
-    computed = tl.load(num_computed + slot, mask=real, other=0) + 1
+    req_index = tl.load(req_indices + row, mask=row < num_rows, other=padding_slot)
+    real = req_index != padding_slot
+    computed = tl.load(num_computed + req_index, mask=real, other=0) + 1
     token = tl.load(tokens + row, mask=real, other=0)
-    tl.store(num_computed + slot, computed, mask=real)
-    tl.store(token_ids + slot * token_ids_stride + computed, token.to(tl.int32), mask=real)
+    tl.store(num_computed + req_index, computed, mask=real)
+    tl.store(token_ids + req_index * token_ids_stride + computed, token.to(tl.int32), mask=real)

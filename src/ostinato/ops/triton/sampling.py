@@ -96,7 +96,7 @@ def _best(
 @triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
 def best_of_chunk_kernel(
     logits,
-    slots,
+    req_indices,
     temperature,
     seed_key,
     lengths,
@@ -116,12 +116,12 @@ def best_of_chunk_kernel(
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    slot = tl.load(slots + row)
-    row_temperature = tl.load(temperature + slot * temperature_stride)
+    req_index = tl.load(req_indices + row)
+    row_temperature = tl.load(temperature + req_index * temperature_stride)
     its_logits = logits + row * row_stride
     first_block = chunk * blocks_per_chunk
     if row_temperature > 0.0:
-        key = tl.load(seed_key + slot * seed_key_stride)
+        key = tl.load(seed_key + req_index * seed_key_stride)
         place = tl.load(lengths + row).to(tl.int64) * GOLDEN
         offset = _mix32((key ^ place) & WORD_MASK).to(tl.uint32)
         multiplier = (_mix32(((key >> 32) ^ place) & WORD_MASK) >> 1) | 0x40000001
