@@ -15,7 +15,12 @@ from torch import Tensor
 from ostinato import GraphPool
 from ostinato.ops.activation import silu_and_mul
 from ostinato.ops.counter_random import spread_seed
-from ostinato.ops.decode_state import load_decode_inputs, store_decode_outputs
+from ostinato.ops.decode_state import (
+    DecodeInputs,
+    DecodeState,
+    load_decode_inputs,
+    store_decode_outputs,
+)
 from ostinato.ops.norm import add_rms_norm, rms_norm
 from ostinato.ops.sampling import sample_rows
 from ostinato.ops.split_k import num_parts, split_k_gemm
@@ -186,11 +191,13 @@ def test_state_goes_round(pool: GraphPool, num_real: int, num_rows: int) -> None
     blocks = torch.full((num_rows, 44), 9999, dtype=torch.int32, device=CUDA)
     tokens = torch.zeros(num_rows, dtype=torch.int64, device=CUDA)
 
+    rows = DecodeState(req_indices, computed, token_ids, table, num_rows, block_size)
+    inputs = DecodeInputs(ids, positions, lens, starts, blocks, mapping)
+
     def step() -> None:
-        outputs = (ids, positions, lens, starts, blocks, mapping)
-        load_decode_inputs(req_indices, computed, token_ids, table, num_rows, block_size, *outputs)
+        load_decode_inputs(rows, inputs)
         torch.add(ids, 1, out=tokens)
-        store_decode_outputs(req_indices, tokens, computed, token_ids, num_rows)
+        store_decode_outputs(rows, tokens)
 
     state = (token_ids, table, computed)
     before = [each.clone() for each in state]

@@ -18,6 +18,7 @@ from torch import Tensor
 from ostinato import GraphPool
 from ostinato.ops import activation, decode_state, norm, sampling
 from ostinato.ops.counter_random import exponential_log, spread_seed
+from ostinato.ops.decode_state import DecodeInputs, DecodeState
 from ostinato.ops.split_k import in_parts, num_parts
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize
@@ -503,27 +504,23 @@ class Decode:
             tokens.slot_mappings[0],
         )
 
-    def load_arguments(self) -> tuple[Any, ...]:
-        state, rows = self.state, self.padded
-        return (
-            self.buffers.req_indices[:rows],
+    def rows(self) -> DecodeState:
+        state = self.state
+        return DecodeState(
+            self.buffers.req_indices[: self.padded],
             state.num_computed,
             state.token_ids,
             state.block_table,
             state.padding_slot,
             self.cache.block_size,
-            *(
-                tensor[: rows + 1]
-                if tensor is self.buffers.tokens.query_start_loc
-                else tensor[:rows]
-                for tensor in self.written(self.buffers)
-            ),
         )
 
-    def store_arguments(self, tokens: Tensor) -> tuple[Any, ...]:
-        state = self.state
-        req_indices = self.buffers.req_indices[: self.padded]
-        return req_indices, tokens, state.num_computed, state.token_ids, state.padding_slot
+    def inputs(self) -> DecodeInputs:
+        rows, starts = self.padded, self.buffers.tokens.query_start_loc
+        tensors = self.written(self.buffers)
+        return DecodeInputs(
+            *(each[: rows + 1] if each is starts else each[:rows] for each in tensors)
+        )
 
     def check_loaded(self) -> None:
         """Against ``InputBuffers.fill``; then the contents of padding and unowned memory."""
@@ -564,7 +561,7 @@ def test_decode_inputs_are_those_of_any_batch(
     decode = Decode(*batch, device)
     state = decode.state
     before = [each.clone() for each in (state.token_ids, state.num_computed, state.block_table)]
-    find(decode_state, "load_decode_inputs")(*decode.load_arguments())
+    find(decode_state, "load_decode_inputs")(decode.rows(), decode.inputs())
     decode.check_loaded()
     after = (state.token_ids, state.num_computed, state.block_table)
     assert all(map(torch.equal, before, after))
@@ -584,7 +581,7 @@ def test_decode_outputs_go_to_the_rows_that_ran(
     req_indices = torch.tensor([*computed], dtype=torch.int64, device=device)
     expected.advance(req_indices, torch.ones(count, dtype=torch.int32, device=device))
     expected.append(req_indices, tokens[:count])
-    find(decode_state, "store_decode_outputs")(*decode.store_arguments(tokens))
+    find(decode_state, "store_decode_outputs")(decode.rows(), tokens)
     for name in ("token_ids", "num_computed", "block_table"):
         assert torch.equal(getattr(state, name), getattr(expected, name))
 
@@ -594,14 +591,14 @@ def test_long_tables_and_large_batches(find: Any, device: torch.device) -> None:
     """More blocks, and more rows, than a program handles at a time."""
     cache = CacheSize(num_blocks=700, block_size=2, max_model_len=1200)
     decode = Decode({4: 1199, 2: 511, 9: 512, 0: 3}, 13, device, cache)
-    find(decode_state, "load_decode_inputs")(*decode.load_arguments())
+    find(decode_state, "load_decode_inputs")(decode.rows(), decode.inputs())
     decode.check_loaded()
     count, padded = (2, 260) if device.type == "cpu" else (257, 600)
     decode = Decode({req_index: req_index % 29 for req_index in range(count)}, padded, device)
-    find(decode_state, "load_decode_inputs")(*decode.load_arguments())
+    find(decode_state, "load_decode_inputs")(decode.rows(), decode.inputs())
     decode.check_loaded()
     tokens = torch.arange(padded, device=device)
-    find(decode_state, "store_decode_outputs")(*decode.store_arguments(tokens))
+    find(decode_state, "store_decode_outputs")(decode.rows(), tokens)
     rows = range(count)
     assert [int(decode.state.token_ids[i, i % 29 + 1]) for i in rows] == [*rows]
     assert decode.state.num_computed.tolist()[count:] == [POISON] * (padded + 1 - count)
@@ -620,7 +617,7 @@ def test_a_whole_step_replays_with_new_contents(device: torch.device, pool: Grap
     tokens = torch.zeros(4, dtype=torch.int64, device=device)
 
     def step(which: Decode) -> None:
-        decode_state.load_decode_inputs(*which.load_arguments())
+        decode_state.load_decode_inputs(which.rows(), which.inputs())
         buffers, sampler = which.buffers, which.state.sampling
         x = table[buffers.input_ids[:4]] + buffers.tokens.positions[:4, None]
         logits = activation.silu_and_mul(norm.rms_norm(x, table[0], 1e-5)) @ table[:, :32].T
@@ -632,7 +629,7 @@ def test_a_whole_step_replays_with_new_contents(device: torch.device, pool: Grap
             buffers.tokens.seq_lens[:4],
             tokens,
         )
-        decode_state.store_decode_outputs(*which.store_arguments(tokens))
+        decode_state.store_decode_outputs(which.rows(), tokens)
 
     step(decode)  # the first call compiles and loads kernels
     captured = pool.capture(lambda: step(decode))
@@ -661,8 +658,8 @@ def test_operators_say_what_they_write(device: torch.device) -> None:
     operators = torch.ops.ostinato
     cases: list[tuple[Any, tuple[Any, ...]]] = [
         (operators.sample_rows, rows.arguments()),
-        (operators.load_decode_inputs, decode.load_arguments()),
-        (operators.store_decode_outputs, decode.store_arguments(rows.tokens)),
+        (operators.load_decode_inputs, (*decode.rows(), *decode.inputs())),
+        (operators.store_decode_outputs, (rows.tokens, *decode.rows())),
     ]
     for operator, arguments in cases:
         torch.library.opcheck(
