@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato import GraphPool
 from ostinato.ops import linear as module
-from ostinato.ops.linear import Norm, linear, run_kernel, wide
+from ostinato.ops.linear import Gemm, Norm, linear, run_kernel, torch_linear
 from ostinato.ops.measuring import measure_linear
 from ostinato.ops.tuning import Blocks, GemmChoice, LinearShape, candidates
 
@@ -76,9 +76,10 @@ def test_every_cut_computes_the_product(
     if num_rows > 1:
         cuts = [*cuts[:2], Blocks(64, 64, 4, 3, split_k=3, prefetch=1)]
     expected = reference(x, weight, bias, norm, gated, residual)
+    gemm = Gemm(x, weight, bias, norm, gated, residual)
     for blocks in cuts:
-        check(run_kernel(blocks, x, weight, bias, norm, gated, residual), expected)
-    check(wide(x, weight, bias, norm, gated, residual), expected)
+        check(run_kernel(blocks, gemm), expected)
+    check(torch_linear(gemm), expected)
     check(linear(x, weight, bias, norm=norm, gated=gated, residual=residual), expected)
 
 
@@ -96,7 +97,8 @@ def test_a_chain_in_a_graph_is_the_chain_by_steps(num_rows: int, split: int) -> 
     def chain(x: Tensor) -> list[Tensor]:
         steps = [x]
         for weight in weights:
-            steps.append(run_kernel(blocks, steps[-1], weight, None, norm, False, steps[-1]))
+            x = steps[-1]
+            steps.append(run_kernel(blocks, Gemm(x, weight, norm=norm, residual=x)))
         return steps
 
     chain(static)  # compiles
@@ -116,14 +118,14 @@ def test_two_graphs_of_split_products_at_once() -> None:
     torch.manual_seed(0)
     weight, inputs = draw(2048, 2048, size=0.02), [draw(32, 2048) for _ in range(2)]
     blocks = Blocks(64, 64, 4, 3, split_k=8)
-    expected = [run_kernel(blocks, x, weight, None, None, False, None) for x in inputs]
+    expected = [run_kernel(blocks, Gemm(x, weight)) for x in inputs]
     graphs, outputs, streams = [], [], [torch.cuda.Stream() for _ in range(2)]
     for x in inputs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(50):
-                out = run_kernel(blocks, x, weight, None, None, False, None)
+                out = run_kernel(blocks, Gemm(x, weight))
         graphs.append(graph)
         outputs.append(out)
     for _ in range(5):

@@ -19,7 +19,7 @@ import transformers
 from ostinato import LLM, GraphConfig, GraphPool, SamplingParams, graphed
 from ostinato.attention.triton.tile_config import BatchShape, decode_tile_config
 from ostinato.errors import CaptureError
-from ostinato.ops.linear import run_kernel
+from ostinato.ops.linear import Gemm, run_kernel
 from ostinato.ops.triton.counters import take_counters
 from ostinato.ops.tuning import Blocks, LinearShape, default_choice
 
@@ -452,7 +452,7 @@ def test_counters_that_other_graphs_overwrote_do_not_matter(pools: list[GraphPoo
         slabs.append(take_counters(CUDA, 1).data_ptr())
         y = x
         for _ in range(4):
-            y = run_kernel(blocks, y, weight, None, None, False, None)
+            y = run_kernel(blocks, Gemm(y, weight))
         return y
 
     expected = split()
@@ -485,7 +485,7 @@ def test_one_memset_serves_a_recording() -> None:
     def nodes(blocks: Blocks, launches: int) -> int:
         def forward() -> None:
             for _ in range(launches):
-                run_kernel(blocks, x, weight, None, None, False, None)
+                run_kernel(blocks, Gemm(x, weight))
 
         forward()
         with GraphPool(CUDA, lazy_capture=True) as pool:

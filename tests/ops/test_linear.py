@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ostinato.errors import BatchError
 from ostinato.ops import tuning
-from ostinato.ops.linear import Norm, linear, run_kernel
+from ostinato.ops.linear import Gemm, Norm, linear, run_kernel
 from ostinato.ops.tuning import Blocks, GemmChoice, LinearShape, Tuning
 
 pytest.importorskip("triton")
@@ -93,7 +93,8 @@ class Case:
     def launch(self, blocks: Blocks) -> Tensor:
         x = self.x if self.x.shape[0] > 1 else self.x.contiguous()
         before = [None if t is None else t.clone() for t in (x, self.residual)]
-        y = run_kernel(blocks, x, self.weight, self.bias, self.norm, self.gated, self.residual)
+        gemm = Gemm(x, self.weight, self.bias, self.norm, self.gated, self.residual)
+        y = run_kernel(blocks, gemm)
         for tensor, copy in zip((x, self.residual), before, strict=True):
             assert tensor is None or torch.equal(tensor, copy)
         return y

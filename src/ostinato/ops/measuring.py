@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ostinato.ops.linear import Norm, run_kernel, wide
+from ostinato.ops.linear import Gemm, Norm, run_kernel, torch_linear
 from ostinato.ops.tuning import GemmChoice, LinearShape, row_class
 
 _MEASURED_ROWS = {1: 1, 16: 8, 32: 32, 64: 64}  # by row class
@@ -50,9 +50,8 @@ def _runner(
     norm = None if norm_weight is None else Norm(norm_weight, 1e-5)
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if choice == "torch":
-            return wide(x, weight, None, norm, shape.gated, residual)
-        return run_kernel(choice, x, weight, None, norm, shape.gated, residual)
+        gemm = Gemm(x, weight, norm=norm, gated=shape.gated, residual=residual)
+        return torch_linear(gemm) if choice == "torch" else run_kernel(choice, gemm)
 
     return run
 
