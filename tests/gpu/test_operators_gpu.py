@@ -64,7 +64,7 @@ def test_norm(num_tokens: int, dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(256, 2048, 8192), (100, 4096, 4096), (65, 512, 2048)])
-def test_a_product_in_parts_and_the_norm_that_adds_them(shape: tuple[int, int, int]) -> None:
+def test_split_k_and_the_norm_that_adds_the_parts(shape: tuple[int, int, int]) -> None:
     rows, outputs, inner = shape
     x = torch.randn(rows, inner, device=CUDA, dtype=torch.bfloat16)
     weight = torch.randn(outputs, inner, device=CUDA, dtype=torch.bfloat16) / inner**0.5
@@ -73,7 +73,7 @@ def test_a_product_in_parts_and_the_norm_that_adds_them(shape: tuple[int, int, i
     parts = split_k_gemm(x, weight)
     assert parts.shape[0] == num_parts(*shape) > 1
     exact = x.double() @ weight.double().T
-    # As far off as the whole product is, rounded once; a little more, since the sum of squares of
+    # As far off as the whole GEMM is, rounded once; a little more, since the sum of squares of
     # so many errors varies little.
     whole = (x @ weight.T).double() - exact
     assert (parts.double().sum(0) - exact).norm() < 1.5 * whole.norm()

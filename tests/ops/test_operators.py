@@ -152,7 +152,7 @@ def test_norm_of_a_sum_that_comes_in_parts(
     outputs=st.integers(1, 6),
     inner=st.integers(1, 8),
 )
-def test_parts_of_a_product_add_up_to_it(parts: int, rows: int, outputs: int, inner: int) -> None:
+def test_parts_of_a_gemm_add_up_to_it(parts: int, rows: int, outputs: int, inner: int) -> None:
     x = torch.randn(rows, parts * inner, dtype=torch.float64)
     weight = torch.randn(outputs, parts * inner, dtype=torch.float64)
     got = in_parts(x, weight, parts)
@@ -254,7 +254,7 @@ def test_silu_and_mul_of_extreme_gates(device: torch.device) -> None:
 
 @pytest.mark.parametrize("rows", [64, 65, 200])
 def test_as_many_rows_as_one_likes(rows: int) -> None:
-    """On the CPU few rows go through compiled kernels, more through torch's operators."""
+    """On the CPU small batches run compiled kernels, larger ones torch's operators."""
     x, residual, weight = torch.randn(rows, 48), torch.randn(rows, 48), torch.randn(48)
     got, total = norm.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)

@@ -21,9 +21,9 @@ from ostinato.ops.triton.counters import take_counters
 from ostinato.ops.triton.launch import launch, overlap
 from ostinato.ops.tuning import (
     MAX_ROWS,
-    Blocks,
     GemmChoice,
     LinearShape,
+    TileConfig,
     row_class,
     tuning,
 )
@@ -142,8 +142,8 @@ def _has_kernels(device: torch.device) -> bool:
     return has_cores and find_spec("triton") is not None
 
 
-def run_kernel(blocks: Blocks, gemm: Gemm) -> torch.Tensor:
-    """The GEMM with tile config ``blocks``. The weight is contiguous, and rows are dense.
+def run_kernel(config: TileConfig, gemm: Gemm) -> torch.Tensor:
+    """The GEMM by our kernels. The weight is contiguous, and rows are dense.
 
     One kernel; the norm of several rows is another.
     """
@@ -154,18 +154,18 @@ def run_kernel(blocks: Blocks, gemm: Gemm) -> torch.Tensor:
         "N": outputs,
         "K": x.shape[1],
         "GATED": gated,
-        "BLOCK_N": blocks.block_n,
-        "BLOCK_K": blocks.block_k,
-        "PREFETCH": blocks.prefetch,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "PREFETCH": config.prefetch,
         "EVICT": _EVICT,
-        "num_warps": blocks.num_warps,
+        "num_warps": config.num_warps,
         **overlap(x.device),
     }
-    num_tiles = -(-outputs // blocks.block_n)
+    num_tiles = -(-outputs // config.block_n)
     if x.shape[0] == 1:
         _run_row(gemm, out, num_tiles, constants)
     else:
-        _run_tiles(blocks, gemm, out, num_tiles, constants)
+        _run_tiles(config, gemm, out, num_tiles, constants)
     return out
 
 
@@ -179,7 +179,7 @@ def _run_row(gemm: Gemm, out: torch.Tensor, num_tiles: int, constants: dict[str,
 
 
 def _run_tiles(
-    blocks: Blocks, gemm: Gemm, out: torch.Tensor, num_tiles: int, constants: dict[str, Any]
+    config: TileConfig, gemm: Gemm, out: torch.Tensor, num_tiles: int, constants: dict[str, Any]
 ) -> None:
     from ostinato.ops.triton.linear import tile_kernel
 
@@ -188,11 +188,11 @@ def _run_tiles(
         from ostinato.ops.norm import rms_norm
 
         x = rms_norm(x, norm.weight, norm.eps)
-    num_rows, split_k = x.shape[0], blocks.split_k
+    num_rows, split_k = x.shape[0], config.split_k
     block_m = row_class(num_rows)
     partial = counters = None
     if split_k > 1:
-        parts = (num_tiles, split_k, 2 if gated else 1, blocks.block_n, block_m)
+        parts = (num_tiles, split_k, 2 if gated else 1, config.block_n, block_m)
         partial = torch.empty(parts, device=x.device, dtype=torch.float32)
         counters = take_counters(x.device, num_tiles)
     launch(
@@ -203,6 +203,6 @@ def _run_tiles(
         **constants,
         BLOCK_M=block_m,
         SPLIT_K=split_k,
-        STAGES=blocks.num_stages,
-        num_stages=blocks.num_stages,
+        STAGES=config.num_stages,
+        num_stages=config.num_stages,
     )

@@ -1,6 +1,6 @@
 """Measures a GEMM on the GPU under the conditions of a decode step.
 
-That is: in a CUDA graph, one launch after another, each over the weights of another layer.
+In a CUDA graph, launches follow each other, each with the weights of another layer.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def measure_linear(
     rounds = -(-launches // len(weights))
     run = _runner(shape, choice, norm_weight, residual)
 
-    def all_of_them() -> None:
+    def run_all() -> None:
         for turn in range(rounds * len(weights)):
             run(inputs[turn % len(inputs)], weights[turn % len(weights)])
 
-    return time_in_graph(all_of_them, device) / (rounds * len(weights))
+    return time_in_graph(run_all, device) / (rounds * len(weights))
 
 
 def _runner(

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""Two kernels at the ends of a decode step: from the request state to its inputs, and back.
+"""Two kernels at the ends of a decode step: inputs from the request state, sampled tokens back.
 
-OVERLAP: each waits for all earlier kernels, and lets the next one start meanwhile.
+OVERLAP: each lets the next kernel start early, and itself waits until earlier ones are done.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def load_inputs_kernel(
         count = 0
         for first in range(0, num_rows, WIDTH):
             other = first + lane
-            its_req_index = tl.load(req_indices + other, mask=other < num_rows, other=padding_slot)
-            count += tl.sum((its_req_index != padding_slot).to(tl.int32), axis=0)
+            others = tl.load(req_indices + other, mask=other < num_rows, other=padding_slot)
+            count += tl.sum((others != padding_slot).to(tl.int32), axis=0)
         tl.store(input_ids + row, 0)
         tl.store(positions + row, 0)
         tl.store(seq_lens + row, 0)
