@@ -19,7 +19,13 @@ from ostinato.attention.paged import (
     qkv_schema,
 )
 from ostinato.attention.rope import RotaryEmbedding
-from ostinato.attention.triton.tile_config import BatchShape, decode_tile_config, tile_config
+from ostinato.attention.triton.tile_config import (
+    PREFILL_ROWS,
+    BatchShape,
+    decode_tile_config,
+    tile_config,
+)
+from ostinato.compat import runs_gluon
 from ostinato.graphs.policy.modes import AttentionCGSupport
 from ostinato.ops.define import define
 from ostinato.ops.triton.launch import num_sms
@@ -64,9 +70,41 @@ def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
     """Attend over what is in the cache."""
     if batch.seq_lens.shape[0] == 0:
         return
-    from ostinato.attention.triton.paged_attention import paged_attention
+    shape = BatchShape.of(batch, num_sms(query.device))
+    if _takes_prefill_kernel(query, batch, shape):
+        from ostinato.attention.triton.prefill_attention import prefill_attention
 
-    paged_attention(query, batch, tile_config(BatchShape.of(batch, num_sms(query.device))))
+        prefill_attention(query, batch)
+    else:
+        from ostinato.attention.triton.paged_attention import paged_attention
+
+        paged_attention(query, batch, tile_config(shape))
+
+
+def _takes_prefill_kernel(query: torch.Tensor, batch: PagedBatch, shape: BatchShape) -> bool:
+    """Whether the kernel for prompts on Hopper computes such batches, and fills the GPU.
+
+    Like a tile config, it follows from shapes alone.
+    """
+    key_cache, value_cache = batch[:2]
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    return (
+        shape.num_tokens > shape.num_reqs
+        and runs_gluon(query.device)
+        and query.dtype == key_cache.dtype
+        and shape.itemsize == 2
+        and all(
+            64 <= cache.shape[3] <= 256
+            and cache.shape[3] % 8 == 0  # bulk copies take multiples of 16 bytes
+            and cache.is_contiguous()
+            for cache in (key_cache, value_cache)
+        )
+        and block_size >= 8
+        and block_size & (block_size - 1) == 0
+        and batch.scale > 0
+        and shape.num_heads // num_kv_heads <= PREFILL_ROWS
+        and 2 * shape.num_tokens * shape.num_heads >= PREFILL_ROWS * shape.num_sms
+    )
 
 
 def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:

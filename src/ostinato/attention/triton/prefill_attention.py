@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
-# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
 """Attention of prompts on Hopper, in one warp-specialised kernel over the paged cache.
 
 One warp group copies keys and values from their pages to a ring in shared memory; two others
@@ -15,10 +15,8 @@ file need the GPU.
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -26,17 +24,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ostinato.attention.paged import PagedBatch
-from ostinato.ops.triton.launch import launch
+from ostinato.attention.triton.tile_config import PREFILL_ROWS
+from ostinato.ops.triton.launch import launch, next_power_of_2
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 SEARCH = gl.constexpr(128)
 # Rows of a warp group, which is what one wgmma takes, and of a program.
 ROWS = gl.constexpr(64)
-BLOCK_M = gl.constexpr(128)
-CHUNK = gl.constexpr(64)  # columns that a swizzled copy takes: 128 bytes
-STAGES_, TURNS_ = 2, 0
+BLOCK_M = gl.constexpr(PREFILL_ROWS)
+STAGES = gl.constexpr(2)
+CHUNK = gl.constexpr(64)  # columns of a copy: a row of 128 bytes is what the swizzle takes
 
 
 @gluon.constexpr_function
@@ -82,8 +82,7 @@ def _produce(
     PAGE: gl.constexpr,
 ):
     """Copy ``num_tiles`` tiles of keys and values, from position ``begin`` on."""
-    k_full, k_empty, v_full, v_empty, turns = barriers
-    STAGES: gl.constexpr = k_smem.shape[0]
+    k_full, k_empty, v_full, v_empty = barriers
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     for tile in range(num_tiles):
         stage = tile % STAGES
@@ -96,7 +95,7 @@ def _produce(
             needed = (position + PAGE > first) & (position <= last)
             block = gl.load(request_table + position // BLOCK_SIZE, mask=needed, other=0)
             row = block * BLOCK_SIZE + position % BLOCK_SIZE
-            rows = rows + (gl.where(needed, row, key_pages.shape[0]),)
+            rows = (*rows, gl.where(needed, row, key_pages.shape[0]))
         mbarrier.wait(k_empty.index(stage), phase)
         _copy_pages(
             key_pages, rows, kv_head * HEAD_DIM, k_full.index(stage), k_smem.index(stage), PAGE
@@ -148,12 +147,9 @@ def _tiles(
     window,
     soft_cap,
     MASKED: gl.constexpr,
-    WG: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """Tiles [first_tile, end_tile): the scores of one while the values of the last are added."""
-    k_full, k_empty, v_full, v_empty, turns = barriers
-    STAGES: gl.constexpr = k_smem.shape[0]
+    k_full, k_empty, v_full, v_empty = barriers
     weights, values, highest, total = state
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     scores_layout: gl.constexpr = _mma_layout(BLOCK_N)
@@ -163,16 +159,12 @@ def _tiles(
         stage = tile % STAGES
         phase = (tile // STAGES) & 1
         mbarrier.wait(k_full.index(stage), phase)
-        if TURNS:
-            mbarrier.wait(turns.index(WG), (tile - 1 + 1 - WG) & 1)
         scores = warpgroup_mma(
             q_smem, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
         )
         previous = (tile - 1) % STAGES
         mbarrier.wait(v_full.index(previous), ((tile - 1) // STAGES) & 1)
         values = warpgroup_mma(weights, v_smem.index(previous), values, is_async=True)
-        if TURNS:
-            mbarrier.arrive(turns.index(1 - WG), count=1)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_empty.index(stage), count=1)
         key_position = begin + tile * BLOCK_N
@@ -223,11 +215,9 @@ def _consume(
     HEAD_DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr,
     FIRST_ROW: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """Rows FIRST_ROW to FIRST_ROW + 63 of a program's tile."""
-    k_full, k_empty, v_full, v_empty, turns = barriers
-    STAGES: gl.constexpr = k_smem.shape[0]
+    k_full, k_empty, v_full, _ = barriers
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     HEAD_PAD: gl.constexpr = q_smem.shape[1]
@@ -270,7 +260,7 @@ def _consume(
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0), count=1)
     key_position = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
-    weights, highest, total, faded = _softmax(
+    weights, highest, total, _ = _softmax(
         scores, highest, total, position, key_position, scale, window, soft_cap, True
     )
     weights = gl.convert_layout(weights.to(v_smem.dtype), gl.DotOperandLayout(0, values_layout, 2))
@@ -280,11 +270,11 @@ def _consume(
     if window is None:
         state = _tiles(
             1, num_unmasked, begin, q_smem, k_smem, v_smem, barriers, state,
-            position, scale, window, soft_cap, False, FIRST_ROW // 64, TURNS,
+            position, scale, window, soft_cap, False,
         )  # fmt: skip
     state = _tiles(
         gl.maximum(num_unmasked, 1), num_tiles, begin, q_smem, k_smem, v_smem, barriers, state,
-        position, scale, window, soft_cap, True, FIRST_ROW // 64, TURNS,
+        position, scale, window, soft_cap, True,
     )  # fmt: skip
     weights, values, highest, total = state
     last = num_tiles - 1
@@ -360,10 +350,6 @@ def prefill_kernel(
     VALUE_PAD: gl.constexpr,
     PAGE: gl.constexpr,
     BLOCK_N: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr,
-    PRODUCER_REGS: gl.constexpr,
-    STAGES: gl.constexpr,
-    TURNS: gl.constexpr,
 ):
     """One program per tile of at most BLOCK_M // GROUP queries of one request, and KV head.
 
@@ -415,10 +401,7 @@ def prefill_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], barrier_layout)
-    mbarrier.init(turns.index(0), count=1)
-    mbarrier.init(turns.index(1), count=1)
-    barriers = (k_full, k_empty, v_full, v_empty, turns)
+    barriers = (k_full, k_empty, v_full, v_empty)
     query_strides = (query_token_stride, query_head_stride)
     out_strides = (out_token_stride, out_head_stride)
     gl.warp_specialize(
@@ -427,16 +410,16 @@ def prefill_kernel(
                 _consume,
                 (
                     query, out, sinks, scale, window, soft_cap, start, query_len, first_query,
-                    context, begin, num_tiles, num_unmasked, stale_from, kv_head, query_strides, out_strides,
-                    q_smem.index(0), k_smem, v_smem, barriers, GROUP, HEAD_DIM, VALUE_DIM, 0, TURNS,
+                    context, begin, num_tiles, num_unmasked, stale_from, kv_head,
+                    query_strides, out_strides, q_smem.index(0), k_smem, v_smem, barriers, GROUP, HEAD_DIM, VALUE_DIM, 0,
                 ),
             ),
             (
                 _consume,
                 (
                     query, out, sinks, scale, window, soft_cap, start, query_len, first_query,
-                    context, begin, num_tiles, num_unmasked, stale_from, kv_head, query_strides, out_strides,
-                    q_smem.index(1), k_smem, v_smem, barriers, GROUP, HEAD_DIM, VALUE_DIM, 64, TURNS,
+                    context, begin, num_tiles, num_unmasked, stale_from, kv_head,
+                    query_strides, out_strides, q_smem.index(1), k_smem, v_smem, barriers, GROUP, HEAD_DIM, VALUE_DIM, 64,
                 ),
             ),
             (
@@ -448,7 +431,7 @@ def prefill_kernel(
             ),
         ],
         [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
+        [240, 24],
     )  # fmt: skip
 
 
@@ -459,11 +442,11 @@ def prefill_attention(query: torch.Tensor, batch: PagedBatch) -> None:
     num_kv_heads = key_cache.shape[2]
     group = num_heads // num_kv_heads
     num_reqs = query_start_loc.shape[0] - 1
-    block_q = 128 // group
+    block_q = PREFILL_ROWS // group
     num_tiles = (num_tokens + num_reqs * (block_q - 1)) // block_q
     head_dim = query.shape[2]
-    head_pad = max(64, triton.next_power_of_2(head_dim))
-    value_pad = max(64, triton.next_power_of_2(value_dim))
+    head_pad = max(64, next_power_of_2(head_dim))
+    value_pad = max(64, next_power_of_2(value_dim))
     block_n = 64 if max(head_pad, value_pad) > 128 else 128
     page = min(key_cache.shape[1], block_n)
     launch(
@@ -496,10 +479,6 @@ def prefill_attention(query: torch.Tensor, batch: PagedBatch) -> None:
         VALUE_PAD=value_pad,
         PAGE=page,
         BLOCK_N=block_n,
-        CONSUMER_REGS=240,
-        PRODUCER_REGS=24,
-        STAGES=STAGES_,
-        TURNS=TURNS_,
         descriptors=(_pages(key_cache, page), _pages(value_cache, page)),
         num_warps=4,
     )

@@ -18,6 +18,8 @@ _DECODE_PROGRAMS_PER_SM = 8
 _MAX_SPLITS = 64
 # Of the decode kernel, whose programs combine the parts themselves.
 MAX_COMBINED_SPLITS = 16
+# Rows of a program of the kernel for prompts: queries x heads of a group.
+PREFILL_ROWS = 128
 
 
 def padded_row(length: int) -> int:
