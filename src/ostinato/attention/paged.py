@@ -1,4 +1,4 @@
-"""What the backends over the paged cache share: one layer's batch, and their schemas.
+"""What backends over the paged cache share: one layer's batch, and operator schemas.
 
 An operator takes plain values, so a ``PagedBatch`` is passed to it field by field, behind the
 queries, keys and values, or behind the raw QKV and its RoPE. Here it is taken apart
@@ -141,7 +141,7 @@ class PagedAttention(AttentionBackend):
 
 
 class PagedQkvAttention(PagedAttention):
-    """A ``PagedAttention`` that applies RoPE itself, in fewer kernels than ``forward`` after it."""
+    """A ``PagedAttention`` that applies RoPE itself, in fewer kernels."""
 
     @abstractmethod
     def attend_qkv(

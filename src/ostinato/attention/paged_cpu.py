@@ -1,4 +1,4 @@
-"""Paged attention on the CPU: request by request, over the keys that are really there.
+"""Paged attention on the CPU: request by request, over its actual keys.
 
 The body of the operator reads the lengths each time it runs, also when a graph replays it, so its
 cost follows the lengths and not the limits. It touches no cache slot that a request cannot see, so
@@ -41,7 +41,7 @@ class Queries(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a batch's integers say. ``written``: the tokens to store, None for all of them."""
+    """A batch's lengths, tables and slots. ``written``: the tokens to store; None: all."""
 
     queries: tuple[Queries, ...]
     written: torch.Tensor | None
@@ -87,7 +87,7 @@ def _store(
 
 
 def attend_requests(requests: Iterable[Queries], query: torch.Tensor, batch: PagedBatch) -> None:
-    """Write the rows of ``requests`` in ``batch.out``; what they see is in the cache."""
+    """Write the rows of ``requests`` in ``batch.out``. Their keys and values are in the cache."""
     key_cache, value_cache = batch.key_cache, batch.value_cache
     keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     is_plain = batch.is_plain
@@ -103,7 +103,7 @@ def attend_requests(requests: Iterable[Queries], query: torch.Tensor, batch: Pag
 
 
 def read_layout(batch: PagedBatch) -> Layout:
-    """What a batch's integers say now."""
+    """The batch's lengths, tables and slots as they are now."""
     block_size = batch.key_cache.shape[1]
     seq_lens, block_table = batch.seq_lens, batch.block_table
     needed = -(-max(seq_lens.tolist(), default=0) // block_size)
@@ -161,7 +161,7 @@ def _between(tokens: torch.Tensor, origin: int, first: int, last: int, group: in
     """Positions from ``first`` to before ``last`` of a request whose position 0 is at ``origin`` of
     ``tokens`` [N, num_kv_heads, dim]: a view [num_kv_heads, group, last - first, dim]."""
     per_token, per_head, per_element = tokens.stride()
-    # One call where slicing and transposing would be four; this is most of a short request.
+    # One call instead of four to slice and transpose; calls are most of a short request's time.
     return tokens.as_strided(
         (tokens.shape[1], group, last - first, tokens.shape[2]),
         (per_head, 0, per_token, per_element),
@@ -203,7 +203,7 @@ def _attend_one(
     )
     query = _heads_of_one(query, queries.start, num_kv_heads)
     target = _heads_of_one(batch.out, queries.start, num_kv_heads)
-    # baddbmm is bmm with a factor; with beta=0 it does not read its summand.
+    # baddbmm is bmm with a factor; with beta=0 it ignores its first argument.
     scores = torch.baddbmm(_nothing(query.dtype), query, transposed_keys, beta=0, alpha=batch.scale)
     weights = scores.softmax(-1, dtype=torch.float32)
     if its_values.dtype is not torch.float32:

@@ -100,7 +100,7 @@ def _store(rows: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) 
 
 
 def _tile_size(num_tokens: int, num_reqs: int) -> int:
-    """About the queries of an average request: single tokens share no keys, prompts do."""
+    """About the queries of an average request, since only queries of one request share keys."""
     average = -(-num_tokens // num_reqs)
     return min(_TILE_SIZE, 1 << (average - 1).bit_length())
 
@@ -181,7 +181,7 @@ def _read(
     unseen = (positions < tiles.first[:, None]) | (positions > tiles.last[:, None])
     keys = key_cache[blocks].flatten(1, 2).permute(0, 2, 3, 1).float()
     values = value_cache[blocks].flatten(1, 2).transpose(1, 2).float()
-    # A weight of 0 does not help against a value of NaN.
+    # A weight of 0 would not mask a NaN.
     return _Keys(positions, keys, values.masked_fill(unseen[:, None, :, None], 0.0))
 
 

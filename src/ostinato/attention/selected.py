@@ -35,8 +35,8 @@ class SelectedTokens:
         return tokens.index_select(0, self.rows)
 
     def put_back(self, selected: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """``tokens`` [T, D] with the selected rows replaced; a new tensor. Padding goes nowhere."""
-        # One row more than there are tokens, for padding to be written to.
+        """``tokens`` [T, D] with the selected rows replaced; a new tensor. Padding is dropped."""
+        # One extra row, to which padding is written.
         extended = torch.cat((tokens, tokens.new_zeros(1, tokens.shape[1])))
         return extended.index_copy_(0, self.targets, selected)[:-1]
 

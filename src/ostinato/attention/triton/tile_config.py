@@ -57,7 +57,7 @@ class BatchShape(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """How a batch becomes programs: constants of the attention kernel and of its launch."""
+    """Constants of ``attend_kernel`` and options of its launch."""
 
     block_m: int  # rows of a tile: queries x heads of a group, at least what tensor cores take
     block_q: int  # queries of a tile
@@ -93,7 +93,7 @@ def tile_config(shape: BatchShape) -> TileConfig:
 
 
 class DecodeTileConfig(NamedTuple):
-    """How a decode batch becomes programs: constants of its one kernel and of the launch."""
+    """Constants of ``decode_kernel`` and options of its launch."""
 
     block_n: int  # keys at a time
     num_splits: int  # of the keys of a request, at most
