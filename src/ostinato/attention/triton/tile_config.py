@@ -6,6 +6,7 @@ a graph and an eager call of the same shapes agree to the bit.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from ostinato.attention.paged import PagedBatch
@@ -44,13 +45,14 @@ class BatchShape(NamedTuple):
         key_cache, value_cache, out = batch[:3]
         _, block_size, num_kv_heads, head_dim = key_cache.shape
         num_tokens, num_heads, _ = out.shape
+        itemsize = key_cache.itemsize
         return cls(
             num_tokens=num_tokens,
             num_reqs=batch.seq_lens.shape[0],
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            row_bytes=padded_row(max(head_dim, value_cache.shape[3])) * key_cache.itemsize,
-            itemsize=key_cache.itemsize,
+            row_bytes=padded_row(max(head_dim, value_cache.shape[3])) * itemsize,
+            itemsize=itemsize,
             max_keys=batch.block_table.shape[1] * block_size,
             num_sms=num_sms,
         )
@@ -68,6 +70,7 @@ class TileConfig(NamedTuple):
     num_stages: int
 
 
+@lru_cache(maxsize=256)  # every layer of a step asks for the same
 def tile_config(shape: BatchShape) -> TileConfig:
     """Right for all batches of this shape, fast for even ones."""
     group = shape.num_heads // shape.num_kv_heads
@@ -134,6 +137,7 @@ _BROAD = (
 )
 
 
+@lru_cache(maxsize=256)
 def decode_tile_config(shape: BatchShape) -> DecodeTileConfig:
     """The same for decode batches: the rows of a tile are the heads of one request's group."""
     num_sms, row_bytes = shape.num_sms, shape.row_bytes
