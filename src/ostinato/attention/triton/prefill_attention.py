@@ -95,7 +95,8 @@ def _produce(
             needed = (position + PAGE > first) & (position <= last)
             block = gl.load(request_table + position // BLOCK_SIZE, mask=needed, other=0)
             row = block * BLOCK_SIZE + position % BLOCK_SIZE
-            rows = (*rows, gl.where(needed, row, key_pages.shape[0]))
+            row = gl.where(needed, row, key_pages.shape[0])
+            rows = rows + (row,)  # noqa: RUF005 (kernels know no stars)
         mbarrier.wait(k_empty.index(stage), phase)
         _copy_pages(
             key_pages, rows, kv_head * HEAD_DIM, k_full.index(stage), k_smem.index(stage), PAGE
@@ -107,8 +108,9 @@ def _produce(
 
 
 @gluon.jit
-def _softmax(scores, highest, total, position, key_position, scale, window, soft_cap, MASKED):
+def _softmax(scores, highest, total, position, key_position, scoring, MASKED: gl.constexpr):
     """The weights of a tile to the base 2, and what the rows' highest, total and sums become."""
+    _, scale, window, soft_cap = scoring
     if soft_cap is not None:
         # tanh(x) = 1 - 2 / (1 + exp(2 x)), right at both infinities.
         doubled = gl.exp2(scores * (scale / soft_cap * 2.0 * LOG2_E))
@@ -143,9 +145,7 @@ def _tiles(
     barriers,
     state,
     position,
-    scale,
-    window,
-    soft_cap,
+    scoring,
     MASKED: gl.constexpr,
 ):
     """Tiles [first_tile, end_tile): the scores of one while the values of the last are added."""
@@ -170,7 +170,7 @@ def _tiles(
         key_position = begin + tile * BLOCK_N
         key_position += gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
         new_weights, highest, total, faded = _softmax(
-            scores, highest, total, position, key_position, scale, window, soft_cap, MASKED
+            scores, highest, total, position, key_position, scoring, MASKED
         )
         new_weights = gl.convert_layout(
             new_weights.to(v_smem.dtype), gl.DotOperandLayout(0, values_layout, 2)
@@ -190,23 +190,10 @@ def _mma_layout(width):
 
 @gluon.jit
 def _consume(
-    query,
-    out,
-    sinks,
-    scale,
-    window,
-    soft_cap,
-    start,
-    query_len,
-    first_query,
-    context,
-    begin,
-    num_tiles,
-    num_unmasked,
-    stale_from,
+    work,
+    rows,
+    scoring,
     kv_head,
-    query_strides,
-    out_strides,
     q_smem,
     k_smem,
     v_smem,
@@ -217,6 +204,9 @@ def _consume(
     FIRST_ROW: gl.constexpr,
 ):
     """Rows FIRST_ROW to FIRST_ROW + 63 of a program's tile."""
+    start, query_len, first_query, context, begin, num_tiles, num_unmasked, stale_from = work
+    query, out, query_token_stride, query_head_stride, out_token_stride, out_head_stride = rows
+    sinks, scale, window, soft_cap = scoring
     k_full, k_empty, v_full, _ = barriers
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -231,7 +221,7 @@ def _consume(
     row = first_query + m // GROUP
     owned = (m < BLOCK_Q * GROUP) & (row < query_len)
     token = (start + row).to(gl.int64)
-    rows = token * query_strides[0] + (kv_head * GROUP + m % GROUP) * query_strides[1]
+    rows = token * query_token_stride + (kv_head * GROUP + m % GROUP) * query_head_stride
     mask = owned[:, None]
     if HEAD_DIM != HEAD_PAD:
         mask = mask & (d < HEAD_DIM)[None, :]
@@ -261,7 +251,7 @@ def _consume(
     mbarrier.arrive(k_empty.index(0), count=1)
     key_position = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
     weights, highest, total, _ = _softmax(
-        scores, highest, total, position, key_position, scale, window, soft_cap, True
+        scores, highest, total, position, key_position, scoring, True
     )
     weights = gl.convert_layout(weights.to(v_smem.dtype), gl.DotOperandLayout(0, values_layout, 2))
     values = gl.zeros([ROWS, VALUE_PAD], gl.float32, values_layout)
@@ -270,11 +260,11 @@ def _consume(
     if window is None:
         state = _tiles(
             1, num_unmasked, begin, q_smem, k_smem, v_smem, barriers, state,
-            position, scale, window, soft_cap, False,
+            position, scoring, False,
         )  # fmt: skip
     state = _tiles(
         gl.maximum(num_unmasked, 1), num_tiles, begin, q_smem, k_smem, v_smem, barriers, state,
-        position, scale, window, soft_cap, True,
+        position, scoring, True,
     )  # fmt: skip
     weights, values, highest, total = state
     last = num_tiles - 1
@@ -290,7 +280,7 @@ def _consume(
     e = gl.arange(0, VALUE_PAD, gl.SliceLayout(0, values_layout))
     row = first_query + m // GROUP
     token = (start + row).to(gl.int64)
-    rows = token * out_strides[0] + (kv_head * GROUP + m % GROUP) * out_strides[1]
+    rows = token * out_token_stride + (kv_head * GROUP + m % GROUP) * out_head_stride
     there = ((m < BLOCK_Q * GROUP) & (row < query_len))[:, None] & (e < VALUE_DIM)[None, :]
     gl.store(out + (rows[:, None] + e[None, :]), values.to(out.dtype.element_ty), mask=there)
 
@@ -402,24 +392,23 @@ def prefill_kernel(
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
     barriers = (k_full, k_empty, v_full, v_empty)
-    query_strides = (query_token_stride, query_head_stride)
-    out_strides = (out_token_stride, out_head_stride)
+    work = (start, query_len, first_query, context, begin, num_tiles, num_unmasked, stale_from)
+    rows = (query, out, query_token_stride, query_head_stride, out_token_stride, out_head_stride)
+    scoring = (sinks, scale, window, soft_cap)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    query, out, sinks, scale, window, soft_cap, start, query_len, first_query,
-                    context, begin, num_tiles, num_unmasked, stale_from, kv_head,
-                    query_strides, out_strides, q_smem.index(0), k_smem, v_smem, barriers, GROUP, HEAD_DIM, VALUE_DIM, 0,
+                    work, rows, scoring, kv_head, q_smem.index(0), k_smem, v_smem, barriers,
+                    GROUP, HEAD_DIM, VALUE_DIM, 0,
                 ),
             ),
             (
                 _consume,
                 (
-                    query, out, sinks, scale, window, soft_cap, start, query_len, first_query,
-                    context, begin, num_tiles, num_unmasked, stale_from, kv_head,
-                    query_strides, out_strides, q_smem.index(1), k_smem, v_smem, barriers, GROUP, HEAD_DIM, VALUE_DIM, 64,
+                    work, rows, scoring, kv_head, q_smem.index(1), k_smem, v_smem, barriers,
+                    GROUP, HEAD_DIM, VALUE_DIM, ROWS,
                 ),
             ),
             (
