@@ -27,7 +27,7 @@ from ostinato.errors import ConfigError, SchedulingError
 from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling import block_allocator, scheduler, steady_decode
-from ostinato.scheduling.block_allocator import BlockAllocator, block_hash, root_hash
+from ostinato.scheduling.block_allocator import BlockAllocator, block_hashes, root_hash
 from ostinato.scheduling.request import FinishReason, Request, RequestStatus
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import (
@@ -100,12 +100,7 @@ def next_token(tokens: list[int]) -> int:
 @lru_cache(maxsize=4096)
 def block_names(tokens: tuple[int, ...], size: int) -> tuple[bytes, ...]:
     """The hashes of all full blocks of a sequence."""
-    end = len(tokens) // size * size
-    if not end:
-        return ()
-    before = block_names(tokens[: end - size], size)
-    parent = before[-1] if before else root_hash()
-    return (*before, block_hash(parent, tokens[end - size : end]))
+    return tuple(block_hashes(root_hash(), tokens[: len(tokens) // size * size], size))
 
 
 def ends(request: Request, output: list[int]) -> FinishReason | None:
