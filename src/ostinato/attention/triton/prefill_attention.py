@@ -14,6 +14,9 @@ file need the GPU.
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -473,8 +476,16 @@ def prefill_attention(query: torch.Tensor, batch: PagedBatch) -> None:
     )
 
 
-def _pages(cache: torch.Tensor, page: int) -> TensorDescriptor:
-    """``cache`` as rows of all heads, for copies of ``page`` rows and CHUNK columns."""
-    rows = cache.view(-1, cache.shape[2] * cache.shape[3])
-    layout = gl.NVMMASharedLayout(128, cache.itemsize * 8)
-    return TensorDescriptor.from_tensor(rows, [page, CHUNK.value], layout)
+def _pages(kv_cache: torch.Tensor, page: int) -> TensorDescriptor:
+    """``kv_cache`` as rows of all heads, for copies of ``page`` rows and CHUNK columns."""
+    num_blocks, block_size, num_heads, width = kv_cache.shape
+    columns = num_heads * width
+    shape, strides = [num_blocks * block_size, columns], [columns, 1]
+    return TensorDescriptor(
+        kv_cache, shape, strides, [page, CHUNK.value], _page_layout(kv_cache.dtype)
+    )
+
+
+@cache
+def _page_layout(dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8)
