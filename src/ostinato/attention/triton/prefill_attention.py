@@ -207,7 +207,8 @@ def _consume(
     FIRST_ROW: gl.constexpr,
 ):
     """Rows FIRST_ROW to FIRST_ROW + 63 of a program's tile."""
-    start, query_len, first_query, context, begin, num_tiles, num_unmasked, stale_from = work
+    start, query_len, first_query, context, tiles = work
+    begin, num_tiles, num_unmasked, stale_to, stale_from = tiles
     query, out, query_token_stride, query_head_stride, out_token_stride, out_head_stride = rows
     sinks, scale, window, soft_cap = scoring
     k_full, k_empty, v_full, _ = barriers
@@ -259,6 +260,10 @@ def _consume(
     weights = gl.convert_layout(weights.to(v_smem.dtype), gl.DotOperandLayout(0, values_layout, 2))
     values = gl.zeros([ROWS, VALUE_PAD], gl.float32, values_layout)
 
+    if window is not None:
+        if stale_to > 0:
+            mbarrier.wait(v_full.index(0), 0)
+            _keep_rows(v_smem.index(0), stale_to, BLOCK_N)
     state = (weights, values, highest, total)
     if window is None:
         state = _tiles(
@@ -273,7 +278,7 @@ def _consume(
     last = num_tiles - 1
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     if stale_from < BLOCK_N:
-        _zero_rows(v_smem.index(last % STAGES), stale_from)
+        _keep_rows(v_smem.index(last % STAGES), 0, stale_from)
     values = warpgroup_mma(weights, v_smem.index(last % STAGES), values, is_async=True)
     values = warpgroup_mma_wait(0, deps=[values])
 
@@ -289,15 +294,15 @@ def _consume(
 
 
 @gluon.jit
-def _zero_rows(smem, first):
-    """Zero the rows from ``first`` on: a weight of 0 does not help against a value of NaN.
+def _keep_rows(smem, first, stop):
+    """Zero all rows but ``first`` to ``stop``: a weight of 0 does not help against a value of NaN.
 
     Both warp groups do it to the same tile; each writes what the other does.
     """
     layout: gl.constexpr = _copy_layout(smem.shape[1])
     row = gl.arange(0, smem.shape[0], gl.SliceLayout(1, layout))
     rows = smem.load(layout)
-    smem.store(gl.where((row < first)[:, None], rows, 0.0))
+    smem.store(gl.where(((row >= first) & (row < stop))[:, None], rows, 0.0))
     fence_async_shared()
 
 
@@ -371,7 +376,11 @@ def prefill_kernel(
     num_unmasked = gl.maximum(context + first_query + 1, 0) // BLOCK_N
     if window is not None:
         num_unmasked = 0
-    # Where, in the last tile, its last page may hold what the request never wrote.
+    # Pages at both ends may hold more than the queries see: slots that slid out of the window, in
+    # the first tile, and slots that the request has not written yet, in the last.
+    stale_to = 0
+    if first % PAGE != 0:
+        stale_to = first - begin
     stale_from = BLOCK_N
     if context + query_len < (last // PAGE + 1) * PAGE:
         stale_from = context + query_len - begin - (num_tiles - 1) * BLOCK_N
@@ -395,7 +404,8 @@ def prefill_kernel(
         mbarrier.init(k_empty.index(stage), count=2)
         mbarrier.init(v_empty.index(stage), count=2)
     barriers = (k_full, k_empty, v_full, v_empty)
-    work = (start, query_len, first_query, context, begin, num_tiles, num_unmasked, stale_from)
+    tiles = (begin, num_tiles, num_unmasked, stale_to, stale_from)
+    work = (start, query_len, first_query, context, tiles)
     rows = (query, out, query_token_stride, query_head_stride, out_token_stride, out_head_stride)
     scoring = (sinks, scale, window, soft_cap)
     gl.warp_specialize(
