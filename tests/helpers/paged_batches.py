@@ -268,8 +268,7 @@ def padded(mix: Mix, num_tokens: int, seed: int, **rules: Any) -> Layout:
         padding_requests=4 - len(mix),
         padding_tokens=num_tokens - sum(query_len for query_len, _ in mix),
         seed=seed,
-        **SHAPES,
-        **rules,
+        **SHAPES | rules,
     )
 
 

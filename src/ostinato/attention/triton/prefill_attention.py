@@ -260,7 +260,7 @@ def _consume(
     weights = gl.convert_layout(weights.to(v_smem.dtype), gl.DotOperandLayout(0, values_layout, 2))
     values = gl.zeros([ROWS, VALUE_PAD], gl.float32, values_layout)
 
-    if window is not None:
+    if window is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if stale_to > 0:
             mbarrier.wait(v_full.index(0), 0)
             _keep_rows(v_smem.index(0), stale_to, BLOCK_N)
