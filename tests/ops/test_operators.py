@@ -472,7 +472,7 @@ class Decode:
         self.write(computed)
 
     def new_buffers(self) -> InputBuffers:
-        num_seqs, device = self.state.padding_slot, self.state.device
+        num_seqs, device = self.state.padding_req_index, self.state.device
         buffers = InputBuffers(
             max_num_seqs=num_seqs, max_num_tokens=num_seqs + 2, cache=self.cache, device=device
         )
@@ -488,7 +488,7 @@ class Decode:
             blocks = torch.randperm(self.cache.num_blocks, dtype=torch.int32)[: count // size + 1]
             state.block_table[req_index, : len(blocks)] = blocks.to(state.device)
             state.num_computed[req_index] = count
-        req_indices = [*computed, *[state.padding_slot] * (self.padded - len(computed))]
+        req_indices = [*computed, *[state.padding_req_index] * (self.padded - len(computed))]
         self.buffers.req_indices[: self.padded] = torch.tensor(req_indices).to(state.device)
         self.count = len(computed)
 
@@ -511,7 +511,7 @@ class Decode:
             state.num_computed,
             state.token_ids,
             state.block_table,
-            state.padding_slot,
+            state.padding_req_index,
             self.cache.block_size,
         )
 

@@ -37,7 +37,7 @@ def new_state(device: torch.device) -> RequestState:
     state = RequestState(max_num_seqs=MAX_NUM_SEQS, cache=CACHE, device=device)
     for tensor in (state.token_ids, state.block_table, state.num_computed):
         tensor.fill_(POISON)
-    state.num_computed[state.padding_slot] = 0
+    state.num_computed[state.padding_req_index] = 0
     return state
 
 
@@ -348,10 +348,10 @@ def test_the_token_at_the_length_limit_has_a_place(device: torch.device) -> None
 
 def test_padding_has_the_last_row(device: torch.device) -> None:
     state = RequestState(max_num_seqs=MAX_NUM_SEQS, cache=CACHE, device=device)
-    assert state.padding_slot == MAX_NUM_SEQS
+    assert state.padding_req_index == MAX_NUM_SEQS
     assert state.token_ids.shape == (MAX_NUM_SEQS + 1, CACHE.max_model_len + 1)
     assert state.block_table.shape == (MAX_NUM_SEQS + 1, 8)
     assert not any(
-        tensor[state.padding_slot].any() for tensor in (state.token_ids, state.block_table)
+        tensor[state.padding_req_index].any() for tensor in (state.token_ids, state.block_table)
     )
-    assert state.num_computed[state.padding_slot] == 0
+    assert state.num_computed[state.padding_req_index] == 0

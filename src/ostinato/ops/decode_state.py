@@ -22,7 +22,7 @@ from ostinato.ops.triton.launch import launch, overlap
 class DecodeState(NamedTuple):
     """The state of S request rows, and the rows that a decode batch of R runs.
 
-    ``req_indices`` has the real rows first, then ``padding_slot``. Every real row's next token must
+    ``req_indices`` has the real rows first, then ``padding_req_index``. Every real row's next token must
     be in ``token_ids``, and its block in the table.
     """
 
@@ -30,7 +30,7 @@ class DecodeState(NamedTuple):
     num_computed: torch.Tensor  # [S] int32
     token_ids: torch.Tensor  # [S, L] int32
     block_table: torch.Tensor  # [S, blocks] int32
-    padding_slot: int
+    padding_req_index: int
     block_size: int
 
 
@@ -47,13 +47,13 @@ class DecodeInputs(NamedTuple):
 
 _LOAD_SCHEMA = """load_decode_inputs(
     Tensor req_indices, Tensor num_computed, Tensor token_ids, Tensor state_block_table,
-    int padding_slot, int block_size,
+    int padding_req_index, int block_size,
     Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) seq_lens, Tensor(d!) query_start_loc,
     Tensor(e!) block_table, Tensor(f!) slot_mapping
 ) -> ()"""
 _STORE_SCHEMA = """store_decode_outputs(
     Tensor tokens, Tensor req_indices, Tensor(a!) num_computed, Tensor(b!) token_ids,
-    Tensor state_block_table, int padding_slot, int block_size
+    Tensor state_block_table, int padding_req_index, int block_size
 ) -> ()"""
 
 _STORE_ROWS = 128  # per program
@@ -78,10 +78,10 @@ def store_decode_outputs(state: DecodeState, tokens: torch.Tensor) -> None:
 
 def load_decode_inputs_cpu(state: DecodeState, inputs: DecodeInputs) -> None:
     """The CPU kernel: real rows first, then padding."""
-    req_indices, num_computed, token_ids, state_block_table, padding_slot, block_size = state
+    req_indices, num_computed, token_ids, state_block_table, padding_req_index, block_size = state
     input_ids, positions, seq_lens, query_start_loc, block_table, slot_mapping = inputs
     num_rows = req_indices.shape[0]
-    count = int((req_indices != padding_slot).sum())
+    count = int((req_indices != padding_req_index).sum())
     rows = req_indices[:count]
     position = num_computed[rows].long()
     input_ids[:count] = token_ids[rows, position]
@@ -100,7 +100,7 @@ def load_decode_inputs_cpu(state: DecodeState, inputs: DecodeInputs) -> None:
 
 def store_decode_outputs_cpu(state: DecodeState, tokens: torch.Tensor) -> None:
     """The CPU kernel."""
-    is_real = state.req_indices != state.padding_slot
+    is_real = state.req_indices != state.padding_req_index
     rows = state.req_indices[is_real]
     computed = state.num_computed[rows] + 1
     state.num_computed[rows] = computed
@@ -111,14 +111,14 @@ def triton_load_decode_inputs(state: DecodeState, inputs: DecodeInputs) -> None:
     """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
     from ostinato.ops.triton.decode_state import load_inputs_kernel
 
-    req_indices, num_computed, token_ids, block_table, padding_slot, block_size = state
+    req_indices, num_computed, token_ids, block_table, padding_req_index, block_size = state
     num_rows = req_indices.shape[0]
     strides = (token_ids.stride(0), block_table.stride(0), inputs.block_table.stride(0))
     launch(
         load_inputs_kernel,
         (num_rows,),
         (req_indices, num_computed, token_ids, block_table, *inputs),
-        (padding_slot, num_rows, *strides),
+        (padding_req_index, num_rows, *strides),
         BLOCK_SIZE=block_size,
         **overlap(req_indices.device),
         num_warps=1,
@@ -134,7 +134,7 @@ def triton_store_decode_outputs(state: DecodeState, tokens: torch.Tensor) -> Non
         store_outputs_kernel,
         (-(-num_rows // _STORE_ROWS),),
         (state.req_indices, tokens, state.num_computed, state.token_ids),
-        (state.padding_slot, num_rows, state.token_ids.stride(0)),
+        (state.padding_req_index, num_rows, state.token_ids.stride(0)),
         BLOCK=_STORE_ROWS,
         **overlap(state.req_indices.device),
         num_warps=4,

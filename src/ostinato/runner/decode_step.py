@@ -50,7 +50,7 @@ def decode_step(
         state.num_computed,
         state.token_ids,
         state.block_table,
-        state.padding_slot,
+        state.padding_req_index,
         buffers.block_size,
     )
     inputs = DecodeInputs(

@@ -35,7 +35,7 @@ class InputBuffers:
         self.query_lens = zeros(max_num_seqs, dtype=torch.int32)
         self.sampled = zeros(max_num_seqs)
         self.logits_indices = zeros(max_num_seqs)
-        self._padding_slot = max_num_seqs  # the state's last row
+        self._padding_req_index = max_num_seqs  # the state's last row
         self.tokens = TokenBuffers(
             query_start_loc=zeros(max_num_seqs + 1, dtype=torch.int32),
             seq_lens=zeros(max_num_seqs, dtype=torch.int32),
@@ -55,7 +55,7 @@ class InputBuffers:
     def reset(self) -> None:
         """Fill all rows with padding for a capture, which must not write to the KV cache."""
         tokens = self.tokens
-        self.req_indices.fill_(self._padding_slot)
+        self.req_indices.fill_(self._padding_req_index)
         for buffer in (
             self.query_lens,
             self.sampled,
@@ -115,7 +115,7 @@ class InputBuffers:
         """Set the rows: the requests in ``req_indices``, then padding up to ``num_reqs`` rows."""
         padding = num_reqs - len(req_indices)
         _copy_from_host(
-            self.req_indices[:num_reqs], [*req_indices, *[self._padding_slot] * padding]
+            self.req_indices[:num_reqs], [*req_indices, *[self._padding_req_index] * padding]
         )
 
     def select_last_tokens(self, num_reqs: int) -> None:

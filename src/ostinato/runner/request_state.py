@@ -16,7 +16,7 @@ from ostinato.scheduling.step_plan import DecodePlan, IntArray, ScheduledRequest
 
 
 class RequestState:
-    """Device tensors by request row; the last row, ``padding_slot``, is for padding.
+    """Device tensors by request row; the last row, ``padding_req_index``, is for padding.
 
     ``token_ids`` [rows, max_model_len + 1]: prompt and output, plus the token sampled at the
     length limit. ``num_computed`` [rows]: tokens in the KV cache, and so the position of the next
@@ -24,7 +24,7 @@ class RequestState:
     """
 
     def __init__(self, *, max_num_seqs: int, cache: CacheSize, device: torch.device) -> None:
-        self.padding_slot = max_num_seqs
+        self.padding_req_index = max_num_seqs
         self.device = device
 
         def zeros(*row: int) -> torch.Tensor:

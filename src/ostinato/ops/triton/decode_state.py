@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 WIDTH = tl.constexpr(256)
 
 
-@triton.jit(do_not_specialize=["padding_slot", "num_rows"])
+@triton.jit(do_not_specialize=["padding_req_index", "num_rows"])
 def load_inputs_kernel(
     req_indices,
     num_computed,
@@ -27,7 +27,7 @@ def load_inputs_kernel(
     query_start_loc,
     block_table,
     slot_mapping,
-    padding_slot,
+    padding_req_index,
     num_rows,
     token_ids_stride,
     state_table_stride,
@@ -44,7 +44,7 @@ def load_inputs_kernel(
     lane = tl.arange(0, WIDTH)
     if row == 0:
         tl.store(query_start_loc, 0)
-    if req_index != padding_slot:
+    if req_index != padding_req_index:
         position = tl.load(num_computed + req_index)
         its_blocks = state_block_table + req_index * state_table_stride
         block = tl.load(its_blocks + position // BLOCK_SIZE).to(tl.int64)
@@ -64,8 +64,8 @@ def load_inputs_kernel(
         count = 0
         for first in range(0, num_rows, WIDTH):
             other = first + lane
-            others = tl.load(req_indices + other, mask=other < num_rows, other=padding_slot)
-            count += tl.sum((others != padding_slot).to(tl.int32), axis=0)
+            others = tl.load(req_indices + other, mask=other < num_rows, other=padding_req_index)
+            count += tl.sum((others != padding_req_index).to(tl.int32), axis=0)
         tl.store(input_ids + row, 0)
         tl.store(positions + row, 0)
         tl.store(seq_lens + row, 0)
@@ -73,13 +73,13 @@ def load_inputs_kernel(
         tl.store(slot_mapping + row, -1)
 
 
-@triton.jit(do_not_specialize=["padding_slot", "num_rows"])
+@triton.jit(do_not_specialize=["padding_req_index", "num_rows"])
 def store_outputs_kernel(
     req_indices,
     tokens,
     num_computed,
     token_ids,
-    padding_slot,
+    padding_req_index,
     num_rows,
     token_ids_stride,
     BLOCK: tl.constexpr,
@@ -90,8 +90,8 @@ def store_outputs_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    req_index = tl.load(req_indices + row, mask=row < num_rows, other=padding_slot)
-    real = req_index != padding_slot
+    req_index = tl.load(req_indices + row, mask=row < num_rows, other=padding_req_index)
+    real = req_index != padding_req_index
     computed = tl.load(num_computed + req_index, mask=real, other=0) + 1
     token = tl.load(tokens + row, mask=real, other=0)
     tl.store(num_computed + req_index, computed, mask=real)
