@@ -22,8 +22,8 @@ from ostinato.ops.triton.launch import launch, overlap
 class DecodeState(NamedTuple):
     """The state of S request rows, and the rows that a decode batch of R runs.
 
-    ``req_indices`` has the real rows first, then ``padding_req_index``. Every real row's next token must
-    be in ``token_ids``, and its block in the table.
+    ``req_indices`` has the real rows first, then ``padding_req_index``. Every real row's next token
+    must be in ``token_ids``, and its block in the table.
     """
 
     req_indices: torch.Tensor  # [R] int64
