@@ -279,6 +279,15 @@ ERRORS: list[tuple[list[str], str]] = [
     ),
     (["bench", "plot", "none.json", "--out", "a.gif"], "ConfigError: a plot must be one of .png, "),
     (["bench", "plot", "none.json", "--out", "a.png"], "ConfigError: cannot read a result from "),
+    (
+        ["bench", "throughput", *TINY, "--mix", "talk"],
+        "ConfigError: unknown mixes ['talk']; choose",
+    ),
+    (
+        ["bench", "throughput", *TINY, "--arrival", "poisson", "--rate", "0"],
+        "ConfigError: rate must be a positive number, got 0.0",
+    ),
+    (["bench", "throughput", *TINY], "ConfigError: the mix 'chat' has sequences of up to 1408 "),
     (["bench", "capture", *TINY, "--modes", "FULL,HALF"], "ConfigError: unknown graph mode 'HALF'"),
 ]
 
@@ -365,6 +374,32 @@ def test_bench_prefill(ostinato: Run) -> None:
     first, second = (row["steps"]["PIECEWISE"] for row in answer["rows"])
     assert first == {"replayed": 3}  # two measured, one to warm up
     assert second == {"replayed": 3, "TOO_LARGE": 3}
+
+
+THROUGHPUT = ["bench", "throughput", *TINY, "--num-requests", "3", "--scale", "0.01", "--quiet"]
+
+
+def test_bench_throughput(ostinato: Run) -> None:
+    options = ["--mix", "prompts,chat", "--repeats", "1", "--seed", "7"]
+    poisson = ["--arrival", "poisson", "--rate", "300"]
+    answer = ostinato(*THROUGHPUT, *options, *poisson, "--json").json
+    assert (answer["model"], answer["seed"], answer["repeats"]) == ("tiny", 7, 1)
+    assert (answer["arrival"], answer["rate"], answer["scale"]) == ("poisson", 300, 0.01)
+    prompts, chat = answer["rows"]
+    assert (prompts["mix"], prompts["num_requests"]) == ("prompts", 3)
+    assert (prompts["prompt_tokens"], prompts["output_tokens"]) == (3 * 20, 3)
+    assert chat["mix"] == "chat"
+
+
+def test_bench_throughput_table(ostinato: Run) -> None:
+    mixes = "chat,long-in-short-out,short-in-long-out,prompts"
+    result = ostinato(*THROUGHPUT, "--scale", "0.006", "--mix", mixes)
+    assert result.exit_code == 0
+    assert "all at once" in result.out
+    for name in mixes.split(","):
+        assert result.out.count(f"│ {name} ") == 2  # not broken into lines
+        assert f"\n{name}: steps " in result.out
+    assert "prompt tokens from the prefix cache" in " ".join(result.out.split())
 
 
 @pytest.fixture
@@ -597,7 +632,7 @@ def test_help(ostinato: Run, group: list[str]) -> None:
     result = ostinato(*group, "--help")
     assert result.exit_code == 0
     names = (
-        ("core", "decode", "capture", "plot")
+        ("core", "decode", "capture", "plot", "throughput")
         if group
         else ("generate", "capture", "explain", "bench")
     )
