@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 from ostinato import LLM, SamplingParams
-from ostinato.bench import throughput
+from ostinato.bench import plot, throughput
 from ostinato.bench.mixes import MIXES, TimedRequest, choose_mixes, draw_requests
 from ostinato.bench.throughput import Served, serve, summarize
 from ostinato.config import EngineConfig, GraphConfig
@@ -103,13 +105,18 @@ def test_poisson_arrivals() -> None:
     # The mean and the standard deviation of an exponential distribution are equal.
     assert gaps.mean() == pytest.approx(1 / 20, rel=0.1)
     assert gaps.std() == pytest.approx(1 / 20, rel=0.1)
+    others = draw_requests(mix, vocab_size=8, seed=1, arrival="poisson", rate=20.0)
+    assert times[1:] != [each.arrival_s for each in others][1:]
 
 
 # --- a run ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("arrival", [{}, {"arrival": "poisson", "rate": 500.0}], ids=str)
-def test_served_requests_have_all_their_tokens(llm: LLM, arrival: dict[str, Any]) -> None:
+def test_served_requests_have_all_their_tokens(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, arrival: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(llm.engine, "eos_token_ids", frozenset(range(512)))  # ends nothing
     requests = small_requests("chat", **arrival)
     all_served = serve(llm.engine, requests)
     params = [
@@ -167,6 +174,44 @@ def test_summary() -> None:
     assert summary["longest_gap_ms"] == pytest.approx(np.diff(times).max() * 1e3)
     assert summary["preemptions"] == 18
     assert summary["prefix_hit_tokens"] == 37 * 3
+
+
+# --- the plot -------------------------------------------------------------------------------------
+
+
+def result(*rows: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": "llama-3.1-8b",
+        "dtype": "bfloat16",
+        "random_weights": True,
+        "machine": {"gpu": "NVIDIA H200", "cpu": "", "torch": "2.11.0", "date": "2026-11-16"},
+        "rows": list(rows),
+    }
+
+
+def test_plot() -> None:
+    pytest.importorskip("matplotlib")
+    figure = plot.draw_throughput(
+        result(
+            {"mix": "chat", "output_tokens_per_s": 800.0, "tokens_per_s": 3000.0},
+            {"mix": "prompts", "output_tokens_per_s": 20.0, "tokens_per_s": 41000.0},
+        )
+    )
+    (axes,) = figure.axes
+    bars = {each.get_label(): [bar.get_width() for bar in each] for each in axes.containers}
+    assert bars == {"output tokens/s": [800, 20], "prompt and output tokens/s": [3000, 41000]}
+    assert [each.get_text() for each in axes.get_yticklabels()] == ["chat", "prompts"]
+    assert {"800", "20", "3,000", "41,000"} <= {each.get_text() for each in axes.texts}
+    assert "llama-3.1-8b" in axes.get_title(loc="left")
+
+
+def test_plot_chooses_by_the_kind_of_result(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path, picture = tmp_path / "result.json", tmp_path / "picture.svg"
+    row = {"mix": "chat", "output_tokens_per_s": 800.0, "tokens_per_s": 3000.0}
+    path.write_text(json.dumps(result(row)), encoding="utf-8")
+    plot.draw_file(path, picture)
+    assert picture.stat().st_size
 
 
 # --- the benchmark --------------------------------------------------------------------------------

@@ -86,10 +86,10 @@ def decode(
 
 @app.command()
 def plot(
-    result: Annotated[Path, typer.Argument(help="Output of `bench decode --output`.")],
+    result: Annotated[Path, typer.Argument(help="Output of `bench decode` or `throughput`.")],
     out: Annotated[Path, typer.Option(help="The plot: .png, .svg or .pdf.")],
 ) -> None:
-    """Plot the time per output token over the batch size, with the floor. Needs matplotlib."""
+    """Plot the time per output token over the batch size, or tokens/s of mixes, with matplotlib."""
     from ostinato.bench.plot import draw_file
 
     draw_file(result, out)
