@@ -391,6 +391,44 @@ def test_bench_throughput(ostinato: Run) -> None:
     assert chat["mix"] == "chat"
 
 
+def test_bench_throughput_table_of_large_numbers(
+    ostinato: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {
+        "mix": "long-in-short-out",
+        "num_requests": 10_000,
+        "requests_per_s": 1234.56,
+        "duration_s": 1234.56,
+        "output_tokens_per_s": 123456.7,
+        "tokens_per_s": 1234567.8,
+        "ttft_ms": {"p50": 12345.6, "p90": 23456.7, "p99": 34567.8},
+        "tpot_ms": {"p50": 1.234, "p90": 12.345, "p99": 123.456},
+        "longest_gap_ms": 1234.56,
+        "steps": {"FULL": 10, "PIECEWISE": 20, "eager": 7},
+        "eager_reasons": {"TOO_LARGE": 7},
+        "padding_fraction": 0.123,
+        "preemptions": 12345,
+        "prefix_hit_tokens": 0,
+        "prompt_tokens": 123456,
+    }
+    about = {"model": "llama-3.1-8b", "dtype": "bfloat16", "mode": "FULL", "rate": 20.0}
+    machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-16"}
+    results = {**about, "machine": machine, "rows": [row]}
+    monkeypatch.setattr("ostinato.bench.throughput.run", lambda *_, **__: results)
+    shown = ostinato("bench", "throughput").out
+    cells = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in shown.splitlines()
+        if "│" in line
+    ]
+    assert cells == [
+        ["long-in-short-out", "10000 (1234.6/s)", "1234.56", "123,457", "1,234,568"],
+        ["long-in-short-out", "12346 / 23457 / 34568", "1.23 / 12.3 / 123.5", "1234.6"],
+    ]
+    assert "bfloat16, FULL, 20 requests/s" in shown
+    assert "steps 10 FULL, 20 PIECEWISE, 7 eager (TOO_LARGE 7); 12.3% of " in shown
+
+
 def test_bench_throughput_table(ostinato: Run) -> None:
     mixes = "chat,long-in-short-out,short-in-long-out,prompts"
     result = ostinato(*THROUGHPUT, "--scale", "0.006", "--mix", mixes)

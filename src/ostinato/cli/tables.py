@@ -159,16 +159,16 @@ def throughput_tables(results: dict[str, Any]) -> list[RenderableType]:
         gap = row["longest_gap_ms"]
         times.add_row(
             row["mix"],
-            _three(row["ttft_ms"], ".0f"),
-            _three(row["tpot_ms"], ".2f"),
+            " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values()),
+            " / ".join(_short(value) for value in (row["tpot_ms"] or {}).values()),
             "" if gap is None else f"{gap:.1f}",
         )
         remarks.append(_how_it_ran(row))
     return [rates, times, *remarks]
 
 
-def _three(percentiles: dict[str, float] | None, form: str) -> str:
-    return " / ".join(f"{value:{form}}" for value in (percentiles or {}).values())
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.2f}" if milliseconds < 10 else f"{milliseconds:.1f}"
 
 
 def _how_it_ran(row: dict[str, Any]) -> Text:
