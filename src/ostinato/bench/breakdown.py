@@ -21,6 +21,7 @@ KERNELS = {
     "combine_kernel": ATTENTION,
     "decode_kernel": ATTENTION,
     "load_inputs_kernel": SMALL,
+    "prefill_kernel": ATTENTION,
     "rms_norm_kernel": SMALL,
     "rotary_store_kernel": ATTENTION,
     "row_kernel": GEMM,
