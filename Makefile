@@ -9,6 +9,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Tests start many processes, and none of them should have to compile the package again.
+export PYTHONDONTWRITEBYTECODE :=
 # Small models gain nothing from threads: each core has a process instead.
 SPREAD := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
@@ -19,7 +21,7 @@ demo: $(INSTALLED)
 
 test: lint
 	$(SPREAD) -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 quick: $(INSTALLED)
 	$(SPREAD) -m "not slow and not alone"

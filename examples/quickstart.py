@@ -23,7 +23,7 @@ def seconds_of(function, batches: list[torch.Tensor]) -> float:
     return time.perf_counter() - start
 
 
-def main() -> None:
+def main(num_batches: int = 300, repeats: int = 5) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     largest = 64 if device.type == "cuda" else 8
     torch.manual_seed(0)
@@ -32,13 +32,15 @@ def main() -> None:
     fast = graphed(model, sizes=[1, 2, 4, *range(6, largest + 1, 2)], show_progress=True)
 
     sizes = random.Random(0)
-    batches = [torch.randn(sizes.randint(1, largest), 4, 64, device=device) for _ in range(300)]
+    batches = [
+        torch.randn(sizes.randint(1, largest), 4, 64, device=device) for _ in range(num_batches)
+    ]
     batches.append(torch.randn(largest + 5, 4, 64, device=device))  # larger than every graph
     fast.capture(batches[0])
     worst = max((fast(batch) - model(batch)).abs().max().item() for batch in batches)
 
     # Interleaved, so that other load on the machine affects both equally.
-    times = [(seconds_of(model, batches), seconds_of(fast, batches)) for _ in range(5)]
+    times = [(seconds_of(model, batches), seconds_of(fast, batches)) for _ in range(repeats)]
     eager, graphs = (min(column) for column in zip(*times, strict=True))
 
     stats = fast.stats()

@@ -8,16 +8,20 @@ import random
 import signal
 from collections import defaultdict
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+from quick_interpreter import quicken_interpreter
 from workers import GlooPool
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is first imported
+    if find_spec("triton"):
+        quicken_interpreter()
 
 from ostinato import GraphPool
 

@@ -398,6 +398,22 @@ def triton_launches() -> Any:
     return launch_settings.find() if triton.__version__.startswith(_TRITON) else None
 
 
+gluon = _name(
+    "triton.experimental.gluon",
+    purpose="prompts attend at the pace of Hopper's tensor cores",
+    without="they use the kernel for all GPUs, which takes twice as long",
+    seen_in=f"Triton {_TRITON}x",
+)
+
+
+@cache
+def runs_gluon(device: torch.device) -> bool:
+    """Whether kernels written in Gluon for Hopper run on ``device``."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return triton_launches() is not None and gluon.find() is not None
+
+
 # --- transformers -------------------------------------------------------------------------------
 
 _TRANSFORMERS = "transformers 5.17"

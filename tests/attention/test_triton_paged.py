@@ -1,4 +1,4 @@
-"""Triton's paged attention, held against the dense softmax of the tests of its plain-torch twin.
+"""Triton's paged attention, compared with a dense softmax and with its plain-torch reference.
 
 Without a GPU the kernels run in Triton's interpreter, which says whether they compute the right
 thing, not whether they compile; ``tests/conftest.py`` asks for it.
@@ -13,24 +13,29 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_torch_paged import (
+from paged_batches import (
     DECODES,
     MIXES,
     Batch,
     Layout,
+    Mix,
     assert_same_bits,
     build,
     check,
+    check_replays,
+    check_schema,
+    dummy,
     expected_caches,
     forward,
-    padded,
+    layouts,
+    num_keyless,
 )
 from torch import Tensor
 
 from ostinato import GraphPool
 from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionBackend
-from ostinato.attention.triton.cuts import cut
+from ostinato.attention.triton.tile_config import BatchShape, TileConfig, tile_config
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.graphs.policy.modes import AttentionCGSupport
 
@@ -50,14 +55,13 @@ def device() -> torch.device:
 
 
 @pytest.fixture(params=[1, 64], ids=["whole", "split"])
-def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def num_sms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """So few that keys are never split, or enough that they are even in these small batches."""
-    monkeypatch.setattr(triton_paged, "num_processors", lambda _: request.param)
+    monkeypatch.setattr(triton_paged, "num_sms", lambda _: request.param)
     return int(request.param)
 
 
-layouts = st.builds(
-    Layout,
+any_layout = layouts(
     requests=st.lists(
         st.tuples(st.integers(1, 19), st.integers(0, 30))
         | st.tuples(st.just(1), st.integers(0, 150)),
@@ -65,17 +69,10 @@ layouts = st.builds(
         max_size=3,
     ).map(tuple),
     group=st.sampled_from([1, 3, 4, 8]),
-    num_kv_heads=st.sampled_from([1, 2]),
     head_dim=st.sampled_from([8, 64, 80]),
     value_dim=st.sampled_from([8, 24, 64]),
-    block_size=st.sampled_from([1, 4, 16]),
     window=st.none() | st.integers(1, 150),
-    soft_cap=st.none() | st.sampled_from([0.5, 3.0]),
-    sinks=st.booleans(),
-    padding_requests=st.integers(0, 3),
-    padding_tokens=st.integers(0, 3),
     dtype=st.sampled_from([torch.float32, *HALVES]),
-    seed=st.integers(0, 1 << 16),
 )
 
 
@@ -90,17 +87,15 @@ def scaled(layout: Layout, device: torch.device) -> Batch:
 
 
 @pytest.mark.slow
-@given(layout=layouts)
+@given(layout=any_layout)
 @settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_batch_is_the_dense_softmax(
-    processors: int, device: torch.device, layout: Layout
-) -> None:
+def test_any_batch_is_the_dense_softmax(num_sms: int, device: torch.device, layout: Layout) -> None:
     check(scaled(layout, device), operator)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "dim"), [(1, 64), (3, 80), (2, 96), (4, 128), (8, 256)])
-def test_heads_of_any_size(processors: int, device: torch.device, group: int, dim: int) -> None:
+def test_heads_of_any_size(num_sms: int, device: torch.device, group: int, dim: int) -> None:
     layout = Layout(
         requests=((3, 30), (1, 90)), group=group, head_dim=dim, value_dim=dim, block_size=16
     )
@@ -110,7 +105,7 @@ def test_heads_of_any_size(processors: int, device: torch.device, group: int, di
 
 
 @pytest.mark.slow
-def test_it_is_what_the_twin_computes(processors: int, device: torch.device) -> None:
+def test_it_is_what_the_reference_computes(num_sms: int, device: torch.device) -> None:
     layout = Layout(
         requests=((25, 3), (1, 200), (2, 0)),
         group=8,
@@ -122,12 +117,12 @@ def test_it_is_what_the_twin_computes(processors: int, device: torch.device) -> 
         padding_tokens=5,
     )
     one, two = build(layout, device), build(layout, device)
-    torch.testing.assert_close(one.run(operator), run_twin(two), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one.run(operator), run_reference(two), rtol=1e-5, atol=1e-5)
     assert_same_bits(one.key_cache, two.key_cache)
     assert_same_bits(one.value_cache, two.value_cache)
 
 
-def run_twin(batch: Batch) -> Tensor:
+def run_reference(batch: Batch) -> Tensor:
     return batch.run(torch.ops.ostinato.paged_attention.default)
 
 
@@ -139,7 +134,7 @@ def test_windows_at_the_edges_of_blocks(device: torch.device, window: int, conte
 
 
 @pytest.mark.slow
-def test_slices_of_a_fused_projection_need_no_copy(processors: int, device: torch.device) -> None:
+def test_slices_of_a_fused_projection_need_no_copy(num_sms: int, device: torch.device) -> None:
     batch = build(Layout(requests=((5, 3), (1, 90), (1, 0)), group=2, num_kv_heads=2), device)
     fused = torch.cat([batch.query, batch.key, batch.value], dim=1)
     batch.query, batch.key, batch.value = fused.split([4, 2, 2], dim=1)
@@ -157,13 +152,13 @@ def test_rows_that_are_not_in_one_piece(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_large_scores_do_not_overflow(processors: int, device: torch.device, sinks: bool) -> None:
+def test_large_scores_do_not_overflow(num_sms: int, device: torch.device, sinks: bool) -> None:
     batch = build(Layout(requests=((3, 9), (1, 150)), sinks=sinks), device)
     batch.query *= 100
     if batch.sinks is not None:
         batch.sinks += 500
     # The largest of such scores have an error of their own, hence not the tolerance of `check`.
-    torch.testing.assert_close(batch.run(operator), run_twin(batch), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(batch.run(operator), run_reference(batch), rtol=1e-3, atol=1e-4)
 
 
 def test_more_requests_than_are_searched_at_once(
@@ -179,7 +174,7 @@ def test_more_requests_than_are_searched_at_once(
     check(build(Layout(requests=lens, padding_requests=3, padding_tokens=2), device), operator)
 
 
-# --- batches that nobody sent ---------------------------------------------------------------------
+# --- dummy and empty batches ----------------------------------------------------------------------
 
 
 @pytest.mark.sweep
@@ -194,28 +189,22 @@ def test_more_requests_than_are_searched_at_once(
         ([0, 0, 2, 2, 3], 0, 3),  # tokens of requests that have no keys
     ],
 )
-def test_a_made_up_batch_writes_nothing(
-    processors: int,
+def test_a_dummy_batch_writes_nothing(
+    num_sms: int,
     device: torch.device,
     starts: list[int],
     seq_len: int,
     num_tokens: int,
     sinks: bool,
 ) -> None:
-    batch = build(Layout(requests=((num_tokens, 0),), sinks=sinks), device)
-    num_reqs = len(starts) - 1
-    batch.query_start_loc = torch.tensor(starts, dtype=torch.int32, device=device)
-    batch.seq_lens = torch.full((num_reqs,), seq_len, dtype=torch.int32, device=device)
-    batch.block_table = torch.zeros(num_reqs, 3, dtype=torch.int32, device=device)
-    batch.slot_mapping.fill_(-1)
-    batch.key_cache[:], batch.value_cache[:] = 1.0, 2.0
+    batch = dummy(starts, seq_len, num_tokens, device, sinks=sinks)
     caches = expected_caches(batch)
     out = batch.run(operator)
     assert_same_bits(batch.key_cache, caches[0])
     assert_same_bits(batch.value_cache, caches[1])
-    keyless = max(0, seq_len - 3 * batch.layout.block_size) if seq_len else num_tokens
+    keyless = num_keyless(batch)
     assert_same_bits(out[:keyless], torch.zeros_like(out[:keyless]))
-    torch.testing.assert_close(out, run_twin(batch), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, run_reference(batch), rtol=1e-5, atol=1e-5)
 
 
 def test_no_tokens_and_no_requests(device: torch.device) -> None:
@@ -232,13 +221,13 @@ def test_no_tokens_and_no_requests(device: torch.device) -> None:
     assert nothing.run(operator).shape == (0, 1, 8)
 
 
-# --- how the work is cut up -----------------------------------------------------------------------
+# --- tile configs ---------------------------------------------------------------------------------
 
 
-def shapes(num_tokens: int, num_reqs: int, **changed: int) -> triton_paged.Cut:
+def shapes(num_tokens: int, num_reqs: int, **changed: int) -> TileConfig:
     given = {"num_heads": 32, "num_kv_heads": 8, "row_bytes": 128, "itemsize": 2}
-    given |= {"max_keys": 4096, "num_processors": 132}
-    return cut(num_tokens, num_reqs, **{**given, **changed})
+    given |= {"max_keys": 4096, "num_sms": 132}
+    return tile_config(BatchShape(num_tokens, num_reqs, **{**given, **changed}))
 
 
 @given(
@@ -248,15 +237,15 @@ def shapes(num_tokens: int, num_reqs: int, **changed: int) -> triton_paged.Cut:
 )
 def test_there_is_a_tile_for_every_query(query_lens: list[int], group: int, padding: int) -> None:
     num_tokens = sum(query_lens) + padding
-    pieces = shapes(max(1, num_tokens), len(query_lens), num_heads=8 * group)
-    assert 1 <= pieces.block_q * group <= pieces.block_m
+    config = shapes(max(1, num_tokens), len(query_lens), num_heads=8 * group)
+    assert 1 <= config.block_q * group <= config.block_m
     begin, end, start = 0, 0, 0
     for request, query_len in enumerate(query_lens):  # as the kernel finds them
-        begin = (start + request * (pieces.block_q - 1)) // pieces.block_q
+        begin = (start + request * (config.block_q - 1)) // config.block_q
         assert begin >= end
-        end = begin + -(-query_len // pieces.block_q)
+        end = begin + -(-query_len // config.block_q)
         start += query_len
-    assert end <= pieces.num_tiles
+    assert end <= config.num_tiles
 
 
 def test_keys_are_split_to_fill_the_gpu_and_no_further() -> None:
@@ -283,33 +272,12 @@ def test_replay_equals_eager_bit_for_bit(
     monkeypatch: pytest.MonkeyPatch,
     pool: GraphPool,
     device: torch.device,
-    mixes: list[tuple[tuple[int, int], ...]],
+    mixes: list[Mix],
     num_tokens: int,
     rules: dict[str, Any],
 ) -> None:
-    """Captured once, on a batch with no real token; replayed on others of its size."""
-    monkeypatch.setattr(triton_paged, "num_processors", lambda _: 64)  # split
-    static = build(padded(mixes[0], num_tokens, 0, **rules), device, min_blocks=32)
-    static.max_seq_len = 128
-    static.slot_mapping.fill_(-1)
-    static.block_table.fill_(0)
-    metadata, spec = replace(static.metadata(), backend=TritonPagedAttention()), static.spec()
-
-    def step() -> Tensor:
-        return forward(spec, static.query, static.key, static.value, metadata, static.sinks)
-
-    if device.type == "cuda":
-        step()  # kernels are compiled and loaded by a first call
-    captured = pool.capture(step)
-    for seed, mix in enumerate(mixes):
-        batch = build(padded(mix, num_tokens, seed, **rules), device, min_blocks=32)
-        for target, source in zip(static.tensors(), batch.tensors(), strict=True):
-            target.copy_(source)
-        pool.replay(captured.tape)
-        eager = check(batch, operator)
-        assert_same_bits(captured.output, eager)
-        assert_same_bits(static.key_cache, batch.key_cache)
-        assert_same_bits(static.value_cache, batch.value_cache)
+    monkeypatch.setattr(triton_paged, "num_sms", lambda _: 64)  # split
+    check_replays(pool, TritonPagedAttention(), operator, mixes, num_tokens, device, **rules)
 
 
 # --- the operator and the backend -----------------------------------------------------------------
@@ -333,7 +301,4 @@ def test_backend_is_the_operator(device: torch.device) -> None:
 def test_the_operator_says_what_it_writes(device: torch.device) -> None:
     """Its schema and its fake, as torch.compile will rely on them."""
     batch = build(Layout(requests=((3, 2), (1, 7)), padding_tokens=1, sinks=True), device)
-    out = torch.empty(*batch.query.shape[:2], batch.layout.value_dim, device=device)
-    torch.library.opcheck(
-        operator, batch.arguments(out), test_utils=["test_schema", "test_faketensor"]
-    )
+    check_schema(operator, batch.arguments())

@@ -279,6 +279,15 @@ ERRORS: list[tuple[list[str], str]] = [
     ),
     (["bench", "plot", "none.json", "--out", "a.gif"], "ConfigError: a plot must be one of .png, "),
     (["bench", "plot", "none.json", "--out", "a.png"], "ConfigError: cannot read a result from "),
+    (
+        ["bench", "throughput", *TINY, "--mix", "talk"],
+        "ConfigError: unknown mixes ['talk']; choose",
+    ),
+    (
+        ["bench", "throughput", *TINY, "--arrival", "poisson", "--rate", "0"],
+        "ConfigError: rate must be a positive number, got 0.0",
+    ),
+    (["bench", "throughput", *TINY], "ConfigError: the mix 'chat' has sequences of up to 1408 "),
     (["bench", "capture", *TINY, "--modes", "FULL,HALF"], "ConfigError: unknown graph mode 'HALF'"),
 ]
 
@@ -378,6 +387,70 @@ def test_bench_sampling(ostinato: Run) -> None:
     assert "Sampling from 500 tokens" in ostinato(*command).out
     for wrong in (["--repeats", "0"], ["--batch", "0"]):
         assert ostinato(*command, *wrong).exit_code == 1
+
+
+THROUGHPUT = ["bench", "throughput", *TINY, "--num-requests", "3", "--scale", "0.01", "--quiet"]
+
+
+def test_bench_throughput(ostinato: Run) -> None:
+    options = ["--mix", "prompts,chat", "--repeats", "1", "--seed", "7"]
+    poisson = ["--arrival", "poisson", "--rate", "300"]
+    answer = ostinato(*THROUGHPUT, *options, *poisson, "--json").json
+    assert (answer["model"], answer["seed"], answer["repeats"]) == ("tiny", 7, 1)
+    assert (answer["arrival"], answer["rate"], answer["scale"]) == ("poisson", 300, 0.01)
+    prompts, chat = answer["rows"]
+    assert (prompts["mix"], prompts["num_requests"]) == ("prompts", 3)
+    assert (prompts["prompt_tokens"], prompts["output_tokens"]) == (3 * 20, 3)
+    assert chat["mix"] == "chat"
+
+
+def test_bench_throughput_table_of_large_numbers(
+    ostinato: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {
+        "mix": "long-in-short-out",
+        "num_requests": 10_000,
+        "requests_per_s": 1234.56,
+        "duration_s": 1234.56,
+        "output_tokens_per_s": 123456.7,
+        "tokens_per_s": 1234567.8,
+        "ttft_ms": {"p50": 12345.6, "p90": 23456.7, "p99": 34567.8},
+        "tpot_ms": {"p50": 1.234, "p90": 12.345, "p99": 123.456},
+        "longest_gap_ms": 1234.56,
+        "steps": {"FULL": 10, "PIECEWISE": 20, "eager": 7},
+        "eager_reasons": {"TOO_LARGE": 7},
+        "padding_fraction": 0.123,
+        "preemptions": 12345,
+        "prefix_hit_tokens": 0,
+        "prompt_tokens": 123456,
+    }
+    about = {"model": "llama-3.1-8b", "dtype": "bfloat16", "mode": "FULL", "rate": 20.0}
+    machine = {"gpu": "NVIDIA H200", "torch": "2.11.0", "date": "2026-11-16"}
+    results = {**about, "machine": machine, "rows": [row]}
+    monkeypatch.setattr("ostinato.bench.throughput.run", lambda *_, **__: results)
+    shown = ostinato("bench", "throughput").out
+    cells = [
+        [cell.strip() for cell in line.split("│")[1:-1]]
+        for line in shown.splitlines()
+        if "│" in line
+    ]
+    assert cells == [
+        ["long-in-short-out", "10000 (1234.6/s)", "1234.56", "123,457", "1,234,568"],
+        ["long-in-short-out", "12346 / 23457 / 34568", "1.23 / 12.3 / 123.5", "1234.6"],
+    ]
+    assert "bfloat16, FULL, 20 requests/s" in shown
+    assert "steps 10 FULL, 20 PIECEWISE, 7 eager (TOO_LARGE 7); 12.3% of " in shown
+
+
+def test_bench_throughput_table(ostinato: Run) -> None:
+    mixes = "chat,long-in-short-out,short-in-long-out,prompts"
+    result = ostinato(*THROUGHPUT, "--scale", "0.006", "--mix", mixes)
+    assert result.exit_code == 0
+    assert "all at once" in result.out
+    for name in mixes.split(","):
+        assert result.out.count(f"│ {name} ") == 2  # not broken into lines
+        assert f"\n{name}: steps " in result.out
+    assert "prompt tokens from the prefix cache" in " ".join(result.out.split())
 
 
 @pytest.fixture
@@ -610,7 +683,7 @@ def test_help(ostinato: Run, group: list[str]) -> None:
     result = ostinato(*group, "--help")
     assert result.exit_code == 0
     names = (
-        ("core", "decode", "capture", "plot")
+        ("core", "decode", "capture", "plot", "throughput")
         if group
         else ("generate", "capture", "explain", "bench")
     )

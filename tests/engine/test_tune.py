@@ -1,4 +1,4 @@
-"""Which products of a model are measured; the measuring itself is tested in test_linear."""
+"""Which GEMMs of a model are measured; the measuring itself is tested in test_linear."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ostinato.runner import startup
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_every_product_of_the_model_is_there(tied: bool) -> None:
+def test_every_gemm_of_the_model_is_there(tied: bool) -> None:
     config = DecoderConfig.from_hf(
         Qwen3Config(
             vocab_size=100,
@@ -47,7 +47,7 @@ def test_every_product_of_the_model_is_there(tied: bool) -> None:
     assert (head is model.embed_tokens.weight) == tied
 
 
-def test_what_is_fused_with_a_product_is_measured_with_it() -> None:
+def test_what_is_fused_with_a_gemm_is_measured_with_it() -> None:
     config = DecoderConfig.from_hf(
         Gemma2Config(
             vocab_size=100,

@@ -97,7 +97,7 @@ def poison_every_step(engine: Engine) -> None:
     def run_poisoned(plan: Any) -> Any:
         runner.forget_rows()
         for buffer in (
-            buffers.slots,
+            buffers.req_indices,
             buffers.query_lens,
             buffers.sampled,
             buffers.logits_indices,

@@ -72,7 +72,9 @@ class Batch:
         self.write(params)
 
     def write(self, params: list[dict[str, Any]], seed: int = 0) -> None:
-        for index, (req_index, each) in enumerate(zip(self.req_indices.tolist(), params, strict=True)):
+        for index, (req_index, each) in enumerate(
+            zip(self.req_indices.tolist(), params, strict=True)
+        ):
             request = Request(
                 request_id="r",
                 prompt_token_ids=[1] * 40,
@@ -193,7 +195,9 @@ def test_logprobs_are_torchs(num_logprobs: int) -> None:
     logits = random_logits(16, torch.float32)
     batch = Batch([{}] * 16, logits)
     features = SamplingFeatures(any_random=True, num_logprobs=num_logprobs)
-    output = sample(logits, batch.req_indices, batch.lengths, batch.state, batch.token_ids, features)
+    output = sample(
+        logits, batch.req_indices, batch.lengths, batch.state, batch.token_ids, features
+    )
     assert output.logprobs is not None
     assert output.logprob_token_ids is not None
     expected = logits.double().log_softmax(dim=1)

@@ -1,4 +1,4 @@
-"""What only a GPU shows of products of few rows: bfloat16, tensor cores, graphs, overlap.
+"""What only a GPU shows of small-M GEMMs: bfloat16, tensor cores, graphs, overlap.
 
 The kernels' arithmetic is tested in ``tests/ops/test_linear.py``, here on CUDA as well.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ostinato import GraphPool
 from ostinato.ops import linear as module
-from ostinato.ops.linear import Norm, linear, run_kernel, wide
+from ostinato.ops.linear import Gemm, Norm, linear, run_kernel, torch_linear
 from ostinato.ops.measuring import measure_linear
-from ostinato.ops.tuning import Blocks, GemmChoice, LinearShape, candidates
+from ostinato.ops.tuning import GemmChoice, LinearShape, TileConfig, candidates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -61,7 +61,7 @@ def check(y: Tensor, expected: Tensor) -> None:
     ("kind", "n", "k"),
     [("qkv", 768, 512), ("o", 70, 136), ("gate_up", 1536, 576), ("all", 34, 100)],
 )
-def test_every_cut_computes_the_product(
+def test_every_tile_config_computes_the_gemm(
     kind: str, n: int, k: int, num_rows: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(n + num_rows)
@@ -72,13 +72,14 @@ def test_every_cut_computes_the_product(
     residual = draw(num_rows, outputs, dtype=dtype) if kind in ("o", "all") else None
     bias = draw(n, dtype=dtype) if kind in ("qkv", "all") else None
     shape = LinearShape(num_rows, n, k, dtype, norm is not None, gated, residual is not None)
-    cuts = candidates(shape)
+    configs = candidates(shape)
     if num_rows > 1:
-        cuts = [*cuts[:2], Blocks(64, 64, 4, 3, split_k=3, prefetch=1)]
+        configs = [*configs[:2], TileConfig(64, 64, 4, 3, split_k=3, prefetch=1)]
     expected = reference(x, weight, bias, norm, gated, residual)
-    for blocks in cuts:
-        check(run_kernel(blocks, x, weight, bias, norm, gated, residual), expected)
-    check(wide(x, weight, bias, norm, gated, residual), expected)
+    gemm = Gemm(x, weight, bias, norm, gated, residual)
+    for config in configs:
+        check(run_kernel(config, gemm), expected)
+    check(torch_linear(gemm), expected)
     check(linear(x, weight, bias, norm=norm, gated=gated, residual=residual), expected)
 
 
@@ -91,12 +92,13 @@ def test_a_chain_in_a_graph_is_the_chain_by_steps(num_rows: int, split: int) -> 
     weights = [draw(width, width, size=width**-0.5) for _ in range(layers)]
     norm = Norm(draw(width), 1e-5)
     static = draw(num_rows, width)
-    blocks = Blocks(16, 256, 4, 3, split if num_rows > 1 else 1, prefetch=2)
+    config = TileConfig(16, 256, 4, 3, split if num_rows > 1 else 1, prefetch=2)
 
     def chain(x: Tensor) -> list[Tensor]:
         steps = [x]
         for weight in weights:
-            steps.append(run_kernel(blocks, steps[-1], weight, None, norm, False, steps[-1]))
+            x = steps[-1]
+            steps.append(run_kernel(config, Gemm(x, weight, norm=norm, residual=x)))
         return steps
 
     chain(static)  # compiles
@@ -111,19 +113,19 @@ def test_a_chain_in_a_graph_is_the_chain_by_steps(num_rows: int, split: int) -> 
                 check(y, reference(x, weight, norm=norm, residual=x))
 
 
-def test_two_graphs_of_split_products_at_once() -> None:
+def test_two_graphs_of_split_k_gemms_at_once() -> None:
     """Counters are each graph's own: replays on two streams do not disturb each other."""
     torch.manual_seed(0)
     weight, inputs = draw(2048, 2048, size=0.02), [draw(32, 2048) for _ in range(2)]
-    blocks = Blocks(64, 64, 4, 3, split_k=8)
-    expected = [run_kernel(blocks, x, weight, None, None, False, None) for x in inputs]
+    config = TileConfig(64, 64, 4, 3, split_k=8)
+    expected = [run_kernel(config, Gemm(x, weight)) for x in inputs]
     graphs, outputs, streams = [], [], [torch.cuda.Stream() for _ in range(2)]
     for x in inputs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(50):
-                out = run_kernel(blocks, x, weight, None, None, False, None)
+                out = run_kernel(config, Gemm(x, weight))
         graphs.append(graph)
         outputs.append(out)
     for _ in range(5):

@@ -15,7 +15,12 @@ from torch import Tensor
 from ostinato import GraphPool
 from ostinato.ops.activation import silu_and_mul
 from ostinato.ops.counter_random import spread_seed
-from ostinato.ops.decode_state import load_decode_inputs, store_decode_outputs
+from ostinato.ops.decode_state import (
+    DecodeInputs,
+    DecodeState,
+    load_decode_inputs,
+    store_decode_outputs,
+)
 from ostinato.ops.norm import add_rms_norm, rms_norm
 from ostinato.ops.sampling import sample_rows
 from ostinato.ops.sampling_reference import sample_reference
@@ -59,7 +64,7 @@ def test_norm(num_tokens: int, dim: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", [(256, 2048, 8192), (100, 4096, 4096), (65, 512, 2048)])
-def test_a_product_in_parts_and_the_norm_that_adds_them(shape: tuple[int, int, int]) -> None:
+def test_split_k_and_the_norm_that_adds_the_parts(shape: tuple[int, int, int]) -> None:
     rows, outputs, inner = shape
     x = torch.randn(rows, inner, device=CUDA, dtype=torch.bfloat16)
     weight = torch.randn(outputs, inner, device=CUDA, dtype=torch.bfloat16) / inner**0.5
@@ -68,7 +73,7 @@ def test_a_product_in_parts_and_the_norm_that_adds_them(shape: tuple[int, int, i
     parts = split_k_gemm(x, weight)
     assert parts.shape[0] == num_parts(*shape) > 1
     exact = x.double() @ weight.double().T
-    # As far off as the whole product is, rounded once; a little more, since the sum of squares of
+    # As far off as the whole GEMM is, rounded once; a little more, since the sum of squares of
     # so many errors varies little.
     whole = (x @ weight.T).double() - exact
     assert (parts.double().sum(0) - exact).norm() < 1.5 * whole.norm()
@@ -141,31 +146,33 @@ def sampling_state(num_rows: int) -> SamplingState:
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 128256), (33, 49152), (256, 128256)])
 def test_sampling(pool: GraphPool, num_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
     state = sampling_state(num_rows)
-    slots = torch.arange(num_rows, device=CUDA)
+    req_indices = torch.arange(num_rows, device=CUDA)
     lengths = torch.randint(1, 4000, (num_rows,), dtype=torch.int32, device=CUDA)
     logits = torch.empty(num_rows, vocab_size, device=CUDA, dtype=dtype)
     tokens = torch.full((num_rows,), -1, device=CUDA)
 
     def run() -> None:
-        sample_rows(logits, slots, state.temperature, state.seed_key, lengths, tokens)
+        sample_rows(logits, req_indices, state.temperature, state.seed_key, lengths, tokens)
 
     logits.normal_()
     run()
     captured = pool.capture(run)
     for shift in range(3):
         logits.normal_(std=2.0)
-        slots.copy_(slots.roll(shift))
+        req_indices.copy_(req_indices.roll(shift))
         pool.replay(captured.tape)
         features = SamplingFeatures(any_random=True)
-        expected = sample_reference(logits, slots, lengths, state.tables, slots, features.steps)
-        is_greedy = state.temperature[slots] == 0
+        expected = sample_reference(
+            logits, req_indices, lengths, state.tables, req_indices, features.steps
+        )
+        is_greedy = state.temperature[req_indices] == 0
         assert torch.equal(tokens[is_greedy], logits[is_greedy].argmax(dim=1))
         # Two scores that float32 cannot tell apart are rare.
         assert (tokens != expected).sum() <= num_rows // 100
         together = tokens.clone()
         some = slice(num_rows // 2, num_rows // 2 + 1)
         arguments = (state.temperature, state.seed_key, lengths[some], tokens[some])
-        sample_rows(logits[some], slots[some], *arguments)
+        sample_rows(logits[some], req_indices[some], *arguments)
         assert torch.equal(tokens, together)
 
 
@@ -176,19 +183,21 @@ def test_state_goes_round(pool: GraphPool, num_real: int, num_rows: int) -> None
     token_ids = torch.randint(1000, (num_rows + 1, max_len), dtype=torch.int32, device=CUDA)
     table = torch.randint(1, 999, (num_rows + 1, 44), dtype=torch.int32, device=CUDA)
     computed = torch.randint(0, 600, (num_rows + 1,), dtype=torch.int32, device=CUDA)
-    slots = torch.full((num_rows,), num_rows, device=CUDA)
-    slots[:num_real] = torch.randperm(num_rows, device=CUDA)[:num_real]
+    req_indices = torch.full((num_rows,), num_rows, device=CUDA)
+    req_indices[:num_real] = torch.randperm(num_rows, device=CUDA)[:num_real]
     ids, positions, mapping = torch.full((3, num_rows), 9999, device=CUDA).unbind()
     lens = torch.full((num_rows,), 9999, dtype=torch.int32, device=CUDA)
     starts = torch.full((num_rows + 1,), 9999, dtype=torch.int32, device=CUDA)
     blocks = torch.full((num_rows, 44), 9999, dtype=torch.int32, device=CUDA)
     tokens = torch.zeros(num_rows, dtype=torch.int64, device=CUDA)
 
+    rows = DecodeState(req_indices, computed, token_ids, table, num_rows, block_size)
+    inputs = DecodeInputs(ids, positions, lens, starts, blocks, mapping)
+
     def step() -> None:
-        outputs = (ids, positions, lens, starts, blocks, mapping)
-        load_decode_inputs(slots, computed, token_ids, table, num_rows, block_size, *outputs)
+        load_decode_inputs(rows, inputs)
         torch.add(ids, 1, out=tokens)
-        store_decode_outputs(slots, tokens, computed, token_ids, num_rows)
+        store_decode_outputs(rows, tokens)
 
     state = (token_ids, table, computed)
     before = [each.clone() for each in state]
@@ -200,17 +209,17 @@ def test_state_goes_round(pool: GraphPool, num_real: int, num_rows: int) -> None
         pool.replay(captured.tape)
 
     expected_ids, expected_computed = before[0].cpu(), before[2].cpu()
-    for slot in slots[:num_real].tolist():
-        first = int(expected_computed[slot])
-        value = int(expected_ids[slot, first])
-        expected_ids[slot, first : first + num_steps + 1] = torch.arange(
+    for req_index in req_indices[:num_real].tolist():
+        first = int(expected_computed[req_index])
+        value = int(expected_ids[req_index, first])
+        expected_ids[req_index, first : first + num_steps + 1] = torch.arange(
             value, value + num_steps + 1
         )
-        expected_computed[slot] += num_steps
+        expected_computed[req_index] += num_steps
     assert torch.equal(token_ids.cpu(), expected_ids)
     assert torch.equal(computed.cpu(), expected_computed)
     assert torch.equal(table, before[1])
-    real, at = slots[:num_real], computed[slots[:num_real]].long() - 1
+    real, at = req_indices[:num_real], computed[req_indices[:num_real]].long() - 1
     assert torch.equal(positions[:num_real], at)
     assert torch.equal(ids[:num_real], token_ids[real, at].long())
     assert torch.equal(lens[:num_real].long(), at + 1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
 from ostinato.attention.base import AttentionMetadata, AttentionSpec, attend_qkv
-from ostinato.attention.rotation import Rotation
+from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.attention.triton_paged import TritonPagedAttention
 
@@ -28,11 +28,11 @@ NUM_LAYERS = 2
 
 @dataclass(kw_only=True)
 class Stack:
-    """Layers that pass their result on as the next one's product, over caches full of NaN."""
+    """Layers whose result becomes the next one's QKV, over caches full of NaN."""
 
     specs: list[AttentionSpec]
     metadata: AttentionMetadata
-    rotation: Rotation
+    rotary: RotaryEmbedding
     qkv: Tensor
     positions: Tensor
     sinks: Tensor | None
@@ -41,8 +41,8 @@ class Stack:
         qkv = self.qkv
         with set_forward_context(attn_metadata=self.metadata):
             for spec in self.specs:
-                out = attend_qkv(spec, qkv, self.rotation, self.positions, self.sinks)
-                # Something that reads the result and makes the next product of it.
+                out = attend_qkv(spec, qkv, self.rotary, self.positions, self.sinks)
+                # Anything that reads the result and makes the next QKV of it.
                 qkv = (qkv + out.flatten(1).repeat(1, 3)[:, : qkv.shape[1]]) * 0.7
         return out
 
@@ -78,13 +78,13 @@ def stack(
     for request, (query_len, context) in enumerate(lens):
         used = -(-(query_len + context) // BLOCK_SIZE)
         table[request, :used] = order[request, :used]
-        place = torch.arange(query_len + context)
-        slot = table[request, place // BLOCK_SIZE].long() * BLOCK_SIZE + place % BLOCK_SIZE
+        position = torch.arange(query_len + context)
+        slot = table[request, position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE
         for cache in (cache for layer in caches for cache in layer):
             rows = torch.randn(context, num_kv_heads, head_dim).to(dtype)
             cache.flatten(0, 1)[slot[:context]] = rows
         slots[token : token + query_len] = slot[context:]
-        positions[token : token + query_len] = place[context:]
+        positions[token : token + query_len] = position[context:]
         token += query_len
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
     qkv[token:] = torch.nan
@@ -116,7 +116,7 @@ def stack(
             backend=TritonPagedAttention(),
             uniform_decode=len(lens) == len(slots) and max(query_len for query_len, _ in lens) <= 1,
         ),
-        rotation=Rotation(
+        rotary=RotaryEmbedding(
             table=torch.cat((angles.cos(), angles.sin()), dim=-1).to(CUDA),
             qk_norm=weight.to(CUDA) if norm else None,
             eps=1e-6,
@@ -141,7 +141,7 @@ def tensors(stack: Stack) -> list[Tensor]:
     ]
 
 
-def twin(stack: Stack) -> Stack:
+def reference(stack: Stack) -> Stack:
     """The same batch for the plain-torch backend, in caches of its own."""
     caches = [(keys.clone(), values.clone()) for keys, values in stack.metadata.kv_caches]
     metadata = replace(stack.metadata, backend=TorchPagedAttention(), kv_caches=caches)
@@ -182,7 +182,7 @@ def test_layers_in_a_row(
     lens: list[tuple[int, int]], shape: dict[str, Any], dtype: torch.dtype
 ) -> None:
     ours = stack(lens, dtype=dtype, **shape)
-    theirs = twin(ours)
+    theirs = reference(ours)
     check(ours, ours.run(), theirs)
 
 
@@ -201,7 +201,7 @@ def test_a_graph_replayed_with_other_lengths(num_reqs: int, dtype: torch.dtype) 
             if seed % 2:
                 lens[num_reqs // 2 :] = [(0, 0)] * (num_reqs - num_reqs // 2)
             one = stack(lens, dtype=dtype, max_keys=2048, max_tokens=num_reqs, seed=seed)
-            theirs = twin(one)
+            theirs = reference(one)
             for target, source in zip(tensors(static), tensors(one), strict=True):
                 target.copy_(source)
             pool.replay(captured.tape)
@@ -214,7 +214,7 @@ def test_a_graph_replayed_with_other_lengths(num_reqs: int, dtype: torch.dtype) 
 
 
 def test_the_same_result_a_thousand_times() -> None:
-    """Programs come last in any order; the parts are joined in one."""
+    """Any program may finish last; the parts are combined in one order."""
     static = stack([(1, 2000), (1, 700)], dtype=torch.bfloat16)
     first = static.run()
     with GraphPool(CUDA, lazy_capture=True) as pool:

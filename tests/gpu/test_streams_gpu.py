@@ -17,11 +17,11 @@ import torch
 import transformers
 
 from ostinato import LLM, GraphConfig, GraphPool, SamplingParams, graphed
-from ostinato.attention.triton.cuts import decode_cut
+from ostinato.attention.triton.tile_config import BatchShape, decode_tile_config
 from ostinato.errors import CaptureError
-from ostinato.ops.linear import run_kernel
+from ostinato.ops.linear import Gemm, run_kernel
 from ostinato.ops.triton.counters import take_counters
-from ostinato.ops.tuning import Blocks, LinearShape, default_choice
+from ostinato.ops.tuning import LinearShape, TileConfig, default_choice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -128,19 +128,20 @@ def tokens_of(llm: LLM, engine: int) -> list[list[int]]:
 
 def assert_launches_are_split(dtype: torch.dtype) -> None:
     """Otherwise the tests below would show nothing about counters."""
-    cut = decode_cut(
-        16,
+    shape = BatchShape(
+        num_tokens=16,
+        num_reqs=16,
         num_heads=NUM_HEADS,
         num_kv_heads=NUM_KV_HEADS,
         row_bytes=HEAD_DIM * dtype.itemsize,
         itemsize=dtype.itemsize,
         max_keys=MAX_MODEL_LEN,
-        num_processors=torch.cuda.get_device_properties(CUDA).multi_processor_count,
+        num_sms=torch.cuda.get_device_properties(CUDA).multi_processor_count,
     )
-    assert cut.num_splits > 1
+    assert decode_tile_config(shape).num_splits > 1
     if dtype.itemsize == 2:  # float32 GEMMs are cuBLAS's
         choice = default_choice(LinearShape(16, HIDDEN, HIDDEN, dtype, False, False, True))
-        assert isinstance(choice, Blocks)
+        assert isinstance(choice, TileConfig)
         assert choice.split_k > 1
 
 
@@ -444,14 +445,14 @@ def test_counters_that_other_graphs_overwrote_do_not_matter(pools: list[GraphPoo
     pool = pools[0]
     x = torch.randn(32, 2048, device=CUDA).to(torch.bfloat16)
     weight = (torch.randn(2048, 2048, device=CUDA) * 0.02).to(torch.bfloat16)
-    blocks = Blocks(64, 64, 4, 3, split_k=8)
+    config = TileConfig(64, 64, 4, 3, split_k=8)
     slabs: list[int] = []
 
     def split() -> torch.Tensor:
         slabs.append(take_counters(CUDA, 1).data_ptr())
         y = x
         for _ in range(4):
-            y = run_kernel(blocks, y, weight, None, None, False, None)
+            y = run_kernel(config, Gemm(y, weight))
         return y
 
     expected = split()
@@ -479,12 +480,12 @@ def test_one_memset_serves_a_recording() -> None:
     """Of split launches in one graph: as many nodes as launches, and one that zeroes."""
     x = torch.randn(32, 512, device=CUDA).to(torch.bfloat16)
     weight = torch.randn(512, 512, device=CUDA).to(torch.bfloat16)
-    whole, split = Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 3, split_k=4)
+    whole, split = TileConfig(64, 64, 4, 3), TileConfig(64, 64, 4, 3, split_k=4)
 
-    def nodes(blocks: Blocks, launches: int) -> int:
+    def nodes(config: TileConfig, launches: int) -> int:
         def forward() -> None:
             for _ in range(launches):
-                run_kernel(blocks, x, weight, None, None, False, None)
+                run_kernel(config, Gemm(x, weight))
 
         forward()
         with GraphPool(CUDA, lazy_capture=True) as pool:

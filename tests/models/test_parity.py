@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.runner.step_result import SampledLogits
 
-NEW_TOKENS = 64
+NEW_TOKENS = 32  # beyond windows of 8, and into another two blocks of 16
 LENGTHS = (1, 5, 23, 40)  # in the order that a batch has them: single tokens first
 BY_BREAKS = ("NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE")
 # Split by torch.compile, and no code generated: the operators are those of eager.

@@ -37,7 +37,7 @@ from ostinato import (
     GraphPool,
     set_forward_context,
 )
-from ostinato.attention import store
+from ostinato.attention import paged_cpu, paged_cuda
 from ostinato.attention.base import AttentionBackend
 from ostinato.attention.selected import last_tokens, select_tokens
 from ostinato.attention.torch_paged import TorchPagedAttention
@@ -413,12 +413,12 @@ def test_last_tokens() -> None:
     assert out.tolist() == [2, -1, 3, 8, -1, -1, -1]
 
 
-@pytest.mark.parametrize("body", [store.store_kv_cpu, store.store_kv_cuda])
+@pytest.mark.parametrize("body", [paged_cpu.store_kv_cpu, paged_cuda.store_kv_cuda])
 def test_keys_and_values_are_stored(body: Any, device: torch.device) -> None:
-    if device.type == "cuda" and body is store.store_kv_cpu:
+    if device.type == "cuda" and body is paged_cpu.store_kv_cpu:
         pytest.skip("reads the slots on the host")
     slots = torch.tensor([5, -1, 2, 11, -1], device=device)
-    # Strided, as parts of a product are; of padding, NaN.
+    # Strided, as slices of a GEMM's result are; NaN for padding.
     both = torch.randn(5, 4, 3, device=device)
     both[slots < 0] = float("nan")
     key, value = both.split(2, dim=1)

@@ -362,7 +362,13 @@ def test_a_result_with_gaps_is_refused(device: torch.device) -> None:
     gaps = torch.zeros(4, dtype=torch.int64, device=device)[::2]
     with pytest.raises(BatchError, match="out_tokens must be contiguous"):
         filtered_sampling.triton_sample_filtered(
-            batch.logits, batch.req_indices, batch.lengths, *batch.tables, batch.token_ids, *FILTERS, gaps
+            batch.logits,
+            batch.req_indices,
+            batch.lengths,
+            *batch.tables,
+            batch.token_ids,
+            *FILTERS,
+            gaps,
         )
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ostinato.errors import BatchError
 from ostinato.ops import tuning
-from ostinato.ops.linear import Norm, linear, run_kernel
-from ostinato.ops.tuning import Blocks, GemmChoice, LinearShape, Tuning
+from ostinato.ops.linear import Gemm, Norm, linear, run_kernel
+from ostinato.ops.tuning import GemmChoice, LinearShape, TileConfig, Tuning
 
 pytest.importorskip("triton")
 
@@ -90,10 +90,11 @@ class Case:
         tolerance = 2e-5 if y.dtype == torch.float32 else 4 * torch.finfo(y.dtype).eps
         torch.testing.assert_close(y.double(), expected, rtol=tolerance, atol=4 * tolerance)
 
-    def launch(self, blocks: Blocks) -> Tensor:
+    def launch(self, config: TileConfig) -> Tensor:
         x = self.x if self.x.shape[0] > 1 else self.x.contiguous()
         before = [None if t is None else t.clone() for t in (x, self.residual)]
-        y = run_kernel(blocks, x, self.weight, self.bias, self.norm, self.gated, self.residual)
+        gemm = Gemm(x, self.weight, self.bias, self.norm, self.gated, self.residual)
+        y = run_kernel(config, gemm)
         for tensor, copy in zip((x, self.residual), before, strict=True):
             assert tensor is None or torch.equal(tensor, copy)
         return y
@@ -117,7 +118,7 @@ def name(extras: dict[str, bool]) -> str:
 @pytest.mark.parametrize("k", [64, 100], ids=["even", "odd"])
 def test_kernel_of_one_row(device: torch.device, extras: dict[str, bool], k: int) -> None:
     case = Case(1, 21, k, device=device, **extras)
-    case.check(case.launch(Blocks(8, 32, 4, prefetch=2)))
+    case.check(case.launch(TileConfig(8, 32, 4, prefetch=2)))
 
 
 @pytest.mark.sweep
@@ -126,9 +127,9 @@ def test_kernel_of_one_row(device: torch.device, extras: dict[str, bool], k: int
 def test_kernel_of_several_rows(device: torch.device, extras: dict[str, bool], split: int) -> None:
     dtype = torch.float16 if device.type == "cuda" else torch.float32
     case = Case(5, 40, 100, device=device, dtype=dtype, **extras)
-    blocks = Blocks(32, 32, 4, num_stages=2, split_k=split, prefetch=1)
-    case.check(case.launch(blocks))
-    case.check(case.launch(blocks))  # counters are zero whatever ran before
+    config = TileConfig(32, 32, 4, num_stages=2, split_k=split, prefetch=1)
+    case.check(case.launch(config))
+    case.check(case.launch(config))  # counters are zero whatever ran before
 
 
 @pytest.mark.slow
@@ -157,14 +158,14 @@ def test_kernel_of_any_shape(
     if device.type == "cuda":
         dtype = torch.float16
     case = Case(num_rows, outputs, k, dtype=dtype, device=device, **extras)
-    case.check(case.launch(Blocks(block_n, block_k, 4, 3, split_k, 1)))
+    case.check(case.launch(TileConfig(block_n, block_k, 4, 3, split_k, 1)))
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_kernel_has_room_for_large_inputs_of_a_norm(device: torch.device, num_rows: int) -> None:
     """60,000 times a norm's weight overflows float16, though the normed input does not."""
     case = Case(num_rows, 20, 64, dtype=torch.float16, device=device, norm=True, size=15_000.0)
-    case.check(case.launch(Blocks(16, 32, 4)))
+    case.check(case.launch(TileConfig(16, 32, 4)))
 
 
 @pytest.mark.slow
@@ -172,8 +173,8 @@ def test_kernel_has_room_for_large_inputs_of_a_norm(device: torch.device, num_ro
 def test_kernel_takes_the_model_of_the_smallest_shapes(device: torch.device, num_rows: int) -> None:
     case = Case(num_rows, 48, 576, device=device, dtype=torch.float16, norm=True, gated=True)
     shape = LinearShape(num_rows, 96, 576, torch.float16, norm=True, gated=True)
-    for blocks in tuning.candidates(shape):
-        case.check(case.launch(blocks))
+    for config in tuning.candidates(shape):
+        case.check(case.launch(config))
 
 
 # --- torch's way ----------------------------------------------------------------------------------
@@ -221,11 +222,11 @@ def test_wrong_shapes_are_refused(change: dict[str, Any], message: str) -> None:
         linear(**arguments)
 
 
-# --- choosing blocks ------------------------------------------------------------------------------
+# --- choosing tile configs ------------------------------------------------------------------------
 
 SHAPE = LinearShape(8, 3072, 2048, torch.bfloat16, norm=True)
 KEY = "GPU/bfloat16/16/3072x2048/norm"
-FAST = Blocks(32, 128, 4, 4)
+FAST = TileConfig(32, 128, 4, 4)
 
 
 class Stopwatch:
@@ -280,18 +281,18 @@ def test_classes_of_rows(num_rows: int, most: int) -> None:
 )
 def test_candidates_are_few_and_fit(num_rows: int, n: int, k: int, gated: bool) -> None:
     shape = LinearShape(num_rows, 2 * n if gated else n, k, torch.bfloat16, gated=gated)
-    cuts = tuning.candidates(shape)
-    assert len(set(cuts)) == len(cuts) <= 5
-    for blocks in cuts:
-        assert tuning.choice_from_json(blocks.as_json()) == blocks
+    configs = tuning.candidates(shape)
+    assert len(set(configs)) == len(configs) <= 5
+    for config in configs:
+        assert tuning.choice_from_json(config.as_json()) == config
         if num_rows > 1:  # what fits the shared memory of any GPU with bfloat16, with one to spare
-            tile = blocks.block_n * (2 if gated else 1) + tuning.row_class(num_rows)
-            assert tile * blocks.block_k * 2 * (blocks.num_stages - 1) <= 163 * 1024
-            assert blocks.block_n >= 16
+            tile = config.block_n * (2 if gated else 1) + tuning.row_class(num_rows)
+            assert tile * config.block_k * 2 * (config.num_stages - 1) <= 163 * 1024
+            assert config.block_n >= 16
         else:
-            assert blocks.split_k == 1
+            assert config.split_k == 1
     default = tuning.default_choice(shape)
-    assert default == ("torch" if num_rows > 16 else cuts[0])
+    assert default == ("torch" if num_rows > 16 else configs[0])
 
 
 def test_the_fastest_is_remembered_across_processes(tmp_path: Path) -> None:
@@ -312,7 +313,7 @@ def test_torch_may_win(tmp_path: Path) -> None:
     assert Tuning(tmp_path / "linear.json", {}).get(KEY) == "torch"
 
 
-def test_blocks_that_do_not_run_are_out_of_the_race(tmp_path: Path) -> None:
+def test_configs_that_do_not_run_are_out_of_the_race(tmp_path: Path) -> None:
     first, second, *_ = tuning.candidates(SHAPE)
     times: dict[GemmChoice, float | Exception] = {
         first: RuntimeError("out of resource"),

@@ -18,6 +18,7 @@ from torch import Tensor
 from ostinato import GraphPool
 from ostinato.ops import activation, decode_state, norm, sampling
 from ostinato.ops.counter_random import exponential_log, spread_seed
+from ostinato.ops.decode_state import DecodeInputs, DecodeState
 from ostinato.ops.sampling_reference import sample_reference
 from ostinato.ops.split_k import in_parts, num_parts
 from ostinato.runner.input_buffers import InputBuffers
@@ -151,7 +152,7 @@ def test_norm_of_a_sum_that_comes_in_parts(
     outputs=st.integers(1, 6),
     inner=st.integers(1, 8),
 )
-def test_parts_of_a_product_add_up_to_it(parts: int, rows: int, outputs: int, inner: int) -> None:
+def test_parts_of_a_gemm_add_up_to_it(parts: int, rows: int, outputs: int, inner: int) -> None:
     x = torch.randn(rows, parts * inner, dtype=torch.float64)
     weight = torch.randn(outputs, parts * inner, dtype=torch.float64)
     got = in_parts(x, weight, parts)
@@ -253,7 +254,7 @@ def test_silu_and_mul_of_extreme_gates(device: torch.device) -> None:
 
 @pytest.mark.parametrize("rows", [64, 65, 200])
 def test_as_many_rows_as_one_likes(rows: int) -> None:
-    """On the CPU few rows go through compiled kernels, more through torch's operators."""
+    """On the CPU small batches run compiled kernels, larger ones torch's operators."""
     x, residual, weight = torch.randn(rows, 48), torch.randn(rows, 48), torch.randn(48)
     got, total = norm.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, x + residual)
@@ -287,33 +288,33 @@ def test_parameters_in_grad_mode_go_through_torch() -> None:
 
 @pytest.fixture(params=[1, 16], ids=["whole", "chunks"])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "_PROGRAMS_PER_PROCESSOR", request.param)
+    monkeypatch.setattr(sampling, "_PROGRAMS_PER_SM", request.param)
 
 
 class Rows:
-    """What ``sample_rows`` takes, with poison in the slots that no row names."""
+    """What ``sample_rows`` takes, with poison in the request rows that no index names."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        num_slots = num_rows + 3
-        self.state = SamplingState(num_slots, device)  # columns of tables: not dense
+        num_state_rows = num_rows + 3
+        self.state = SamplingState(num_state_rows, device)  # columns of tables: not dense
         self.state.temperature.fill_(torch.nan)
         self.state.seed_key.fill_(POISON)
-        self.slots = (torch.randperm(num_slots)[:num_rows]).to(device)
+        self.req_indices = (torch.randperm(num_state_rows)[:num_rows]).to(device)
         self.lengths = torch.randint(1, 5000, (num_rows,), dtype=torch.int32).to(device)
         self.logits = torch.randn(num_rows, vocab_size).to(device) * 2
         self.tokens = torch.full((num_rows,), -1, device=device)
 
     def set(self, temperature: list[float], seeds: list[int]) -> Rows:
-        device = self.slots.device
+        device = self.req_indices.device
         keys = [spread_seed(seed) for seed in seeds]
-        self.state.temperature[self.slots] = torch.tensor(temperature, device=device)
-        self.state.seed_key[self.slots] = torch.tensor(keys, device=device)
+        self.state.temperature[self.req_indices] = torch.tensor(temperature, device=device)
+        self.state.seed_key[self.req_indices] = torch.tensor(keys, device=device)
         return self
 
     def arguments(self) -> tuple[Tensor, ...]:
         state = self.state
         settings = (state.temperature, state.seed_key)
-        return self.logits, self.slots, *settings, self.lengths, self.tokens
+        return self.logits, self.req_indices, *settings, self.lengths, self.tokens
 
     def check(self) -> None:
         """Against the sampler; another token may win only if float32 cannot distinguish them."""
@@ -321,13 +322,15 @@ class Rows:
         steps = SamplingFeatures(any_random=True).steps
         history = torch.zeros(0, device=logits.device)
         expected = sample_reference(
-            logits, self.slots, self.lengths, self.state.tables, history, steps
+            logits, self.req_indices, self.lengths, self.state.tables, history, steps
         )
-        noise = exponential_log(self.state.seed_key[self.slots], self.lengths, logits.shape[1])
-        scores = logits - noise * self.state.temperature[self.slots].unsqueeze(1)
+        noise = exponential_log(
+            self.state.seed_key[self.req_indices], self.lengths, logits.shape[1]
+        )
+        scores = logits - noise * self.state.temperature[self.req_indices].unsqueeze(1)
         best, chosen = (scores.gather(1, each.unsqueeze(1)) for each in (expected, self.tokens))
         torch.testing.assert_close(chosen, best, rtol=1e-6, atol=0)
-        is_greedy = self.state.temperature[self.slots] == 0
+        is_greedy = self.state.temperature[self.req_indices] == 0
         assert torch.equal(self.tokens[is_greedy], logits[is_greedy].argmax(dim=1))
 
 
@@ -356,15 +359,15 @@ def test_tokens_are_the_samplers(
     batch.check()
 
 
-def test_slots_and_lengths_may_be_columns(find: Any, device: torch.device) -> None:
+def test_req_indices_and_lengths_may_be_columns(find: Any, device: torch.device) -> None:
     """The gaps between them would be rows and positions that do not exist."""
     batch = Rows(3, 700, device).set([0.7, 0.0, 1.3], [5, 6, 7])
-    slots, lengths = (
+    req_indices, lengths = (
         torch.stack((tensor, torch.full_like(tensor, 2**30)), dim=1)[:, 0]
-        for tensor in (batch.slots, batch.lengths)
+        for tensor in (batch.req_indices, batch.lengths)
     )
     logits, _, temperature, seed_key, _, tokens = batch.arguments()
-    find(sampling, "sample_rows")(logits, slots, temperature, seed_key, lengths, tokens)
+    find(sampling, "sample_rows")(logits, req_indices, temperature, seed_key, lengths, tokens)
     batch.check()
 
 
@@ -411,15 +414,15 @@ def test_a_row_depends_on_itself_alone(find: Any, device: torch.device, programs
     run = find(sampling, "sample_rows")
     run(*batch.arguments())
     together = batch.tokens.clone()
-    logits, slots, temperature, seed_key, lengths, tokens = batch.arguments()
+    logits, req_indices, temperature, seed_key, lengths, tokens = batch.arguments()
     for row in range(4):
         one = slice(row, row + 1)
-        run(logits[one], slots[one], temperature, seed_key, lengths[one], tokens[one])
+        run(logits[one], req_indices[one], temperature, seed_key, lengths[one], tokens[one])
     assert torch.equal(batch.tokens, together)
     logits[1:3] = torch.nan
     run(*batch.arguments())
     assert torch.equal(batch.tokens[[0, 3]], together[[0, 3]])
-    run(logits[:0], slots[:0], temperature, seed_key, lengths[:0], tokens[:0])
+    run(logits[:0], req_indices[:0], temperature, seed_key, lengths[:0], tokens[:0])
 
 
 def test_logits_need_not_be_dense(find: Any, device: torch.device) -> None:
@@ -433,8 +436,8 @@ def test_logits_need_not_be_dense(find: Any, device: torch.device) -> None:
 
 
 @given(st.integers(1, 600), st.integers(1, 300_000), st.integers(1, 200))
-def test_chunks_cover_the_vocabulary(num_rows: int, vocab_size: int, processors: int) -> None:
-    per_chunk, num_chunks = sampling.chunks(num_rows, vocab_size, processors)
+def test_chunks_cover_the_vocabulary(num_rows: int, vocab_size: int, num_sms: int) -> None:
+    per_chunk, num_chunks = sampling.chunks(num_rows, vocab_size, num_sms)
     assert 1 <= num_chunks <= sampling.MAX_CHUNKS
     columns = per_chunk * sampling._BLOCK
     assert (num_chunks - 1) * columns < vocab_size <= num_chunks * columns
@@ -454,7 +457,7 @@ CACHE = CacheSize(num_blocks=50, block_size=4, max_model_len=30)
 class Decode:
     """A request state and the buffers of a step, poisoned wherever nothing may be read or written.
 
-    ``computed`` maps the slots that run to how many tokens they have computed.
+    ``computed`` maps the request rows that run to how many tokens they have computed.
     """
 
     def __init__(
@@ -469,24 +472,24 @@ class Decode:
         self.write(computed)
 
     def new_buffers(self) -> InputBuffers:
-        num_seqs, device = self.state.padding_slot, self.state.device
+        num_seqs, device = self.state.padding_req_index, self.state.device
         buffers = InputBuffers(
             max_num_seqs=num_seqs, max_num_tokens=num_seqs + 2, cache=self.cache, device=device
         )
-        for tensor in (buffers.slots, *self.written(buffers)):
+        for tensor in (buffers.req_indices, *self.written(buffers)):
             tensor.fill_(POISON)
         return buffers
 
     def write(self, computed: dict[int, int]) -> None:
         state, size = self.state, self.cache.block_size
-        for slot, count in computed.items():
+        for req_index, count in computed.items():
             tokens = torch.randint(1000, (count + 1,), dtype=torch.int32)
-            state.token_ids[slot, : count + 1] = tokens.to(state.device)
+            state.token_ids[req_index, : count + 1] = tokens.to(state.device)
             blocks = torch.randperm(self.cache.num_blocks, dtype=torch.int32)[: count // size + 1]
-            state.block_table[slot, : len(blocks)] = blocks.to(state.device)
-            state.num_computed[slot] = count
-        slots = [*computed, *[state.padding_slot] * (self.padded - len(computed))]
-        self.buffers.slots[: self.padded] = torch.tensor(slots).to(state.device)
+            state.block_table[req_index, : len(blocks)] = blocks.to(state.device)
+            state.num_computed[req_index] = count
+        req_indices = [*computed, *[state.padding_req_index] * (self.padded - len(computed))]
+        self.buffers.req_indices[: self.padded] = torch.tensor(req_indices).to(state.device)
         self.count = len(computed)
 
     @staticmethod
@@ -501,35 +504,33 @@ class Decode:
             tokens.slot_mappings[0],
         )
 
-    def load_arguments(self) -> tuple[Any, ...]:
-        state, rows = self.state, self.padded
-        return (
-            self.buffers.slots[:rows],
+    def rows(self) -> DecodeState:
+        state = self.state
+        return DecodeState(
+            self.buffers.req_indices[: self.padded],
             state.num_computed,
             state.token_ids,
             state.block_table,
-            state.padding_slot,
+            state.padding_req_index,
             self.cache.block_size,
-            *(
-                tensor[: rows + 1]
-                if tensor is self.buffers.tokens.query_start_loc
-                else tensor[:rows]
-                for tensor in self.written(self.buffers)
-            ),
         )
 
-    def store_arguments(self, tokens: Tensor) -> tuple[Any, ...]:
-        state = self.state
-        slots = self.buffers.slots[: self.padded]
-        return slots, tokens, state.num_computed, state.token_ids, state.padding_slot
+    def inputs(self) -> DecodeInputs:
+        rows, starts = self.padded, self.buffers.tokens.query_start_loc
+        tensors = self.written(self.buffers)
+        return DecodeInputs(
+            *(each[: rows + 1] if each is starts else each[:rows] for each in tensors)
+        )
 
     def check_loaded(self) -> None:
         """Against ``InputBuffers.fill``; then the contents of padding and unowned memory."""
         oracle, state = self.new_buffers(), self.state
-        slots = self.buffers.slots[: self.count].tolist()
+        req_indices = self.buffers.req_indices[: self.count].tolist()
         garbage = state.num_computed[-1].clone()
         state.num_computed[-1] = oracle.tokens.query_start_loc[0] = 0  # which it relies on
-        oracle.fill(state, slots, [1] * self.count, num_reqs=self.padded, num_tokens=self.padded)
+        oracle.fill(
+            state, req_indices, [1] * self.count, num_reqs=self.padded, num_tokens=self.padded
+        )
         state.num_computed[-1] = garbage
         table, expected_table = (each.tokens.block_tables[0] for each in (self.buffers, oracle))
         used = -(-oracle.tokens.seq_lens.long() // self.cache.block_size)
@@ -545,9 +546,11 @@ class Decode:
 
 @st.composite
 def decodes(draw: st.DrawFn) -> tuple[dict[int, int], int]:
-    slots = draw(st.lists(st.integers(0, MAX_NUM_SEQS - 1), max_size=5, unique=True))
-    computed = {slot: draw(st.integers(0, CACHE.max_model_len - 1)) for slot in slots}
-    return computed, draw(st.integers(max(1, len(slots)), MAX_NUM_SEQS))
+    req_indices = draw(st.lists(st.integers(0, MAX_NUM_SEQS - 1), max_size=5, unique=True))
+    computed = {
+        req_index: draw(st.integers(0, CACHE.max_model_len - 1)) for req_index in req_indices
+    }
+    return computed, draw(st.integers(max(1, len(req_indices)), MAX_NUM_SEQS))
 
 
 @few
@@ -558,7 +561,7 @@ def test_decode_inputs_are_those_of_any_batch(
     decode = Decode(*batch, device)
     state = decode.state
     before = [each.clone() for each in (state.token_ids, state.num_computed, state.block_table)]
-    find(decode_state, "load_decode_inputs")(*decode.load_arguments())
+    find(decode_state, "load_decode_inputs")(decode.rows(), decode.inputs())
     decode.check_loaded()
     after = (state.token_ids, state.num_computed, state.block_table)
     assert all(map(torch.equal, before, after))
@@ -575,10 +578,10 @@ def test_decode_outputs_go_to_the_rows_that_ran(
     expected = Decode({}, padded, device).state
     for name in ("token_ids", "num_computed", "block_table"):
         getattr(expected, name).copy_(getattr(state, name))
-    slots = torch.tensor([*computed], dtype=torch.int64, device=device)
-    expected.advance(slots, torch.ones(count, dtype=torch.int32, device=device))
-    expected.append(slots, tokens[:count])
-    find(decode_state, "store_decode_outputs")(*decode.store_arguments(tokens))
+    req_indices = torch.tensor([*computed], dtype=torch.int64, device=device)
+    expected.advance(req_indices, torch.ones(count, dtype=torch.int32, device=device))
+    expected.append(req_indices, tokens[:count])
+    find(decode_state, "store_decode_outputs")(decode.rows(), tokens)
     for name in ("token_ids", "num_computed", "block_table"):
         assert torch.equal(getattr(state, name), getattr(expected, name))
 
@@ -588,14 +591,14 @@ def test_long_tables_and_large_batches(find: Any, device: torch.device) -> None:
     """More blocks, and more rows, than a program handles at a time."""
     cache = CacheSize(num_blocks=700, block_size=2, max_model_len=1200)
     decode = Decode({4: 1199, 2: 511, 9: 512, 0: 3}, 13, device, cache)
-    find(decode_state, "load_decode_inputs")(*decode.load_arguments())
+    find(decode_state, "load_decode_inputs")(decode.rows(), decode.inputs())
     decode.check_loaded()
     count, padded = (2, 260) if device.type == "cpu" else (257, 600)
-    decode = Decode({slot: slot % 29 for slot in range(count)}, padded, device)
-    find(decode_state, "load_decode_inputs")(*decode.load_arguments())
+    decode = Decode({req_index: req_index % 29 for req_index in range(count)}, padded, device)
+    find(decode_state, "load_decode_inputs")(decode.rows(), decode.inputs())
     decode.check_loaded()
     tokens = torch.arange(padded, device=device)
-    find(decode_state, "store_decode_outputs")(*decode.store_arguments(tokens))
+    find(decode_state, "store_decode_outputs")(decode.rows(), tokens)
     rows = range(count)
     assert [int(decode.state.token_ids[i, i % 29 + 1]) for i in rows] == [*rows]
     assert decode.state.num_computed.tolist()[count:] == [POISON] * (padded + 1 - count)
@@ -614,19 +617,19 @@ def test_a_whole_step_replays_with_new_contents(device: torch.device, pool: Grap
     tokens = torch.zeros(4, dtype=torch.int64, device=device)
 
     def step(which: Decode) -> None:
-        decode_state.load_decode_inputs(*which.load_arguments())
+        decode_state.load_decode_inputs(which.rows(), which.inputs())
         buffers, sampler = which.buffers, which.state.sampling
         x = table[buffers.input_ids[:4]] + buffers.tokens.positions[:4, None]
         logits = activation.silu_and_mul(norm.rms_norm(x, table[0], 1e-5)) @ table[:, :32].T
         sampling.sample_rows(
             logits,
-            buffers.slots[:4],
+            buffers.req_indices[:4],
             sampler.temperature,
             sampler.seed_key,
             buffers.tokens.seq_lens[:4],
             tokens,
         )
-        decode_state.store_decode_outputs(*which.store_arguments(tokens))
+        decode_state.store_decode_outputs(which.rows(), tokens)
 
     step(decode)  # the first call compiles and loads kernels
     captured = pool.capture(lambda: step(decode))
@@ -655,8 +658,8 @@ def test_operators_say_what_they_write(device: torch.device) -> None:
     operators = torch.ops.ostinato
     cases: list[tuple[Any, tuple[Any, ...]]] = [
         (operators.sample_rows, rows.arguments()),
-        (operators.load_decode_inputs, decode.load_arguments()),
-        (operators.store_decode_outputs, decode.store_arguments(rows.tokens)),
+        (operators.load_decode_inputs, (*decode.rows(), *decode.inputs())),
+        (operators.store_decode_outputs, (rows.tokens, *decode.rows())),
     ]
     for operator, arguments in cases:
         torch.library.opcheck(

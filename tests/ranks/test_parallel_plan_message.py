@@ -63,7 +63,7 @@ class Receiver:
 def seen_by_a_runner(plan: StepPlan) -> tuple[Any, ...]:
     rows = [
         (
-            row.slot,
+            row.req_index,
             row.start,
             row.num_tokens,
             list(row.new_blocks),
@@ -112,7 +112,7 @@ def test_plans_arrive_as_they_were_made(given: list[tuple[int, int, int, bool]])
     here, there = (
         RequestState(max_num_seqs=4, cache=CACHE, device=torch.device("cpu")) for _ in range(2)
     )
-    last_slots = kept = None
+    last_req_indices = kept = None
     for step in range(200):
         for number, (after, length, count, plain) in enumerate(given):
             if after == step:
@@ -130,8 +130,8 @@ def test_plans_arrive_as_they_were_made(given: list[tuple[int, int, int, bool]])
             assert isinstance(arrived, DecodePlan)
             assert wire.sizes == [512], "a steady step is one small message"
             # A runner recognizes by identity that the rows are the previous step's.
-            assert (arrived.slots is kept) == (plan.slots is last_slots)
-            last_slots, kept = plan.slots, arrived.slots
+            assert (arrived.req_indices is kept) == (plan.req_indices is last_req_indices)
+            last_req_indices, kept = plan.req_indices, arrived.req_indices
         here.update(plan)
         there.update(arrived)
         for ours, theirs in zip(contents(here), contents(there), strict=True):

@@ -37,7 +37,7 @@ def new_state(device: torch.device) -> RequestState:
     state = RequestState(max_num_seqs=MAX_NUM_SEQS, cache=CACHE, device=device)
     for tensor in (state.token_ids, state.block_table, state.num_computed):
         tensor.fill_(POISON)
-    state.num_computed[state.padding_slot] = 0
+    state.num_computed[state.padding_req_index] = 0
     return state
 
 
@@ -47,7 +47,7 @@ def new_buffers(device: torch.device) -> InputBuffers:
     )
     tokens = buffers.tokens
     for tensor in (
-        buffers.slots,
+        buffers.req_indices,
         buffers.query_lens,
         tokens.query_start_loc[1:],
         tokens.seq_lens,
@@ -64,36 +64,38 @@ def new_buffers(device: torch.device) -> InputBuffers:
 class Row:
     """A running request as the host knows it."""
 
-    slot: int
+    req_index: int
     tokens: list[int]
     blocks: list[int]
     computed: int
     query_len: int
 
     def write(self, state: RequestState) -> None:
-        state.token_ids[self.slot, : len(self.tokens)] = torch.tensor(self.tokens).to(state.device)
-        state.block_table[self.slot, : len(self.blocks)] = torch.tensor(self.blocks).to(
+        state.token_ids[self.req_index, : len(self.tokens)] = torch.tensor(self.tokens).to(
             state.device
         )
-        state.num_computed[self.slot] = self.computed
+        state.block_table[self.req_index, : len(self.blocks)] = torch.tensor(self.blocks).to(
+            state.device
+        )
+        state.num_computed[self.req_index] = self.computed
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[list[Row], int, int]:
     """Requests, and the padded numbers of requests and tokens."""
-    slots = draw(st.permutations(range(MAX_NUM_SEQS)))
+    req_indices = draw(st.permutations(range(MAX_NUM_SEQS)))
     num_reqs = draw(st.integers(1, MAX_NUM_SEQS))
     blocks = iter(draw(st.permutations(range(1, CACHE.num_blocks))))
     rows = []
     budget = MAX_NUM_TOKENS - num_reqs
-    for slot in slots[:num_reqs]:
+    for req_index in req_indices[:num_reqs]:
         length = draw(st.integers(1, CACHE.max_model_len))
         query_len = draw(st.integers(1, min(length, budget + 1)))
         budget -= query_len - 1
         end = draw(st.integers(query_len, length))
         tokens = draw(st.lists(st.integers(0, 999), min_size=length, max_size=length))
         held = [next(blocks) for _ in range(-(-end // CACHE.block_size))]
-        rows.append(Row(slot, tokens, held, end - query_len, query_len))
+        rows.append(Row(req_index, tokens, held, end - query_len, query_len))
     num_tokens = sum(row.query_len for row in rows)
     padded_reqs = draw(st.integers(num_reqs, MAX_NUM_SEQS))
     return rows, padded_reqs, draw(st.integers(num_tokens, MAX_NUM_TOKENS))
@@ -102,7 +104,7 @@ def batches(draw: st.DrawFn) -> tuple[list[Row], int, int]:
 def fill(buffers: InputBuffers, state: RequestState, rows: list[Row], *padded: int) -> None:
     buffers.fill(
         state,
-        [row.slot for row in rows],
+        [row.req_index for row in rows],
         [row.query_len for row in rows],
         num_reqs=padded[0],
         num_tokens=padded[1],
@@ -178,7 +180,7 @@ def test_after_reset_nothing_is_written_to_the_cache(device: torch.device) -> No
     buffers.reset()
     tokens = buffers.tokens
     assert (tokens.slot_mappings == -1).all()
-    assert (buffers.slots == MAX_NUM_SEQS).all()  # padding's row, which a decode graph skips
+    assert (buffers.req_indices == MAX_NUM_SEQS).all()  # padding's row, which a decode graph skips
     for tensor in (
         buffers.query_lens,
         tokens.query_start_loc,
@@ -239,19 +241,19 @@ def test_metadata_is_a_view_of_the_buffers(device: torch.device) -> None:
 # --- the state itself -----------------------------------------------------------------------------
 
 
-def scheduled(slot: int, **changes: Any) -> ScheduledRequest:
+def scheduled(req_index: int, **changes: Any) -> ScheduledRequest:
     """A new request with 10 tokens, three of them generated, after a preemption; 4 are cached."""
     request = Request(
-        request_id=str(slot),
-        prompt_token_ids=[slot, 1, 2, 3, 4, 5, 6],
-        params=SamplingParams(temperature=0.5, top_k=slot + 1),
+        request_id=str(req_index),
+        prompt_token_ids=[req_index, 1, 2, 3, 4, 5, 6],
+        params=SamplingParams(temperature=0.5, top_k=req_index + 1),
         max_total_tokens=30,
         output_token_ids=[70, 80, 90],
         block_ids=[11, 12, 13],
     )
     item = {"start": 4, "num_tokens": 6, "new_blocks": [11, 12, 13], "first_new_block": 0}
     rest = {"is_new": True, "samples": True, "admission": 0}
-    return ScheduledRequest(request, slot, **{**item, **rest, **changes})
+    return ScheduledRequest(request, req_index, **{**item, **rest, **changes})
 
 
 def plan_of(*items: ScheduledRequest) -> SchedulePlan:
@@ -273,10 +275,10 @@ def test_a_new_request_gets_its_row_and_no_other(device: torch.device) -> None:
     state = new_state(device)
     expected = contents(state)
     state.update(plan_of(scheduled(2), scheduled(4)))
-    for slot in (2, 4):
-        expected["token_ids"][slot][:10] = [slot, 1, 2, 3, 4, 5, 6, 70, 80, 90]
-        expected["block_table"][slot][:3] = [11, 12, 13]
-        expected["num_computed"][slot] = 4
+    for req_index in (2, 4):
+        expected["token_ids"][req_index][:10] = [req_index, 1, 2, 3, 4, 5, 6, 70, 80, 90]
+        expected["block_table"][req_index][:3] = [11, 12, 13]
+        expected["num_computed"][req_index] = 4
     assert contents(state) == expected
     assert state.sampling.top_k.tolist() == [0, 0, 3, 0, 5, 0, 0]
 
@@ -311,7 +313,7 @@ def test_blocks_are_appended_in_the_steady_state(device: torch.device) -> None:
         num_tokens=3,
         shape=BatchShape(3, 3, 1),
         members=[item.request for item in items],
-        slots=np.array([2, 4, 0]),
+        req_indices=np.array([2, 4, 0]),
         starts=np.array([10, 10, 10]),
         new_blocks=[(1, 3, 21), (2, 3, 22)],
     )
@@ -326,30 +328,30 @@ def test_tokens_are_counted_and_appended(device: torch.device) -> None:
     state = new_state(device)
     state.update(plan_of(scheduled(2), scheduled(4), scheduled(0)))
     expected = contents(state)
-    slots = torch.tensor([4, 0], device=device)
-    state.advance(slots, torch.tensor([6, 3], dtype=torch.int32, device=device))
+    req_indices = torch.tensor([4, 0], device=device)
+    state.advance(req_indices, torch.tensor([6, 3], dtype=torch.int32, device=device))
     expected["num_computed"][4], expected["num_computed"][0] = 10, 7
     assert contents(state) == expected
-    state.append(slots[:1], torch.tensor([123], device=device))
+    state.append(req_indices[:1], torch.tensor([123], device=device))
     expected["token_ids"][4][10] = 123
     assert contents(state) == expected
 
 
 def test_the_token_at_the_length_limit_has_a_place(device: torch.device) -> None:
     state = new_state(device)
-    slots = torch.tensor([1], device=device)
+    req_indices = torch.tensor([1], device=device)
     state.num_computed[1] = CACHE.max_model_len
-    state.append(slots, torch.tensor([9], device=device))
+    state.append(req_indices, torch.tensor([9], device=device))
     assert state.token_ids[1, CACHE.max_model_len] == 9
     assert state.token_ids[2, 0] == POISON
 
 
 def test_padding_has_the_last_row(device: torch.device) -> None:
     state = RequestState(max_num_seqs=MAX_NUM_SEQS, cache=CACHE, device=device)
-    assert state.padding_slot == MAX_NUM_SEQS
+    assert state.padding_req_index == MAX_NUM_SEQS
     assert state.token_ids.shape == (MAX_NUM_SEQS + 1, CACHE.max_model_len + 1)
     assert state.block_table.shape == (MAX_NUM_SEQS + 1, 8)
     assert not any(
-        tensor[state.padding_slot].any() for tensor in (state.token_ids, state.block_table)
+        tensor[state.padding_req_index].any() for tensor in (state.token_ids, state.block_table)
     )
-    assert state.num_computed[state.padding_slot] == 0
+    assert state.num_computed[state.padding_req_index] == 0

@@ -74,33 +74,35 @@ class Row:
 class Batch:
     """The tensors that ``sample`` takes, with poison wherever nothing should be read."""
 
-    def __init__(self, rows: Sequence[Row], device: torch.device, *, num_slots: int = 0) -> None:
-        size = max(num_slots, len(rows))
+    def __init__(
+        self, rows: Sequence[Row], device: torch.device, *, num_state_rows: int = 0
+    ) -> None:
+        size = max(num_state_rows, len(rows))
         self.state = SamplingState(size, device)
         self.token_ids = torch.full((size, MAX_LEN), 2**30, dtype=torch.int32, device=device)
         self.logits = torch.full((len(rows), rows[0].logits.shape[-1]), math.nan, device=device)
-        self.slots = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        self.req_indices = torch.zeros(len(rows), dtype=torch.int64, device=device)
         self.lengths = torch.zeros(len(rows), dtype=torch.int32, device=device)
         self.features = SamplingFeatures.of(row.params for row in rows)
         for index, row in enumerate(rows):
             self.put(index, size - 1 - index, row)
 
-    def put(self, index: int, slot: int, row: Row) -> None:
+    def put(self, index: int, req_index: int, row: Row) -> None:
         tokens = row.request.all_token_ids
-        self.state.write(slot, row.request)
+        self.state.write(req_index, row.request)
         # After the end: the tokens of an earlier request, and what is no token at all.
-        self.token_ids[slot, 0::3] = 2
-        self.token_ids[slot, 1::3] = 7
-        self.token_ids[slot, 2::3] = -7
-        self.token_ids[slot, : len(tokens)] = torch.tensor(tokens)
+        self.token_ids[req_index, 0::3] = 2
+        self.token_ids[req_index, 1::3] = 7
+        self.token_ids[req_index, 2::3] = -7
+        self.token_ids[req_index, : len(tokens)] = torch.tensor(tokens)
         self.logits[index] = row.logits
-        self.slots[index] = slot
+        self.req_indices[index] = req_index
         self.lengths[index] = len(tokens)
 
     def call(self, function: Callable[..., Any], features: SamplingFeatures | None = None) -> Any:
         return function(
             self.logits,
-            self.slots,
+            self.req_indices,
             self.lengths,
             self.state,
             self.token_ids,
@@ -633,12 +635,12 @@ def test_a_row_does_not_see_the_others(
     alone = [Batch([row], device).tokens()[0] for row in rows]
     assert Batch(rows, device).tokens() == alone
     order = data.draw(st.permutations(range(len(rows))))
-    shuffled = Batch([rows[i] for i in order], device, num_slots=11)
+    shuffled = Batch([rows[i] for i in order], device, num_state_rows=11)
     assert shuffled.tokens() == [alone[i] for i in order]
-    # Padding: rows of slot 0 and length 0, with NaN or anything else for logits.
+    # Padding: rows of request 0 and length 0, with NaN or anything else for logits.
     poison = data.draw(st.sampled_from([math.nan, math.inf, -math.inf, 1e38, 0.0]))
     padded = Batch([*rows, *(Row(GREEDY, torch.full((VOCAB,), poison)) for _ in range(3))], device)
-    padded.slots[len(rows) :] = 0
+    padded.req_indices[len(rows) :] = 0
     padded.lengths[len(rows) :] = 0
     assert padded.tokens()[: len(rows)] == alone
     assert all(0 <= token < VOCAB for token in padded.tokens())
@@ -680,7 +682,7 @@ def test_inputs_are_left_as_they_are(device: torch.device) -> None:
     batch = Batch(
         [Row(everything(), each, output=[3]) for each in random_logits(2, rows=3)], device
     )
-    inputs = batch.logits, batch.slots, batch.lengths, batch.token_ids
+    inputs = batch.logits, batch.req_indices, batch.lengths, batch.token_ids
     copies = [tensor.clone() for tensor in inputs]
     batch.sample()
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, copies, strict=True))
@@ -715,7 +717,7 @@ def test_a_replay_is_the_eager_run_on_new_inputs(params: SamplingParams, pool: G
             for index, logits in enumerate(random_logits(seed, rows=4))
         ]
 
-    batch = Batch(rows(0), pool.device, num_slots=9)
+    batch = Batch(rows(0), pool.device, num_state_rows=9)
     batch.sample()  # warm
     captured = pool.capture(batch.sample)
     seen = set()
@@ -766,8 +768,8 @@ def test_features_of_many_are_the_union(params: list[SamplingParams]) -> None:
     assert union.num_logprobs == max((one.num_logprobs for one in each), default=-1)
     assert hash(union) == hash(SamplingFeatures.of(reversed(params)))
     state = SamplingState(5, CPU)
-    for slot, one in enumerate(params):
-        state.write(slot, Row(one, torch.zeros(1)).request)
+    for req_index, one in enumerate(params):
+        state.write(req_index, Row(one, torch.zeros(1)).request)
     assert state.features(range(len(params))) == union
 
 
@@ -781,12 +783,12 @@ def test_a_feature_that_is_on_for_others_changes_nothing(device: torch.device) -
     rows = [Row(SamplingParams(), each, seed=3) for each in random_logits(4, rows=4)]
     all_on = SamplingFeatures.of([everything()])
     assert Batch(rows, device).tokens(all_on) == Batch(rows, device).tokens()
-    unwritten = Batch(rows, device, num_slots=9)
-    unwritten.slots.zero_()  # slots that no request has had
+    unwritten = Batch(rows, device, num_state_rows=9)
+    unwritten.req_indices.zero_()  # a row that no request has had
     assert unwritten.tokens(all_on) == unwritten.logits.argmax(dim=-1).tolist()
 
 
-def test_a_slot_forgets_its_last_request(device: torch.device) -> None:
+def test_a_row_forgets_its_last_request(device: torch.device) -> None:
     before = Row(everything(top_k=1), torch.zeros(VOCAB), seed=5, stop_ids=frozenset({0}))
     batch = Batch([before], device)
     after = Row(GREEDY, torch.zeros(VOCAB))

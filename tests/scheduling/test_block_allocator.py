@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ostinato.errors import ConfigError, OstinatoError, OutOfBlocksError, SchedulingError
-from ostinato.scheduling.block_allocator import BlockAllocator, block_hash, root_hash
+from ostinato.scheduling.block_allocator import BlockAllocator, block_hashes, root_hash
 
 
 def name(text: str) -> bytes:
@@ -192,20 +192,29 @@ def test_block_size_is_checked(value: object) -> None:
 
 
 def test_hashes_cover_everything_before_the_block() -> None:
-    root = root_hash()
-    chain = block_hash(block_hash(root, [1, 2]), [3, 4])
-    assert chain == block_hash(block_hash(root, [1, 2]), [3, 4])
+    def last(tokens: list[int], size: int = 2, salt: bytes = b"") -> bytes:
+        return list(block_hashes(root_hash(salt), tokens, size))[-1]
+
+    chain = last([1, 2, 3, 4])
+    assert chain == last([1, 2, 3, 4])
     different = [
-        block_hash(block_hash(root, [2, 1]), [3, 4]),
-        block_hash(block_hash(root, [1, 2]), [4, 3]),
-        block_hash(block_hash(root_hash(b"adapter"), [1, 2]), [3, 4]),
-        block_hash(root, [1, 2, 3, 4]),
-        block_hash(root, [3, 4]),
-        block_hash(root, [1 + (2 << 32), 3]),
+        last([2, 1, 3, 4]),
+        last([1, 2, 4, 3]),
+        last([1, 2, 3, 4], salt=b"adapter"),
+        last([1, 2, 3, 4], size=4),
+        last([3, 4]),
+        last([1 + (2 << 32), 3]),
     ]
     assert len({chain, *different}) == 1 + len(different)
     assert len(chain) == 16
     assert root_hash() == root_hash(b"")
+
+
+def test_a_chain_goes_on_from_any_block() -> None:
+    tokens = list(range(100, 124))
+    whole = list(block_hashes(root_hash(), tokens, 4))
+    assert whole[2:] == list(block_hashes(whole[1], tokens[8:], 4))
+    assert list(block_hashes(root_hash(), [], 4)) == []
 
 
 class AllocatorMachine(RuleBasedStateMachine):

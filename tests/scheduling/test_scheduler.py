@@ -27,7 +27,7 @@ from ostinato.errors import ConfigError, SchedulingError
 from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling import block_allocator, scheduler, steady_decode
-from ostinato.scheduling.block_allocator import BlockAllocator, block_hash, root_hash
+from ostinato.scheduling.block_allocator import BlockAllocator, block_hashes, root_hash
 from ostinato.scheduling.request import FinishReason, Request, RequestStatus
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import (
@@ -100,12 +100,7 @@ def next_token(tokens: list[int]) -> int:
 @lru_cache(maxsize=4096)
 def block_names(tokens: tuple[int, ...], size: int) -> tuple[bytes, ...]:
     """The hashes of all full blocks of a sequence."""
-    end = len(tokens) // size * size
-    if not end:
-        return ()
-    before = block_names(tokens[: end - size], size)
-    parent = before[-1] if before else root_hash()
-    return (*before, block_hash(parent, tokens[end - size : end]))
+    return tuple(block_hashes(root_hash(), tokens[: len(tokens) // size * size], size))
 
 
 def ends(request: Request, output: list[int]) -> FinishReason | None:
@@ -149,22 +144,22 @@ class Device:
         else:
             steps = [self._row(row) for row in plan.requests]
         written = []
-        for slot, start, end in steps:
-            assert self.computed[slot] == start
-            chain = digests(self.tokens[slot])
+        for req_index, start, end in steps:
+            assert self.computed[req_index] == start
+            chain = digests(self.tokens[req_index])
             for position in range(start, end):
-                place = self._place(slot, position)
+                place = self._place(req_index, position)
                 block = place // self.allocator.block_size
                 assert self.allocator.ref_count(block) == 1, "wrote to a shared block"
                 assert self.allocator._name_of[block] is None, "wrote to a findable block"
                 self.cache[place] = chain[position]
                 written.append(place)
-            self.computed[slot] = end
+            self.computed[req_index] = end
         assert len(set(written)) == len(written), "two rows wrote to one place"
         sampled = []
-        for slot, _, end in steps:
-            tokens = self.tokens[slot]
-            seen = [self.cache[self._place(slot, position)] for position in range(end)]
+        for req_index, _, end in steps:
+            tokens = self.tokens[req_index]
+            seen = [self.cache[self._place(req_index, position)] for position in range(end)]
             assert seen == digests(tokens)[:end]
             if end == len(tokens):
                 sampled.append(seen[-1] % VOCAB)
@@ -173,23 +168,26 @@ class Device:
         return sampled, written
 
     def _row(self, row: ScheduledRequest) -> tuple[int, int, int]:
-        slot, end = row.slot, row.start + row.num_tokens
+        req_index, end = row.req_index, row.start + row.num_tokens
         if row.is_new:
-            self.tables[slot] = []
-            self.tokens[slot] = row.request.all_token_ids
-            self.computed[slot] = row.start
-        assert row.first_new_block == len(self.tables[slot])
-        self.tables[slot] += row.new_blocks
-        assert row.samples == (end == len(self.tokens[slot]))
-        return slot, row.start, end
+            self.tables[req_index] = []
+            self.tokens[req_index] = row.request.all_token_ids
+            self.computed[req_index] = row.start
+        assert row.first_new_block == len(self.tables[req_index])
+        self.tables[req_index] += row.new_blocks
+        assert row.samples == (end == len(self.tokens[req_index]))
+        return req_index, row.start, end
 
     def _decode_rows(self, plan: DecodePlan) -> list[tuple[int, int, int]]:
-        slots = plan.slots.tolist()
+        req_indices = plan.req_indices.tolist()
         for position, index, block in plan.new_blocks:
-            assert index == len(self.tables[slots[position]])
-            self.tables[slots[position]].append(block)
+            assert index == len(self.tables[req_indices[position]])
+            self.tables[req_indices[position]].append(block)
         starts = (plan.starts + plan.step).tolist()
-        return [(slot, start, start + 1) for slot, start in zip(slots, starts, strict=True)]
+        return [
+            (req_index, start, start + 1)
+            for req_index, start in zip(req_indices, starts, strict=True)
+        ]
 
     def fail(self, written: list[int]) -> None:
         """These places were to be written by steps that failed. Rows are as good as lost."""
@@ -199,9 +197,9 @@ class Device:
         self.tokens.clear()
         self.computed.clear()
 
-    def _place(self, slot: int, position: int) -> int:
+    def _place(self, req_index: int, position: int) -> int:
         size = self.allocator.block_size
-        block = self.tables[slot][position // size]
+        block = self.tables[req_index][position // size]
         assert block > 0, "block 0 is nobody's"
         return block * size + position % size
 
@@ -391,7 +389,7 @@ class World:
             assert row.num_tokens >= 1
             assert row.samples == (row.num_tokens == missing)
             assert end < request.max_total_tokens
-            assert row.slot == request.slot
+            assert row.req_index == request.req_index
             assert row.admission == request.num_preemptions
             if row.new_blocks:
                 assert request.block_ids[row.first_new_block :] == list(row.new_blocks)
@@ -467,12 +465,12 @@ class World:
         assert (scheduler.num_running, scheduler.num_waiting) == (len(running), len(waiting))
         assert scheduler.num_running <= scheduler.max_num_seqs
         assert scheduler.num_open_plans == len(self.flight)
-        slots = [request.slot for request in running]
-        assert len(set(slots)) == len(slots)
-        assert set(slots) <= set(range(scheduler.max_num_seqs))
+        req_indices = [request.req_index for request in running]
+        assert len(set(req_indices)) == len(req_indices)
+        assert set(req_indices) <= set(range(scheduler.max_num_seqs))
         for request in self.arrivals:
             if request.status is not RequestStatus.RUNNING:
-                assert request.slot is None
+                assert request.req_index is None
                 assert not request.block_ids
             if request.status is RequestStatus.WAITING:
                 assert request.num_computed_tokens == 0
@@ -717,7 +715,7 @@ def facts(plan: StepPlan) -> tuple[Any, ...]:
     rows = [
         (
             row.request.request_id,
-            row.slot,
+            row.req_index,
             row.start,
             row.num_tokens,
             list(row.new_blocks),
@@ -741,7 +739,7 @@ def state_facts(world: World) -> tuple[Any, ...]:
             request.status,
             request.finish_reason,
             request.stop_reason,
-            request.slot,
+            request.req_index,
             request.block_ids,
             request.block_hashes,
             request.num_preemptions,
@@ -985,7 +983,7 @@ def test_plans_of_the_steady_state_share_what_does_not_change() -> None:
     assert len(plans) == 3
     for plan in plans:
         assert plan.members is plans[0].members
-        assert plan.slots is plans[0].slots
+        assert plan.req_indices is plans[0].req_indices
         assert plan.starts is plans[0].starts
     assert plans[0].starts.tolist() == [1, 1]
     assert [plan.step for plan in plans] == [0, 1, 2]
@@ -1163,7 +1161,7 @@ def test_an_abort_in_flight_frees_what_later_plans_may_use() -> None:
     world.abort(ended)
     plan = world.schedule()
     assert [row.request for row in plan.requests] == [follower]
-    assert plan.requests[0].slot == first.requests[0].slot
+    assert plan.requests[0].req_index == first.requests[0].req_index
     assert set(blocks) & set(follower.block_ids)
     assert world.commit() == []
     assert world.commit() == []
@@ -1277,17 +1275,17 @@ def test_the_chunk_leaves_budget_for_others() -> None:
     assert row_facts(world.schedule()) == [("a", 0, 4, False), ("b", 0, 2, False)]
 
 
-def test_slots_are_the_lowest_free_ones() -> None:
+def test_request_rows_are_the_lowest_free_ones() -> None:
     world = make_world(max_num_seqs=3)
     requests = [make_request(name, [0, 1]) for name in "abcde"]
     for request in requests:
         world.add(request)
     world.step()
-    assert [request.slot for request in requests] == [0, 1, 2, None, None]
+    assert [request.req_index for request in requests] == [0, 1, 2, None, None]
     world.abort(requests[2])
     world.abort(requests[0])
     world.step()
-    assert [request.slot for request in requests] == [None, 1, None, 0, 2]
+    assert [request.req_index for request in requests] == [None, 1, None, 0, 2]
 
 
 def test_a_prefix_is_found_but_never_the_whole_sequence() -> None:
@@ -1343,7 +1341,7 @@ def test_preemption_takes_the_youngest_and_it_comes_back_first() -> None:
     a, _, c = requests
     assert plan.preempted == [c]
     assert row_facts(plan) == [("a", 4, 1, True), ("b", 4, 1, True)]
-    assert (c.status, c.num_preemptions, c.slot) == (RequestStatus.WAITING, 1, None)
+    assert (c.status, c.num_preemptions, c.req_index) == (RequestStatus.WAITING, 1, None)
     assert len(c.output_token_ids) == 2
     admitted = []
     while world.scheduler.has_unfinished:

@@ -1,21 +1,21 @@
 """What attention is to the rest of the runtime: a spec per layer, metadata per batch, a backend.
 
 A model's layers call ``attend``; it finds the batch in the forward context, so that it can be
-called from inside modules that other people wrote. The backend writes the new keys and values into
-the paged cache and attends over it. Layers that have nothing but a rotation between their QKV
-product and attention call ``attend_qkv``, which leaves the rotation to the backend too.
+called from inside third-party modules. The backend writes the new keys and values into the paged
+cache and attends over it. Layers that have nothing but RoPE, and a norm before it, between their
+QKV GEMM and attention call ``attend_qkv``, which leaves those to the backend too.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
 
-from ostinato.attention.rotation import Rotation
+from ostinato.attention.rope import RotaryEmbedding
 from ostinato.compile.operators import splitting_operator
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import get_forward_context
@@ -27,10 +27,10 @@ from ostinato.graphs.policy.modes import AttentionCGSupport
 @holds_no_tensors
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """One attention layer: its place in the KV cache and what is fixed about its computation.
+    """One attention layer: its index in the KV cache and what is fixed about its computation.
 
-    ``layer``: its index in the KV cache. ``num_heads`` query heads share ``num_kv_heads`` heads of
-    keys, ``head_dim`` wide, and of values, ``value_dim`` wide. ``scale``: of scores.
+    ``layer`` is that index. ``num_heads`` query heads share ``num_kv_heads`` heads of keys,
+    ``head_dim`` wide, and of values, ``value_dim`` wide. ``scale`` multiplies scores.
 
     A query at position p sees the keys at positions p - window + 1 to p (``window`` None: all up to
     p). ``soft_cap`` c turns scores s into c * tanh(s / c).
@@ -55,15 +55,15 @@ class AttentionMetadata:
     ``block_table`` [R, blocks] int32. ``slot_mapping`` [T] int64: where each token's key and value
     go (block * block_size + offset), -1 for padding tokens, which are never written.
     ``max_seq_len`` is an upper limit known to the host. ``max_query_len`` describes the batch, but
-    is no limit inside a graph: a graph of mixed batches is captured with an even split, and
+    is no limit inside a graph: a graph of mixed batches is captured with equal query lengths, and
     replayed with any. ``uniform_decode``: request r has token r and no other, or none and no keys,
     in this batch and in every other that a graph of it is replayed with; as dispatch chose.
 
     ``logits_indices`` [S] int64: the tokens whose hidden states will be read, each at most once;
-    -1 for padding. None: those of all tokens. Models may spare the others their last layers.
+    -1 for padding. None: all tokens. Models may skip the last layers of the others.
 
     ``kv_caches``: for each layer keys [num_blocks, block_size, num_kv_heads, head_dim], and values
-    likewise. No request ever holds block 0. ``backend``: what computes attention.
+    likewise. No request ever holds block 0. ``backend`` computes attention.
 
     The tensors may be read by graphs: a replay finds new contents at the same addresses.
     """
@@ -120,14 +120,14 @@ class AttentionBackend(Protocol):
         self,
         spec: AttentionSpec,
         qkv: torch.Tensor,
-        rotation: Rotation,
+        rotary: RotaryEmbedding,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """``forward`` after ``rotation.apply``. Backends that can do both in fewer kernels do."""
-        query, key, value = rotation.apply(
+        """``rotary.apply``, then ``forward``; some backends override it with fewer kernels."""
+        query, key, value = rotary.apply(
             qkv, positions, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
         )
         self.forward(spec, query, key, value, metadata, out, sinks)
@@ -142,26 +142,13 @@ def attend(
 ) -> torch.Tensor:
     """Attention of one layer for the batch in the forward context -> [T, num_heads, value_dim].
 
-    In a piecewise graph it is where the graph breaks: the result is allocated by the segment
-    before, filled by the eager call, and read by the segment after, at one address, with no copy.
+    A piecewise graph breaks here: the segment before allocates the result, the eager call fills it,
+    and the segment after reads it at the same address, without a copy.
     """
     out = query.new_empty((query.shape[0], spec.num_heads, spec.value_dim))
     if torch.compiler.is_compiling():
-        _attend_operator(
-            query,
-            key,
-            value,
-            out,
-            sinks,
-            spec.layer,
-            spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
-            spec.value_dim,
-            spec.scale,
-            spec.window,
-            spec.soft_cap,
-        )
+        values = [getattr(spec, name) for name in _FIELDS]
+        _attend_operator(query, key, value, out, sinks, *values)
         return out
     _attend_into(spec, query, key, value, out, sinks)
     return out
@@ -183,25 +170,25 @@ def _attend_into(
 def attend_qkv(
     spec: AttentionSpec,
     qkv: torch.Tensor,
-    rotation: Rotation,
+    rotary: RotaryEmbedding,
     positions: torch.Tensor,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """``attend`` for the raw QKV product -> [T, num_heads, value_dim].
+    """``attend`` for the raw result of the QKV GEMM -> [T, num_heads, value_dim].
 
     ``qkv`` [T, (num_heads + 2 * num_kv_heads) * head_dim]: all query heads, all key heads, all
-    value heads. ``positions`` [T] int64: rows of the rotation's table. A graph breaks here as it
-    does at ``attend``. Not for code under torch.compile.
+    value heads. ``positions`` [T] int64: rows of the RoPE table. A graph breaks here as it does at
+    ``attend``. Not for code under torch.compile.
     """
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if qkv.shape[1] != width or spec.value_dim != spec.head_dim:
         raise ConfigError(
-            f"attend_qkv was given rows of {qkv.shape[1]} numbers; {spec.num_heads} query heads, "
+            f"attend_qkv got rows of {qkv.shape[1]} numbers; {spec.num_heads} query heads, "
             f"{spec.num_kv_heads} key heads and as many value heads, of {spec.head_dim} each "
             f"(values: {spec.value_dim}), make {width}; use attend() for heads that differ in size"
         )
     out = qkv.new_empty((qkv.shape[0], spec.num_heads, spec.value_dim))
-    _attend_qkv_into(spec, qkv, rotation, positions, out, sinks)
+    _attend_qkv_into(spec, qkv, rotary, positions, out, sinks)
     return out
 
 
@@ -209,36 +196,18 @@ def attend_qkv(
 def _attend_qkv_into(
     spec: AttentionSpec,
     qkv: torch.Tensor,
-    rotation: Rotation,
+    rotary: RotaryEmbedding,
     positions: torch.Tensor,
     out: torch.Tensor,
     sinks: torch.Tensor | None,
 ) -> None:
     metadata: AttentionMetadata = get_forward_context().attn_metadata
-    metadata.backend.forward_qkv(spec, qkv, rotation, positions, metadata, out, sinks)
+    metadata.backend.forward_qkv(spec, qkv, rotary, positions, metadata, out, sinks)
 
 
 @functools.cache
-def _spec_of(
-    layer: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    value_dim: int,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-) -> AttentionSpec:
-    return AttentionSpec(
-        layer=layer,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-    )
+def _spec_of(*values: Any) -> AttentionSpec:
+    return AttentionSpec(**dict(zip(_FIELDS, values, strict=True)))
 
 
 def _attend_with_fields(
@@ -247,18 +216,19 @@ def _attend_with_fields(
     value: torch.Tensor,
     out: torch.Tensor,
     sinks: torch.Tensor | None,
-    *spec: Any,
+    *values: Any,
 ) -> None:
-    _attend_into(_spec_of(*spec), query, key, value, out, sinks)
+    _attend_into(_spec_of(*values), query, key, value, out, sinks)
 
 
 # Attention as torch.compile sees it, and where a compiled model is split: an operator takes plain
 # values, so a spec is passed field by field.
+_FIELDS = tuple(field.name for field in fields(AttentionSpec))
+_FIELDS_SCHEMA = ", ".join(f"{field.type} {field.name}" for field in fields(AttentionSpec))
 _attend_operator = splitting_operator(
-    """attend(
+    f"""attend(
     Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor? sinks,
-    int layer, int num_heads, int num_kv_heads, int head_dim, int value_dim,
-    float scale, int? window, float? soft_cap
+    {_FIELDS_SCHEMA.replace(" | None", "?")}
 ) -> ()""",
     _attend_with_fields,
 )

@@ -1,8 +1,8 @@
-"""What the backends over the paged cache share: one layer's batch, and their schemas.
+"""What backends over the paged cache share: one layer's batch, and operator schemas.
 
 An operator takes plain values, so a ``PagedBatch`` is passed to it field by field, behind the
-queries, keys and values, or behind the raw QKV product and its rotation. Here it is taken apart and
-put together again; kernels take it whole.
+queries, keys and values, or behind the raw QKV and its RoPE. Here it is taken apart
+and put together again; kernels take it whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
-from ostinato.attention.rotation import Rotation
+from ostinato.attention.rope import RotaryEmbedding
 
 T = TypeVar("T")
 
@@ -82,9 +82,9 @@ def heads_schema(name: str) -> str:
 
 
 def qkv_schema(name: str) -> str:
-    """Of an operator whose kernel, ``over_qkv(kernel)``, takes the raw QKV product."""
-    rotation = "Tensor table, Tensor? qk_norm, float eps"
-    return f"{name}(Tensor qkv, Tensor positions, {rotation}, {_BATCH}) -> ()"
+    """Of an operator whose kernel, ``over_qkv(kernel)``, takes the raw QKV."""
+    rotary = "Tensor table, Tensor? qk_norm, float eps"
+    return f"{name}(Tensor qkv, Tensor positions, {rotary}, {_BATCH}) -> ()"
 
 
 def over_heads(
@@ -99,9 +99,9 @@ def over_heads(
 
 
 def over_qkv(
-    kernel: Callable[[torch.Tensor, torch.Tensor, Rotation, PagedBatch], T],
+    kernel: Callable[[torch.Tensor, torch.Tensor, RotaryEmbedding, PagedBatch], T],
 ) -> Callable[..., T]:
-    """``kernel(qkv, positions, rotation, batch)`` by the operator's arguments."""
+    """``kernel(qkv, positions, rotary, batch)`` by the operator's arguments."""
 
     def run(
         qkv: torch.Tensor,
@@ -111,14 +111,14 @@ def over_qkv(
         eps: float,
         *batch: Any,
     ) -> T:
-        rotation = Rotation(table=table, qk_norm=qk_norm, eps=eps)
-        return kernel(qkv, positions, rotation, PagedBatch(*batch))
+        rotary = RotaryEmbedding(table=table, qk_norm=qk_norm, eps=eps)
+        return kernel(qkv, positions, rotary, PagedBatch(*batch))
 
     return run
 
 
 class PagedAttention(AttentionBackend):
-    """An ``AttentionBackend`` by what it does with a ``PagedBatch``."""
+    """An ``AttentionBackend`` whose work is defined on a ``PagedBatch``."""
 
     @abstractmethod
     def attend(
@@ -126,7 +126,7 @@ class PagedAttention(AttentionBackend):
     ) -> None:
         """``forward``; gradients are off."""
 
-    @torch.no_grad()  # the cache would otherwise remember every step that wrote to it
+    @torch.no_grad()  # otherwise the cache would hold the autograd history of every step
     def forward(
         self,
         spec: AttentionSpec,
@@ -141,11 +141,11 @@ class PagedAttention(AttentionBackend):
 
 
 class PagedQkvAttention(PagedAttention):
-    """A ``PagedAttention`` that applies RoPE itself, in fewer kernels than ``forward`` after it."""
+    """A ``PagedAttention`` that applies RoPE itself, in fewer kernels."""
 
     @abstractmethod
     def attend_qkv(
-        self, qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
+        self, qkv: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding, batch: PagedBatch
     ) -> None:
         """``forward_qkv``; gradients are off."""
 
@@ -154,10 +154,10 @@ class PagedQkvAttention(PagedAttention):
         self,
         spec: AttentionSpec,
         qkv: torch.Tensor,
-        rotation: Rotation,
+        rotary: RotaryEmbedding,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        self.attend_qkv(qkv, positions, rotation, PagedBatch.of(spec, metadata, out, sinks))
+        self.attend_qkv(qkv, positions, rotary, PagedBatch.of(spec, metadata, out, sinks))

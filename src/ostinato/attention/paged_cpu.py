@@ -1,8 +1,8 @@
-"""Paged attention on the CPU: request by request, over the keys that are really there.
+"""Paged attention on the CPU: request by request, over its actual keys.
 
 The body of the operator reads the lengths each time it runs, also when a graph replays it, so its
 cost follows the lengths and not the limits. It touches no cache slot that a request cannot see, so
-what lies in the others (padding, stale blocks) cannot matter.
+what is in the others (padding, stale blocks) cannot matter.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch.nn.functional as F
 
 from ostinato.attention.paged import PagedBatch
 
-# Queries that attend together where they need a mask: bounds the mask and the scores.
+# Queries that attend together if they need a mask: bounds the mask and the scores.
 _QUERY_ROWS = 256
 
 
 class Queries(NamedTuple):
     """The queries of one request: ``query_len`` rows of the batch from ``start`` on.
 
-    The last of them stands at the last of the request's ``seq_len`` keys. Position 0 of the request
-    is at row ``origin`` of the cache, or, where its blocks do not follow each other, of the
-    ``blocks`` gathered; ``origin`` is negative where the first positions were left out.
+    The last query is at the position of the last of the request's ``seq_len`` keys. Position 0 of
+    the request is at row ``origin`` of the cache or, if its blocks are not consecutive, of the
+    gathered ``blocks``; ``origin`` is negative if the first positions were left out.
     """
 
     start: int
@@ -41,7 +41,7 @@ class Queries(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a batch's integers say. ``written``: the tokens to store, None for all of them."""
+    """A batch's lengths, tables and slots. ``written``: the tokens to store; None: all."""
 
     queries: tuple[Queries, ...]
     written: torch.Tensor | None
@@ -53,19 +53,41 @@ def paged_attention_cpu(
 ) -> None:
     """Store ``key`` and ``value``, attend over the cache, and write all of ``out``."""
     layout = read_layout(batch)
-    slot_mapping = batch.slot_mapping
-    if layout.written is not None:
-        key, value = key[layout.written], value[layout.written]
-        slot_mapping = slot_mapping[layout.written]
-    batch.key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
-    batch.value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+    _store(key, value, batch.key_cache, batch.value_cache, batch.slot_mapping, layout.written)
     if layout.has_padding:
         batch.out.zero_()  # rows that belong to no request
     attend_requests(layout.queries, query, batch)
 
 
+def store_kv_cpu(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Store the rows that have a slot; touch no others."""
+    has_slot = slot_mapping >= 0
+    written = None if has_slot.all() else has_slot
+    _store(key, value, key_cache, value_cache, slot_mapping, written)
+
+
+def _store(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    written: torch.Tensor | None,
+) -> None:
+    if written is not None:
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
+    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+
+
 def attend_requests(requests: Iterable[Queries], query: torch.Tensor, batch: PagedBatch) -> None:
-    """Write the rows of ``requests`` in ``batch.out``; what they see is in the cache."""
+    """Write the rows of ``requests`` in ``batch.out``. Their keys and values are in the cache."""
     key_cache, value_cache = batch.key_cache, batch.value_cache
     keys, values = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
     is_plain = batch.is_plain
@@ -81,11 +103,11 @@ def attend_requests(requests: Iterable[Queries], query: torch.Tensor, batch: Pag
 
 
 def read_layout(batch: PagedBatch) -> Layout:
-    """What a batch's integers say now."""
+    """The batch's lengths, tables and slots as they are now."""
     block_size = batch.key_cache.shape[1]
     seq_lens, block_table = batch.seq_lens, batch.block_table
     needed = -(-max(seq_lens.tolist(), default=0) // block_size)
-    # All layers of a step see the same integers: they are made sense of once, and compared after.
+    # All layers of a step have the same integers: they are interpreted once, then compared.
     return _layout(
         batch.query_start_loc.numpy().tobytes(),
         seq_lens.numpy().tobytes(),
@@ -109,8 +131,8 @@ def _layout(
 ) -> Layout:
     """The requests that have something to compute.
 
-    A batch made up for a capture may claim more keys than a block table can hold: it gets those
-    that fit, and queries that stand before the first key get none.
+    The dummy batch of a capture may claim more keys than a block table can hold: it gets those that
+    fit, and queries before the first key get none.
     """
     starts = np.frombuffer(query_start_loc, np.int32).tolist()
     lens = np.frombuffer(seq_lens, np.int32).tolist()
@@ -139,7 +161,7 @@ def _between(tokens: torch.Tensor, origin: int, first: int, last: int, group: in
     """Positions from ``first`` to before ``last`` of a request whose position 0 is at ``origin`` of
     ``tokens`` [N, num_kv_heads, dim]: a view [num_kv_heads, group, last - first, dim]."""
     per_token, per_head, per_element = tokens.stride()
-    # One call where slicing and transposing would be four; this is most of a short request.
+    # One call instead of four to slice and transpose; calls are most of a short request's time.
     return tokens.as_strided(
         (tokens.shape[1], group, last - first, tokens.shape[2]),
         (per_head, 0, per_token, per_element),
@@ -158,11 +180,11 @@ def _attend_one(
     values: torch.Tensor,
     batch: PagedBatch,
 ) -> None:
-    """One query: two products and a softmax take less time than torch's fused attention.
+    """One query: two matmuls and a softmax take less time than torch's fused attention.
 
-    The weights of a model have passed through the caches since the last call, so what counts is
-    how much code is called, not how much is computed: a view is one call, the scale is part of the
-    first product, and the second writes its result where it belongs.
+    Since the last call the model's weights have passed through the CPU caches, so what counts is
+    the number of calls, not how much they compute: a view is one call, the scale is part of the
+    first matmul, and the second writes straight to the result.
     """
     num_kv_heads, dim = keys.shape[1:]
     first = _first_visible(queries.seq_len - 1, batch.window)
@@ -181,7 +203,7 @@ def _attend_one(
     )
     query = _heads_of_one(query, queries.start, num_kv_heads)
     target = _heads_of_one(batch.out, queries.start, num_kv_heads)
-    # baddbmm is bmm with a factor; with beta=0 it does not read its summand.
+    # baddbmm is bmm with a factor; with beta=0 it ignores its first argument.
     scores = torch.baddbmm(_nothing(query.dtype), query, transposed_keys, beta=0, alpha=batch.scale)
     weights = scores.softmax(-1, dtype=torch.float32)
     if its_values.dtype is not torch.float32:
@@ -192,7 +214,7 @@ def _attend_one(
 def _heads_of_one(tokens: torch.Tensor, start: int, num_kv_heads: int) -> torch.Tensor:
     """One row of [T, num_heads, dim], as a view [num_kv_heads, group, dim].
 
-    The heads of a group see the same keys, so one key head serves them as so many queries.
+    The heads of a group see the same keys, so they are queries of one key head.
     """
     _, num_heads, dim = tokens.shape
     per_token, per_head, per_element = tokens.stride()
@@ -220,7 +242,7 @@ def _attend(
     num_kv_heads = keys.shape[1]
     context = queries.seq_len - queries.query_len
     plain = batch.is_plain
-    # torch knows one mask by name: as many keys as queries, each sees those up to its own.
+    # torch's is_causal is for as many keys as queries, each of which sees the keys up to its own.
     square = context == 0 and (batch.window is None or batch.window >= queries.seq_len)
     causal = plain and square and queries.query_len > 1
     step = queries.query_len if causal else _QUERY_ROWS
@@ -246,8 +268,8 @@ def _attend(
 def _by_kv_head(tokens: torch.Tensor, start: int, count: int, num_kv_heads: int) -> torch.Tensor:
     """``count`` rows of [T, num_heads, dim], as a view [num_kv_heads, group, count, dim].
 
-    For one row it is [num_kv_heads, 1, group, dim]: the heads of a group see the same keys, so one
-    key head can serve them as so many queries.
+    For one row it is [num_kv_heads, 1, group, dim]: the heads of a group see the same keys, so
+    they are queries of one key head.
     """
     _, num_heads, dim = tokens.shape
     per_token, per_head, per_element = tokens.stride()
@@ -261,7 +283,7 @@ def _by_kv_head(tokens: torch.Tensor, start: int, count: int, num_kv_heads: int)
 
 
 def _visible(num_queries: int, num_keys: int, position: int, window: int | None) -> torch.Tensor:
-    """Which keys each query sees, where the first query stands at key ``position``."""
+    """Which keys each query sees, if the first query is at key ``position``."""
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool).tril_(position)
     return mask if window is None else mask.triu_(position - window + 1)
 
@@ -269,7 +291,7 @@ def _visible(num_queries: int, num_keys: int, position: int, window: int | None)
 def _attend_by_hand(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, batch: PagedBatch
 ) -> torch.Tensor:
-    """What torch's fused attention has no room for: soft caps and sinks."""
+    """Soft caps and sinks, which torch's fused attention does not have."""
     scores = q.flatten(1, 2).float() @ k[:, 0].float().transpose(1, 2)
     scores *= batch.scale
     if batch.soft_cap is not None:

@@ -1,7 +1,7 @@
-"""Attention for some tokens of a batch, over keys and values that are in the cache already.
+"""Attention for some tokens of a batch, over keys and values that are already in the cache.
 
 To a backend the selected tokens are a decode batch: each is a request of one token, which sees the
-keys up to its own position. All shapes follow from how many are selected, so a graph can hold it.
+keys up to its own position. All shapes follow from their number, so a graph can contain it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ostinato.graphs.capture.segments import eager_break
 
 @dataclass(frozen=True, kw_only=True)
 class SelectedTokens:
-    """S tokens of a batch, padding included, and the batch that they are to attention.
+    """S tokens of a batch, padding included, and the decode batch that attention sees.
 
-    ``rows`` [S] int64: their places in the batch; 0 for padding. ``targets`` [S]: the same, but the
-    number of the batch's tokens for padding. Padding has a ``seq_lens`` of 0.
+    ``rows`` [S] int64: their rows in the batch; 0 for padding. ``targets`` [S]: the same, but for
+    padding the number of the batch's tokens. Padding has a ``seq_lens`` of 0.
     """
 
     rows: torch.Tensor
@@ -35,8 +35,8 @@ class SelectedTokens:
         return tokens.index_select(0, self.rows)
 
     def put_back(self, selected: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """``tokens`` [T, D] with the selected rows replaced; a new tensor. Padding goes nowhere."""
-        # One row more than there are tokens, for padding to be written to.
+        """``tokens`` [T, D] with the selected rows replaced; a new tensor. Padding is dropped."""
+        # One extra row, to which padding is written.
         extended = torch.cat((tokens, tokens.new_zeros(1, tokens.shape[1])))
         return extended.index_copy_(0, self.targets, selected)[:-1]
 
@@ -96,7 +96,7 @@ def _attend_selected_into(
         logits_indices=None,
         uniform_decode=True,
     )
-    # Backends take keys and values to store. With no slot for them, nobody reads what is in them.
+    # Backends take keys and values to store. Without slots, these are never read.
     num_rows, num_kv_heads = query.shape[0], spec.num_kv_heads
     key = query.new_empty((num_rows, num_kv_heads, spec.head_dim))
     value = query.new_empty((num_rows, num_kv_heads, spec.value_dim))

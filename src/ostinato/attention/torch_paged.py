@@ -2,7 +2,7 @@
 
 To torch, and so to a graph, it is one operator, ``ostinato::paged_attention``, which takes the
 lengths as tensors and looks at them when it runs: on the CPU in ``paged_cpu``, on CUDA in
-``paged_cuda``. It is the yardstick for faster kernels, not one of them.
+``paged_cuda``. It is the reference for faster kernels, not one of them.
 """
 
 from __future__ import annotations

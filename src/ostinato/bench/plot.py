@@ -1,4 +1,4 @@
-"""``ostinato bench plot``: plots the time per output token over the batch size from a result file.
+"""``ostinato bench plot``: plots a result file of ``bench decode`` or ``bench throughput``.
 
 Plotting is separate from measuring because it needs matplotlib, which is optional and may be
 missing on the machine that measures.
@@ -24,7 +24,7 @@ _STYLES = {
 
 
 def draw_file(result: Path, out: Path) -> None:
-    """Plot the result file of ``ostinato bench decode`` to ``out``."""
+    """Plot the result file of ``ostinato bench decode`` or ``throughput`` to ``out``."""
     if out.suffix not in _SUFFIXES:
         raise ConfigError(f"a plot must be one of {', '.join(_SUFFIXES)}, got {out.name!r}")
     if not out.parent.is_dir():
@@ -34,9 +34,15 @@ def draw_file(result: Path, out: Path) -> None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read a result from {str(result)!r}: {error}") from error
     rows = results.get("rows") if isinstance(results, dict) else None
-    if not rows or not all("tpot_ms" in row for row in rows):
-        raise ConfigError(f"{str(result)!r} is not a result of `ostinato bench decode`")
-    draw(results).savefig(out, dpi=160, bbox_inches="tight")
+    if rows and all("output_tokens_per_s" in row for row in rows):
+        figure = draw_throughput(results)
+    elif rows and all("tpot_ms" in row for row in rows):
+        figure = draw(results)
+    else:
+        raise ConfigError(
+            f"{str(result)!r} is not a result of `ostinato bench decode` or `bench throughput`"
+        )
+    figure.savefig(out, dpi=160, bbox_inches="tight")
 
 
 def draw(results: dict[str, Any]) -> Any:
@@ -61,6 +67,27 @@ def draw(results: dict[str, Any]) -> Any:
         axes.fill_between(*zip(*floor, strict=True), bottom, color="#222222", alpha=0.08, lw=0)
     axes.set_title(_title(results), fontsize=11, loc="left")
     axes.legend(frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    return figure
+
+
+def draw_throughput(results: dict[str, Any]) -> Any:
+    """A matplotlib figure of ``results``: two bars per mix, output tokens and all tokens."""
+    rows = results["rows"]
+    figure = _matplotlib("matplotlib.figure").Figure(figsize=(8, 1.2 + 0.8 * len(rows)))
+    axes = figure.add_subplot()
+    for offset, key, label, color in (
+        (-0.2, "output_tokens_per_s", "output tokens/s", "#c8102e"),
+        (0.2, "tokens_per_s", "prompt and output tokens/s", "#7d8794"),
+    ):
+        places = [place + offset for place in range(len(rows))]
+        bars = axes.barh(places, [row[key] for row in rows], height=0.36, color=color, label=label)
+        axes.bar_label(bars, [f"{row[key]:,.0f}" for row in rows], padding=3)
+    axes.set_yticks(range(len(rows)), [row["mix"] for row in rows])
+    axes.invert_yaxis()  # the first mix on top
+    axes.xaxis.set_visible(False)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    axes.set_title(_title(results), fontsize=11, loc="left")
+    axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.02))
     return figure
 
 

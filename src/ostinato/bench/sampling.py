@@ -93,7 +93,9 @@ def _measure(
         return sample(logits, req_indices, lengths, state, token_ids, features).token_ids
 
     def reference() -> torch.Tensor:
-        tokens = sample_reference(logits, req_indices, lengths, state.tables, token_ids, features.steps)
+        tokens = sample_reference(
+            logits, req_indices, lengths, state.tables, token_ids, features.steps
+        )
         if features.num_logprobs >= 0:
             logits.float().log_softmax(dim=-1).gather(1, tokens.unsqueeze(1))
             logits.float().topk(features.num_logprobs, dim=-1)

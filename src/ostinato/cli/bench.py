@@ -86,10 +86,10 @@ def decode(
 
 @app.command()
 def plot(
-    result: Annotated[Path, typer.Argument(help="Output of `bench decode --output`.")],
+    result: Annotated[Path, typer.Argument(help="Output of `bench decode` or `throughput`.")],
     out: Annotated[Path, typer.Option(help="The plot: .png, .svg or .pdf.")],
 ) -> None:
-    """Plot the time per output token over the batch size, with the floor. Needs matplotlib."""
+    """Plot the time per output token over the batch size, or tokens/s of mixes, with matplotlib."""
     from ostinato.bench.plot import draw_file
 
     draw_file(result, out)
@@ -160,6 +160,48 @@ def sampling(
         device=device,
     )
     _report(results, tables.sampling_tables, as_json, output)
+
+
+@app.command()
+@options.takes_model()
+def throughput(
+    *,
+    mix: Annotated[
+        str,
+        typer.Option(
+            help="Any of chat, long-in-short-out, short-in-long-out, shared-prefix, prompts."
+        ),
+    ] = "chat",
+    num_requests: Annotated[
+        int | None, typer.Option(help="Requests of each mix. Default: the mix's own number.")
+    ] = None,
+    scale: Annotated[float, typer.Option(help="Multiply all lengths by this.")] = 1.0,
+    arrival: Annotated[str, typer.Option(help="all (at once) or poisson.")] = "all",
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second, for --arrival poisson.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and arrivals.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Runs; the median one is reported.")] = 3,
+    config: EngineConfig,
+    as_json: options.Json = False,
+    output: Output = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Tokens per second and latency of many requests of different lengths."""
+    from ostinato.bench.throughput import run
+
+    results = run(
+        replace(config, show_progress=False),
+        mixes=[name for name in mix.split(",") if name],
+        num_requests=num_requests,
+        scale=scale,
+        arrival=arrival,
+        rate=rate,
+        seed=seed,
+        repeats=repeats,
+        show_progress=not quiet,
+    )
+    _report(results, tables.throughput_tables, as_json, output)
 
 
 @app.command()

@@ -156,6 +156,48 @@ def sampling_tables(results: dict[str, Any]) -> list[RenderableType]:
     return [table]
 
 
+def throughput_tables(results: dict[str, Any]) -> list[RenderableType]:
+    arrival = "all at once" if results["rate"] is None else f"{results['rate']:g} requests/s"
+    title = f"{results['model']}, {results['dtype']}, {results['mode']}, {arrival}"
+    rates = _table(title, "mix", "requests", "seconds", "output\ntokens/s", "all\ntokens/s")
+    times = _table(
+        "Milliseconds: p50 / p90 / p99", "mix", "first token", "per output token", "longest\ngap"
+    )
+    remarks: list[RenderableType] = []
+    for row in results["rows"]:
+        rates.add_row(
+            row["mix"],
+            f"{row['num_requests']} ({row['requests_per_s']:.1f}/s)",
+            f"{row['duration_s']:.2f}",
+            f"{row['output_tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s']:,.0f}",
+        )
+        gap = row["longest_gap_ms"]
+        times.add_row(
+            row["mix"],
+            " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values()),
+            " / ".join(_short(value) for value in (row["tpot_ms"] or {}).values()),
+            "" if gap is None else f"{gap:.1f}",
+        )
+        remarks.append(_how_it_ran(row))
+    return [rates, times, *remarks]
+
+
+def _short(milliseconds: float) -> str:
+    return f"{milliseconds:.2f}" if milliseconds < 10 else f"{milliseconds:.1f}"
+
+
+def _how_it_ran(row: dict[str, Any]) -> Text:
+    steps = ", ".join(f"{count:,} {mode}" for mode, count in row["steps"].items())
+    reasons = ", ".join(f"{name} {count:,}" for name, count in row["eager_reasons"].items())
+    return Text(
+        f"{row['mix']}: steps {steps}{f' ({reasons})' if reasons else ''}; "
+        f"{row['padding_fraction']:.1%} of replayed tokens were padding; {row['preemptions']:,} "
+        f"preemptions; {row['prefix_hit_tokens']:,} of {row['prompt_tokens']:,} prompt tokens "
+        "from the prefix cache"
+    )
+
+
 def _core_table(results: dict[str, Any]) -> Table:
     table = _table("The graph machinery", "what", "measured", "target")
     for keys, microseconds in results["dispatch_us"].items():
@@ -187,6 +229,6 @@ def _table(title: str, *columns: str) -> Table:
     """A table with names left-aligned and numbers right-aligned."""
     table = Table(title=title)
     for column in columns:
-        is_name = column in ("", "what", "mode", "where", "kernel")
+        is_name = column in ("", "what", "mix", "mode", "where", "kernel")
         table.add_column(column, justify="left" if is_name else "right")
     return table

@@ -148,9 +148,11 @@ class Engine(Owner):
         if not prompt:
             raise RequestError(f"{name} is empty; give at least one token")
         vocab_size = self.model.vocab_size
-        for position, token in enumerate(prompt):
-            if type(token) is not int or not 0 <= token < vocab_size:
-                self._refuse_token(name, position, token)
+        # Faster than a loop, whose errors are better.
+        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:
+            for position, token in enumerate(prompt):
+                if type(token) is not int or not 0 <= token < vocab_size:
+                    self._refuse_token(name, position, token)
         check_num_tokens(name, len(prompt), self.max_model_len)
 
     def _refuse_token(self, name: str, position: int, token: object) -> NoReturn:

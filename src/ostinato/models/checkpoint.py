@@ -202,11 +202,11 @@ def _read(reader: Any, name: str, wanted: Parts | None) -> torch.Tensor:
     if wanted is None:
         whole: torch.Tensor = reader.get_tensor(name)
         return whole
-    stretches, dim = wanted
+    row_ranges, dim = wanted
     part = reader.get_slice(name)
     if dim == 0:
-        return torch.cat([part[r.start : r.stop][:: r.step] for r in stretches])
-    return torch.cat([part[:, r.start : r.stop] for r in stretches], dim=1)
+        return torch.cat([part[r.start : r.stop][:: r.step] for r in row_ranges])
+    return torch.cat([part[:, r.start : r.stop] for r in row_ranges], dim=1)
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Operators with a plain implementation and faster ones beside it."""
+"""Operators: a reference in plain torch each, and faster kernels beside it."""

@@ -1,201 +1,157 @@
-"""The ends of a decode step that stays on the device: inputs from the request state, tokens back.
+"""The two ends of a decode step on the device: inputs from the request state, sampled tokens back.
 
 ``load_decode_inputs`` does for a batch of one token per request what ``InputBuffers.fill`` does for
 any batch, and needs only the request rows from the host. ``store_decode_outputs`` leaves the state
-ready for the next step. To torch each is one operator that reads its integers when it runs, so a
-graph replays it with new contents: on CUDA one Triton kernel each, on the CPU torch operators.
+ready for the next step. Each is one operator that reads its integers when it runs, so a graph
+replays it with new contents: one Triton kernel on CUDA, torch operators on the CPU.
+
+An operator takes plain values, so the structs here are passed to it field by field, and packed
+again for the kernels.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 
 from ostinato.ops.define import define
 from ostinato.ops.triton.launch import launch, overlap
 
+
+class DecodeState(NamedTuple):
+    """The state of S request rows, and the rows that a decode batch of R runs.
+
+    ``req_indices`` has the real rows first, then ``padding_req_index``. Every real row's next token
+    must be in ``token_ids``, and its block in the table.
+    """
+
+    req_indices: torch.Tensor  # [R] int64
+    num_computed: torch.Tensor  # [S] int32
+    token_ids: torch.Tensor  # [S, L] int32
+    block_table: torch.Tensor  # [S, blocks] int32
+    padding_req_index: int
+    block_size: int
+
+
+class DecodeInputs(NamedTuple):
+    """The inputs of a decode batch of R rows, including padding."""
+
+    input_ids: torch.Tensor  # [R] int64
+    positions: torch.Tensor  # [R] int64
+    seq_lens: torch.Tensor  # [R] int32
+    query_start_loc: torch.Tensor  # [R + 1] int32
+    block_table: torch.Tensor  # [R, blocks] int32
+    slot_mapping: torch.Tensor  # [R] int64
+
+
 _LOAD_SCHEMA = """load_decode_inputs(
-    Tensor slots, Tensor num_computed, Tensor token_ids, Tensor state_block_table,
-    int padding_slot, int block_size,
+    Tensor req_indices, Tensor num_computed, Tensor token_ids, Tensor state_block_table,
+    int padding_req_index, int block_size,
     Tensor(a!) input_ids, Tensor(b!) positions, Tensor(c!) seq_lens, Tensor(d!) query_start_loc,
     Tensor(e!) block_table, Tensor(f!) slot_mapping
 ) -> ()"""
 _STORE_SCHEMA = """store_decode_outputs(
-    Tensor slots, Tensor tokens, Tensor(a!) num_computed, Tensor(b!) token_ids, int padding_slot
+    Tensor tokens, Tensor req_indices, Tensor(a!) num_computed, Tensor(b!) token_ids,
+    Tensor state_block_table, int padding_req_index, int block_size
 ) -> ()"""
 
 _STORE_ROWS = 128  # per program
 
 
-def load_decode_inputs(
-    slots: torch.Tensor,
-    num_computed: torch.Tensor,
-    token_ids: torch.Tensor,
-    state_block_table: torch.Tensor,
-    padding_slot: int,
-    block_size: int,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
-    """Fill a decode batch of R rows, including padding, from the state of S request rows.
+def load_decode_inputs(state: DecodeState, inputs: DecodeInputs) -> None:
+    """Fill ``inputs`` from ``state``.
 
-    Reads ``slots`` [R] int64, real ones first, then ``padding_slot``; and from the state
-    ``num_computed`` [S], ``token_ids`` [S, L] and ``state_block_table`` [S, blocks], all int32.
-    Every real row's next token must be in ``token_ids``, and its block in the table.
-
-    Writes ``input_ids``, ``positions`` and ``slot_mapping`` [R] int64, ``seq_lens`` [R] int32,
-    ``query_start_loc`` [R + 1] int32; and of ``block_table`` [R, blocks] int32 only the entries
-    within the row's ``seq_lens``. Padding rows get id 0, position 0, slot -1 and length 0.
+    Of ``inputs.block_table``, writes only the entries within the row's ``seq_lens``. Padding rows
+    get id 0, position 0, slot -1 and length 0.
     """
-    _load(
-        slots,
-        num_computed,
-        token_ids,
-        state_block_table,
-        padding_slot,
-        block_size,
-        input_ids,
-        positions,
-        seq_lens,
-        query_start_loc,
-        block_table,
-        slot_mapping,
-    )
+    _load(*state, *inputs)
 
 
-def store_decode_outputs(
-    slots: torch.Tensor,
-    tokens: torch.Tensor,
-    num_computed: torch.Tensor,
-    token_ids: torch.Tensor,
-    padding_slot: int,
-) -> None:
+def store_decode_outputs(state: DecodeState, tokens: torch.Tensor) -> None:
     """Count the computed token and append the sampled one, for each real row.
 
-    ``slots`` and ``tokens`` [R] int64; the state as in ``load_decode_inputs``. The padding row is
-    neither read nor written.
+    ``tokens`` [R] int64. The padding row is neither read nor written.
     """
-    _store(slots, tokens, num_computed, token_ids, padding_slot)
+    _store(tokens, *state)
 
 
-def load_decode_inputs_cpu(
-    slots: torch.Tensor,
-    num_computed: torch.Tensor,
-    token_ids: torch.Tensor,
-    state_block_table: torch.Tensor,
-    padding_slot: int,
-    block_size: int,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def load_decode_inputs_cpu(state: DecodeState, inputs: DecodeInputs) -> None:
     """The CPU kernel: real rows first, then padding."""
-    num_rows = slots.shape[0]
-    count = int((slots != padding_slot).sum())
-    rows = slots[:count]
+    req_indices, num_computed, token_ids, state_block_table, padding_req_index, block_size = state
+    input_ids, positions, seq_lens, query_start_loc, block_table, slot_mapping = inputs
+    num_rows = req_indices.shape[0]
+    count = int((req_indices != padding_req_index).sum())
+    rows = req_indices[:count]
     position = num_computed[rows].long()
-    input_ids[:count] = token_ids[rows, position].long()
+    input_ids[:count] = token_ids[rows, position]
     positions[:count] = position
-    seq_lens[:count] = (position + 1).int()
+    seq_lens[:count] = position + 1
     block_index = position // block_size
     block = state_block_table[rows, block_index].long()
     slot_mapping[:count] = block * block_size + position % block_size
-    for row, (slot, last) in enumerate(zip(rows.tolist(), block_index.tolist(), strict=True)):
-        block_table[row, : last + 1] = state_block_table[slot, : last + 1]
+    for row, (req_index, last) in enumerate(zip(rows.tolist(), block_index.tolist(), strict=True)):
+        block_table[row, : last + 1] = state_block_table[req_index, : last + 1]
     for tensor, padding in ((input_ids, 0), (positions, 0), (seq_lens, 0), (slot_mapping, -1)):
         tensor[count:num_rows] = padding
     torch.arange(num_rows + 1, dtype=torch.int32, out=query_start_loc)
     query_start_loc.clamp_(max=count)
 
 
-def store_decode_outputs_cpu(
-    slots: torch.Tensor,
-    tokens: torch.Tensor,
-    num_computed: torch.Tensor,
-    token_ids: torch.Tensor,
-    padding_slot: int,
-) -> None:
+def store_decode_outputs_cpu(state: DecodeState, tokens: torch.Tensor) -> None:
     """The CPU kernel."""
-    is_real = slots != padding_slot
-    rows = slots[is_real]
-    computed = num_computed[rows] + 1
-    num_computed[rows] = computed
-    token_ids[rows, computed.long()] = tokens[is_real].int()
+    is_real = state.req_indices != state.padding_req_index
+    rows = state.req_indices[is_real]
+    computed = state.num_computed[rows] + 1
+    state.num_computed[rows] = computed
+    state.token_ids[rows, computed.long()] = tokens[is_real].int()
 
 
-def triton_load_decode_inputs(
-    slots: torch.Tensor,
-    num_computed: torch.Tensor,
-    token_ids: torch.Tensor,
-    state_block_table: torch.Tensor,
-    padding_slot: int,
-    block_size: int,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    block_table: torch.Tensor,
-    slot_mapping: torch.Tensor,
-) -> None:
+def triton_load_decode_inputs(state: DecodeState, inputs: DecodeInputs) -> None:
     """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
     from ostinato.ops.triton.decode_state import load_inputs_kernel
 
-    num_rows = slots.shape[0]
+    req_indices, num_computed, token_ids, block_table, padding_req_index, block_size = state
+    num_rows = req_indices.shape[0]
+    strides = (token_ids.stride(0), block_table.stride(0), inputs.block_table.stride(0))
     launch(
         load_inputs_kernel,
         (num_rows,),
-        (
-            slots,
-            num_computed,
-            token_ids,
-            state_block_table,
-            input_ids,
-            positions,
-            seq_lens,
-            query_start_loc,
-            block_table,
-            slot_mapping,
-        ),
-        (
-            padding_slot,
-            num_rows,
-            token_ids.stride(0),
-            state_block_table.stride(0),
-            block_table.stride(0),
-        ),
+        (req_indices, num_computed, token_ids, block_table, *inputs),
+        (padding_req_index, num_rows, *strides),
         BLOCK_SIZE=block_size,
-        **overlap(slots.device),
+        **overlap(req_indices.device),
         num_warps=1,
     )
 
 
-def triton_store_decode_outputs(
-    slots: torch.Tensor,
-    tokens: torch.Tensor,
-    num_computed: torch.Tensor,
-    token_ids: torch.Tensor,
-    padding_slot: int,
-) -> None:
+def triton_store_decode_outputs(state: DecodeState, tokens: torch.Tensor) -> None:
     """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
     from ostinato.ops.triton.decode_state import store_outputs_kernel
 
-    num_rows = slots.shape[0]
+    num_rows = state.req_indices.shape[0]
     launch(
         store_outputs_kernel,
         (-(-num_rows // _STORE_ROWS),),
-        (slots, tokens, num_computed, token_ids),
-        (padding_slot, num_rows, token_ids.stride(0)),
+        (state.req_indices, tokens, state.num_computed, state.token_ids),
+        (state.padding_req_index, num_rows, state.token_ids.stride(0)),
         BLOCK=_STORE_ROWS,
-        **overlap(slots.device),
+        **overlap(state.req_indices.device),
         num_warps=4,
     )
 
 
-_load = define(_LOAD_SCHEMA, cpu=load_decode_inputs_cpu, cuda=triton_load_decode_inputs)
-_store = define(_STORE_SCHEMA, cpu=store_decode_outputs_cpu, cuda=triton_store_decode_outputs)
+def _pack_load(*args: Any) -> tuple[DecodeState, DecodeInputs]:
+    return DecodeState(*args[:6]), DecodeInputs(*args[6:])
+
+
+def _pack_store(tokens: torch.Tensor, *state: Any) -> tuple[DecodeState, torch.Tensor]:
+    return DecodeState(*state), tokens
+
+
+_load = define(
+    _LOAD_SCHEMA, cpu=load_decode_inputs_cpu, cuda=triton_load_decode_inputs, pack=_pack_load
+)
+_store = define(
+    _STORE_SCHEMA, cpu=store_decode_outputs_cpu, cuda=triton_store_decode_outputs, pack=_pack_store
+)

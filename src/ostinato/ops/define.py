@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ostinato.compat import OpOverload
@@ -10,10 +11,28 @@ from ostinato.compile.operators import define_operator
 from ostinato.graphs.backends.python_kernels import replay_by_calling, replay_by_preparing
 
 
-def define(schema: str, *, cpu: Callable[..., None], cuda: Callable[..., None]) -> OpOverload:
-    """Define the operator ``ostinato::name`` from ``schema`` (``name(Tensor a, ...) -> ()``)."""
-    operator = define_operator(schema, CPU=cpu, CUDA=cuda)
-    replay_by_calling(operator, cpu)
+def define(
+    schema: str,
+    *,
+    cpu: Callable[..., None],
+    cuda: Callable[..., None],
+    pack: Callable[..., tuple[Any, ...]] | None = None,
+) -> OpOverload:
+    """Define the operator ``ostinato::name`` from ``schema`` (``name(Tensor a, ...) -> ()``).
+
+    A schema has plain values only. ``pack`` turns them into the arguments of the kernels, such as
+    structs; CPU replays do so once.
+    """
+    if pack is None:
+        operator = define_operator(schema, CPU=cpu, CUDA=cuda)
+        replay_by_calling(operator, cpu)
+        return operator
+
+    def over(kernel: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: kernel(*pack(*args))
+
+    operator = define_operator(schema, CPU=over(cpu), CUDA=over(cuda))
+    replay_by_preparing(operator, lambda *args: partial(cpu, *pack(*args)))
     return operator
 
 

@@ -85,7 +85,10 @@ def triton_sample_filtered(
         logits = logits.contiguous()
     if token_ids.stride(-1) != 1:
         token_ids = token_ids.contiguous()
-    req_indices, lengths = req_indices.contiguous(), lengths.contiguous()  # the kernels assume unit strides
+    req_indices, lengths = (
+        req_indices.contiguous(),
+        lengths.contiguous(),
+    )  # the kernels assume unit strides
     if steps.penalties or steps.bias or steps.min_tokens:
         rows = changed_rows(logits, req_indices, lengths, tables, token_ids, steps)
     else:

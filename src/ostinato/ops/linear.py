@@ -1,15 +1,14 @@
-"""A matrix product with the norm before it and the activation and the sum after it.
+"""A GEMM fused with the norm before it, and the activation and residual after it.
 
-For the few rows of a decode step on CUDA that is one kernel (``kernels.linear``), cut as
-``operators.tuning`` says, and for more than one row another for the norm; for everything else it is
-torch's operators, in ``wide``. Either way the result is a new tensor, and shapes alone decide, so
-that a graph and an eager call agree. It is a plain function: a step captures it, torch.compile
-should not see it.
+For the small M of a decode step on CUDA it is one kernel (``ops.triton.linear``) with a tile config
+from ``ops.tuning``, plus a kernel for the norm if there are several rows. Everything else runs
+torch's operators (``torch_linear``). Only shapes, dtypes and strides decide, so a graph and an
+eager call agree. ``linear`` is a plain function: graphs capture it, torch.compile should not see
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -22,15 +21,15 @@ from ostinato.ops.triton.counters import take_counters
 from ostinato.ops.triton.launch import launch, overlap
 from ostinato.ops.tuning import (
     MAX_ROWS,
-    Blocks,
     GemmChoice,
     LinearShape,
+    TileConfig,
     row_class,
     tuning,
 )
 
 _HALVES = (torch.float16, torch.bfloat16)
-_EVICT = "evict_first"  # a weight is read once a step, and the next step finds it gone anyway
+_EVICT = "evict_first"  # a weight is read once a step, and does not stay until the next
 
 
 class Norm(NamedTuple):
@@ -38,6 +37,17 @@ class Norm(NamedTuple):
 
     weight: torch.Tensor  # [K]
     eps: float
+
+
+class Gemm(NamedTuple):
+    """The operands of a ``linear``."""
+
+    x: torch.Tensor  # [M, K]
+    weight: torch.Tensor  # [N, K]
+    bias: torch.Tensor | None = None  # [N]
+    norm: Norm | None = None
+    gated: bool = False
+    residual: torch.Tensor | None = None  # as the result
 
 
 def linear(
@@ -51,55 +61,43 @@ def linear(
 ) -> torch.Tensor:
     """norm(x) @ weight.T + bias; silu(first half) * second half if ``gated``; + ``residual``.
 
-    ``x`` is [M, K], ``weight`` [N, K], the result [M, N], or [M, N / 2] if gated, in x's type. Sums
-    are in float32. Never synchronises; allocates the result, and sums of products that are split.
+    ``x`` is [M, K], ``weight`` [N, K], the result a new [M, N], or [M, N / 2] if gated, in x's
+    dtype. Sums are in float32. Never synchronises; allocates the result, and the partial sums of a
+    split-K GEMM.
     """
-    _check(x, weight, bias, norm, gated, residual)
-    choice = _choice(x, weight, bias, norm, gated, residual)
-    if choice == "torch":
-        return wide(x, weight, bias, norm, gated, residual)
-    return run_kernel(choice, x, weight, bias, norm, gated, residual)
+    gemm = Gemm(x, weight, bias, norm, gated, residual)
+    _check(gemm)
+    choice = _choice(gemm)
+    return torch_linear(gemm) if choice == "torch" else run_kernel(choice, gemm)
 
 
-def _check(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: Norm | None,
-    gated: bool,
-    residual: torch.Tensor | None,
-) -> None:
-    """A kernel would read beyond a tensor that is too small."""
-    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+def _check(gemm: Gemm) -> None:
+    """Raise unless the shapes fit: a kernel would read beyond a tensor that is too small."""
+    x, weight, bias, norm, gated, residual = gemm
+    x_shape, weight_shape = x.shape, weight.shape
+    if len(x_shape) != 2 or len(weight_shape) != 2 or x_shape[1] != weight_shape[1]:
         raise BatchError(
-            f"inputs of shape {list(x.shape)} do not fit a weight of shape {list(weight.shape)}; "
+            f"inputs of shape {list(x_shape)} do not fit a weight of shape {list(weight_shape)}; "
             "linear takes [M, K] and [N, K]"
         )
-    rows, columns = weight.shape
+    rows, columns = weight_shape
     if gated and rows % 2:
         raise BatchError(f"a gated weight has two halves; this one has {rows} rows")
-    outputs = rows // 2 if gated else rows
     for name, given, wanted in (
-        ("the bias", bias, [rows]),
-        ("the norm's weight", norm.weight if norm else None, [columns]),
-        ("the residual", residual, [x.shape[0], outputs]),
+        ("the bias", bias, (rows,)),
+        ("the norm's weight", norm.weight if norm else None, (columns,)),
+        ("the residual", residual, (x_shape[0], rows // 2 if gated else rows)),
     ):
-        if given is not None and list(given.shape) != wanted:
-            raise BatchError(f"{name} has the shape {list(given.shape)}; {wanted} fits here")
+        if given is not None and given.shape != wanted:
+            raise BatchError(f"{name} has the shape {list(given.shape)}; {list(wanted)} fits here")
 
 
-# --- torch's way ----------------------------------------------------------------------------------
+# --- torch's operators ----------------------------------------------------------------------------
 
 
-def wide(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: Norm | None,
-    gated: bool,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    """The same from several operators: for many rows, for other devices, and the kernels' twin."""
+def torch_linear(gemm: Gemm) -> torch.Tensor:
+    """The GEMM by torch's operators: for large M, for other devices, and as the reference."""
+    x, weight, bias, norm, gated, residual = gemm
     if norm is not None:
         from ostinato.ops.norm import rms_norm
 
@@ -117,21 +115,15 @@ def wide(
 # --- our kernels ----------------------------------------------------------------------------------
 
 
-def _choice(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: Norm | None,
-    gated: bool,
-    residual: torch.Tensor | None,
-) -> GemmChoice:
+def _choice(gemm: Gemm) -> GemmChoice:
+    x, weight, bias, norm, gated, residual = gemm
     if not x.is_cuda or not 1 <= x.shape[0] <= MAX_ROWS or x.dtype not in _HALVES:
         return "torch"
     others = (weight, bias, norm.weight if norm else None, residual)
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in others):
         return "torch"
-    rows_in_one_piece = x.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
-    if not weight.is_contiguous() or not rows_in_one_piece or not _has_kernels(x.device):
+    dense_rows = x.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
+    if not weight.is_contiguous() or not dense_rows or not _has_kernels(x.device):
         return "torch"
     flags = (norm is not None, gated, residual is not None)
     shape = LinearShape(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, *flags)
@@ -145,91 +137,72 @@ def _gpu(device: torch.device) -> str:
 
 @cache
 def _has_kernels(device: torch.device) -> bool:
-    """Tensor cores that know bfloat16, and a compiler."""
+    """Whether there are tensor cores for bfloat16, and a compiler."""
     has_cores = torch.cuda.get_device_capability(device) >= (8, 0)
     return has_cores and find_spec("triton") is not None
 
 
-def run_kernel(
-    blocks: Blocks,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: Norm | None,
-    gated: bool,
-    residual: torch.Tensor | None,
-) -> torch.Tensor:
-    """Cut as ``blocks`` says. ``weight`` is contiguous, and rows are in one piece.
+def run_kernel(config: TileConfig, gemm: Gemm) -> torch.Tensor:
+    """The GEMM by our kernels. The weight is contiguous, and rows are dense.
 
-    One kernel, except that the norm of several rows is one of its own.
+    One kernel; the norm of several rows is another.
     """
-    if norm is not None and x.shape[0] > 1:
-        from ostinato.ops.norm import rms_norm
-
-        x, norm = rms_norm(x, norm.weight, norm.eps), None
+    x, weight, gated = gemm.x, gemm.weight, gemm.gated
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty(x.shape[0], outputs, device=x.device, dtype=x.dtype)
-    kernel, grid, tensors, numbers, options = prepare(
-        blocks, x, weight, bias, norm, gated, residual, out
-    )
-    launch(kernel, grid, tensors, numbers, **options)
-    return out
-
-
-def prepare(
-    blocks: Blocks,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    norm: Norm | None,
-    gated: bool,
-    residual: torch.Tensor | None,
-    out: torch.Tensor,
-) -> tuple[Any, tuple[int, ...], Sequence[torch.Tensor | None], Sequence[float], dict[str, Any]]:
-    """A kernel, and what ``launch`` takes beside it. ``norm`` is for one row."""
-    from ostinato.ops.triton.linear import row_kernel, tile_kernel
-
-    num_rows, outputs = out.shape
-    tiles = -(-outputs // blocks.block_n)
-    constants: dict[str, Any] = {
+    constants = {
         "N": outputs,
         "K": x.shape[1],
         "GATED": gated,
-        "BLOCK_N": blocks.block_n,
-        "BLOCK_K": blocks.block_k,
-        "PREFETCH": blocks.prefetch,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "PREFETCH": config.prefetch,
         "EVICT": _EVICT,
-        "num_warps": blocks.num_warps,
+        "num_warps": config.num_warps,
         **overlap(x.device),
     }
-    tensors: tuple[torch.Tensor | None, ...]
-    if num_rows == 1:
-        norm_weight, eps = (None, 0.0) if norm is None else norm
-        tensors = (x, weight, bias, norm_weight, residual, out)
-        return row_kernel, (tiles,), tensors, (eps,), {**constants, "num_stages": 1}
+    num_tiles = -(-outputs // config.block_n)
+    if x.shape[0] == 1:
+        _run_row(gemm, out, num_tiles, constants)
+    else:
+        _run_tiles(config, gemm, out, num_tiles, constants)
+    return out
+
+
+def _run_row(gemm: Gemm, out: torch.Tensor, num_tiles: int, constants: dict[str, Any]) -> None:
+    from ostinato.ops.triton.linear import row_kernel
+
+    x, weight, bias, norm, _, residual = gemm
+    norm_weight, eps = (None, 0.0) if norm is None else norm
+    tensors = (x, weight, bias, norm_weight, residual, out)
+    launch(row_kernel, (num_tiles,), tensors, (eps,), **constants, num_stages=1)
+
+
+def _run_tiles(
+    config: TileConfig, gemm: Gemm, out: torch.Tensor, num_tiles: int, constants: dict[str, Any]
+) -> None:
+    from ostinato.ops.triton.linear import tile_kernel
+
+    x, weight, bias, norm, gated, residual = gemm
+    if norm is not None:
+        from ostinato.ops.norm import rms_norm
+
+        x = rms_norm(x, norm.weight, norm.eps)
+    num_rows, split_k = x.shape[0], config.split_k
     block_m = row_class(num_rows)
-    sums = _sums(blocks, tiles, block_m, gated, x.device)
-    residual_stride = 0 if residual is None else residual.stride(0)
-    numbers = (num_rows, x.stride(0), residual_stride)
-    constants |= {
-        "BLOCK_M": block_m,
-        "SPLIT_K": blocks.split_k,
-        "STAGES": blocks.num_stages,
-        "num_stages": blocks.num_stages,
-    }
-    tensors = (x, weight, bias, residual, out, *sums)
-    return tile_kernel, (tiles, blocks.split_k), tensors, numbers, constants
-
-
-# --- products that are split ----------------------------------------------------------------------
-
-
-def _sums(
-    blocks: Blocks, tiles: int, block_m: int, gated: bool, device: torch.device
-) -> tuple[torch.Tensor | None, ...]:
-    """Memory for a split product: sums, and how many programs are done with theirs."""
-    if blocks.split_k == 1:
-        return None, None
-    parts = (tiles, blocks.split_k, 2 if gated else 1, blocks.block_n, block_m)
-    partial = torch.empty(parts, device=device, dtype=torch.float32)
-    return partial, take_counters(device, tiles)
+    partial = counters = None
+    if split_k > 1:
+        parts = (num_tiles, split_k, 2 if gated else 1, config.block_n, block_m)
+        partial = torch.empty(parts, device=x.device, dtype=torch.float32)
+        counters = take_counters(x.device, num_tiles)
+    launch(
+        tile_kernel,
+        (num_tiles, split_k),
+        (x, weight, bias, residual, out, partial, counters),
+        (num_rows, x.stride(0), 0 if residual is None else residual.stride(0)),
+        **constants,
+        BLOCK_M=block_m,
+        SPLIT_K=split_k,
+        STAGES=config.num_stages,
+        num_stages=config.num_stages,
+    )

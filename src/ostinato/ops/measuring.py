@@ -1,6 +1,6 @@
 """Measures a GEMM on the GPU under the conditions of a decode step.
 
-That is: in a CUDA graph, one launch after another, each over the weights of another layer.
+In a CUDA graph, launches follow each other, each with the weights of another layer.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ostinato.ops.linear import Norm, run_kernel, wide
+from ostinato.ops.linear import Gemm, Norm, run_kernel, torch_linear
 from ostinato.ops.tuning import GemmChoice, LinearShape, row_class
 
 _MEASURED_ROWS = {1: 1, 16: 8, 32: 32, 64: 64}  # by row class
@@ -34,11 +34,11 @@ def measure_linear(
     rounds = -(-launches // len(weights))
     run = _runner(shape, choice, norm_weight, residual)
 
-    def all_of_them() -> None:
+    def run_all() -> None:
         for turn in range(rounds * len(weights)):
             run(inputs[turn % len(inputs)], weights[turn % len(weights)])
 
-    return time_in_graph(all_of_them, device) / (rounds * len(weights))
+    return time_in_graph(run_all, device) / (rounds * len(weights))
 
 
 def _runner(
@@ -50,9 +50,8 @@ def _runner(
     norm = None if norm_weight is None else Norm(norm_weight, 1e-5)
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if choice == "torch":
-            return wide(x, weight, None, norm, shape.gated, residual)
-        return run_kernel(choice, x, weight, None, norm, shape.gated, residual)
+        gemm = Gemm(x, weight, norm=norm, gated=shape.gated, residual=residual)
+        return torch_linear(gemm) if choice == "torch" else run_kernel(choice, gemm)
 
     return run
 

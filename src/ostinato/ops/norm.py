@@ -97,10 +97,10 @@ def _launch(
         x = x.contiguous()  # it usually is; copying only the first part would be wrong
         parts, part_stride, x = x.shape[0], x.stride(0), x[0]
     inner = x.shape[1] if x.dim() == 3 else 1
-    x, strides = _rows_in_one_piece(x, inner)
+    x, strides = _dense_rows(x, inner)
     residual_strides = (0, 0)
     if residual is not None:
-        residual, residual_strides = _rows_in_one_piece(residual, inner)
+        residual, residual_strides = _dense_rows(residual, inner)
     padded = next_power_of_2(dim)
     launch(
         rms_norm_kernel,
@@ -116,7 +116,7 @@ def _launch(
     )
 
 
-def _rows_in_one_piece(x: torch.Tensor, inner: int) -> tuple[torch.Tensor, tuple[int, int]]:
+def _dense_rows(x: torch.Tensor, inner: int) -> tuple[torch.Tensor, tuple[int, int]]:
     """``x``, copied if necessary, and the strides that put row r at [r // inner, r % inner]."""
     if x.stride(-1) != 1 or x.dim() > 3:
         return x.contiguous(), (inner * x.shape[-1], x.shape[-1])

@@ -48,25 +48,26 @@ class PlanEncoder:
     """On rank 0: encodes plans. Tracks which steady state the other ranks know."""
 
     def __init__(self) -> None:
-        self._slots: IntArray | None = None
+        self._req_indices: IntArray | None = None
 
     def encode(self, plan: StepPlan) -> Message:
         if not isinstance(plan, DecodePlan):
-            self._slots = None
+            self._req_indices = None
             return Kind.STEP, _step_words(plan)
         blocks = np.array(plan.new_blocks, dtype=np.int64).reshape(-1)
-        if plan.slots is self._slots:
+        if plan.req_indices is self._req_indices:
             return Kind.DECODE_AGAIN, blocks
-        self._slots = plan.slots
-        count = np.array([len(plan.slots)], dtype=np.int64)
-        return Kind.DECODE, np.concatenate((count, plan.slots, plan.starts + plan.step, blocks))
+        self._req_indices = plan.req_indices
+        count = np.array([len(plan.req_indices)], dtype=np.int64)
+        starts = plan.starts + plan.step
+        return Kind.DECODE, np.concatenate((count, plan.req_indices, starts, blocks))
 
 
 def _step_words(plan: SchedulePlan) -> IntArray:
     words = [plan.num_tokens, plan.num_samples, plan.max_query_len, len(plan.requests)]
     for row in plan.requests:
         blocks = row.new_blocks
-        words += (row.slot, row.start, row.num_tokens, row.first_new_block)
+        words += (row.req_index, row.start, row.num_tokens, row.first_new_block)
         words += (row.samples, row.is_new, len(blocks), *blocks)
         if row.is_new:
             _add_request(words, row.request)
@@ -117,20 +118,22 @@ class PlanDecoder:
             count = int(words[0])
             if not 0 <= 2 * count < len(words):
                 raise ValueError(f"{count} requests")
-            slots, starts = words[1 : count + 1].copy(), words[count + 1 : 2 * count + 1].copy()
+            req_indices = words[1 : count + 1].copy()
+            starts = words[count + 1 : 2 * count + 1].copy()
             blocks = words[2 * count + 1 :]
-            members = [self._requests[slot] for slot in slots.tolist()]
+            members = [self._requests[index] for index in req_indices.tolist()]
         elif self._last is None:
             raise CollectiveError("a plan refers to an earlier plan that did not arrive")
         else:
-            members, slots, starts = self._last.members, self._last.slots, self._last.starts + 1
+            last = self._last
+            members, req_indices, starts = last.members, last.req_indices, last.starts + 1
             blocks = words
         triples = [(row, index, block) for row, index, block in blocks.reshape(-1, 3).tolist()]
         self._last = DecodePlan(
             num_tokens=len(members),
             shape=BatchShape(len(members), len(members), 1),
             members=members,
-            slots=slots,
+            req_indices=req_indices,
             starts=starts,
             new_blocks=triples,
         )
@@ -149,13 +152,13 @@ class PlanDecoder:
         )
 
     def _row(self, reader: _Reader) -> ScheduledRequest:
-        slot, start, num_tokens, first_new_block, samples, is_new = reader.take(6)
+        req_index, start, num_tokens, first_new_block, samples, is_new = reader.take(6)
         new_blocks = reader.take_list()
         if is_new:
-            self._requests[slot] = _read_request(reader)
+            self._requests[req_index] = _read_request(reader)
         return ScheduledRequest(
-            self._requests[slot],
-            slot,
+            self._requests[req_index],
+            req_index,
             start,
             num_tokens,
             new_blocks,

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.models.base import CausalLM
-from ostinato.ops.decode_state import load_decode_inputs, store_decode_outputs
+from ostinato.ops.decode_state import (
+    DecodeInputs,
+    DecodeState,
+    load_decode_inputs,
+    store_decode_outputs,
+)
 from ostinato.ops.sampling import sample_rows
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.request_state import RequestState
@@ -40,27 +45,33 @@ def decode_step(
     forward context, whose tensors are views of ``buffers``.
     """
     tokens = buffers.tokens
-    slots, seq_lens = buffers.slots[:num_reqs], tokens.seq_lens[:num_reqs]
-    input_ids, positions = buffers.input_ids[:num_reqs], tokens.positions[:num_reqs]
-    load_decode_inputs(
-        slots,
+    rows = DecodeState(
+        buffers.req_indices[:num_reqs],
         state.num_computed,
         state.token_ids,
         state.block_table,
-        state.padding_slot,
+        state.padding_req_index,
         buffers.block_size,
-        input_ids,
-        positions,
-        seq_lens,
+    )
+    inputs = DecodeInputs(
+        buffers.input_ids[:num_reqs],
+        tokens.positions[:num_reqs],
+        tokens.seq_lens[:num_reqs],
         tokens.query_start_loc[: num_reqs + 1],
         tokens.block_tables[0][:num_reqs],
         tokens.slot_mappings[0, :num_reqs],
     )
-    logits = model.compute_logits(forward(input_ids, positions))
-    sampled = buffers.sampled[:num_reqs]
+    load_decode_inputs(rows, inputs)
+    logits = model.compute_logits(forward(inputs.input_ids, inputs.positions))
+    sampled, parameters = buffers.sampled[:num_reqs], state.sampling
     # With n tokens in the cache, the next one is at position n.
     sample_rows(
-        logits, slots, state.sampling.temperature, state.sampling.seed_key, seq_lens, sampled
+        logits,
+        rows.req_indices,
+        parameters.temperature,
+        parameters.seed_key,
+        inputs.seq_lens,
+        sampled,
     )
-    store_decode_outputs(slots, sampled, state.num_computed, state.token_ids, state.padding_slot)
+    store_decode_outputs(rows, sampled)
     return DecodeOutput(token_ids=sampled, logits=logits)

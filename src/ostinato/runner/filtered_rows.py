@@ -51,7 +51,9 @@ class FilteredRows:
         rows = self.on_device
         chosen = slice(token_ids.shape[0]) if rows is None else rows
         logits, req_indices, lengths = logits[chosen], req_indices[chosen], lengths[chosen]
-        output = sample(logits, req_indices, lengths, state.sampling, state.token_ids, self.features)
+        output = sample(
+            logits, req_indices, lengths, state.sampling, state.token_ids, self.features
+        )
         state.token_ids[req_indices, lengths] = output.token_ids.to(torch.int32)
         if rows is None:
             token_ids = output.token_ids

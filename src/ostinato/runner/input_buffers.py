@@ -31,11 +31,11 @@ class InputBuffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.block_size = cache.block_size
-        self.slots = zeros(max_num_seqs)
+        self.req_indices = zeros(max_num_seqs)
         self.query_lens = zeros(max_num_seqs, dtype=torch.int32)
         self.sampled = zeros(max_num_seqs)
         self.logits_indices = zeros(max_num_seqs)
-        self._padding_slot = max_num_seqs  # the state's last row
+        self._padding_req_index = max_num_seqs  # the state's last row
         self.tokens = TokenBuffers(
             query_start_loc=zeros(max_num_seqs + 1, dtype=torch.int32),
             seq_lens=zeros(max_num_seqs, dtype=torch.int32),
@@ -55,7 +55,7 @@ class InputBuffers:
     def reset(self) -> None:
         """Fill all rows with padding for a capture, which must not write to the KV cache."""
         tokens = self.tokens
-        self.slots.fill_(self._padding_slot)
+        self.req_indices.fill_(self._padding_req_index)
         for buffer in (
             self.query_lens,
             self.sampled,
@@ -72,16 +72,16 @@ class InputBuffers:
     def fill(
         self,
         state: RequestState,
-        slots: Sequence[int],
+        req_indices: Sequence[int],
         query_lens: Sequence[int],
         *,
         num_reqs: int,
         num_tokens: int,
     ) -> None:
         """Fill ``num_reqs`` rows and ``num_tokens`` tokens (both padded) from the state."""
-        self._copy_rows(slots, query_lens, num_reqs)
+        self._copy_rows(req_indices, query_lens, num_reqs)
         tokens = self.tokens
-        rows, lens = self.slots[:num_reqs], self.query_lens[:num_reqs]
+        rows, lens = self.req_indices[:num_reqs], self.query_lens[:num_reqs]
         starts = tokens.query_start_loc[: num_reqs + 1]
         torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])
         computed = state.num_computed[rows]
@@ -104,15 +104,19 @@ class InputBuffers:
             slot.masked_fill_(is_padding, PADDING_SLOT_MAPPING)
         )
 
-    def _copy_rows(self, slots: Sequence[int], query_lens: Sequence[int], num_reqs: int) -> None:
-        self.set_rows(slots, num_reqs)
+    def _copy_rows(
+        self, req_indices: Sequence[int], query_lens: Sequence[int], num_reqs: int
+    ) -> None:
+        self.set_rows(req_indices, num_reqs)
         padding = num_reqs - len(query_lens)
         _copy_from_host(self.query_lens[:num_reqs], [*query_lens, *[0] * padding])
 
-    def set_rows(self, slots: Sequence[int], num_reqs: int) -> None:
-        """Set the rows: the requests in ``slots``, then padding up to ``num_reqs`` rows."""
-        padding = num_reqs - len(slots)
-        _copy_from_host(self.slots[:num_reqs], [*slots, *[self._padding_slot] * padding])
+    def set_rows(self, req_indices: Sequence[int], num_reqs: int) -> None:
+        """Set the rows: the requests in ``req_indices``, then padding up to ``num_reqs`` rows."""
+        padding = num_reqs - len(req_indices)
+        _copy_from_host(
+            self.req_indices[:num_reqs], [*req_indices, *[self._padding_req_index] * padding]
+        )
 
     def select_last_tokens(self, num_reqs: int) -> None:
         """Select the last token of each filled row: only its hidden state will be read."""

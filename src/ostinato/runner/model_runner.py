@@ -62,7 +62,7 @@ class SmallBatchModel:
 class _Members:
     """A decode batch whose rows are in the buffers; reused from step to step."""
 
-    slots: Sequence[int] | IntArray
+    req_indices: Sequence[int] | IntArray
     choice: Choice
     graph: FullGraph | None  # of the whole step
     filtered: FilteredRows | None
@@ -154,8 +154,8 @@ class ModelRunner:
         self.stats.record(choice, plan.num_tokens)
         if not choice.uniform_decode:
             return self._run_mixed(plan, choice, across)
-        members = self._members
-        if members is None or members.slots is not plan.slots or members.choice is not choice:
+        members, rows = self._members, plan.req_indices
+        if members is None or members.req_indices is not rows or members.choice is not choice:
             members = self._set_members(plan, choice)
         if members.graph is None:
             logits = self._decode(choice, across).logits
@@ -166,8 +166,8 @@ class ModelRunner:
             self._show_logits(plan, logits)
         if members.filtered is None:
             return self.results.send(members.sampled)
-        slots, seq_lens = self.buffers.slots, self.buffers.tokens.seq_lens
-        return self._sample_again(members.filtered, members.sampled, logits, slots, seq_lens)
+        req_indices, seq_lens = self.buffers.req_indices, self.buffers.tokens.seq_lens
+        return self._sample_again(members.filtered, members.sampled, logits, req_indices, seq_lens)
 
     @without_autocast
     def run_idle(self) -> bool:
@@ -217,17 +217,17 @@ class ModelRunner:
 
     def _set_members(self, plan: StepPlan, choice: Choice) -> _Members:
         """Put the rows of a decode batch into the buffers, and find its graph."""
-        members = self._members
-        if members is not None and members.slots is plan.slots and members.choice == choice:
+        members, rows = self._members, plan.req_indices
+        if members is not None and members.req_indices is rows and members.choice == choice:
             return members  # compared by value: ranks that agree build an equal choice every step
-        slots = plan.slots if isinstance(plan.slots, list) else plan.slots.tolist()
-        self.buffers.set_rows(slots, choice.padded_num_tokens)
+        req_indices = rows if isinstance(rows, list) else rows.tolist()
+        self.buffers.set_rows(req_indices, choice.padded_num_tokens)
         members = self._members = _Members(
-            slots=plan.slots,
+            req_indices=rows,
             choice=choice,
             graph=self._all_graphs[choice.model].decode_graph(choice),
-            filtered=FilteredRows.among(slots, self.state),
-            sampled=self.buffers.sampled[: len(slots)],
+            filtered=FilteredRows.among(req_indices, self.state),
+            sampled=self.buffers.sampled[: len(req_indices)],
         )
         return members
 
@@ -239,23 +239,25 @@ class ModelRunner:
         num_reqs, buffers, state = len(requests), self.buffers, self.state
         metadata = self._fill(requests, choice, max_query_len=plan.max_query_len)
         hidden = graphs.hidden_states(choice, metadata, plan.num_tokens, across)
-        state.advance(buffers.slots[:num_reqs], buffers.query_lens[:num_reqs])
-        sampling = [item.slot for item in requests if item.samples]
+        state.advance(buffers.req_indices[:num_reqs], buffers.query_lens[:num_reqs])
+        sampling = [item.req_index for item in requests if item.samples]
         if not sampling:
             return StepResult()
-        rows, slots = self._sampled_rows(plan)
+        rows, req_indices = self._sampled_rows(plan)
         logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
         self._show_logits(plan, logits)
         # A request that samples has computed all its tokens.
-        lengths = state.num_computed[slots]
-        token_ids = torch.empty_like(slots)
+        lengths = state.num_computed[req_indices]
+        token_ids = torch.empty_like(req_indices)
         parameters = state.sampling
-        sample_rows(logits, slots, parameters.temperature, parameters.seed_key, lengths, token_ids)
-        state.append(slots, token_ids)
+        sample_rows(
+            logits, req_indices, parameters.temperature, parameters.seed_key, lengths, token_ids
+        )
+        state.append(req_indices, token_ids)
         filtered = FilteredRows.among(sampling, state)
         if filtered is None:
             return self.results.send(token_ids)
-        return self._sample_again(filtered, token_ids, logits, slots, lengths)
+        return self._sample_again(filtered, token_ids, logits, req_indices, lengths)
 
     def _fill(
         self, requests: Sequence[ScheduledRequest], choice: Choice, *, max_query_len: int
@@ -265,7 +267,7 @@ class ModelRunner:
         padded_reqs = choice.padded_num_reqs or max(len(requests), 1)
         self.buffers.fill(
             self.state,
-            [item.slot for item in requests],
+            [item.req_index for item in requests],
             [item.num_tokens for item in requests],
             num_reqs=padded_reqs,
             num_tokens=padded_tokens,
@@ -282,21 +284,21 @@ class ModelRunner:
         )
 
     def _sampled_rows(self, plan: StepPlan) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Tokens whose states are sampled from (None: all), and their slots."""
+        """Tokens whose states are sampled from (None: all), and their requests' rows."""
         requests = plan.requests
         if plan.is_decode:
-            return None, self.buffers.slots[: len(requests)]
+            return None, self.buffers.req_indices[: len(requests)]
         last_tokens: list[int] = []
-        their_slots: list[int] = []
+        their_rows: list[int] = []
         end = 0
         for item in requests:
             end += item.num_tokens
             if item.samples:
                 last_tokens.append(end - 1)
-                their_slots.append(item.slot)
-        on_host = torch.tensor((last_tokens, their_slots))
-        rows, slots = on_host.to(self.model.device, non_blocking=True)
-        return rows, slots
+                their_rows.append(item.req_index)
+        on_host = torch.tensor((last_tokens, their_rows))
+        rows, req_indices = on_host.to(self.model.device, non_blocking=True)
+        return rows, req_indices
 
     @without_autocast
     def _sample_again(
@@ -304,11 +306,11 @@ class ModelRunner:
         filtered: FilteredRows,
         token_ids: torch.Tensor,
         logits: torch.Tensor,
-        slots: torch.Tensor,
+        req_indices: torch.Tensor,
         lengths: torch.Tensor,
     ) -> StepResult:
         """Sample the filtered rows again, then start the copy of all tokens to the host."""
-        token_ids, logprobs = filtered.sample(self.state, token_ids, logits, slots, lengths)
+        token_ids, logprobs = filtered.sample(self.state, token_ids, logits, req_indices, lengths)
         return self.results.send(token_ids, logprobs, filtered.positions)
 
     # --- capture -------------------------------------------------------------------------------

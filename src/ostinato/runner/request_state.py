@@ -1,8 +1,8 @@
 """The state of running requests, on the device.
 
-Each running request has a row, its *slot*. A step reads its inputs from here and writes the sampled
-tokens back, so the next step can start before the host has read a token. The host writes a row when
-a request is admitted, and adds blocks as they are allocated.
+Each running request has a row, at its ``req_index``. A step reads its inputs from here and writes
+the sampled tokens back, so the next step can start before the host has read a token. The host
+writes a row when a request is admitted, and adds blocks as they are allocated.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ostinato.scheduling.step_plan import DecodePlan, IntArray, ScheduledRequest
 
 
 class RequestState:
-    """Device tensors by slot; the last row, ``padding_slot``, is for padding.
+    """Device tensors by request row; the last row, ``padding_req_index``, is for padding.
 
-    ``token_ids`` [slots, max_model_len + 1]: prompt and output, plus the token sampled at the
-    length limit. ``num_computed`` [slots]: tokens in the KV cache, and so the position of the next
-    one. ``block_table`` [slots, blocks].
+    ``token_ids`` [rows, max_model_len + 1]: prompt and output, plus the token sampled at the
+    length limit. ``num_computed`` [rows]: tokens in the KV cache, and so the position of the next
+    one. ``block_table`` [rows, blocks].
     """
 
     def __init__(self, *, max_num_seqs: int, cache: CacheSize, device: torch.device) -> None:
-        self.padding_slot = max_num_seqs
+        self.padding_req_index = max_num_seqs
         self.device = device
 
         def zeros(*row: int) -> torch.Tensor:
@@ -40,7 +40,7 @@ class RequestState:
         if isinstance(plan, DecodePlan):
             if plan.new_blocks:
                 entries = np.array(plan.new_blocks, dtype=np.int64)
-                entries[:, 0] = plan.slots[entries[:, 0]]
+                entries[:, 0] = plan.req_indices[entries[:, 0]]
                 self._append_blocks(entries)
             return
         grown: list[tuple[int, int, int]] = []
@@ -49,29 +49,29 @@ class RequestState:
                 self._write_row(item)
             else:
                 for offset, block in enumerate(item.new_blocks):
-                    grown.append((item.slot, item.first_new_block + offset, block))
+                    grown.append((item.req_index, item.first_new_block + offset, block))
         if grown:
             self._append_blocks(np.array(grown, dtype=np.int64))
 
     def _write_row(self, item: ScheduledRequest) -> None:
-        request, slot = item.request, item.slot
+        request, req_index = item.request, item.req_index
         tokens = torch.tensor(request.all_token_ids, dtype=torch.int32)
-        self.token_ids[slot, : len(tokens)].copy_(tokens, non_blocking=True)
+        self.token_ids[req_index, : len(tokens)].copy_(tokens, non_blocking=True)
         blocks = torch.tensor(request.block_ids, dtype=torch.int32)
-        self.block_table[slot, : len(blocks)].copy_(blocks, non_blocking=True)
-        self.num_computed[slot].fill_(item.start)
-        self.sampling.write(slot, request)
+        self.block_table[req_index, : len(blocks)].copy_(blocks, non_blocking=True)
+        self.num_computed[req_index].fill_(item.start)
+        self.sampling.write(req_index, request)
 
     def _append_blocks(self, entries: IntArray) -> None:
-        """Write [N, 3] of slot, index in its block table, and block, in one copy."""
+        """Write [N, 3] of request row, index in its block table, and block, in one copy."""
         on_device = torch.from_numpy(entries).to(self.device, non_blocking=True)
         rows, columns, blocks = on_device.unbind(1)
         self.block_table[rows, columns] = blocks.to(torch.int32)
 
-    def advance(self, slots: torch.Tensor, query_lens: torch.Tensor) -> None:
+    def advance(self, req_indices: torch.Tensor, query_lens: torch.Tensor) -> None:
         """Add to the computed tokens of these requests."""
-        self.num_computed[slots] += query_lens
+        self.num_computed[req_indices] += query_lens
 
-    def append(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
+    def append(self, req_indices: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Append a token to requests whose tokens are all computed."""
-        self.token_ids[slots, self.num_computed[slots]] = token_ids.to(torch.int32)
+        self.token_ids[req_indices, self.num_computed[req_indices]] = token_ids.to(torch.int32)

@@ -179,7 +179,9 @@ class SamplingState:
     def filtered_rows(self, req_indices: Iterable[int]) -> list[int]:
         """Positions in ``req_indices`` of requests that use more than a temperature."""
         bits = self._bits
-        return [position for position, req_index in enumerate(req_indices) if bits[req_index] & ~_RANDOM]
+        return [
+            position for position, req_index in enumerate(req_indices) if bits[req_index] & ~_RANDOM
+        ]
 
     def features(self, req_indices: Iterable[int]) -> SamplingFeatures:
         """The features of the requests last written to ``req_indices``; cheap, on the host."""

@@ -8,11 +8,11 @@ mean equal keys and values.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from struct import pack
 
 from ostinato.errors import ConfigError, OutOfBlocksError, SchedulingError
 
@@ -24,11 +24,14 @@ def root_hash(salt: bytes = b"") -> bytes:
     return blake2b(salt, digest_size=NAME_BYTES).digest()
 
 
-def block_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The hash of the full block with these tokens after the block with hash ``parent``."""
+def block_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
+    """The hashes of full blocks with these tokens, the first after the block ``parent``."""
     # Parents and tokens have fixed widths, so different chains give different bytes.
-    data = parent + pack(f"{len(token_ids)}q", *token_ids)
-    return blake2b(data, digest_size=NAME_BYTES).digest()
+    tokens = array("q", token_ids)
+    data, width = tokens.tobytes(), block_size * tokens.itemsize
+    for start in range(0, len(data), width):
+        parent = blake2b(parent + data[start : start + width], digest_size=NAME_BYTES).digest()
+        yield parent
 
 
 @dataclass

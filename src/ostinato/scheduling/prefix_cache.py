@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ostinato.scheduling.block_allocator import BlockAllocator, block_hash, root_hash
+from ostinato.scheduling.block_allocator import BlockAllocator, block_hashes, root_hash
 from ostinato.scheduling.request import Request
 
 
@@ -41,7 +41,7 @@ class PrefixReuse:
     def _extend_hashes(self, request: Request, num_blocks: int) -> None:
         """Compute missing hashes of the first ``num_blocks`` blocks."""
         hashes, size = request.block_hashes, self._allocator.block_size
-        parent = hashes[-1] if hashes else self._root
-        for index in range(len(hashes), num_blocks):
-            parent = block_hash(parent, request.token_ids(index * size, (index + 1) * size))
-            hashes.append(parent)
+        if num_blocks > len(hashes):
+            parent = hashes[-1] if hashes else self._root
+            tokens = request.token_ids(len(hashes) * size, num_blocks * size)
+            hashes += block_hashes(parent, tokens, size)

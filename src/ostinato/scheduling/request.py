@@ -28,7 +28,7 @@ class Request:
 
     ``max_total_tokens`` is the length at which it always ends: prompt plus max_tokens, or the
     engine's limit. ``stop_token_ids`` end it (end-of-sequence tokens included, unless ignored);
-    they are part of the output. ``slot`` is its row in the device state while it runs.
+    they are part of the output. ``req_index`` is its row in the device state while it runs.
     """
 
     request_id: str
@@ -47,7 +47,7 @@ class Request:
     num_preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks hashed so far
-    slot: int | None = None
+    req_index: int | None = None
     watched: bool = False  # report every token, not only the end
 
     @property

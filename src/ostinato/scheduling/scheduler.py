@@ -77,7 +77,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}  # unfinished, in order of arrival
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: list[Request] = []
-        self._free_slots = list(range(max_num_seqs))  # a heap
+        self._free_req_indices = list(range(max_num_seqs))  # a heap
         self._open: deque[StepPlan] = deque()  # scheduled but not committed, oldest first
         self._steady: SteadyDecode | None = None
         self._prefixes = PrefixReuse(allocator)
@@ -266,7 +266,7 @@ class Scheduler:
         self._steady = None
         for name, request in list(self._requests.items()):
             request.block_ids = []
-            request.slot = None
+            request.req_index = None
             if request.status is RequestStatus.FINISHED:
                 del self._requests[name]
                 continue
@@ -277,7 +277,7 @@ class Scheduler:
             request.num_pending_tokens = 0
         self._waiting = OrderedDict(self._requests)
         self._running = []
-        self._free_slots = list(range(self.max_num_seqs))
+        self._free_req_indices = list(range(self.max_num_seqs))
         self.allocator.release_all()
         self._open.clear()
         for request in list(self._requests.values()):
@@ -304,11 +304,11 @@ class Scheduler:
                     return None
             blocks = self.allocator.allocate(needed)
             request.block_ids += blocks
-        slot = request.slot
-        assert slot is not None, "a running request has a row"
+        req_index = request.req_index
+        assert req_index is not None, "a running request has a row"
         times = request.num_preemptions
         return ScheduledRequest(
-            request, slot, start, end - start, blocks, held, False, end == total, times
+            request, req_index, start, end - start, blocks, held, False, end == total, times
         )
 
     def _admit_waiting(self, rows: list[ScheduledRequest], budget: int) -> int:
@@ -348,16 +348,16 @@ class Scheduler:
             request.num_cached_tokens = start
             allocator.stats.query_tokens += total
             allocator.stats.hit_tokens += start
-        slot = heappop(self._free_slots)
+        req_index = heappop(self._free_req_indices)
         request.status = RequestStatus.RUNNING
-        request.slot = slot
+        request.req_index = req_index
         request.num_computed_tokens = start
         request.block_ids = list(blocks)
         del self._waiting[request.request_id]
         self._running.append(request)
         times = request.num_preemptions
         return ScheduledRequest(
-            request, slot, start, num_tokens, blocks, 0, True, end == total, times
+            request, req_index, start, num_tokens, blocks, 0, True, end == total, times
         )
 
     def _preempt(self, request: Request) -> None:
@@ -371,11 +371,11 @@ class Scheduler:
 
     def _vacate(self, request: Request) -> None:
         """Free the blocks and the row of a request."""
-        assert request.slot is not None, "a running request has a row"
+        assert request.req_index is not None, "a running request has a row"
         self.allocator.release(request.block_ids)
         request.block_ids = []
-        heappush(self._free_slots, request.slot)
-        request.slot = None
+        heappush(self._free_req_indices, request.req_index)
+        request.req_index = None
 
     def _end(self, request: Request, token: int) -> bool:
         """End the request if the token just appended ends it; return whether it did."""

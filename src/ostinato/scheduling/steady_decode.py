@@ -35,7 +35,7 @@ class SteadyDecode:
         self.num_reqs = len(requests)
         self._shape = BatchShape(self.num_reqs, self.num_reqs, 1)
         self._allocator = allocator
-        self._slots = np.array([request.slot for request in requests], dtype=np.int64)
+        self._req_indices = np.array([request.req_index for request in requests], dtype=np.int64)
         self._outputs = [request.output_token_ids for request in requests]
         self._watched = [position for position, r in enumerate(requests) if r.watched]
         self._stops = set[int]().union(*(request.stop_token_ids for request in requests))
@@ -74,7 +74,7 @@ class SteadyDecode:
             num_tokens=self.num_reqs,
             shape=self._shape,
             members=self.requests,
-            slots=self._slots,
+            req_indices=self._req_indices,
             starts=self._starts,
             new_blocks=new_blocks,
             step=step,

@@ -21,14 +21,14 @@ class ScheduledRequest:
     """One request's part of a step: its tokens ``start`` to ``start + num_tokens`` are computed.
 
     ``new_blocks`` were added to its block table in this step, at index ``first_new_block``.
-    ``is_new``: it was admitted in this step, so its whole row ``slot`` must be written.
+    ``is_new``: it was admitted in this step, so its whole row ``req_index`` must be written.
     ``samples``: these are its last tokens, so the step samples a new one.
     ``admission`` is its number of preemptions when scheduled: if that has grown when the step's
     result arrives, the request no longer holds the blocks that the step wrote to.
     """
 
     request: Request
-    slot: int
+    req_index: int
     start: int
     num_tokens: int
     new_blocks: Sequence[int]
@@ -96,9 +96,9 @@ class SchedulePlan:
         )
 
     @cached_property
-    def slots(self) -> list[int]:
+    def req_indices(self) -> list[int]:
         """The rows of the requests, in their order."""
-        return [item.slot for item in self.requests]
+        return [item.req_index for item in self.requests]
 
     @property
     def is_decode(self) -> bool:
@@ -118,7 +118,7 @@ class DecodePlan:
     num_tokens: int  # one per member
     shape: BatchShape
     members: list[Request]
-    slots: IntArray
+    req_indices: IntArray
     starts: IntArray
     new_blocks: Sequence[tuple[int, int, int]]  # position in members, index in its table, block
     step: int = 0
@@ -140,13 +140,13 @@ class DecodePlan:
         grown: dict[int, Any] = {position: rest for position, *rest in self.new_blocks}
         starts = (self.starts + self.step).tolist()
         rows = []
-        for position, (request, slot, start) in enumerate(
-            zip(self.members, self.slots.tolist(), starts, strict=True)
+        for position, (request, row, start) in enumerate(
+            zip(self.members, self.req_indices.tolist(), starts, strict=True)
         ):
             index, *blocks = grown.get(position, (0,))
             rows.append(
                 ScheduledRequest(
-                    request, slot, start, 1, blocks, index, False, True, request.num_preemptions
+                    request, row, start, 1, blocks, index, False, True, request.num_preemptions
                 )
             )
         return rows

@@ -199,6 +199,8 @@ def _token_ids(name: str, prompt: Any, max_model_len: int) -> list[Any]:
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
         raise RequestError(f"{name} is {shown(prompt)}; {_A_PROMPT}" + _advice(prompt))
     check_num_tokens(name, len(prompt), max_model_len)  # a range can be of any length
+    if set(map(type, prompt)) <= {int}:  # nearly always, and a long prompt is waited for
+        return list(prompt)
     for position, token in enumerate(prompt):
         if not _is_token(token):
             raise RequestError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -244,10 +245,37 @@ def test_a_choice_says_which_model_runs_it() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=10_000)
+@settings(max_examples=1000)
 @given(setups())
 def test_every_shape_finds_the_smallest_graph_and_every_graph_a_shape(setup: Setup) -> None:
     check_every_shape(setup)
+
+
+@pytest.mark.slow
+def test_the_same_holds_for_many_more_setups() -> None:
+    """Drawn without hypothesis, which takes longer to draw one than it takes to check it."""
+    source = random.Random(0)
+
+    def some(least: int, most: int, longest: int) -> list[int]:
+        return [source.randint(least, most) for _ in range(source.randint(1, longest))]
+
+    for _ in range(9000):
+        limit = source.randint(1, 24)
+        setup = Setup(
+            sizes=some(1, limit + source.choice([0, 0, 0, 0, 0, 0, 0, 3]), 6),
+            query_lens=some(1, 5, 3),
+            max_num_seqs=source.randint(1, 12),
+            max_num_batched_tokens=limit,
+            requested=source.choice(REQUESTED),
+            support=source.choice(SUPPORT),
+            piecewise_available=source.random() < 0.5,
+            max_loras=0,
+        )
+        try:
+            check_every_shape(setup)
+        except AssertionError as error:
+            error.add_note(f"{setup}")
+            raise
 
 
 @pytest.mark.slow

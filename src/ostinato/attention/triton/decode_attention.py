@@ -1,24 +1,22 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""Everything between the QKV product and the output product of a decode batch, in one kernel.
+"""Everything between the QKV GEMM and the output GEMM of a decode batch, in one kernel.
 
-A batch in which request r has one token, number r, or none (length 0). A program takes one request,
-one KV head and one share of the keys, and makes the queries it needs itself. The new key and value
-go from registers into both the cache and the softmax: their slot is never read. Where keys are
-split, programs leave their part of the softmax in memory and count themselves; the last to come
-joins the parts. How many shares there are is decided by the real length, so short requests have
-nothing to join; the launch depends on shapes alone.
+Request r of the batch has one token, number r, or none (length 0). A program takes one request, one
+KV head and one share of the keys, and computes the queries it needs itself. The new key and value
+go from registers into both the cache and the softmax, so their slot is never read. Where keys are
+split, programs write their parts of the softmax to memory and increment a counter; the last to
+finish combines the parts. The real length decides how many shares there are, so short requests have
+nothing to combine; the launch depends on shapes alone.
 
-OVERLAP: programmatic dependent launch. Before the wait only what was written before the forward
-began is read: lengths, tables, the model's tensors, older keys and values. So between whoever
-writes lengths and tables and the first layer there must be a kernel that is launched without
-overlap, as the lookup of embeddings is. Parts, counters, the cache and ``out`` are written after
-the wait, when whoever used that memory before is done.
+OVERLAP: before the wait the kernel also reads older keys and values, which were written before the
+forward began. It writes parts, counters, the cache and ``out`` after the wait, when earlier users
+of that memory are done.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -26,92 +24,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.rotation import Rotation
-from ostinato.attention.triton.paged_attention import LOG2_E, logits
-from ostinato.attention.triton.rotary_store import load_angles, load_halves, store_halves, turned
+from ostinato.attention.rope import RotaryEmbedding
+from ostinato.attention.triton.kv_rows import prefetch, row_pointers
+from ostinato.attention.triton.rotary_store import (
+    apply_rotary,
+    load_angles,
+    load_halves,
+    store_halves,
+)
+from ostinato.attention.triton.softmax import LOG2_E, combine_parts, empty_parts, logits
+from ostinato.attention.triton.tile_config import DecodeTileConfig, padded_row
 from ostinato.ops.triton.counters import take_counters
 from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
-
-if TYPE_CHECKING:
-    from ostinato.attention.triton.cuts import DecodeCut
-
-
-@triton.jit
-def _rows_of(
-    cache,
-    request_table,
-    key_position,
-    there,
-    kv_head,
-    block_stride,
-    slot_stride,
-    head_stride,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Where the rows of these keys (or values) begin. Others than ``there`` are block 0's."""
-    block = tl.load(request_table + key_position // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-    offset = key_position % BLOCK_SIZE
-    return cache + (block * block_stride + offset * slot_stride + kv_head * head_stride)[:, None]
-
-
-@triton.jit
-def _prefetch(rows, HEAD_DIM: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
-    """Ask for rows [N, 1] to be brought into the L2 cache, by lines of LINE elements."""
-    place = rows + tl.minimum(tl.arange(0, LINES) * LINE, HEAD_DIM - 1)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [place.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def _join(
-    partial_values,
-    partial_highest,
-    partial_total,
-    start,
-    count,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    CHUNK: tl.constexpr,
-):
-    """The softmax over ``count`` parts from number ``start`` on: [ROWS, VALUE_PAD].
-
-    Other programs wrote them: they are read from L2, where those writes are.
-    """
-    row = tl.arange(0, ROWS)
-    e = tl.arange(0, VALUE_PAD)
-    highest = tl.full([ROWS], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([ROWS], dtype=tl.float32)
-    values = tl.zeros([ROWS, VALUE_PAD], dtype=tl.float32)
-    for first in range(0, count, CHUNK):
-        part = first + tl.arange(0, CHUNK)
-        there = (part < count)[:, None] & (row < GROUP)[None, :]
-        place = (start + part)[:, None] * GROUP + row[None, :]
-        peaks = tl.load(
-            partial_highest + place, mask=there, other=float("-inf"), cache_modifier=".cg"
-        )
-        totals = tl.load(partial_total + place, mask=there, other=0.0, cache_modifier=".cg")
-        sums = tl.load(
-            partial_values + (place * HEAD_DIM)[:, :, None] + e[None, None, :],
-            mask=there[:, :, None] & (e < HEAD_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_highest = tl.maximum(highest, tl.max(peaks, axis=0))
-        zero = tl.where(new_highest == float("-inf"), 0.0, new_highest)  # rows of no head
-        weights = tl.exp2(peaks - zero[None, :])
-        faded = tl.exp2(highest - zero)
-        total = total * faded + tl.sum(totals * weights, axis=0)
-        values = values * faded[:, None] + tl.sum(sums * weights[:, :, None], axis=0)
-        highest = new_highest
-    return values / tl.where(total > 0.0, total, 1.0)[:, None]
 
 
 @triton.jit(do_not_specialize=["max_keys", "num_splits"])
@@ -176,13 +100,13 @@ def decode_kernel(
     split = tl.program_id(1)
     request = pair // NUM_KV_HEADS
     kv_head = pair % NUM_KV_HEADS
-    # Keys beyond the table are promised only by batches that are made up for a capture.
+    # Only dummy batches of a capture claim more keys than the table has room for.
     seq_len = tl.minimum(tl.load(seq_lens + request), max_keys)
     slot = tl.load(slot_mapping + request)
     position = tl.load(positions + request, mask=seq_len > 0, other=0)
     cos, sin = load_angles(table, position, table_stride, HEAD_DIM, HALF_PAD)
 
-    # Whole blocks of keys for each share; the last one has the new key, number seq_len - 1.
+    # Whole blocks of keys for each share; the last share has the new key, at seq_len - 1.
     first = 0
     if window is not None:
         first = tl.maximum(seq_len - window, 0)
@@ -199,7 +123,7 @@ def decode_kernel(
         if PREFETCH > 0:
             ahead = begin + tl.arange(0, PREFETCH)
             due = (ahead >= first) & (ahead < end)
-            k_ahead = _rows_of(
+            k_ahead = row_pointers(
                 key_cache,
                 request_table,
                 ahead,
@@ -210,7 +134,7 @@ def decode_kernel(
                 key_head_stride,
                 BLOCK_SIZE,
             )
-            v_ahead = _rows_of(
+            v_ahead = row_pointers(
                 value_cache,
                 request_table,
                 ahead,
@@ -221,9 +145,9 @@ def decode_kernel(
                 value_head_stride,
                 BLOCK_SIZE,
             )
-            _prefetch(k_ahead, HEAD_DIM, LINE, LINES)
-            _prefetch(v_ahead, HEAD_DIM, LINE, LINES)
-        gdc_wait()  # every program: what comes after waits for this kernel alone
+            prefetch(k_ahead, HEAD_DIM, LINE, LINES)
+            prefetch(v_ahead, HEAD_DIM, LINE, LINES)
+        gdc_wait()  # in every program: the next kernel waits for this one alone
 
     token = request.to(tl.int64)
     m = tl.arange(0, BLOCK_M)
@@ -232,23 +156,25 @@ def decode_kernel(
     owned = m < GROUP
     head = kv_head * GROUP + m
     there = owned[:, None] & (e < HEAD_DIM)[None, :]
-    place = out + token * out_token_stride + (head * out_head_stride)[:, None] + e[None, :]
+    target = out + token * out_token_stride + (head * out_head_stride)[:, None] + e[None, :]
     if num_shares == 0:
         zeros = tl.zeros([BLOCK_M, VALUE_PAD], dtype=out.dtype.element_ty)
-        tl.store(place, zeros, mask=there & (split == 0))
+        tl.store(target, zeros, mask=there & (split == 0))
     if split >= num_shares:
         return
 
     # The queries, rounded as they would be in memory; the new key and value likewise.
     row = qkv + token * qkv_stride
     one, two = load_halves(row, head[:, None], owned[:, None], HEAD_DIM, HALF_PAD)
-    one, two = turned(
+    one, two = apply_rotary(
         one, two, qk_norm, head[:, None], owned[:, None], cos, sin, eps, HEAD_DIM, HALF_PAD
     )
     q_one, q_two = one.to(key_cache.dtype.element_ty), two.to(key_cache.dtype.element_ty)
     key_head = tl.full([1, 1], NUM_HEADS, dtype=tl.int32) + kv_head
     one, two = load_halves(row, key_head, key_head >= 0, HEAD_DIM, HALF_PAD)
-    one, two = turned(one, two, qk_norm, key_head, key_head >= 0, cos, sin, eps, HEAD_DIM, HALF_PAD)
+    one, two = apply_rotary(
+        one, two, qk_norm, key_head, key_head >= 0, cos, sin, eps, HEAD_DIM, HALF_PAD
+    )
     new_one, new_two = one.to(key_cache.dtype.element_ty), two.to(key_cache.dtype.element_ty)
     new_value = tl.load(
         row + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM + e[None, :],
@@ -274,7 +200,7 @@ def decode_kernel(
     values = tl.where(
         starts[:, None], tl.broadcast_to(new_value.to(tl.float32), [BLOCK_M, VALUE_PAD]), 0.0
     )
-    if sinks is not None:  # as if they were a key without value, of the first share
+    if sinks is not None:  # like a key without a value, in the first share
         sink = tl.load(sinks + head, mask=owned, other=0.0).to(tl.float32) * LOG2_E
         sink = tl.where((m >= 0) & (split == 0), sink, float("-inf"))
         new_highest = tl.maximum(highest, sink)
@@ -294,7 +220,7 @@ def decode_kernel(
             k_seen = k_seen & (d < HALF)[None, :]
         if VALUE_PAD != HEAD_DIM:
             v_seen = v_seen & (e < HEAD_DIM)[None, :]
-        k_rows = _rows_of(
+        k_rows = row_pointers(
             key_cache,
             request_table,
             key_position,
@@ -307,7 +233,7 @@ def decode_kernel(
         )
         k_one = tl.load(k_rows + d[None, :], mask=k_seen, other=0.0)
         k_two = tl.load(k_rows + HALF + d[None, :], mask=k_seen, other=0.0)
-        v_rows = _rows_of(
+        v_rows = row_pointers(
             value_cache,
             request_table,
             key_position,
@@ -323,7 +249,7 @@ def decode_kernel(
         scores = tl.dot(q_one, tl.trans(k_one), input_precision="ieee")
         scores = tl.dot(q_two, tl.trans(k_two), scores, input_precision="ieee")
         scores = tl.where(seen[None, :], logits(scores, scale, soft_cap), float("-inf"))
-        # A block without a key to see comes after the new key: no infinity is taken from itself.
+        # Finite: only the share with the new key can have a block without a visible key.
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
         weights = tl.exp2(scores - new_highest[:, None])
         faded = tl.exp2(highest - new_highest)
@@ -333,10 +259,10 @@ def decode_kernel(
         highest = new_highest
 
     if not SPLIT:
-        tl.store(place, (values / total[:, None]).to(out.dtype.element_ty), mask=there)
+        tl.store(target, (values / total[:, None]).to(out.dtype.element_ty), mask=there)
     else:
         if num_shares == 1:
-            tl.store(place, (values / total[:, None]).to(out.dtype.element_ty), mask=there)
+            tl.store(target, (values / total[:, None]).to(out.dtype.element_ty), mask=there)
         else:
             part = pair.to(tl.int64) * num_splits
             part_row = (part + split) * GROUP + m
@@ -344,10 +270,10 @@ def decode_kernel(
             tl.store(partial_total + part_row, total, mask=owned)
             sums = partial_values + (part_row * HEAD_DIM)[:, None] + e[None, :]
             tl.store(sums, values, mask=there)
-            tl.debug_barrier()  # all threads have written, then one says so
+            tl.debug_barrier()  # all threads have written before one counts the program
             arrived = tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu")
             if arrived == num_shares - 1:
-                joined = _join(
+                combined = combine_parts(
                     partial_values,
                     partial_highest,
                     partial_total,
@@ -361,38 +287,38 @@ def decode_kernel(
                 )
                 r = tl.arange(0, ROWS)
                 r_there = (r < GROUP)[:, None] & (e < HEAD_DIM)[None, :]
-                r_place = out + token * out_token_stride + e[None, :]
-                r_place += ((kv_head * GROUP + r) * out_head_stride)[:, None]
-                tl.store(r_place, joined.to(out.dtype.element_ty), mask=r_there)
+                r_target = out + token * out_token_stride + e[None, :]
+                r_target += ((kv_head * GROUP + r) * out_head_stride)[:, None]
+                tl.store(r_target, combined.to(out.dtype.element_ty), mask=r_there)
 
 
 def decode_attention(
     qkv: torch.Tensor,
     positions: torch.Tensor,
-    rotation: Rotation,
+    rotary: RotaryEmbedding,
     batch: PagedBatch,
-    pieces: DecodeCut,
+    config: DecodeTileConfig,
 ) -> None:
-    """Launch it. ``qkv`` and ``rotation`` as in ``rotary_store``."""
-    # One unpacking takes less time than a dozen attributes, once per layer.
+    """Attend and write all of ``batch.out``. ``qkv`` and ``rotary`` are as in ``rotary_store``."""
+    # Once per layer: unpacking is faster than a dozen attribute lookups.
     key_cache, value_cache, out, _, seq_lens, block_table, slot_mapping = batch[:7]
     sinks, scale, window, soft_cap = batch[7:11]
     num_tokens, num_heads, head_dim = out.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    num_splits = pieces.num_splits
+    num_splits = config.num_splits
     split = num_splits > 1
-    partial: tuple[Any, ...] = (None, None, None, None)
-    if split:  # weighted sums of values, highest scores, totals of the weights
-        rows = num_tokens * num_heads * num_splits
-        sums = torch.empty((rows, head_dim), device=out.device, dtype=torch.float32)
-        highest, total = torch.empty((2, rows), device=out.device, dtype=torch.float32).unbind()
-        partial = (sums, highest, total, take_counters(out.device, num_tokens * num_kv_heads))
-    table = rotation.table
-    value_pad = max(16, next_power_of_2(head_dim))
+    parts: tuple[Any, ...] = (None, None, None, None)
+    if split:
+        parts = (
+            *empty_parts(num_tokens * num_heads * num_splits, head_dim, out.device),
+            take_counters(out.device, num_tokens * num_kv_heads),
+        )
+    table = rotary.table
+    value_pad = padded_row(head_dim)
     rows_pad = next_power_of_2(group)
-    # As many parts at a time as fit into some 64 registers of each thread.
-    chunk = max(1, min(16, 2048 * pieces.num_warps // (rows_pad * value_pad)))
+    # As many parts at a time as fit into about 64 registers per thread.
+    chunk = max(1, min(16, 2048 * config.num_warps // (rows_pad * value_pad)))
     line = 128 // key_cache.itemsize  # of the L2 cache: 128 bytes
     launch(
         decode_kernel,
@@ -400,19 +326,19 @@ def decode_attention(
         (
             qkv,
             table,
-            rotation.qk_norm,
+            rotary.qk_norm,
             positions,
             key_cache,
             value_cache,
             out,
-            *partial,
+            *parts,
             seq_lens,
             block_table,
             slot_mapping,
             sinks,
         ),
         (
-            rotation.eps,
+            rotary.eps,
             scale,
             window,
             soft_cap,
@@ -429,17 +355,17 @@ def decode_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        HALF_PAD=max(16, next_power_of_2(head_dim // 2)),
+        HALF_PAD=padded_row(head_dim // 2),
         VALUE_PAD=value_pad,
         BLOCK_M=max(16, rows_pad),
-        BLOCK_N=pieces.block_n,
+        BLOCK_N=config.block_n,
         SPLIT=split,
         ROWS=rows_pad,
         CHUNK=chunk,
-        PREFETCH=pieces.prefetch,
+        PREFETCH=config.prefetch,
         LINE=line,
         LINES=next_power_of_2(-(-head_dim // line)),
         **overlap(out.device),
-        num_warps=pieces.num_warps,
-        num_stages=pieces.num_stages,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )

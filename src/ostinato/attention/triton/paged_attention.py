@@ -1,96 +1,33 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""Three kernels: store keys and values, attend over the paged cache, join what was split.
+"""Attention over the paged cache for any batch, after its keys and values are stored.
 
-They read every length on the device. What a launch depends on are shapes alone, so that one launch
-in a CUDA graph serves any batch of its size. Which blocks to work in is the caller's choice.
-
-OVERLAP: each kernel lets the next one begin before it is done, and the next waits for its results
-where it needs them (programmatic dependent launch). The kernel that stores is launched without it,
-so all that came before the three is done when they begin; in its place there may be one that does
-wait (``rotary_store``), so queries are read after the wait. Lengths and tables are read before it:
-between whoever writes them and the first layer there must be a kernel that is launched without
-overlap, as the lookup of embeddings is.
-
-Log and exp are to the base 2 throughout, as the hardware has them.
+``store_kv`` is launched without overlap, so all that came before it is done when the kernel here
+starts. ``rotary_store``, which may run instead, is launched with overlap, so queries are read after
+the wait.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-# Requests looked at in one go by a program that searches for its own.
+from ostinato.attention.paged import PagedBatch
+from ostinato.attention.triton.softmax import LOG2_E, combine, empty_parts, logits
+from ostinato.attention.triton.tile_config import TileConfig, padded_row
+from ostinato.ops.triton.launch import launch, overlap
+
+# How many requests a program examines at a time to find its own.
 SEARCH = tl.constexpr(256)
-
-
-@triton.jit(do_not_specialize=["num_reqs"])
-def store_kernel(
-    key,
-    value,
-    key_cache,
-    value_cache,
-    out,
-    slot_mapping,
-    query_start_loc,
-    num_reqs,
-    key_token_stride,
-    key_head_stride,
-    value_token_stride,
-    value_head_stride,
-    key_block_stride,
-    key_slot_stride,
-    key_cache_head_stride,
-    value_block_stride,
-    value_slot_stride,
-    value_cache_head_stride,
-    out_token_stride,
-    out_head_stride,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    HEADS_PAD: tl.constexpr,
-    KV_HEADS_PAD: tl.constexpr,
-    HEAD_PAD: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One program per token: its key and value to its slot; zeros to ``out`` if it is padding."""
-    if OVERLAP:
-        gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_mapping + token)
-    num_owned = tl.load(query_start_loc + num_reqs)
-    head = tl.arange(0, KV_HEADS_PAD)[:, None]
-    d = tl.arange(0, HEAD_PAD)[None, :]
-    e = tl.arange(0, VALUE_PAD)[None, :]
-    if slot >= 0:
-        block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-        there = (head < NUM_KV_HEADS) & (d < HEAD_DIM)
-        row = tl.load(key + token * key_token_stride + head * key_head_stride + d, mask=there)
-        place = key_cache + block * key_block_stride + offset * key_slot_stride
-        tl.store(place + head * key_cache_head_stride + d, row, mask=there)
-        there = (head < NUM_KV_HEADS) & (e < VALUE_DIM)
-        row = tl.load(value + token * value_token_stride + head * value_head_stride + e, mask=there)
-        place = value_cache + block * value_block_stride + offset * value_slot_stride
-        tl.store(place + head * value_cache_head_stride + e, row, mask=there)
-    if token >= num_owned:
-        query_head = tl.arange(0, HEADS_PAD)[:, None]
-        there = (query_head < NUM_HEADS) & (e < VALUE_DIM)
-        zeros = tl.zeros([HEADS_PAD, VALUE_PAD], dtype=out.dtype.element_ty)
-        place = out + token * out_token_stride + query_head * out_head_stride + e
-        tl.store(place, zeros, mask=there)
 
 
 @triton.jit
 def _find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
     """The last request whose tiles start at or before ``tile``.
 
-    Counting reads all starts at once; a bisection would wait for memory at every turn.
+    Counting reads all starts at once; a bisection would wait for memory at every step.
     """
     count = 0
     for first in range(0, num_reqs, SEARCH):
@@ -100,18 +37,6 @@ def _find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
         first_tile = (start + request * (BLOCK_Q - 1)) // BLOCK_Q
         count += tl.sum((there & (first_tile <= tile)).to(tl.int32), axis=0)
     return count - 1
-
-
-@triton.jit
-def logits(scores, scale, soft_cap):
-    """What the softmax to the base 2 is taken of."""
-    if soft_cap is not None:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)), right at both infinities.
-        doubled = tl.exp2(scores * (scale / soft_cap * 2.0 * LOG2_E))
-        scores = (1.0 - 2.0 / (1.0 + doubled)) * (soft_cap * LOG2_E)
-    else:
-        scores = scores * (scale * LOG2_E)
-    return scores
 
 
 @triton.jit(do_not_specialize=["num_reqs", "max_keys", "num_splits"])
@@ -161,7 +86,7 @@ def attend_kernel(
 
     The rows of its matrices are queries x the heads that share the KV head. Request r's tiles start
     at (query_start_loc[r] + r * (BLOCK_Q - 1)) // BLOCK_Q, which leaves each the tiles it needs.
-    With SPLIT the softmax so far goes to ``partial_...`` [T, heads, splits], else to ``out``.
+    With SPLIT the part of the softmax goes to ``partial_...`` [T, heads, splits], else to ``out``.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -172,7 +97,7 @@ def attend_kernel(
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     first_query = (tile - (start + request * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q
-    # Keys beyond the table are promised only by batches that are made up for a capture.
+    # Only dummy batches of a capture claim more keys than the table has room for.
     context = tl.minimum(tl.load(seq_lens + request), max_keys) - query_len
     m = tl.arange(0, BLOCK_M)
     row = first_query + m // GROUP
@@ -183,7 +108,7 @@ def attend_kernel(
     d = tl.arange(0, HEAD_PAD)
     e = tl.arange(0, VALUE_PAD)
     if OVERLAP:
-        gdc_wait()  # every program: what comes after waits for this kernel, not for the stores
+        gdc_wait()  # in every program: the next kernel waits for this one, not for the stores
     if first_query >= query_len:
         return
     q = tl.load(
@@ -195,12 +120,12 @@ def attend_kernel(
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     values = tl.zeros([BLOCK_M, VALUE_PAD], dtype=tl.float32)
-    if sinks is not None:  # as if they were a first key without value, of the first split
+    if sinks is not None:  # like a first key without a value, in the first split
         sink = tl.load(sinks + head, mask=owned, other=0.0).to(tl.float32) * LOG2_E
         highest = tl.where((split == 0) & (position >= 0), sink, highest)
         total = tl.where((split == 0) & (position >= 0), 1.0, total)
 
-    # What the tile's queries see between them, and this split's share in it.
+    # The keys that any query of the tile sees, and this split's share of them.
     last = context + tl.minimum(first_query + BLOCK_Q, query_len) - 1
     first = 0
     if window is not None:
@@ -242,7 +167,7 @@ def attend_kernel(
         scores = tl.where(visible, scores, float("-inf"))
 
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        # An infinity less itself would be NaN; rows that saw nothing yet hold nothing to fade.
+        # -inf minus -inf would be NaN; rows that have seen no key have nothing to rescale.
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
         faded = tl.exp2(highest - base)
@@ -253,54 +178,67 @@ def attend_kernel(
 
     there = owned[:, None] & (e < VALUE_DIM)[None, :]
     if SPLIT:
-        place = (token * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
-        tl.store(partial_highest + place, highest, mask=owned)
-        tl.store(partial_total + place, total, mask=owned)
+        part = (token * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
+        tl.store(partial_highest + part, highest, mask=owned)
+        tl.store(partial_total + part, total, mask=owned)
         there = there & (highest > float("-inf"))[:, None]
-        tl.store(partial_values + (place * VALUE_DIM)[:, None] + e[None, :], values, mask=there)
+        tl.store(partial_values + (part * VALUE_DIM)[:, None] + e[None, :], values, mask=there)
     else:
         values = values / tl.where(total > 0.0, total, 1.0)[:, None]
-        place = out + (token * out_token_stride + head * out_head_stride)[:, None] + e[None, :]
-        tl.store(place, values.to(out.dtype.element_ty), mask=there)
+        target = out + (token * out_token_stride + head * out_head_stride)[:, None] + e[None, :]
+        tl.store(target, values.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
-def join_kernel(
-    partial_values,
-    partial_highest,
-    partial_total,
-    out,
-    query_start_loc,
-    num_reqs,
-    out_token_stride,
-    out_head_stride,
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    VALUE_PAD: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One program per token and head: the softmax over all splits, to ``out``."""
-    if OVERLAP:
-        gdc_launch_dependents()
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    if OVERLAP:
-        gdc_wait()
-    if token >= tl.load(query_start_loc + num_reqs):
-        return  # nothing was written for it
-    split = (token * NUM_HEADS + head) * NUM_SPLITS + tl.arange(0, NUM_SPLITS)
-    e = tl.arange(0, VALUE_PAD)
-    highest = tl.load(partial_highest + split)
-    total = tl.load(partial_total + split)
-    filled = highest > float("-inf")
-    there = filled[:, None] & (e < VALUE_DIM)[None, :]
-    values = tl.load(
-        partial_values + (split * VALUE_DIM)[:, None] + e[None, :], mask=there, other=0.0
+def paged_attention(query: torch.Tensor, batch: PagedBatch, config: TileConfig) -> None:
+    """Attend over what is in the cache, and write all rows of ``batch.out`` but padding."""
+    key_cache, value_cache, out, query_start_loc, seq_lens, block_table = batch[:6]
+    num_tokens, num_heads, value_dim = out.shape
+    block_size, num_kv_heads = key_cache.shape[1:3]
+    num_splits = config.num_splits
+    parts = None
+    if num_splits > 1:
+        parts = empty_parts(num_tokens * num_heads * num_splits, value_dim, out.device)
+    launch(
+        attend_kernel,
+        (config.num_tiles * num_kv_heads, num_splits),
+        (
+            query,
+            key_cache,
+            value_cache,
+            out,
+            *(parts or (None, None, None)),
+            query_start_loc,
+            seq_lens,
+            block_table,
+            batch.sinks,
+        ),
+        (
+            batch.scale,
+            batch.window,
+            batch.soft_cap,
+            query_start_loc.shape[0] - 1,
+            block_table.shape[1] * block_size,
+            num_splits,
+            *query.stride()[:2],
+            *key_cache.stride()[:3],
+            *value_cache.stride()[:3],
+            *out.stride()[:2],
+            block_table.stride(0),
+        ),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=query.shape[2],
+        VALUE_DIM=value_dim,
+        BLOCK_SIZE=block_size,
+        HEAD_PAD=padded_row(query.shape[2]),
+        VALUE_PAD=padded_row(value_dim),
+        BLOCK_M=config.block_m,
+        BLOCK_Q=config.block_q,
+        BLOCK_N=config.block_n,
+        SPLIT=parts is not None,
+        **overlap(out.device),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
     )
-    base = tl.max(highest, axis=0)
-    weights = tl.where(filled, tl.exp2(highest - tl.where(base == float("-inf"), 0.0, base)), 0.0)
-    total = tl.sum(total * weights, axis=0)
-    values = tl.sum(values * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
-    place = out + token * out_token_stride + head * out_head_stride + e
-    tl.store(place, values.to(out.dtype.element_ty), mask=e < VALUE_DIM)
+    if parts is not None:
+        combine(parts, batch, num_splits)

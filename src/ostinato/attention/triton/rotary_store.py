@@ -1,13 +1,13 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""From the QKV product to queries that are ready and keys and values that are in the cache.
+"""One kernel from the raw QKV to rotated queries, with keys and values stored, for any batch.
 
-One kernel, for any batch; ``paged_attention`` attends afterwards. The norm and the rotation of a
-row stand apart, because ``decode_attention`` does them on its own.
+``paged_attention`` attends afterwards. The norm and RoPE of a row are separate functions, which
+``decode_attention`` calls too.
 
-A row is worked on in halves, since element i is turned with element i + HEAD_DIM / 2. The twin is
-``Rotation.apply``: the norm rounds to the dtype of the product before and after its weight, and the
-rotation is rounded once.
+A row is processed in halves, since element i is rotated with element i + HEAD_DIM / 2. The
+reference is ``RotaryEmbedding.apply``: the norm rounds to the dtype of ``qkv`` before and after its
+weight, and RoPE is rounded once.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.rotation import Rotation
-from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
+from ostinato.attention.rope import RotaryEmbedding
+from ostinato.attention.triton.tile_config import padded_row
+from ostinato.ops.triton.launch import launch, overlap
 
-# Heads of one program.
+# Heads per program.
 _HEADS = 16
 
 
@@ -40,14 +41,14 @@ def load_halves(row, head, there, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr
     """Heads ``head`` [H, 1] of one token where ``there``, else zeros: two of [H, HALF_PAD]."""
     d = tl.arange(0, HALF_PAD)[None, :]
     there = there & (d < HEAD_DIM // 2)
-    place = row + head * HEAD_DIM + d
-    first = tl.load(place, mask=there, other=0.0)
-    second = tl.load(place + HEAD_DIM // 2, mask=there, other=0.0)
+    start = row + head * HEAD_DIM + d
+    first = tl.load(start, mask=there, other=0.0)
+    second = tl.load(start + HEAD_DIM // 2, mask=there, other=0.0)
     return first, second
 
 
 @triton.jit
-def turned(
+def apply_rotary(
     first,
     second,
     qk_norm,
@@ -59,7 +60,7 @@ def turned(
     HEAD_DIM: tl.constexpr,
     HALF_PAD: tl.constexpr,
 ):
-    """Normed where ``qk_norm`` is given, and rotated: two of [H, HALF_PAD] in float32."""
+    """Normed where ``qk_norm`` is given, and rotated: two of [H, HALF_PAD], in float32."""
     one, two = first.to(tl.float32), second.to(tl.float32)
     if qk_norm is not None:
         squares = tl.sum(one * one + two * two, axis=1, keep_dims=True)
@@ -74,7 +75,7 @@ def turned(
 
 @triton.jit
 def store_halves(row, first, second, there, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr):
-    """Two of [H, HALF_PAD] to rows [H, 1] of pointers, rounded to what they point to."""
+    """Two of [H, HALF_PAD] to the rows at pointers [H, 1], rounded to the dtype there."""
     d = tl.arange(0, HALF_PAD)[None, :]
     there = there & (d < HEAD_DIM // 2)
     tl.store(row + d, first.to(row.dtype.element_ty), mask=there)
@@ -113,9 +114,9 @@ def rotary_store_kernel(
     HALF_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per token and HEADS of its heads, of whatever kind.
+    """One program per token and HEADS of its heads: queries, keys and values.
 
-    Queries go to ``query`` [T, NUM_HEADS, HEAD_DIM], in one piece. A token that belongs to no
+    Queries go to ``query`` [T, NUM_HEADS, HEAD_DIM], contiguous. A token that belongs to no
     request is not read; its part of ``out`` becomes zero.
     """
     if OVERLAP:
@@ -135,7 +136,7 @@ def rotary_store_kernel(
         first, second = load_halves(
             qkv + token * qkv_stride, head, is_query | is_key | is_value, HEAD_DIM, HALF_PAD
         )
-        one, two = turned(
+        one, two = apply_rotary(
             first, second, qk_norm, head, is_query | is_key, cos, sin, eps, HEAD_DIM, HALF_PAD
         )
         row = query + (token * NUM_HEADS + head) * HEAD_DIM
@@ -154,16 +155,16 @@ def rotary_store_kernel(
 
 
 def rotary_store(
-    qkv: torch.Tensor, positions: torch.Tensor, rotation: Rotation, batch: PagedBatch
+    qkv: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding, batch: PagedBatch
 ) -> torch.Tensor:
-    """Launch it -> queries [T, num_heads, head_dim]; rows that are padding are left as they are.
+    """Queries [T, num_heads, head_dim] of ``qkv``; rows that are padding are not written.
 
-    Rows of ``qkv`` and the rotation's table are in one piece, and so is the weight of its norm.
+    Rows of ``qkv`` and of the RoPE table must be contiguous, and so must the weight of its norm.
     """
     key_cache, value_cache, out, query_start_loc = batch[:4]
     num_tokens, num_heads, head_dim = out.shape
     num_kv_heads = key_cache.shape[2]
-    table = rotation.table
+    table = rotary.table
     query = torch.empty(out.shape, device=out.device, dtype=key_cache.dtype)
     num_pieces = -(-(num_heads + 2 * num_kv_heads) // _HEADS)
     launch(
@@ -172,7 +173,7 @@ def rotary_store(
         (
             qkv,
             table,
-            rotation.qk_norm,
+            rotary.qk_norm,
             positions,
             query,
             key_cache,
@@ -182,7 +183,7 @@ def rotary_store(
             query_start_loc,
         ),
         (
-            rotation.eps,
+            rotary.eps,
             query_start_loc.shape[0] - 1,
             qkv.stride(0),
             table.stride(0),
@@ -195,7 +196,7 @@ def rotary_store(
         HEAD_DIM=head_dim,
         BLOCK_SIZE=key_cache.shape[1],
         HEADS=_HEADS,
-        HALF_PAD=max(16, next_power_of_2(head_dim // 2)),
+        HALF_PAD=padded_row(head_dim // 2),
         **overlap(out.device),
         num_warps=4,
     )

@@ -7,7 +7,6 @@ off.
 
 from __future__ import annotations
 
-import gc
 import mmap
 import sys
 import threading
@@ -23,6 +22,7 @@ from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError, Confi
 from ostinato.graphs.backends import create_backend
 from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.capture.context import ForwardContext, current_forward_context
+from ostinato.graphs.capture.garbage import garbage_collection_paused
 from ostinato.graphs.capture.segments import Recording, Tape, open_recording
 from ostinato.graphs.capture.tree import map_tensors
 from ostinato.graphs.policy.descriptor import BatchDescriptor
@@ -155,7 +155,7 @@ class GraphPool(Owner):
         self.follow_stream()
         self._sessions += 1
         try:
-            with _garbage_collection_paused(generation=1):
+            with garbage_collection_paused(generation=1):
                 yield
         finally:
             self._sessions -= 1
@@ -222,12 +222,8 @@ class GraphPool(Owner):
         before = self.serial
         if self.offloader is not None:
             self.offloader.sync_prev_onload()
-        collect = collect_garbage and self._sessions == 0
-        generation = 2 if collect else None
-        with (
-            _garbage_collection_paused(generation=generation),
-            self.backend.capture_scope(),
-        ):
+        generation = 2 if collect_garbage and self._sessions == 0 else None
+        with garbage_collection_paused(generation=generation), self.backend.capture_scope():
             recording = Recording(self.backend, split_at_breaks=split_at_breaks)
             outer, self._inside = self._inside, range(before + 1, sys.maxsize)
             try:
@@ -374,43 +370,3 @@ class GraphPool(Owner):
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the graph pool is closed; build a new one to capture again")
-
-
-class _PausedCollection:
-    """Keeps Python's garbage collector, shared by all threads, off while any of them captures."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._depth = 0
-        self._was_enabled = False
-
-    def enter(self) -> None:
-        with self._lock:
-            if self._depth == 0:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._depth += 1
-
-    def leave(self) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0 and self._was_enabled:
-                gc.enable()
-
-
-_paused_collection = _PausedCollection()
-
-
-@contextmanager
-def _garbage_collection_paused(*, generation: int | None) -> Iterator[None]:
-    """Keep the collector from freeing device objects in the middle of a capture.
-
-    First collects garbage up to ``generation``.
-    """
-    if generation is not None:
-        gc.collect(generation)
-    _paused_collection.enter()
-    try:
-        yield
-    finally:
-        _paused_collection.leave()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ostinato.errors import ConfigError
 from ostinato.models.native.families import FAMILIES, LLAMA_NAMES, Family, WeightNames
-from ostinato.models.native.rotary import LONGEST_SEQUENCE, Rotary, rotary_obstacle
+from ostinato.models.native.rotary import LONGEST_SEQUENCE, Rotary, rotary_unsupported_reason
 from ostinato.ops.activation import Activation
 from ostinato.quoting import said, shown
 
@@ -174,7 +174,7 @@ def unsupported_reason(config: PretrainedConfig | RawConfig) -> str | None:
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         return f"it has layers of the types {shown(sorted(unknown))}"
-    return rotary_obstacle(config, partial=family.partial_rotary)
+    return rotary_unsupported_reason(config, partial=family.partial_rotary)
 
 
 def supports(config: PretrainedConfig | RawConfig) -> bool:

@@ -125,7 +125,7 @@ class DecoderLayer(nn.Module):
         head_dim, width = config.head_dim, self.down_proj.in_features
         queries, keys = (count * head_dim for count in self.head_counts)
         hidden = self.o_proj.out_features
-        linears: list[tuple[nn.Linear, list[_Stretch]]] = [
+        linears: list[tuple[nn.Linear, list[_RowRange]]] = [
             (
                 self.qkv_proj,
                 [
@@ -138,8 +138,8 @@ class DecoderLayer(nn.Module):
             (self.gate_up_proj, [(names.gate, "gate", width), (names.up, "up", width)]),
             (self.down_proj, [(names.down, "down", hidden)]),
         ]
-        for linear, stretches in linears:
-            yield from _linear_slots(prefix, linear, stretches)
+        for linear, row_ranges in linears:
+            yield from _linear_slots(prefix, linear, row_ranges)
         norms = (
             (names.attention_norm, self.attention_norm),
             (names.attention_output_norm, self.attention_output_norm),
@@ -158,7 +158,7 @@ class DecoderLayer(nn.Module):
                 yield WeightSlot(f"{prefix}.{name}.weight", target, shape)
 
 
-_Stretch = tuple[str, Role, int]  # of a fused linear: the name of its tensor, its role, its rows
+_RowRange = tuple[str, Role, int]  # of a fused linear: the name of its tensor, its role, its rows
 
 
 def run_layers(
@@ -208,11 +208,11 @@ def norm_slot(name: str, norm: RMSNorm) -> WeightSlot:
 
 
 def _linear_slots(
-    prefix: str, linear: nn.Linear, stretches: Iterable[_Stretch]
+    prefix: str, linear: nn.Linear, row_ranges: Iterable[_RowRange]
 ) -> Iterator[WeightSlot]:
-    """The tensors that make up a linear, in the order of ``stretches``."""
+    """The tensors that make up a linear, in the order of ``row_ranges``."""
     start = 0
-    for name, group in groupby(stretches, key=itemgetter(0)):
+    for name, group in groupby(row_ranges, key=itemgetter(0)):
         _, roles, sizes = zip(*group, strict=True)
         rows = slice(start, start + sum(sizes))
         for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from ostinato.attention.base import attend, attend_qkv
-from ostinato.attention.rotation import Rotation, angles_at, rotate
+from ostinato.attention.rope import RotaryEmbedding, angles_at, rotate
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate, activate_and_mul
 from ostinato.ops.linear import Norm, linear
@@ -150,8 +150,8 @@ class _Fused(LayerKernels[Normed, Delta]):
         if qk_norm is not None and spec.num_heads < num_heads:
             # Attention has some of these heads. One weight serves all queries, and one all keys.
             qk_norm = qk_norm[num_heads - spec.num_heads : num_heads + spec.num_kv_heads]
-        rotation = Rotation(table=self._table, qk_norm=qk_norm, eps=layer.rms_norm_eps)
-        mixed = attend_qkv(spec, qkv, rotation, self._positions)
+        rotary = RotaryEmbedding(table=self._table, qk_norm=qk_norm, eps=layer.rms_norm_eps)
+        mixed = attend_qkv(spec, qkv, rotary, self._positions)
         return layer.exchange.heads_for_tokens(mixed).flatten(1)
 
 

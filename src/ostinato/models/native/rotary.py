@@ -126,7 +126,9 @@ def _stretch_long_waves(frequencies: torch.Tensor, rope: dict[str, Any]) -> torc
     return torch.where(wavelengths < context / high, frequencies, stretched)
 
 
-def rotary_obstacle(config: PretrainedConfig | RawConfig, *, partial: bool = False) -> str | None:
+def rotary_unsupported_reason(
+    config: PretrainedConfig | RawConfig, *, partial: bool = False
+) -> str | None:
     """Why the native decoder does not support this model's RoPE; None if it does.
 
     ``partial``: its family may rotate a part of each head.

@@ -77,16 +77,16 @@ class WeightRows:
 
 def _of_heads(heads: Sequence[int], order: Sequence[range], head_dim: int) -> list[range]:
     """The rows of ``heads``, each in this ``order``; adjacent rows are read together."""
-    stretches: list[range] = []
+    row_ranges: list[range] = []
     for head in heads:
         for part in order:
             first = head * head_dim
             rows = range(first + part.start, first + part.stop, part.step)
             if (
-                stretches
-                and stretches[-1].stop == rows.start
-                and stretches[-1].step == rows.step == 1
+                row_ranges
+                and row_ranges[-1].stop == rows.start
+                and row_ranges[-1].step == rows.step == 1
             ):
-                rows = range(stretches.pop().start, rows.stop)
-            stretches.append(rows)
-    return stretches
+                rows = range(row_ranges.pop().start, rows.stop)
+            row_ranges.append(rows)
+    return row_ranges

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""Two kernels at the ends of a decode step: from the request state to its inputs, and back.
+"""Two kernels at the ends of a decode step: inputs from the request state, sampled tokens back.
 
-OVERLAP: each waits for all earlier kernels, and lets the next one start meanwhile.
+OVERLAP: each lets the next kernel start early, and itself waits until earlier ones are done.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 WIDTH = tl.constexpr(256)
 
 
-@triton.jit(do_not_specialize=["padding_slot", "num_rows"])
+@triton.jit(do_not_specialize=["padding_req_index", "num_rows"])
 def load_inputs_kernel(
-    slots,
+    req_indices,
     num_computed,
     token_ids,
     state_block_table,
@@ -27,7 +27,7 @@ def load_inputs_kernel(
     query_start_loc,
     block_table,
     slot_mapping,
-    padding_slot,
+    padding_req_index,
     num_rows,
     token_ids_stride,
     state_table_stride,
@@ -40,15 +40,15 @@ def load_inputs_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0)
-    slot = tl.load(slots + row)
+    req_index = tl.load(req_indices + row)
     lane = tl.arange(0, WIDTH)
     if row == 0:
         tl.store(query_start_loc, 0)
-    if slot != padding_slot:
-        position = tl.load(num_computed + slot)
-        its_blocks = state_block_table + slot * state_table_stride
+    if req_index != padding_req_index:
+        position = tl.load(num_computed + req_index)
+        its_blocks = state_block_table + req_index * state_table_stride
         block = tl.load(its_blocks + position // BLOCK_SIZE).to(tl.int64)
-        token = tl.load(token_ids + slot * token_ids_stride + position)
+        token = tl.load(token_ids + req_index * token_ids_stride + position)
         tl.store(input_ids + row, token.to(tl.int64))
         tl.store(positions + row, position.to(tl.int64))
         tl.store(seq_lens + row, position + 1)
@@ -64,8 +64,8 @@ def load_inputs_kernel(
         count = 0
         for first in range(0, num_rows, WIDTH):
             other = first + lane
-            its_slot = tl.load(slots + other, mask=other < num_rows, other=padding_slot)
-            count += tl.sum((its_slot != padding_slot).to(tl.int32), axis=0)
+            others = tl.load(req_indices + other, mask=other < num_rows, other=padding_req_index)
+            count += tl.sum((others != padding_req_index).to(tl.int32), axis=0)
         tl.store(input_ids + row, 0)
         tl.store(positions + row, 0)
         tl.store(seq_lens + row, 0)
@@ -73,13 +73,13 @@ def load_inputs_kernel(
         tl.store(slot_mapping + row, -1)
 
 
-@triton.jit(do_not_specialize=["padding_slot", "num_rows"])
+@triton.jit(do_not_specialize=["padding_req_index", "num_rows"])
 def store_outputs_kernel(
-    slots,
+    req_indices,
     tokens,
     num_computed,
     token_ids,
-    padding_slot,
+    padding_req_index,
     num_rows,
     token_ids_stride,
     BLOCK: tl.constexpr,
@@ -90,9 +90,9 @@ def store_outputs_kernel(
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + row, mask=row < num_rows, other=padding_slot)
-    real = slot != padding_slot
-    computed = tl.load(num_computed + slot, mask=real, other=0) + 1
+    req_index = tl.load(req_indices + row, mask=row < num_rows, other=padding_req_index)
+    real = req_index != padding_req_index
+    computed = tl.load(num_computed + req_index, mask=real, other=0) + 1
     token = tl.load(tokens + row, mask=real, other=0)
-    tl.store(num_computed + slot, computed, mask=real)
-    tl.store(token_ids + slot * token_ids_stride + computed, token.to(tl.int32), mask=real)
+    tl.store(num_computed + req_index, computed, mask=real)
+    tl.store(token_ids + req_index * token_ids_stride + computed, token.to(tl.int32), mask=real)

@@ -29,11 +29,14 @@ def launch(
     grid: tuple[int, ...],
     tensors: Sequence[torch.Tensor | None],
     numbers: Sequence[float | None] = (),
+    *,
+    descriptors: Sequence[Any] = (),
     **constants: Any,
 ) -> None:
     """``kernel[grid](*tensors, *numbers, **constants)``, with less Python after the first call.
 
-    ``tensors`` and then ``numbers`` are all arguments that are not kernel constants. Triton
+    ``tensors`` and then ``numbers`` are all arguments that are not kernel constants, except for
+    ``descriptors``, Triton's descriptors of tensors for bulk copies, which come first. Triton
     inspects each of them, and every option, to find the compiled variant, which takes longer than
     the rest of a launch; a capture makes about ten thousand. Here a variant is looked up by types
     and values, and by whether 16 divides an address. Triton's debug settings, and globals that a
@@ -46,11 +49,11 @@ def launch(
     device = first.get_device()
     if first.is_cuda and device != current_device():
         with torch.cuda.device(device):
-            launch(kernel, grid, tensors, numbers, **constants)
+            launch(kernel, grid, tensors, numbers, descriptors=descriptors, **constants)
         return
     knobs = triton_launches() if first.is_cuda else None
     if knobs is None or knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:
-        kernel[grid](*tensors, *numbers, **constants)
+        kernel[grid](*descriptors, *tensors, *numbers, **constants)
         return
     addresses = [0 if each is None else each.data_ptr() for each in tensors]
     kinds = [
@@ -59,17 +62,20 @@ def launch(
     ]
     # Includes the types of numbers, because 1 equals 1.0.
     key = (kernel.fn, device, *kinds, *numbers, *map(type, numbers), *constants.items())
+    if descriptors:
+        key += tuple((each.base.dtype, *each.block_shape) for each in descriptors)
     variant = _variants.get(key)
     if variant is None:
-        compiled = kernel[grid](*tensors, *numbers, **constants)
+        compiled = kernel[grid](*descriptors, *tensors, *numbers, **constants)
         if compiled is not None:  # None under Triton's interpreter
-            names = kernel.arg_names[len(tensors) + len(numbers) :]
+            names = kernel.arg_names[len(descriptors) + len(tensors) + len(numbers) :]
             _remember(key, compiled, tuple(constants[name] for name in names))
         return
     x, y, z = (*grid, 1, 1)[:3]
     stream = raw_stream(device)
     run, function, metadata, rest = variant
-    run(x, y, z, stream, function, metadata, None, None, None, *addresses, *numbers, *rest)
+    arguments = (*descriptors, *addresses, *numbers, *rest)
+    run(x, y, z, stream, function, metadata, None, None, None, *arguments)
 
 
 def _remember(key: tuple[Any, ...], compiled: Any, constants: tuple[Any, ...]) -> None:
@@ -95,7 +101,7 @@ def overlap(device: torch.device) -> dict[str, Any]:
 
 
 @cache
-def num_processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

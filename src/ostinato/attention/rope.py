@@ -1,7 +1,7 @@
-"""What a model's heads go through between the QKV product and attention, and its plain-torch twin.
+"""RoPE and the norm before it, between the QKV GEMM and attention, with their torch reference.
 
-Models hand a ``Rotation`` to ``attend_qkv`` with the raw product. Backends that can do it on the
-way into the cache read its tensors; for all others ``apply`` does it with torch operators.
+Models pass a ``RotaryEmbedding`` to ``attend_qkv`` with the raw QKV. Backends that can apply
+it on the way into the cache read its tensors; for all others ``apply`` uses torch operators.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 
-class Rotation:
-    """Rotary positions of one layer's queries and keys, and the norm before them if it has one.
+class RotaryEmbedding:
+    """RoPE of one layer's queries and keys, and the norm before it if the layer has one.
 
     ``table`` [max_position, head_dim] float32: cosines of the head_dim / 2 pairs (i, i +
     head_dim / 2), then their sines. ``qk_norm`` [num_heads + num_kv_heads, head_dim]: the weight of
@@ -19,11 +19,11 @@ class Rotation:
     change.
 
     The norm rounds to the dtype of the heads before and after the weight, as ``RMSNorm`` does on
-    CUDA. The rotation is computed in float32 and rounded once.
+    CUDA. RoPE is computed in float32 and rounded once.
     """
 
-    # No dataclass: its tensors are the model's, and eager breaks look for those of the pool in the
-    # fields of dataclasses, once per layer and capture.
+    # Not a dataclass: once per layer and capture, eager breaks search the fields of dataclasses for
+    # the pool's tensors, and these are the model's.
     __slots__ = ("eps", "qk_norm", "table")
 
     def __init__(
@@ -43,8 +43,8 @@ class Rotation:
         if self.qk_norm is not None:
             queries_keys = F.rms_norm(queries_keys, (head_dim,), eps=self.eps) * self.qk_norm
         cos, signed_sin = angles_at(self.table, positions, torch.float32)
-        turned = rotate(queries_keys.float(), cos, signed_sin).to(qkv.dtype)
-        query, key = turned.split((num_heads, num_kv_heads), dim=1)
+        rotated = rotate(queries_keys.float(), cos, signed_sin).to(qkv.dtype)
+        query, key = rotated.split((num_heads, num_kv_heads), dim=1)
         return query, key, value
 
 
@@ -58,7 +58,7 @@ def angles_at(
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> torch.Tensor:
-    """Turn each pair (i, i + head_dim / 2) of ``heads`` [T, H, head_dim] by its angle."""
+    """Rotate each pair (i, i + head_dim / 2) of ``heads`` [T, H, head_dim] by its angle."""
     first, second = heads.chunk(2, dim=-1)
     swapped = torch.cat((second, first), dim=-1)
     return torch.addcmul(heads * cos, swapped, signed_sin)

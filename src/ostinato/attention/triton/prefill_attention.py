@@ -1,0 +1,501 @@
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
+"""Attention of prompts on Hopper, in one warp-specialised kernel over the paged cache.
+
+One warp group copies keys and values from their pages to a ring in shared memory; two others
+multiply, each with 64 rows of its own. Each of these keeps two GEMMs in flight: while it computes
+the softmax of one tile of keys, the tensor cores work on its previous values, and on whatever the
+other warp group asked for. ``paged_attention`` has the same function for every GPU and dtype, and
+splits keys where a batch has too few queries to fill the GPU.
+
+Written in Gluon, Triton's language of explicit layouts, which has no interpreter: the tests of this
+file need the GPU.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ostinato.attention.paged import PagedBatch
+from ostinato.attention.triton.tile_config import PREFILL_ROWS
+from ostinato.ops.triton.launch import launch, next_power_of_2
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+SEARCH = gl.constexpr(128)
+# Rows of a warp group, which is what one wgmma takes, and of a program.
+ROWS = gl.constexpr(64)
+BLOCK_M = gl.constexpr(PREFILL_ROWS)
+STAGES = gl.constexpr(2)
+CHUNK = gl.constexpr(64)  # columns of a copy: a row of 128 bytes is what the swizzle takes
+
+
+@gluon.constexpr_function
+def _copy_layout(width):
+    """16 bytes a thread, whole rows by neighbouring threads."""
+    threads = min(width // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _copy_pages(descriptor, rows, column, barrier, smem, PAGE: gl.constexpr):
+    """One page after another to ``smem`` [BLOCK_N, DIM], which holds 64 columns after another."""
+    PAGES: gl.constexpr = smem.shape[0] // PAGE
+    CHUNKS: gl.constexpr = smem.shape[1] // CHUNK
+    pages = smem._reinterpret(smem.dtype, [CHUNKS * PAGES, PAGE, CHUNK], descriptor.layout)
+    mbarrier.expect(barrier, smem.shape[0] * smem.shape[1] * 2)
+    for chunk in gl.static_range(CHUNKS):
+        for page in gl.static_range(PAGES):
+            tma.async_copy_global_to_shared(
+                descriptor,
+                [rows[page], column + chunk * CHUNK],
+                barrier,
+                pages.index(chunk * PAGES + page),
+            )
+
+
+@gluon.jit
+def _produce(
+    key_pages,
+    value_pages,
+    request_table,
+    kv_head,
+    first,
+    last,
+    begin,
+    num_tiles,
+    k_smem,
+    v_smem,
+    barriers,
+    HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    PAGE: gl.constexpr,
+):
+    """Copy ``num_tiles`` tiles of keys and values, from position ``begin`` on."""
+    k_full, k_empty, v_full, v_empty = barriers
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    for tile in range(num_tiles):
+        stage = tile % STAGES
+        phase = (tile // STAGES + 1) & 1  # passes at once while the ring is new
+        rows = ()
+        for page in gl.static_range(0, BLOCK_N, PAGE):
+            position = begin + tile * BLOCK_N + page
+            # Entries of the table that no query needs may hold anything. Rows outside of the cache
+            # become zeros.
+            needed = (position + PAGE > first) & (position <= last)
+            block = gl.load(request_table + position // BLOCK_SIZE, mask=needed, other=0)
+            row = block * BLOCK_SIZE + position % BLOCK_SIZE
+            row = gl.where(needed, row, key_pages.shape[0])
+            rows = rows + (row,)  # noqa: RUF005 (kernels know no stars)
+        mbarrier.wait(k_empty.index(stage), phase)
+        _copy_pages(
+            key_pages, rows, kv_head * HEAD_DIM, k_full.index(stage), k_smem.index(stage), PAGE
+        )
+        mbarrier.wait(v_empty.index(stage), phase)
+        _copy_pages(
+            value_pages, rows, kv_head * VALUE_DIM, v_full.index(stage), v_smem.index(stage), PAGE
+        )
+
+
+@gluon.jit
+def _softmax(scores, highest, total, position, key_position, scoring, MASKED: gl.constexpr):
+    """The weights of a tile to the base 2, and what the rows' highest, total and sums become."""
+    _, scale, window, soft_cap = scoring
+    if soft_cap is not None:
+        # tanh(x) = 1 - 2 / (1 + exp(2 x)), right at both infinities.
+        doubled = gl.exp2(scores * (scale / soft_cap * 2.0 * LOG2_E))
+        scores = (1.0 - 2.0 / (1.0 + doubled)) * (soft_cap * LOG2_E)
+        factor = 1.0
+    else:
+        factor = scale * LOG2_E
+    if MASKED:
+        distance = position[:, None] - key_position[None, :]
+        visible = distance >= 0
+        if window is not None:
+            visible = visible & (distance < window)
+        scores = gl.where(visible, scores, float("-inf"))
+    new_highest = gl.maximum(highest, gl.max(scores, axis=1))
+    base = new_highest
+    if MASKED:  # an infinity less itself would be NaN
+        base = gl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = gl.exp2(scores * factor - (base * factor)[:, None])
+    faded = gl.exp2((highest - base) * factor)
+    total = total * faded + gl.sum(weights, axis=1)
+    return weights, new_highest, total, faded
+
+
+@gluon.jit
+def _tiles(
+    first_tile,
+    end_tile,
+    begin,
+    q_smem,
+    k_smem,
+    v_smem,
+    barriers,
+    state,
+    position,
+    scoring,
+    MASKED: gl.constexpr,
+):
+    """Tiles [first_tile, end_tile): the scores of one while the values of the last are added."""
+    k_full, k_empty, v_full, v_empty = barriers
+    weights, values, highest, total = state
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    scores_layout: gl.constexpr = _mma_layout(BLOCK_N)
+    values_layout: gl.constexpr = _mma_layout(v_smem.shape[2])
+    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, scores_layout)
+    for tile in range(first_tile, end_tile):
+        stage = tile % STAGES
+        phase = (tile // STAGES) & 1
+        mbarrier.wait(k_full.index(stage), phase)
+        scores = warpgroup_mma(
+            q_smem, k_smem.index(stage).permute((1, 0)), no_scores, use_acc=False, is_async=True
+        )
+        previous = (tile - 1) % STAGES
+        mbarrier.wait(v_full.index(previous), ((tile - 1) // STAGES) & 1)
+        values = warpgroup_mma(weights, v_smem.index(previous), values, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(k_empty.index(stage), count=1)
+        key_position = begin + tile * BLOCK_N
+        key_position += gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
+        new_weights, highest, total, faded = _softmax(
+            scores, highest, total, position, key_position, scoring, MASKED
+        )
+        new_weights = gl.convert_layout(
+            new_weights.to(v_smem.dtype), gl.DotOperandLayout(0, values_layout, 2)
+        )
+        # The weights are passed through so that the compiler does not move them past the wait.
+        values, weights = warpgroup_mma_wait(0, deps=[values, new_weights])
+        mbarrier.arrive(v_empty.index(previous), count=1)
+        faded = gl.convert_layout(faded, gl.SliceLayout(1, values_layout))
+        values = values * faded[:, None]
+    return weights, values, highest, total
+
+
+@gluon.constexpr_function
+def _mma_layout(width):
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.jit
+def _consume(
+    work,
+    rows,
+    scoring,
+    kv_head,
+    q_smem,
+    k_smem,
+    v_smem,
+    barriers,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr,
+    FIRST_ROW: gl.constexpr,
+):
+    """Rows FIRST_ROW to FIRST_ROW + 63 of a program's tile."""
+    start, query_len, first_query, context, tiles = work
+    begin, num_tiles, num_unmasked, stale_to, stale_from = tiles
+    query, out, query_token_stride, query_head_stride, out_token_stride, out_head_stride = rows
+    sinks, scale, window, soft_cap = scoring
+    k_full, k_empty, v_full, _ = barriers
+    BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    HEAD_PAD: gl.constexpr = q_smem.shape[1]
+    VALUE_PAD: gl.constexpr = v_smem.shape[2]
+    scores_layout: gl.constexpr = _mma_layout(BLOCK_N)
+    values_layout: gl.constexpr = _mma_layout(VALUE_PAD)
+
+    copy_layout: gl.constexpr = _copy_layout(HEAD_PAD)
+    m = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, copy_layout))
+    d = gl.arange(0, HEAD_PAD, gl.SliceLayout(0, copy_layout))
+    row = first_query + m // GROUP
+    owned = (m < BLOCK_Q * GROUP) & (row < query_len)
+    token = (start + row).to(gl.int64)
+    rows = token * query_token_stride + (kv_head * GROUP + m % GROUP) * query_head_stride
+    mask = owned[:, None]
+    if HEAD_DIM != HEAD_PAD:
+        mask = mask & (d < HEAD_DIM)[None, :]
+    q = gl.load(query + (rows[:, None] + d[None, :]), mask=mask, other=0.0)
+    q_smem.store(q)
+    fence_async_shared()
+
+    m = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, scores_layout))
+    row = first_query + m // GROUP
+    position = context + row
+    highest = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, scores_layout))
+    total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, scores_layout))
+    if sinks is not None:  # as if they were a first key without value
+        owned = (m < BLOCK_Q * GROUP) & (row < query_len)
+        sink = gl.load(sinks + kv_head * GROUP + m % GROUP, mask=owned, other=0.0).to(gl.float32)
+        # In the units of ``highest``: before the scale, or after the soft cap.
+        sink = sink * LOG2_E if soft_cap is not None else sink / scale
+        highest = gl.where(position >= 0, sink, highest)
+        total = gl.where(position >= 0, 1.0, total)
+
+    mbarrier.wait(k_full.index(0), 0)
+    no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, scores_layout)
+    scores = warpgroup_mma(
+        q_smem, k_smem.index(0).permute((1, 0)), no_scores, use_acc=False, is_async=True
+    )
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_empty.index(0), count=1)
+    key_position = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
+    weights, highest, total, _ = _softmax(
+        scores, highest, total, position, key_position, scoring, True
+    )
+    weights = gl.convert_layout(weights.to(v_smem.dtype), gl.DotOperandLayout(0, values_layout, 2))
+    values = gl.zeros([ROWS, VALUE_PAD], gl.float32, values_layout)
+
+    if window is not None:  # noqa: SIM102 (decided when the kernel is compiled)
+        if stale_to > 0:
+            mbarrier.wait(v_full.index(0), 0)
+            _keep_rows(v_smem.index(0), stale_to, BLOCK_N)
+    state = (weights, values, highest, total)
+    if window is None:
+        state = _tiles(
+            1, num_unmasked, begin, q_smem, k_smem, v_smem, barriers, state,
+            position, scoring, False,
+        )  # fmt: skip
+    state = _tiles(
+        gl.maximum(num_unmasked, 1), num_tiles, begin, q_smem, k_smem, v_smem, barriers, state,
+        position, scoring, True,
+    )  # fmt: skip
+    weights, values, highest, total = state
+    last = num_tiles - 1
+    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
+    if stale_from < BLOCK_N:
+        _keep_rows(v_smem.index(last % STAGES), 0, stale_from)
+    values = warpgroup_mma(weights, v_smem.index(last % STAGES), values, is_async=True)
+    values = warpgroup_mma_wait(0, deps=[values])
+
+    total = gl.convert_layout(total, gl.SliceLayout(1, values_layout))
+    values = values / gl.where(total > 0.0, total, 1.0)[:, None]
+    m = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, values_layout))
+    e = gl.arange(0, VALUE_PAD, gl.SliceLayout(0, values_layout))
+    row = first_query + m // GROUP
+    token = (start + row).to(gl.int64)
+    rows = token * out_token_stride + (kv_head * GROUP + m % GROUP) * out_head_stride
+    there = ((m < BLOCK_Q * GROUP) & (row < query_len))[:, None] & (e < VALUE_DIM)[None, :]
+    gl.store(out + (rows[:, None] + e[None, :]), values.to(out.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def _keep_rows(smem, first, stop):
+    """Zero all rows but ``first`` to ``stop``: a weight of 0 does not help against a value of NaN.
+
+    Both warp groups do it to the same tile; each writes what the other does.
+    """
+    layout: gl.constexpr = _copy_layout(smem.shape[1])
+    row = gl.arange(0, smem.shape[0], gl.SliceLayout(1, layout))
+    rows = smem.load(layout)
+    smem.store(gl.where(((row >= first) & (row < stop))[:, None], rows, 0.0))
+    fence_async_shared()
+
+
+@gluon.jit
+def _find_request(query_start_loc, tile, num_reqs, BLOCK_Q: gl.constexpr):
+    """The last request whose tiles start at or before ``tile``."""
+    count = 0
+    for first in range(0, num_reqs, SEARCH):
+        request = first + gl.arange(0, SEARCH, gl.BlockedLayout([1], [32], [4], [0]))
+        there = request < num_reqs
+        start = gl.load(query_start_loc + request, mask=there, other=0)
+        first_tile = (start + request * (BLOCK_Q - 1)) // BLOCK_Q
+        count += gl.sum((there & (first_tile <= tile)).to(gl.int32), axis=0)
+    return count - 1
+
+
+@gluon.jit(do_not_specialize=["num_reqs", "max_keys"])
+def prefill_kernel(
+    key_pages,
+    value_pages,
+    query,
+    out,
+    query_start_loc,
+    seq_lens,
+    block_table,
+    sinks,
+    scale,
+    window,
+    soft_cap,
+    num_reqs,
+    max_keys,
+    query_token_stride,
+    query_head_stride,
+    out_token_stride,
+    out_head_stride,
+    table_stride,
+    NUM_KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    HEAD_PAD: gl.constexpr,
+    VALUE_PAD: gl.constexpr,
+    PAGE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
+    """One program per tile of at most BLOCK_M // GROUP queries of one request, and KV head.
+
+    Tiles are found as in ``paged_attention.attend_kernel``. The last come first: they have the
+    most keys where a prompt is long, and no program is left to work alone at the end.
+    """
+    BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
+    program = gl.num_programs(0) - 1 - gl.program_id(0)
+    tile = program // NUM_KV_HEADS
+    kv_head = program % NUM_KV_HEADS
+    request = _find_request(query_start_loc, tile, num_reqs, BLOCK_Q)
+    start = gl.load(query_start_loc + request)
+    query_len = gl.load(query_start_loc + request + 1) - start
+    first_query = (tile - (start + request * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q
+    if first_query >= query_len:
+        return
+    # Keys beyond the table are promised only by the dummy batches of a capture.
+    context = gl.minimum(gl.load(seq_lens + request), max_keys) - query_len
+    last = context + gl.minimum(first_query + BLOCK_Q, query_len) - 1
+    first = 0
+    if window is not None:
+        first = gl.maximum(gl.maximum(context + first_query, 0) - window + 1, 0)
+    begin = first // BLOCK_N * BLOCK_N
+    # At least one tile, which may be all masked: a batch may promise keys that are not there.
+    num_tiles = gl.maximum(gl.cdiv(last + 1 - begin, BLOCK_N), 1)
+    num_unmasked = gl.maximum(context + first_query + 1, 0) // BLOCK_N
+    if window is not None:
+        num_unmasked = 0
+    # Pages at both ends may hold more than the queries see: slots that slid out of the window, in
+    # the first tile, and slots that the request has not written yet, in the last.
+    stale_to = 0
+    if first % PAGE != 0:
+        stale_to = first - begin
+    stale_from = BLOCK_N
+    if context + query_len < (last // PAGE + 1) * PAGE:
+        stale_from = context + query_len - begin - (num_tiles - 1) * BLOCK_N
+    request_table = block_table + request.to(gl.int64) * table_stride
+
+    dtype: gl.constexpr = query.dtype.element_ty
+    q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_PAD], dtype)
+    k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_PAD], dtype)
+    v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, VALUE_PAD], dtype)
+    q_smem = gl.allocate_shared_memory(dtype, [2, ROWS, HEAD_PAD], q_layout)
+    k_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, HEAD_PAD], k_layout)
+    v_smem = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, VALUE_PAD], v_layout)
+    barrier_layout: gl.constexpr = mbarrier.MBarrierLayout()
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier_layout)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=2)
+        mbarrier.init(v_empty.index(stage), count=2)
+    barriers = (k_full, k_empty, v_full, v_empty)
+    tiles = (begin, num_tiles, num_unmasked, stale_to, stale_from)
+    work = (start, query_len, first_query, context, tiles)
+    rows = (query, out, query_token_stride, query_head_stride, out_token_stride, out_head_stride)
+    scoring = (sinks, scale, window, soft_cap)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    work, rows, scoring, kv_head, q_smem.index(0), k_smem, v_smem, barriers,
+                    GROUP, HEAD_DIM, VALUE_DIM, 0,
+                ),
+            ),
+            (
+                _consume,
+                (
+                    work, rows, scoring, kv_head, q_smem.index(1), k_smem, v_smem, barriers,
+                    GROUP, HEAD_DIM, VALUE_DIM, ROWS,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    key_pages, value_pages, request_table, kv_head, first, last, begin, num_tiles,
+                    k_smem, v_smem, barriers, HEAD_DIM, VALUE_DIM, BLOCK_SIZE, PAGE,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+def prefill_attention(query: torch.Tensor, batch: PagedBatch) -> None:
+    """Attention of ``query`` [T, H, D] over what is in the cache, to ``out``."""
+    key_cache, value_cache, out, query_start_loc, seq_lens, block_table = batch[:6]
+    num_tokens, num_heads, value_dim = out.shape
+    num_kv_heads = key_cache.shape[2]
+    group = num_heads // num_kv_heads
+    num_reqs = query_start_loc.shape[0] - 1
+    block_q = PREFILL_ROWS // group
+    num_tiles = (num_tokens + num_reqs * (block_q - 1)) // block_q
+    head_dim = query.shape[2]
+    head_pad = max(64, next_power_of_2(head_dim))
+    value_pad = max(64, next_power_of_2(value_dim))
+    block_n = 64 if max(head_pad, value_pad) > 128 else 128
+    page = min(key_cache.shape[1], block_n)
+    launch(
+        prefill_kernel,
+        (num_tiles * num_kv_heads,),
+        (
+            query,
+            out,
+            query_start_loc,
+            seq_lens,
+            block_table,
+            batch.sinks,
+        ),
+        (
+            batch.scale,
+            batch.window,
+            batch.soft_cap,
+            num_reqs,
+            block_table.shape[1] * key_cache.shape[1],
+            *query.stride()[:2],
+            *out.stride()[:2],
+            block_table.stride(0),
+        ),
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_SIZE=key_cache.shape[1],
+        HEAD_PAD=head_pad,
+        VALUE_PAD=value_pad,
+        PAGE=page,
+        BLOCK_N=block_n,
+        descriptors=(_pages(key_cache, page), _pages(value_cache, page)),
+        num_warps=4,
+    )
+
+
+def _pages(kv_cache: torch.Tensor, page: int) -> TensorDescriptor:
+    """``kv_cache`` as rows of all heads, for copies of ``page`` rows and CHUNK columns."""
+    num_blocks, block_size, num_heads, width = kv_cache.shape
+    columns = num_heads * width
+    shape, strides = [num_blocks * block_size, columns], [columns, 1]
+    return TensorDescriptor(
+        kv_cache, shape, strides, [page, CHUNK.value], _page_layout(kv_cache.dtype)
+    )
+
+
+@cache
+def _page_layout(dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8)
