@@ -310,6 +310,16 @@ def test_ties_at_the_cutoff(run: Any, sizes: None, device: torch.device) -> None
     assert set(tokens[4:]) == {100, 101}
 
 
+@pytest.mark.slow
+def test_nothing_beyond_a_cutoff_is_chosen(run: Any, device: torch.device) -> None:
+    """With many tokens just beyond it, one of them would win."""
+    logits = torch.full((8, 200), -1e-3)
+    logits[:, 50] = 0.0
+    logits[4:] *= 1000  # exp(-1) is below 0.5
+    rows: list[dict[str, Any]] = [{"top_k": 1}] * 4 + [{"min_p": 0.5}] * 4
+    assert Rows(rows, logits, device).check(run).tolist() == [50] * 8
+
+
 def test_rows_without_filters_are_as_without_the_step(run: Any, device: torch.device) -> None:
     """Even with NaN, which a filter would remove."""
     logits = torch.randn(3, 200)
