@@ -315,6 +315,7 @@ def test_nothing_beyond_a_cutoff_is_chosen(run: Any, device: torch.device) -> No
     """With many tokens just beyond it, one of them would win."""
     logits = torch.full((8, 200), -1e-3)
     logits[:, 50] = 0.0
+    logits[:4, 0] = -20.0  # makes the bins so wide that one has all others
     logits[4:] *= 1000  # exp(-1) is below 0.5
     rows: list[dict[str, Any]] = [{"top_k": 1}] * 4 + [{"min_p": 0.5}] * 4
     assert Rows(rows, logits, device).check(run).tolist() == [50] * 8
