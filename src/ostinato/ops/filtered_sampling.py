@@ -55,9 +55,10 @@ def sample_filtered(
 ) -> None:
     """Write each row's next token to ``out_tokens`` [B] int64, and nothing else.
 
-    ``logits`` [B, V] of any float type. ``req_indices`` [B] int64: each row's request in ``tables``, and
-    its history in ``token_ids`` [S, max_model_len] int32. ``lengths`` [B] int32: tokens so far.
-    ``steps`` covers what the rows use. Padding rows need a valid req_index; their result is meaningless.
+    ``logits`` [B, V] of any float type. ``req_indices`` [B] int64: each row's request in ``tables``,
+    and its history in ``token_ids`` [S, max_model_len] int32. ``lengths`` [B] int32: tokens so far.
+    ``steps`` covers what the rows use. Padding rows need a valid request; their result is
+    meaningless.
 
     A row's token depends on that row alone. Does not synchronise on CUDA.
     """

@@ -38,9 +38,10 @@ def sample_rows(
 ) -> None:
     """Write each row's next token to ``out_tokens`` [B] int64, and nothing else.
 
-    ``logits`` [B, V] of any float type. ``req_indices`` [B] int64: each row's request in ``temperature``
-    [S] float32 and ``seed_key`` [S] int64, which may be columns of tables. ``lengths`` [B] int32:
-    tokens so far, which is the position of the new one. Padding rows need a valid req_index; their
+    ``logits`` [B, V] of any float type. ``req_indices`` [B] int64: each row's request in
+    ``temperature`` [S] float32 and ``seed_key`` [S] int64, which may be columns of tables.
+    ``lengths`` [B] int32: tokens so far, the position of the new one. Padding rows need a valid
+    request; their
     result is meaningless.
 
     At temperature 0 the highest logit wins, otherwise the highest of the logits minus temperature

@@ -1,8 +1,8 @@
 """The sampling parameters of the running requests on the device, one row per request.
 
-The sampler reads them by request row (``req_index``), so a batch is described by its rows alone, and
-parameters are copied to the device once per request. ``SamplingFeatures`` is the part that the host
-needs, because it decides which operators run.
+The sampler reads them by request row (``req_index``), so a batch is described by its rows alone,
+and parameters are copied to the device once per request. ``SamplingFeatures`` is the part that the
+host needs, because it decides which operators run.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class SamplingState:
         self.bias_ids, self.bias_values, self.stop_ids = self.tables[2:]
 
     def write(self, req_index: int, request: Request) -> None:
-        """Write ``request`` to row ``req_index``: two small copies, more for rarely used parameters.
+        """Write ``request`` to row ``req_index``: two small copies, more for rare parameters.
 
         The copies are enqueued on the current stream and not waited for. They read staging memory
         of this row alone, so the next write to the row may overtake a copy still in flight; only
