@@ -405,6 +405,13 @@ gluon = _name(
     seen_in=f"Triton {_TRITON}x",
 )
 
+compile_mode = _name(
+    "triton.runtime._async_compile.active_mode",
+    purpose="start-up compiles Triton kernels side by side",
+    without="they are compiled one after another, once per machine: tens of seconds for a model",
+    seen_in=f"Triton {_TRITON}x",
+)
+
 
 @cache
 def runs_gluon(device: torch.device) -> bool:
@@ -412,6 +419,27 @@ def runs_gluon(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     return triton_launches() is not None and gluon.find() is not None
+
+
+def triton_compile_mode() -> Any:
+    """The context variable whose value gets each kernel to compile, or None if not supported.
+
+    Triton calls ``submit(key, compile, finish)`` of that value instead of compiling.
+    ``compile()``, in any thread, returns the kernel, from Triton's cache on disk if it is there;
+    ``finish(kernel)`` makes launches find it. What ``submit`` returns is returned by ``warmup``.
+    """
+    return None if triton_launches() is None else compile_mode.find()
+
+
+def build_launcher(kernel: Any) -> None:
+    """Build the C function that launches a compiled kernel, into Triton's cache on disk.
+
+    Otherwise its first launch does. Kernels whose arguments have the same types share it.
+    """
+    driver = importlib.import_module("triton.runtime").driver
+    launcher = getattr(driver.active, "launcher_cls", None)
+    if launcher is not None:
+        launcher(kernel.src, kernel.metadata)
 
 
 # --- transformers -------------------------------------------------------------------------------

@@ -93,6 +93,12 @@ def _fast_paths() -> Iterator[FastPath]:
         on=on_cuda and knows_triton,
         why=no_gpu if not on_cuda else "" if knows_triton else compat.launch_settings.without,
     )
+    compiles_ahead = has_triton and compat.triton_compile_mode() is not None
+    yield FastPath(
+        name="Triton kernels compiled side by side at start-up",
+        on=on_cuda and compiles_ahead,
+        why=no_gpu if not on_cuda else "" if compiles_ahead else compat.compile_mode.without,
+    )
     overlaps = on_cuda and torch.cuda.get_device_capability() >= (9, 0)
     yield FastPath(
         name="programmatic dependent launch",

@@ -16,12 +16,12 @@ from ostinato import (
 )
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.graphs.policy.plan import PlanEntry
-from ostinato.runner.model_graphs import _kernels_of
+from ostinato.runner.model_graphs import kernels_of
 
 
 def kernels(mode: CUDAGraphMode, num_tokens: int, num_ranks: int = 1) -> tuple[int, ...]:
     descriptor = BatchDescriptor(num_tokens, num_reqs=None, uniform=False)
-    return _kernels_of(num_ranks, PlanEntry(mode=mode, descriptor=descriptor))
+    return kernels_of(num_ranks, PlanEntry(mode=mode, descriptor=descriptor))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])

@@ -34,7 +34,7 @@ from ostinato.runner.decode_step import DecodeOutput, decode_step
 from ostinato.runner.step_memory import StepMemory
 
 
-def _kernels_of(num_ranks: int, entry: PlanEntry) -> tuple[int, ...]:
+def kernels_of(num_ranks: int, entry: PlanEntry) -> tuple[int, ...]:
     """A key that is equal for entries that launch the same kernels.
 
     GEMM kernels follow the row class, then powers of 2 up to ``MOST_ROWS``. Attention kernels,
@@ -53,6 +53,39 @@ def _kernels_of(num_ranks: int, entry: PlanEntry) -> tuple[int, ...]:
 def _samples(entry: PlanEntry) -> bool:
     """Whether the graph is a whole decode step, logits and sampling included."""
     return entry.mode is CUDAGraphMode.FULL and entry.descriptor.uniform
+
+
+def prepare_batch(
+    entry: PlanEntry, plan: CapturePlan, memory: StepMemory, *, num_ranks: int | None = None
+) -> PreparedBatch[CaptureInputs]:
+    """The padded batch that ``entry`` is captured with, in the buffers."""
+    max_model_len = memory.cache.max_model_len
+    inputs = prepare_inputs_to_capture(
+        entry, plan, memory.buffers.tokens, max_model_len=max_model_len
+    )
+    # A request cannot have more tokens than this, where its block table ends.
+    inputs.seq_lens.clamp_(max=max_model_len)
+    # Attention runs eagerly between pieces, now for this batch and later for others.
+    uniform = entry.descriptor.uniform or (
+        entry.mode is CUDAGraphMode.PIECEWISE and inputs.num_reqs == inputs.num_tokens
+    )
+    across = None
+    if num_ranks is not None:
+        across = torch.full((num_ranks,), inputs.num_tokens, dtype=torch.int32)
+    return PreparedBatch(
+        inputs=inputs,
+        attn_metadata=memory.metadata(
+            num_reqs=inputs.num_reqs,
+            num_tokens=inputs.num_tokens,
+            max_query_len=inputs.max_query_len,
+            max_seq_len=inputs.max_seq_len,
+            selected=not entry.descriptor.uniform,
+            uniform_decode=uniform,
+        ),
+        slot_mapping=inputs.slot_mappings,
+        num_tokens_across_dp=across,
+        output_in_place=_samples(entry),
+    )
 
 
 class ModelGraphs:
@@ -89,7 +122,7 @@ class ModelGraphs:
             pool,
             dispatcher=dispatcher,
             num_warmups=graphs.warmups_on(memory.device),
-            kernel_class=partial(_kernels_of, model.num_token_ranks),
+            kernel_class=partial(kernels_of, model.num_token_ranks),
             eager_fallback=graphs.eager_fallback,
             show_progress=show_progress,
             name=name,
@@ -184,34 +217,7 @@ class ModelGraphs:
         return self.manager.capture(self._forward, self._prepare, warm_up=warm_up)
 
     def _prepare(self, entry: PlanEntry) -> PreparedBatch[CaptureInputs]:
-        """The padded batch that ``entry`` is captured with, in the buffers."""
-        memory, max_model_len = self._memory, self._memory.cache.max_model_len
-        inputs = prepare_inputs_to_capture(
-            entry, self.plan, memory.buffers.tokens, max_model_len=max_model_len
-        )
-        # A request cannot have more tokens than this, where its block table ends.
-        inputs.seq_lens.clamp_(max=max_model_len)
-        # Attention runs eagerly between pieces, now for this batch and later for others.
-        uniform = entry.descriptor.uniform or (
-            entry.mode is CUDAGraphMode.PIECEWISE and inputs.num_reqs == inputs.num_tokens
-        )
-        across = None
-        if self._num_ranks is not None:
-            across = torch.full((self._num_ranks,), inputs.num_tokens, dtype=torch.int32)
-        return PreparedBatch(
-            inputs=inputs,
-            attn_metadata=memory.metadata(
-                num_reqs=inputs.num_reqs,
-                num_tokens=inputs.num_tokens,
-                max_query_len=inputs.max_query_len,
-                max_seq_len=inputs.max_seq_len,
-                selected=not entry.descriptor.uniform,
-                uniform_decode=uniform,
-            ),
-            slot_mapping=inputs.slot_mappings,
-            num_tokens_across_dp=across,
-            output_in_place=_samples(entry),
-        )
+        return prepare_batch(entry, self.plan, self._memory, num_ranks=self._num_ranks)
 
     def _forward(self, inputs: CaptureInputs) -> torch.Tensor | DecodeOutput:
         if inputs.uniform_decode:

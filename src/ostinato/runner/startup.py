@@ -1,8 +1,8 @@
 """Start-up: from a configuration to a runner with captured graphs.
 
-The order follows the dependencies: the model determines the KV bytes of a token and the longest
-sequence; the free memory determines the number of blocks; the buffers follow from both; and the
-graphs hold the addresses of all of them, so they come last.
+The order follows the dependencies: the model determines the kernels, the KV bytes of a token and
+the longest sequence; the free memory, once kernels have run, determines the number of blocks; the
+buffers follow from both; and the graphs hold the addresses of all of them, so they come last.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ostinato.graphs.policy.modes import CUDAGraphMode, ResolvedMode, resolve_mo
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry, sequence_parallel_sizes, shift_sizes
 from ostinato.loading.load import LoadedModel, load_model
 from ostinato.models.base import CausalLM
+from ostinato.runner.compile_kernels import compile_kernels
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
 from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
@@ -117,13 +118,22 @@ def build_runner(
     rank_context: RankContext | None = None,
     make: Callable[..., ModelRunner] = ModelRunner,
 ) -> tuple[ModelRunner, ResolvedMode]:
-    """Size the KV cache, allocate everything, capture the graphs."""
+    """Compile kernels, size the KV cache, allocate everything, capture the graphs."""
     model = loaded.model
     backend = create_attention(config.attention, model.device)
     plans = plan_graphs(config, model.device, backend, selects_tokens=model.selects_tokens)
     plan = plans.model
     if rank_context is not None:
         rank_context.check_same("the plan of the graphs", _digest(plans))
+    else:
+        compile_kernels(
+            model,
+            plan,
+            backend,
+            block_size=config.block_size,
+            max_model_len=config.max_model_len,
+            show_progress=config.show_progress,
+        )
     per_block = bytes_per_block(model.attention_specs, config.block_size, model.dtype)
     budget = kv_cache_budget(config, model, plans, backend)
     cache = size_cache(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +24,9 @@ class _Variant(NamedTuple):
 
 _variants: dict[tuple[Any, ...], _Variant] = {}
 _MOST_VARIANTS = 1 << 14  # beyond this, the cache starts over
+
+Request = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+_requests: dict[int, tuple[Request, set[tuple[Any, ...]]]] = {}  # by thread
 
 
 def launch(
@@ -51,8 +56,11 @@ def launch(
         with torch.cuda.device(device):
             launch(kernel, grid, tensors, numbers, descriptors=descriptors, **constants)
         return
+    requested = _requests.get(get_ident()) if _requests else None
     knobs = triton_launches() if first.is_cuda else None
-    if knobs is None or knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls:
+    if requested is None and (
+        knobs is None or knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls
+    ):
         kernel[grid](*descriptors, *tensors, *numbers, **constants)
         return
     addresses = [0 if each is None else each.data_ptr() for each in tensors]
@@ -64,6 +72,12 @@ def launch(
     key = (kernel.fn, device, *kinds, *numbers, *map(type, numbers), *constants.items())
     if descriptors:
         key += tuple((each.base.dtype, *each.block_shape) for each in descriptors)
+    if requested is not None:
+        request, seen = requested
+        if key not in seen:
+            seen.add(key)
+            request(kernel, (*descriptors, *tensors, *numbers), constants)
+        return
     variant = _variants.get(key)
     if variant is None:
         compiled = kernel[grid](*descriptors, *tensors, *numbers, **constants)
@@ -82,6 +96,21 @@ def _remember(key: tuple[Any, ...], compiled: Any, constants: tuple[Any, ...]) -
     if len(_variants) >= _MOST_VARIANTS:
         _variants.clear()
     _variants[key] = _Variant(compiled.run, compiled.function, compiled.packed_metadata, constants)
+
+
+@contextmanager
+def without_running(request: Request) -> Iterator[None]:
+    """Inside, launches of this thread run nothing, so whatever they would write is left as it is.
+
+    ``request(kernel, arguments, constants)`` gets one launch of each variant.
+    """
+    thread = get_ident()
+    assert thread not in _requests, "it does not nest"
+    _requests[thread] = request, set()
+    try:
+        yield
+    finally:
+        del _requests[thread]
 
 
 def next_power_of_2(number: int) -> int:

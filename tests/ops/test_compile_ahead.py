@@ -1,0 +1,170 @@
+"""Kernels compiled side by side ahead of their launch: for a GPU that need not be there.
+
+Triton compiles for the GPU that its driver reports, and needs none to do so. It must not interpret,
+as it does in the tests' own process, so these programs run in others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato import ConfigError, compat
+from ostinato.ops.activation import triton_silu_and_mul
+from ostinato.ops.triton.launch import without_running
+
+pytest.importorskip("triton")
+
+# No main guard: a script that builds an LLM at its top level must work.
+PROGRAM = """
+import json, logging, sys, torch, triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from ostinato.ops.triton.compile_ahead import compiling_ahead
+from ostinato.ops.triton.launch import launch
+
+class Hopper:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+
+driver.set_active(Hopper())
+logging.basicConfig(level="WARNING", format="%(message)s")
+compiled = []
+def listen(src, cache_hit, **_):
+    compiled.append((src.name, cache_hit))
+triton.knobs.compilation.listener = listen
+
+@triton.jit
+def add_kernel(x, y, out, count, WIDTH: tl.constexpr):
+    i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    total = tl.load(x + i, mask=i < count)
+    if y is not None:
+        total += tl.load(y + i, mask=i < count)
+    tl.store(out + i, total, mask=i < count)
+
+@triton.jit
+def broken_kernel(x, WIDTH: tl.constexpr):
+    tl.store(x + tl.arange(0, WIDTH), undefined)
+
+x, out = torch.ones(64), torch.zeros(64)
+
+def run_all():
+    for y in (None, x):
+        for width in (16, 32):
+            launch(add_kernel, (1,), (x, y, out), (33,), WIDTH=width, num_warps=1)
+"""
+
+COMPILES = """
+with compiling_ahead():
+    run_all()
+    run_all()
+ahead = list(compiled)
+for y in (None, x):  # what a launch does first; it finds every kernel
+    for width in (16, 32):
+        kernel = add_kernel.warmup(x, y, out, 33, grid=(1,), WIDTH=width, num_warps=1)
+        assert kernel.asm["cubin"]
+print(json.dumps({"ahead": ahead, "later": compiled[len(ahead):], "sum": out.sum().item()}))
+"""
+
+FAILS = """
+with compiling_ahead():
+    launch(broken_kernel, (1,), (x,), WIDTH=16)
+    launch(add_kernel, (1,), (x, None, out), (33,), WIDTH=16, NO_SUCH=1)
+    launch(add_kernel, (1,), (x, None, out), (33,), WIDTH=16)
+try:
+    broken_kernel.warmup(x, grid=(1,), WIDTH=16)
+except triton.CompilationError as error:
+    print(json.dumps({"ahead": compiled, "error": "undefined" in str(error)}))
+"""
+
+INTERRUPTED = """
+try:
+    with compiling_ahead():
+        run_all()
+        raise KeyboardInterrupt
+except KeyboardInterrupt:
+    kernel = add_kernel.warmup(x, x, out, 33, grid=(1,), WIDTH=64, num_warps=1)
+    print(json.dumps({"kernel": bool(kernel.asm["cubin"])}))
+"""
+
+
+def run(program: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
+    """What ``program`` prints, and its standard error."""
+    script = tmp_path / "program.py"  # Triton reads the source of kernels
+    script.write_text(PROGRAM + program)
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("TRITON_")
+    }
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout), result.stderr
+
+
+@pytest.mark.slow
+def test_every_variant_is_compiled_once_and_found_on_disk(tmp_path: Path) -> None:
+    first, _ = run(COMPILES, tmp_path)
+    assert first["ahead"] == [["add_kernel", False]] * 4
+    assert first["later"] == []
+    assert first["sum"] == 0, "nothing runs"
+    assert len(list(tmp_path.glob("cache/*/*.cubin"))) == 4
+    second, _ = run(COMPILES, tmp_path)
+    assert second["ahead"] == [["add_kernel", True]] * 4
+
+
+@pytest.mark.slow
+def test_a_kernel_that_does_not_compile_is_logged_and_raises_later(tmp_path: Path) -> None:
+    found, log = run(FAILS, tmp_path)
+    assert found == {"ahead": [["add_kernel", False]], "error": True}
+    assert "broken_kernel could not be compiled ahead (CompilationError:" in log
+    assert "add_kernel could not be compiled ahead (KeyError:" in log
+    assert log.count("it is compiled again when it is launched") == 2
+
+
+@pytest.mark.slow
+def test_launches_compile_as_usual_after_an_interrupt(tmp_path: Path) -> None:
+    assert run(INTERRUPTED, tmp_path)[0] == {"kernel": True}
+
+
+def test_other_threads_launch_as_usual(device: str) -> None:
+    x = torch.randn(4, 32, device=device)
+    gate, up = x.chunk(2, dim=1)
+    expected = torch.nn.functional.silu(gate) * up
+    results: list[torch.Tensor] = []
+    asked: list[tuple[Any, ...]] = []
+    with without_running(lambda *request: asked.append(request)):
+        triton_silu_and_mul(x)
+        thread = Thread(target=lambda: results.append(triton_silu_and_mul(x)))
+        thread.start()
+        thread.join()
+    results.append(triton_silu_and_mul(x))
+    assert len(asked) == 1
+    for result in results:
+        torch.testing.assert_close(result, expected)
+    assert len(results) == 2
+
+
+def test_without_triton_s_hook_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ostinato.ops.triton.compile_ahead import can_compile_ahead, compiling_ahead
+
+    assert can_compile_ahead()
+    monkeypatch.setattr(compat.PrivateName, "find", lambda self: None)
+    assert not can_compile_ahead()
+    with pytest.raises(ConfigError, match="they are compiled one after another"), compiling_ahead():
+        pass

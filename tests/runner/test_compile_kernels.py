@@ -1,0 +1,57 @@
+"""The pass that asks for kernels, against what captures launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ostinato import GraphConfig
+from ostinato.attention.triton_paged import TritonPagedAttention
+from ostinato.config import EngineConfig
+from ostinato.ops.triton.launch import without_running
+from ostinato.runner import startup
+from ostinato.runner.compile_kernels import request_kernels
+
+pytest.importorskip("triton")
+
+Kernel = tuple[str, frozenset[tuple[str, Any]]]
+
+
+class Asked:
+    """The kernels that launches ask for, by name and constants. Nothing runs."""
+
+    def __init__(self) -> None:
+        self.kernels: set[Kernel] = set()
+
+    def __call__(self, kernel: Any, _arguments: Any, constants: dict[str, Any]) -> None:
+        self.kernels.add((kernel.fn.__name__, frozenset(constants.items())))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "FULL"])
+def test_it_asks_for_every_kernel_of_a_capture(mode: str) -> None:
+    """Attention runs in Triton on the CPU too, under the interpreter."""
+    config = EngineConfig(
+        model="tiny",
+        random_weights=True,
+        device="cpu",
+        attention=TritonPagedAttention(),
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        max_model_len=128,
+        kv_cache_memory_bytes=2**22,
+        show_progress=False,
+        graphs=GraphConfig(mode=mode, capture_sizes=[1, 2, 4, 8, 16, 32]),
+    )
+    captured, ahead = Asked(), Asked()
+    with without_running(captured):
+        runner, _ = startup.build_runner(config, startup.load(config))
+    with without_running(ahead):
+        request_kernels(runner.model, runner.plan, runner.memory)
+    runner.close()
+    assert captured.kernels
+    assert captured.kernels <= ahead.kernels
+    # Besides those, only what a prompt of the largest step needs.
+    more = {name for name, _ in ahead.kernels - captured.kernels}
+    assert more <= {"rotary_store_kernel", "attend_kernel", "combine_kernel"}
