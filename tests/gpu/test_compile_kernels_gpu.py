@@ -1,4 +1,4 @@
-"""Kernels compiled side by side at start-up: nothing is left to compile, and tokens do not change."""
+"""Kernels compiled side by side at start-up: none is left to compile, and tokens are the same."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ import torch
 
 from ostinato import ConfigError, compat
 from ostinato.ops.activation import triton_silu_and_mul
+from ostinato.ops.triton.compile_ahead import triton_starting
 from ostinato.ops.triton.launch import without_running
 
 pytest.importorskip("triton")
@@ -168,3 +169,21 @@ def test_without_triton_s_hook_nothing_is_compiled_ahead(monkeypatch: pytest.Mon
     assert not can_compile_ahead()
     with pytest.raises(ConfigError, match="they are compiled one after another"), compiling_ahead():
         pass
+
+
+def test_triton_starts_beside_other_work(caplog: pytest.LogCaptureFixture) -> None:
+    """Without a GPU its driver does not, which is for the first launch to say."""
+    from triton.runtime.cache import triton_key
+
+    triton_key.cache_clear()
+    with triton_starting(torch.device("cpu")):
+        pass
+    assert triton_key.cache_info().currsize == 0
+    with (
+        caplog.at_level("DEBUG"),
+        pytest.raises(ConfigError, match="no such model"),
+        triton_starting(torch.device("cuda")),
+    ):
+        raise ConfigError("no such model")
+    assert triton_key.cache_info().currsize == 1
+    assert ("Triton does not start" in caplog.text) is not torch.cuda.is_available()

@@ -24,6 +24,7 @@ from ostinato.graphs.policy.modes import CUDAGraphMode, ResolvedMode, resolve_mo
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry, sequence_parallel_sizes, shift_sizes
 from ostinato.loading.load import LoadedModel, load_model
 from ostinato.models.base import CausalLM
+from ostinato.ops.triton.compile_ahead import triton_starting
 from ostinato.runner.compile_kernels import compile_kernels
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
@@ -41,18 +42,19 @@ def load(
 ) -> LoadedModel:
     """Load the model onto its device, or this rank's part of it with a ``rank_context``."""
     device = config.torch_device() if rank_context is None else rank_context.device
-    return load_model(
-        None if config.model is None else str(config.model),
-        device=device,
-        dtype=config.torch_dtype(device),
-        random_weights=config.random_weights,
-        seed=config.seed,
-        max_position=config.max_model_len,
-        show_progress=config.show_progress,
-        rank_context=rank_context,
-        tokenizer=tokenizer,
-        swiftkv_layers=config.swiftkv_layers,
-    )
+    with triton_starting(device):
+        return load_model(
+            None if config.model is None else str(config.model),
+            device=device,
+            dtype=config.torch_dtype(device),
+            random_weights=config.random_weights,
+            seed=config.seed,
+            max_position=config.max_model_len,
+            show_progress=config.show_progress,
+            rank_context=rank_context,
+            tokenizer=tokenizer,
+            swiftkv_layers=config.swiftkv_layers,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from threading import Lock
+from importlib import import_module
+from importlib.util import find_spec
+from threading import Lock, Thread
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from ostinato.compat import build_launcher, compile_mode, triton_compile_mode
@@ -26,6 +29,33 @@ logger = logging.getLogger(__name__)
 
 _MOST_THREADS = 16
 _SHOWN_AFTER_S = 0.5  # kernels that are in Triton's cache on disk are there before that
+
+
+@contextmanager
+def triton_starting(device: torch.device) -> Iterator[None]:
+    """Start Triton in a thread, beside what runs inside; it has started when this ends.
+
+    Importing it, its driver, and a hash of its files for the keys of its cache take every process
+    that launches a kernel a second. Only CUDA needs it.
+    """
+    if device.type != "cuda" or find_spec("triton") is None:
+        yield
+        return
+    thread = Thread(target=_start_triton, name="start Triton")
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _start_triton() -> None:
+    try:
+        runtime = import_module("triton.runtime")
+        import_module("triton.runtime.cache").triton_key()
+        runtime.driver.active  # noqa: B018  the first access builds it
+    except Exception as error:  # the first launch raises it
+        logger.debug("Triton does not start: %s: %s", type(error).__name__, error)
 
 
 def can_compile_ahead() -> bool:
