@@ -88,6 +88,28 @@ except triton.CompilationError as error:
     print(json.dumps({"ahead": compiled, "error": "undefined" in str(error)}))
 """
 
+# In Gluon, and with descriptors among its arguments.
+PREFILLS = """
+from ostinato.attention.paged import PagedBatch
+from ostinato.attention.triton.prefill_attention import prefill_attention
+
+def bfloat16(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+def int32(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+batch = PagedBatch(
+    key_cache=bfloat16(4, 16, 2, 64), value_cache=bfloat16(4, 16, 2, 64), out=bfloat16(128, 8, 64),
+    query_start_loc=int32(3), seq_lens=int32(2), block_table=int32(2, 32),
+    slot_mapping=torch.zeros(128, dtype=torch.int64), scale=0.125, max_seq_len=512, window=None,
+    soft_cap=None, sinks=None, uniform_decode=False,
+)
+with compiling_ahead():
+    prefill_attention(bfloat16(128, 8, 64), batch)
+print(json.dumps(compiled))
+"""
+
 INTERRUPTED = """
 try:
     with compiling_ahead():
@@ -99,7 +121,7 @@ except KeyboardInterrupt:
 """
 
 
-def run(program: str, tmp_path: Path) -> tuple[dict[str, Any], str]:
+def run(program: str, tmp_path: Path) -> tuple[Any, str]:
     """What ``program`` prints, and its standard error."""
     script = tmp_path / "program.py"  # Triton reads the source of kernels
     script.write_text(PROGRAM + program)
@@ -127,6 +149,11 @@ def test_every_variant_is_compiled_once_and_found_on_disk(tmp_path: Path) -> Non
     assert len(list(tmp_path.glob("cache/*/*.cubin"))) == 4
     second, _ = run(COMPILES, tmp_path)
     assert second["ahead"] == [["add_kernel", True]] * 4
+
+
+@pytest.mark.slow
+def test_a_kernel_in_gluon_with_descriptors_is_compiled(tmp_path: Path) -> None:
+    assert run(PREFILLS, tmp_path) == ([["prefill_kernel", False]], "")
 
 
 @pytest.mark.slow
