@@ -148,4 +148,7 @@ def test_a_triton_of_another_version_is_said(monkeypatch: pytest.MonkeyPatch) ->
     paths = {path["name"]: path for path in json.loads(answer.stdout)["fast_paths"]}
     launch = paths["fast launches of Triton kernels"]
     assert launch["on"] is False
+    ahead = paths["Triton kernels compiled side by side at start-up"]
+    assert not ahead["on"]
+    assert "one after another" in ahead["why"]
     assert "takes about 20 us longer" in launch["why"]

@@ -422,13 +422,16 @@ def runs_gluon(device: torch.device) -> bool:
 
 
 def triton_compile_mode() -> Any:
-    """The context variable whose value gets each kernel to compile, or None if not supported.
+    """The context variable whose value gets each kernel to compile; None if there is none to get.
+
+    That is so in versions that are not supported, and where kernels are interpreted.
 
     Triton calls ``submit(key, compile, finish)`` of that value instead of compiling.
     ``compile()``, in any thread, returns the kernel, from Triton's cache on disk if it is there;
     ``finish(kernel)`` makes launches find it. What ``submit`` returns is returned by ``warmup``.
     """
-    return None if triton_launches() is None else compile_mode.find()
+    settings = triton_launches()
+    return None if settings is None or settings.interpret else compile_mode.find()
 
 
 def build_launcher(kernel: Any) -> None:

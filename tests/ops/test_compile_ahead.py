@@ -19,10 +19,14 @@ import torch
 
 from ostinato import ConfigError, compat
 from ostinato.ops.activation import triton_silu_and_mul
-from ostinato.ops.triton.compile_ahead import triton_starting
+from ostinato.ops.triton.compile_ahead import (
+    can_compile_ahead,
+    compiling_ahead,
+    triton_starting,
+)
 from ostinato.ops.triton.launch import without_running
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 # No main guard: a script that builds an LLM at its top level must work.
 PROGRAM = """
@@ -188,9 +192,10 @@ def test_other_threads_launch_as_usual(device: str) -> None:
     assert len(results) == 2
 
 
-def test_without_triton_s_hook_nothing_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ostinato.ops.triton.compile_ahead import can_compile_ahead, compiling_ahead
-
+def test_where_nothing_can_be_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert not can_compile_ahead()
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     assert can_compile_ahead()
     monkeypatch.setattr(compat.PrivateName, "find", lambda self: None)
     assert not can_compile_ahead()

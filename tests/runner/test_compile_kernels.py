@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from ostinato import GraphConfig
+from ostinato import CapturePlan, CUDAGraphMode, GraphConfig
 from ostinato.attention import triton_paged
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.config import EngineConfig
 from ostinato.ops.triton.launch import without_running
 from ostinato.runner import startup
-from ostinato.runner.compile_kernels import request_kernels
+from ostinato.runner.compile_kernels import compile_kernels, request_kernels
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 
 Kernel = tuple[str, frozenset[tuple[str, Any]]]
 
@@ -58,3 +60,20 @@ def test_it_asks_for_every_kernel_of_a_capture(mode: str, monkeypatch: pytest.Mo
     # Besides those, only what a prompt of the largest step needs.
     more = {name for name, _ in ahead.kernels - captured.kernels}
     assert more <= {"rotary_store_kernel", "attend_kernel", "combine_kernel"}
+
+
+def test_a_failure_is_logged_and_start_up_goes_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    model: Any = SimpleNamespace(device=torch.device("cuda"), max_position=64)  # and nothing else
+    plan = CapturePlan.without_sizes(CUDAGraphMode.NONE, max_num_seqs=2, max_num_batched_tokens=16)
+    compile_kernels(
+        model,
+        plan,
+        TritonPagedAttention(),
+        block_size=16,
+        max_model_len=None,
+        show_progress=False,
+    )
+    assert "compiled one after another, because asking for them ahead failed" in caplog.text

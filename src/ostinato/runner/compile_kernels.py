@@ -69,7 +69,10 @@ def request_kernels(model: CausalLM, plan: CapturePlan, memory: StepMemory) -> N
             batch = prepare_batch(entry, plan, memory)
             inputs = batch.inputs
             with set_forward_context(
-                CUDAGraphMode.NONE, entry.descriptor, attn_metadata=batch.attn_metadata
+                CUDAGraphMode.NONE,
+                entry.descriptor,
+                attn_metadata=batch.attn_metadata,
+                slot_mapping=batch.slot_mapping,
             ):
                 if inputs.uniform_decode:
                     decode_step(model, model.forward, memory.state, memory.buffers, inputs.num_reqs)
