@@ -55,7 +55,7 @@ def sample_filtered(
 ) -> None:
     """Write each row's next token to ``out_tokens`` [B] int64, and nothing else.
 
-    ``logits`` [B, V] of any float type. ``req_indices`` [B] int64: each row's request in ``tables``,
+    ``logits`` [B, V] of any float type. ``req_indices`` [B]: each row's request in ``tables``,
     and its history in ``token_ids`` [S, max_model_len] int32. ``lengths`` [B] int32: tokens so far.
     ``steps`` covers what the rows use. Padding rows need a valid request; their result is
     meaningless.

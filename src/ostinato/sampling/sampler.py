@@ -43,7 +43,7 @@ def sample(
     """Sample the next token of each row.
 
     ``logits`` [B, V] of any float type, not modified. ``req_indices`` [B] int64: each row's request
-    in ``state`` and its history in ``token_ids`` [S, max_model_len]. ``lengths`` [B]: tokens of prompt
+    in ``state``, with its history in ``token_ids`` [S, length]. ``lengths`` [B]: tokens of prompt
     and output so far, which is the position of the new token. Padding rows may have any ``logits``,
     any valid req_index and any length; their result is meaningless and affects no other row.
     ``features`` must cover what the real rows use.
