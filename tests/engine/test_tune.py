@@ -14,7 +14,7 @@ from ostinato.engine.tune import linear_weights, tune
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import shape_config
-from ostinato.ops.tuning import ROW_CLASSES
+from ostinato.ops.tile_config import ROW_CLASSES
 from ostinato.runner import startup
 
 

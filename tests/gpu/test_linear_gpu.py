@@ -16,7 +16,7 @@ from ostinato import GraphPool
 from ostinato.ops import linear as module
 from ostinato.ops.linear import Gemm, Norm, linear, run_kernel, torch_linear
 from ostinato.ops.measuring import measure_linear
-from ostinato.ops.tuning import GemmChoice, LinearShape, TileConfig, candidates
+from ostinato.ops.tile_config import GemmChoice, LinearShape, TileConfig, candidates, gpu_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -72,7 +72,7 @@ def test_every_tile_config_computes_the_gemm(
     residual = draw(num_rows, outputs, dtype=dtype) if kind in ("o", "all") else None
     bias = draw(n, dtype=dtype) if kind in ("qkv", "all") else None
     shape = LinearShape(num_rows, n, k, dtype, norm is not None, gated, residual is not None)
-    configs = candidates(shape)
+    configs = candidates(shape, gpu_of(CUDA))
     if num_rows > 1:
         configs = [*configs[:2], TileConfig(64, 64, 4, 3, split_k=3, prefetch=1)]
     expected = reference(x, weight, bias, norm, gated, residual)
@@ -160,6 +160,6 @@ def test_float32_and_many_rows_are_torchs(monkeypatch: pytest.MonkeyPatch) -> No
 def test_measuring_says_what_it_takes(num_rows: int) -> None:
     weights = [draw(512, 512, size=0.05) for _ in range(4)]
     shape = LinearShape(num_rows, 512, 512, torch.bfloat16, norm=True, residual=True)
-    choices: list[GemmChoice] = ["torch", candidates(shape)[0]]
+    choices: list[GemmChoice] = ["torch", candidates(shape, gpu_of(CUDA))[0]]
     for choice in choices:
         assert 0.1 < measure_linear(shape, choice, weights) < 10_000

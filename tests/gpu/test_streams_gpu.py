@@ -20,13 +20,14 @@ from ostinato import LLM, GraphConfig, GraphPool, SamplingParams, graphed
 from ostinato.attention.triton.tile_config import BatchShape, decode_tile_config
 from ostinato.errors import CaptureError
 from ostinato.ops.linear import Gemm, run_kernel
+from ostinato.ops.tile_config import LinearShape, TileConfig, default_choice, gpu_of
 from ostinato.ops.triton.counters import take_counters
-from ostinato.ops.tuning import LinearShape, TileConfig, default_choice
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CUDA = torch.device("cuda", 0)
-HIDDEN, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_MODEL_LEN = 512, 8, 2, 64, 512
+HIDDEN, INTERMEDIATE = 512, 4096
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_MODEL_LEN = 8, 2, 64, 512
 NUM_REQS, NEW_TOKENS = 12, 64
 
 
@@ -66,7 +67,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         config = transformers.LlamaConfig(
             vocab_size=1000,
             hidden_size=HIDDEN,
-            intermediate_size=1024,
+            intermediate_size=INTERMEDIATE,
             num_hidden_layers=6,
             num_attention_heads=NUM_HEADS,
             num_key_value_heads=NUM_KV_HEADS,
@@ -140,7 +141,8 @@ def assert_launches_are_split(dtype: torch.dtype) -> None:
     )
     assert decode_tile_config(shape).num_splits > 1
     if dtype.itemsize == 2:  # float32 GEMMs are cuBLAS's
-        choice = default_choice(LinearShape(16, HIDDEN, HIDDEN, dtype, False, False, True))
+        down = LinearShape(16, HIDDEN, INTERMEDIATE, dtype, residual=True)
+        choice = default_choice(down, gpu_of(CUDA))
         assert isinstance(choice, TileConfig)
         assert choice.split_k > 1
 

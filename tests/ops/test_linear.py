@@ -23,7 +23,14 @@ from torch import Tensor
 from ostinato.errors import BatchError
 from ostinato.ops import tuning
 from ostinato.ops.linear import Gemm, Norm, linear, run_kernel
-from ostinato.ops.tuning import GemmChoice, LinearShape, TileConfig, Tuning
+from ostinato.ops.tile_config import (
+    GemmChoice,
+    Gpu,
+    LinearShape,
+    TileConfig,
+    candidates,
+)
+from ostinato.ops.tuning import Tuning
 
 pytest.importorskip("triton")
 
@@ -173,7 +180,7 @@ def test_kernel_has_room_for_large_inputs_of_a_norm(device: torch.device, num_ro
 def test_kernel_takes_the_model_of_the_smallest_shapes(device: torch.device, num_rows: int) -> None:
     case = Case(num_rows, 48, 576, device=device, dtype=torch.float16, norm=True, gated=True)
     shape = LinearShape(num_rows, 96, 576, torch.float16, norm=True, gated=True)
-    for config in tuning.candidates(shape):
+    for config in candidates(shape, GPU):
         case.check(case.launch(config))
 
 
@@ -227,6 +234,7 @@ def test_wrong_shapes_are_refused(change: dict[str, Any], message: str) -> None:
 SHAPE = LinearShape(8, 3072, 2048, torch.bfloat16, norm=True)
 KEY = "GPU/bfloat16/16/3072x2048/norm"
 FAST = TileConfig(32, 128, 4, 4)
+GPU = Gpu("GPU")
 
 
 class Stopwatch:
@@ -246,7 +254,7 @@ class Stopwatch:
 
 def tune(file: Path, stopwatch: Stopwatch, *shapes: LinearShape, **shipped: GemmChoice) -> Tuning:
     known = Tuning(file, dict(shipped))
-    tuning.tune_linears(shapes, lambda _: [], gpu="GPU", known=known, measure=stopwatch)
+    tuning.tune_linears(shapes, lambda _: [], gpu=GPU, known=known, measure=stopwatch)
     return known
 
 
@@ -266,42 +274,13 @@ def test_a_shape_is_named_by_what_it_depends_on() -> None:
     assert len({KEY, *different}) == 1 + len(different)
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "most"), [(1, 1), (2, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64)]
-)
-def test_classes_of_rows(num_rows: int, most: int) -> None:
-    assert tuning.row_class(num_rows) == most
-
-
-@given(
-    num_rows=st.integers(1, 64),
-    n=st.integers(1, 200_000),
-    k=st.integers(1, 20_000),
-    gated=st.booleans(),
-)
-def test_candidates_are_few_and_fit(num_rows: int, n: int, k: int, gated: bool) -> None:
-    shape = LinearShape(num_rows, 2 * n if gated else n, k, torch.bfloat16, gated=gated)
-    configs = tuning.candidates(shape)
-    assert len(set(configs)) == len(configs) <= 5
-    for config in configs:
-        assert tuning.choice_from_json(config.as_json()) == config
-        if num_rows > 1:  # what fits the shared memory of any GPU with bfloat16, with one to spare
-            tile = config.block_n * (2 if gated else 1) + tuning.row_class(num_rows)
-            assert tile * config.block_k * 2 * (config.num_stages - 1) <= 163 * 1024
-            assert config.block_n >= 16
-        else:
-            assert config.split_k == 1
-    default = tuning.default_choice(shape)
-    assert default == ("torch" if num_rows > 16 else configs[0])
-
-
 def test_the_fastest_is_remembered_across_processes(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "linear.json"
-    fastest = tuning.candidates(SHAPE)[1]
+    fastest = candidates(SHAPE, GPU)[1]
     stopwatch = Stopwatch({"torch": 8.0, fastest: 4.0})
     known = tune(file, stopwatch, SHAPE, SHAPE._replace(num_rows=16))
     assert known.get(KEY) == fastest
-    assert len(stopwatch.calls) == 1 + len(tuning.candidates(SHAPE))  # one class, measured once
+    assert len(stopwatch.calls) == 1 + len(candidates(SHAPE, GPU))  # one class, measured once
     again = Stopwatch({})
     assert tune(file, again, SHAPE).get(KEY) == fastest
     assert not again.calls
@@ -314,7 +293,7 @@ def test_torch_may_win(tmp_path: Path) -> None:
 
 
 def test_configs_that_do_not_run_are_out_of_the_race(tmp_path: Path) -> None:
-    first, second, *_ = tuning.candidates(SHAPE)
+    first, second, *_ = candidates(SHAPE, GPU)
     times: dict[GemmChoice, float | Exception] = {
         first: RuntimeError("out of resource"),
         second: 8.5,
@@ -356,7 +335,7 @@ def test_a_damaged_file_is_made_anew(
 ) -> None:
     file = tmp_path / "linear.json"
     file.write_bytes(content)
-    fastest = tuning.candidates(SHAPE)[0]
+    fastest = candidates(SHAPE, GPU)[0]
     with caplog.at_level(logging.WARNING):
         assert tune(file, Stopwatch({fastest: 1.0}), SHAPE).get(KEY) == fastest
     assert "is ignored and will be recreated" in caplog.text
@@ -386,7 +365,7 @@ def test_entries_that_cannot_be_used_are_measured_again(tmp_path: Path, entry: o
     known = Tuning(file, {})
     assert known.get(KEY) is None
     assert known.get("other") == "torch"
-    fastest = tuning.candidates(SHAPE)[0]
+    fastest = candidates(SHAPE, GPU)[0]
     assert tune(file, Stopwatch({fastest: 1.0}), SHAPE).get(KEY) == fastest
     assert Tuning(file, {}).get("other") == "torch"
 
@@ -401,7 +380,7 @@ def test_a_directory_that_cannot_be_written_costs_the_next_process(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tuning").write_text("a file where the directory should be")
-    fastest = tuning.candidates(SHAPE)[0]
+    fastest = candidates(SHAPE, GPU)[0]
     with caplog.at_level(logging.WARNING):
         known = tune(tmp_path / "tuning" / "linear.json", Stopwatch({fastest: 1.0}), SHAPE)
     assert known.get(KEY) == fastest

@@ -11,7 +11,8 @@ import torch
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.models.native.decoder import Decoder
-from ostinato.ops.tuning import ROW_CLASSES, LinearShape, tune_linears, tuning
+from ostinato.ops.tile_config import ROW_CLASSES, LinearShape, gpu_of
+from ostinato.ops.tuning import tune_linears, tuning
 from ostinato.runner import startup
 
 
@@ -30,7 +31,7 @@ def tune(config: EngineConfig) -> dict[str, str]:
         raise ConfigError("there is nothing to tune in float32; use bfloat16 or float16")
     weights = linear_weights(model)
     tune_linears(weights, weights.__getitem__)
-    gpu = torch.cuda.get_device_name(device)
+    gpu = gpu_of(device).name
     return {(key := shape.key(gpu)): str(tuning().get(key)) for shape in weights}
 
 

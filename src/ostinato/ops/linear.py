@@ -17,16 +17,17 @@ import torch
 import torch.nn.functional as F
 
 from ostinato.errors import BatchError
-from ostinato.ops.triton.counters import take_counters
-from ostinato.ops.triton.launch import launch, overlap
-from ostinato.ops.tuning import (
+from ostinato.ops.tile_config import (
     MAX_ROWS,
     GemmChoice,
     LinearShape,
     TileConfig,
+    gpu_of,
     row_class,
-    tuning,
 )
+from ostinato.ops.triton.counters import take_counters
+from ostinato.ops.triton.launch import launch, overlap
+from ostinato.ops.tuning import tuning
 
 _HALVES = (torch.float16, torch.bfloat16)
 _EVICT = "evict_first"  # a weight is read once a step, and does not stay until the next
@@ -127,12 +128,7 @@ def _choice(gemm: Gemm) -> GemmChoice:
         return "torch"
     flags = (norm is not None, gated, residual is not None)
     shape = LinearShape(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, *flags)
-    return tuning().choice(shape, _gpu(x.device))
-
-
-@cache
-def _gpu(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
+    return tuning().choice(shape, gpu_of(x.device))
 
 
 @cache

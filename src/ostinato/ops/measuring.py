@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ostinato.ops.linear import Gemm, Norm, run_kernel, torch_linear
-from ostinato.ops.tuning import GemmChoice, LinearShape, row_class
+from ostinato.ops.tile_config import GemmChoice, LinearShape, row_class
 
 _MEASURED_ROWS = {1: 1, 16: 8, 32: 32, 64: 64}  # by row class
 

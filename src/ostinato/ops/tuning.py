@@ -3,8 +3,8 @@
 A choice is looked up by shape: first in this machine's measurements (a file in the user's cache),
 then in the shipped table for known GPUs, whose choices were the fastest in the GEMM order of a
 decode step. ``tune_linears`` measures missing shapes once, before anything is captured. Shapes that
-were never measured get a sensible default. Nothing here launches a kernel: measuring is in
-``ops.measuring``, decisions are plain Python.
+were never measured get the choice of a model (``ops.tile_config``). Nothing here launches a kernel:
+measuring is in ``ops.measuring``, decisions are plain Python.
 """
 
 from __future__ import annotations
@@ -17,68 +17,27 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import torch
 
-from ostinato.ops.triton.launch import next_power_of_2
+from ostinato.ops.tile_config import (
+    MAX_ROWS,
+    GemmChoice,
+    Gpu,
+    LinearShape,
+    TileConfig,
+    candidates,
+    default_choice,
+    gpu_of,
+)
 
 logger = logging.getLogger(__name__)
 
 _VERSION = 1  # of the kernels as far as tiles matter; a new number invalidates all measurements
 _SHIPPED = "tuned_h200.json"
-ROW_CLASSES = (1, 16, 32, 64)
-MAX_ROWS = ROW_CLASSES[-1]
-_ENOUGH_PROGRAMS = 90  # if each takes an SM
-
-
-class TileConfig(NamedTuple):
-    """A tile config: constants of a kernel and of its launch."""
-
-    block_n: int  # results per program (pairs, if gated)
-    block_k: int  # inputs at a time
-    num_warps: int
-    num_stages: int = 1  # tiles in flight; the one-row kernel pipelines in its own way
-    split_k: int = 1  # programs that share the inputs of one tile; not for one row
-    prefetch: int = 0  # tiles prefetched into L2 before the previous kernel is done
-
-    def as_json(self) -> dict[str, int]:
-        return self._asdict()
-
-
-GemmChoice = TileConfig | Literal["torch"]
-
-
-class LinearShape(NamedTuple):
-    """What a choice depends on, besides the GPU. ``num_rows`` stands for its row class."""
-
-    num_rows: int
-    n: int  # rows of the weight
-    k: int
-    dtype: torch.dtype
-    norm: bool = False
-    gated: bool = False
-    residual: bool = False
-
-    @property
-    def outputs(self) -> int:
-        return self.n // 2 if self.gated else self.n
-
-    def key(self, gpu: str) -> str:
-        """The key of this shape in a table."""
-        flags = [name for name in ("norm", "gated", "residual") if getattr(self, name)]
-        rows = row_class(self.num_rows)
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{gpu}/{dtype}/{rows}/{self.n}x{self.k}/{'+'.join(flags)}"
-
 
 Measure = Callable[[LinearShape, GemmChoice, Sequence[torch.Tensor]], float]
 WeightsOf = Callable[[LinearShape], Sequence[torch.Tensor]]
-
-
-def row_class(num_rows: int) -> int:
-    """The largest number of rows in the class: 1, 2 to 16, 17 to 32, 33 to 64."""
-    return next(most for most in ROW_CLASSES if num_rows <= most)
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -135,16 +94,16 @@ class Tuning:
         self._file = file
         self._shipped = shipped
         self._own = self._read()
-        self._choices: dict[tuple[LinearShape, str], GemmChoice] = {}  # cache
+        self._choices: dict[tuple[LinearShape, Gpu], GemmChoice] = {}  # cache
 
     def get(self, key: str) -> GemmChoice | None:
         return self._own.get(key) or self._shipped.get(key)
 
-    def choice(self, shape: LinearShape, gpu: str) -> GemmChoice:
+    def choice(self, shape: LinearShape, gpu: Gpu) -> GemmChoice:
         """The known choice for this shape, or else a default."""
         choice = self._choices.get((shape, gpu))
         if choice is None:
-            choice = self.get(shape.key(gpu)) or default_choice(shape)
+            choice = self.get(shape.key(gpu.name)) or default_choice(shape, gpu)
             self._choices[shape, gpu] = choice
         return choice
 
@@ -198,57 +157,6 @@ def tuning() -> Tuning:
 # --- choosing -------------------------------------------------------------------------------------
 
 
-def default_choice(shape: LinearShape) -> GemmChoice:
-    """Without a measurement: our kernels if the GEMM is bound by reading the weight."""
-    if row_class(shape.num_rows) > 16:
-        return "torch"
-    return candidates(shape)[0]
-
-
-def candidates(shape: LinearShape) -> list[TileConfig]:
-    """At most five tile configs worth measuring, safest first. torch is one more option.
-
-    Of about a hundred measured on an H200 for the shapes of two models, the best of these is within
-    6% of the overall best, and 2% on average.
-    """
-    rows = row_class(shape.num_rows)
-    configs = _row_configs(shape) if rows == 1 else _tile_configs(shape, rows)
-    return list(dict.fromkeys(configs))
-
-
-def _row_configs(shape: LinearShape) -> list[TileConfig]:
-    whole = max(64, next_power_of_2(shape.k))
-    sizes = [(8, 512, 8), (4, 1024, 4), (2, 1024, 4), (2, 2048, 4), (2, 4096, 4)]
-    if shape.outputs < 4096:  # few programs, so smaller tiles
-        sizes[:2] = sizes[1::-1]
-    return [
-        TileConfig(
-            block_n, min(block_k, whole), num_warps, prefetch=int(block_k < min(shape.k, 2048))
-        )
-        for block_n, block_k, num_warps in sizes
-    ]
-
-
-def _tile_configs(shape: LinearShape, rows: int) -> list[TileConfig]:
-    def config(block_n: int, block_k: int, num_warps: int, room: int) -> TileConfig:
-        """As many stages as fit ``room`` in shared memory, split into about one program per SM."""
-        tiles, split = -(-shape.outputs // block_n), 1
-        while tiles * split < _ENOUGH_PROGRAMS and split < 8 and 2 * split * block_k <= shape.k:
-            split *= 2
-        stage = (block_n * (2 if shape.gated else 1) + rows) * block_k * shape.dtype.itemsize
-        depth = min(room // stage, shape.k // (split * block_k) + 1, 9)
-        return TileConfig(block_n, block_k, num_warps, max(2, depth), split)
-
-    narrow = shape.outputs <= 1024
-    return [
-        config(64, 64, 4, 96_000),  # fits any GPU with bfloat16
-        config(64, 64, 4, 150_000),
-        config(64, 128, 4, 114_000),
-        config(64, 128, 4, 150_000),
-        config(16, 128, 4, 75_000) if narrow else config(128, 64, 8, 75_000),
-    ]
-
-
 def choose(
     shape: LinearShape,
     options: Sequence[GemmChoice],
@@ -275,7 +183,7 @@ def tune_linears(
     shapes: Iterable[LinearShape],
     weights_of: WeightsOf,
     *,
-    gpu: str | None = None,
+    gpu: Gpu | None = None,
     known: Tuning | None = None,
     measure: Measure | None = None,
 ) -> None:
@@ -287,14 +195,14 @@ def tune_linears(
     """
     measure = _measure() if measure is None else measure
     known = tuning() if known is None else known
-    gpu = torch.cuda.get_device_name() if gpu is None else gpu
+    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device())) if gpu is None else gpu
     found: dict[str, GemmChoice] = {}
     for shape in shapes:
         if not 1 <= shape.num_rows <= MAX_ROWS:
             continue  # always torch
-        key = shape.key(gpu)
+        key = shape.key(gpu.name)
         if key not in found and known.get(key) is None:
-            options: list[GemmChoice] = ["torch", *candidates(shape)]
+            options: list[GemmChoice] = ["torch", *candidates(shape, gpu)]
             found[key] = choose(shape, options, weights_of(shape), measure)
     if found:
         known.remember(found)

@@ -34,7 +34,7 @@ from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.ops.linear import Norm, linear
 from ostinato.ops.numba import runs_compiled
-from ostinato.ops.tuning import MAX_ROWS
+from ostinato.ops.tile_config import MAX_ROWS
 
 
 class Decoder(nn.Module, CausalLM):
