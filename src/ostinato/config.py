@@ -187,6 +187,13 @@ class EngineConfig:
         "it set this themselves.",
         cli=int,
     )
+    tune: Literal["auto", "off"] = option(
+        "auto",
+        "'auto': a model's first start on a GPU takes a few seconds to measure tile configs for "
+        "its large GEMMs, unless they are known, and saves them for later starts. 'off': what is "
+        "not known is predicted. Several ranks never measure.",
+        cli=str,
+    )
     show_progress: bool = option(True, "Progress bars while capturing and generating.")
     tensor_parallel_size: int = option(1, "Number of ranks to split the weights over.", cli=int)
     ulysses_sequence_parallel_size: int = option(
@@ -241,6 +248,8 @@ class EngineConfig:
             object.__setattr__(
                 self, "kv_cache_memory_bytes", parse_bytes(self.kv_cache_memory_bytes)
             )
+        if self.tune not in ("auto", "off"):
+            raise ConfigError(f"tune must be 'auto' or 'off', got {shown(self.tune)}")
         if self.model == "":
             raise ConfigError("model is empty; give a directory, a hub model, a shape or None")
         self._check_parallel()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from transformers import Gemma2Config, Qwen3Config
 
-from ostinato import ConfigError
+from ostinato import LLM, ConfigError, GraphConfig
 from ostinato.config import EngineConfig
-from ostinato.engine.tune import linear_weights, tune
+from ostinato.engine import tune as tune_module
+from ostinato.engine.tune import linear_weights, tune, tune_at_start
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import shape_config
-from ostinato.ops.tile_config import ROW_CLASSES
+from ostinato.ops import measuring
+from ostinato.ops.tile_config import ROW_CLASSES, Gpu, LinearShape
+from ostinato.ops.tuning import StepGemm, tuning
 from ostinato.runner import startup
 
 
@@ -66,8 +72,6 @@ def test_what_is_fused_with_a_gemm_is_measured_with_it() -> None:
 
 
 def test_a_known_shape_has_entries_for_an_h200() -> None:
-    from ostinato.ops.tuning import tuning
-
     model = Decoder(
         DecoderConfig.from_hf(shape_config("llama-3.2-1b")),
         device=torch.device("meta"),
@@ -92,3 +96,62 @@ def test_models_without_kernels_to_tune_are_refused(
     monkeypatch.setattr(startup, "load", lambda config: loaded)
     with pytest.raises(ConfigError, match=message):
         tune(config)
+
+
+# --- at start-up ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[LinearShape]]:
+    """What is measured, on a CPU that passes for a GPU, with an empty cache of its own."""
+    shapes: list[LinearShape] = []
+
+    def measure(step: Sequence[StepGemm]) -> float:
+        shapes.append(step[-1].shape)
+        return 1.0
+
+    monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path))
+    monkeypatch.setattr(tune_module, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(tune_module, "gpu_of", lambda device: Gpu("GPU"))
+    monkeypatch.setattr(measuring, "measure_step", measure)
+    monkeypatch.setattr(measuring, "compile_all", lambda gemms: iter([None] * len(gemms)))
+    tuning.cache_clear()
+    yield shapes
+    tuning.cache_clear()
+
+
+OPTIONS: dict[str, Any] = {
+    "model": "smollm2-135m",
+    "random_weights": True,
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "max_model_len": 32,
+    "max_num_seqs": 4,
+    "graphs": GraphConfig(mode="NONE"),
+    "show_progress": False,
+}
+
+
+@pytest.mark.slow
+def test_the_first_start_measures_large_gemms_and_the_second_knows_them(
+    measured: list[LinearShape],
+) -> None:
+    LLM(**OPTIONS).close()
+    head = (49152, 576)  # the other weights have less than 4 MiB
+    assert {(shape.num_rows, shape.n, shape.k) for shape in measured} == {(1, *head), (16, *head)}
+    measured.clear()
+    tuning.cache_clear()  # as in another process
+    LLM(**OPTIONS).close()
+    assert measured == []
+
+
+def test_a_start_measures_nothing_if_told_so(measured: list[LinearShape]) -> None:
+    model = startup.load(EngineConfig(**OPTIONS)).model
+    tune_at_start(EngineConfig(**OPTIONS, tune="off"), model)
+    tune_at_start(EngineConfig(**OPTIONS, tensor_parallel_size=2), model)
+    assert measured == []
+
+
+def test_unknown_ways_to_tune_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tune must be 'auto' or 'off', got 'always'"):
+        EngineConfig(tune="always")  # type: ignore[arg-type]

@@ -15,8 +15,9 @@ from torch import Tensor
 from ostinato import GraphPool
 from ostinato.ops import linear as module
 from ostinato.ops.linear import Gemm, Norm, linear, run_kernel, torch_linear
-from ostinato.ops.measuring import measure_linear
+from ostinato.ops.measuring import compile_all, measure_step
 from ostinato.ops.tile_config import GemmChoice, LinearShape, TileConfig, candidates, gpu_of
+from ostinato.ops.tuning import StepGemm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -161,5 +162,8 @@ def test_measuring_says_what_it_takes(num_rows: int) -> None:
     weights = [draw(512, 512, size=0.05) for _ in range(4)]
     shape = LinearShape(num_rows, 512, 512, torch.bfloat16, norm=True, residual=True)
     choices: list[GemmChoice] = ["torch", candidates(shape, gpu_of(CUDA))[0]]
-    for choice in choices:
-        assert 0.1 < measure_linear(shape, choice, weights) < 10_000
+    gemms = [StepGemm(shape, choice, weights) for choice in choices]
+    assert len(list(compile_all(gemms))) == len(gemms)
+    for gemm in gemms:
+        assert 0.1 < measure_step([gemm]) < 10_000
+    assert measure_step(gemms * 4) > measure_step(gemms)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from ostinato.ops.tile_config import (
     TileConfig,
     candidates,
 )
-from ostinato.ops.tuning import Tuning
+from ostinato.ops.tuning import StepGemm, Tuning
 
 pytest.importorskip("triton")
 
@@ -238,15 +238,21 @@ GPU = Gpu("GPU")
 
 
 class Stopwatch:
-    """Returns given times, and records what was measured."""
+    """Returns given times of a step's last GEMM, and records what was compiled and measured."""
 
     def __init__(self, times: dict[GemmChoice, float | Exception]) -> None:
         self._times = times
-        self.calls: list[tuple[LinearShape, GemmChoice]] = []
+        self.compiled: list[GemmChoice] = []
+        self.calls: list[list[StepGemm]] = []
 
-    def __call__(self, shape: LinearShape, choice: GemmChoice, _: Sequence[Tensor]) -> float:
-        self.calls.append((shape, choice))
-        time = self._times.get(choice, 9.0)
+    def compile_all(self, gemms: Sequence[StepGemm]) -> Iterator[None]:
+        for gemm in gemms:
+            self.compiled.append(gemm.choice)
+            yield
+
+    def __call__(self, step: Sequence[StepGemm]) -> float:
+        self.calls.append(list(step))
+        time = self._times.get(step[-1].choice, 9.0)
         if isinstance(time, Exception):
             raise time
         return time
@@ -254,8 +260,17 @@ class Stopwatch:
 
 def tune(file: Path, stopwatch: Stopwatch, *shapes: LinearShape, **shipped: GemmChoice) -> Tuning:
     known = Tuning(file, dict(shipped))
-    tuning.tune_linears(shapes, lambda _: [], gpu=GPU, known=known, measure=stopwatch)
+    run_tuning(known, stopwatch, {shape: [] for shape in shapes})
     return known
+
+
+def run_tuning(
+    known: Tuning, stopwatch: Stopwatch, weights: dict[LinearShape, list[Tensor]], **options: int
+) -> None:
+    compile_all = stopwatch.compile_all
+    tuning.tune_linears(
+        weights, gpu=GPU, known=known, measure=stopwatch, compile_all=compile_all, **options
+    )
 
 
 def test_a_shape_is_named_by_what_it_depends_on() -> None:
@@ -285,6 +300,37 @@ def test_the_fastest_is_remembered_across_processes(tmp_path: Path) -> None:
     assert tune(file, again, SHAPE).get(KEY) == fastest
     assert not again.calls
     assert [path.name for path in file.parent.iterdir()] == ["linear.json"]
+
+
+def test_a_shape_is_measured_after_the_other_gemms_of_a_step(tmp_path: Path) -> None:
+    """With the choices that are known or were found for them; a head after all of a layer."""
+    known = Tuning(tmp_path / "linear.json", {})
+    qkv, up, head = SHAPE, SHAPE._replace(n=8192, gated=True), SHAPE._replace(n=50_000)
+    other_rows = qkv._replace(num_rows=64)
+    down = LinearShape(8, 2048, 4096, torch.bfloat16, residual=True)
+    known.remember({up.key("GPU"): FAST, other_rows.key("GPU"): FAST})
+    best = candidates(qkv, GPU)[1]
+    stopwatch = Stopwatch({best: 4.0})
+    layers: list[Tensor] = [torch.zeros(1)] * 6
+    weights = {qkv: layers, other_rows: layers, up: layers, down: layers, head: layers[:1]}
+    run_tuning(known, stopwatch, weights)
+    steps = {
+        measured: [(gemm.shape, gemm.choice) for gemm in step[:-1]]
+        for step in stopwatch.calls
+        if (measured := step[-1].shape)
+    }
+    assert steps[qkv] == [(up, FAST), (down, candidates(down, GPU)[0])]
+    assert steps[down] == [(qkv, best), (up, FAST)]
+    assert [shape for shape, _ in steps[head]] == [qkv, up, down]
+    assert set(steps) == {qkv, down, head}
+
+
+def test_a_quick_look_takes_the_most_promising(tmp_path: Path) -> None:
+    stopwatch = Stopwatch({})
+    run_tuning(Tuning(tmp_path / "linear.json", {}), stopwatch, {SHAPE: []}, num_candidates=2)
+    tried = [step[-1].choice for step in stopwatch.calls]
+    assert tried == [*candidates(SHAPE, GPU)[:2], "torch"]
+    assert stopwatch.compiled == tried
 
 
 def test_torch_may_win(tmp_path: Path) -> None:

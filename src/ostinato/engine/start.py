@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 from ostinato.config import EngineConfig
+from ostinato.engine.tune import tune_at_start
 from ostinato.ranks.sharing import Started, Unshared
 from ostinato.runner import startup
 from ostinato.runner.autocast import without_autocast
@@ -25,5 +26,6 @@ def start(config: EngineConfig) -> Started:
         return start_ranks(config)
     with _starting:
         loaded = startup.load(config)
+        tune_at_start(config, loaded.model)  # before captures, which take what is known
         runner, resolved = startup.build_runner(config, loaded)
     return Started(loaded=loaded, runner=runner, resolved_mode=resolved, sharing=Unshared())

@@ -1,7 +1,8 @@
 """Measures the best tile configs for a model's small-M GEMMs, once per GPU and shape.
 
 The results go to the user's cache, which later starts read. Shapes found there or in the shipped
-table are not measured again.
+table are not measured again. ``ostinato tune`` measures all GEMMs thoroughly; a start with
+``tune="auto"`` compares fewer configs, of large GEMMs of up to 16 rows, and takes a few seconds.
 """
 
 from __future__ import annotations
@@ -10,10 +11,16 @@ import torch
 
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
+from ostinato.models.base import CausalLM
 from ostinato.models.native.decoder import Decoder
-from ostinato.ops.tile_config import ROW_CLASSES, LinearShape, gpu_of
+from ostinato.ops.linear import has_kernels
+from ostinato.ops.tile_config import ROW_CLASSES, LinearShape, gpu_of, row_class
 from ostinato.ops.tuning import tune_linears, tuning
 from ostinato.runner import startup
+
+_LARGE = 4 << 20  # bytes of a weight; the launch is what smaller GEMMs cost
+_QUICK = 3  # tile configs
+_QUICK_ROWS = 16  # with more, the prediction has been as good
 
 
 def tune(config: EngineConfig) -> dict[str, str]:
@@ -30,9 +37,33 @@ def tune(config: EngineConfig) -> dict[str, str]:
     if model.dtype is torch.float32:
         raise ConfigError("there is nothing to tune in float32; use bfloat16 or float16")
     weights = linear_weights(model)
-    tune_linears(weights, weights.__getitem__)
-    gpu = gpu_of(device).name
-    return {(key := shape.key(gpu)): str(tuning().get(key)) for shape in weights}
+    gpu = gpu_of(model.device)
+    tune_linears(weights, gpu=gpu, show_progress=config.show_progress)
+    return {(key := shape.key(gpu.name)): str(tuning().get(key)) for shape in weights}
+
+
+def tune_at_start(config: EngineConfig, model: CausalLM) -> None:
+    """Measure what start-up should know about the GEMMs of ``model``, if it can be measured here.
+
+    Not on several ranks: a rank that measured something else would round differently. They use
+    what is known, and ``ostinato tune`` can measure it before.
+    """
+    if config.tune != "auto" or config.layout.world_size > 1:
+        return
+    if not isinstance(model, Decoder) or not has_kernels(model.device, model.dtype):
+        return
+    most_rows = row_class(min(config.batch_limits(model.device)[0], _QUICK_ROWS))
+    large = {
+        shape: weights
+        for shape, weights in linear_weights(model).items()
+        if shape.num_rows <= most_rows and weights[0].nbytes >= _LARGE
+    }
+    tune_linears(
+        large,
+        gpu=gpu_of(model.device),
+        num_candidates=_QUICK,
+        show_progress=config.show_progress,
+    )
 
 
 def linear_weights(model: Decoder) -> dict[LinearShape, list[torch.Tensor]]:

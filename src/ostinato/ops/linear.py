@@ -118,13 +118,13 @@ def torch_linear(gemm: Gemm) -> torch.Tensor:
 
 def _choice(gemm: Gemm) -> GemmChoice:
     x, weight, bias, norm, gated, residual = gemm
-    if not x.is_cuda or not 1 <= x.shape[0] <= MAX_ROWS or x.dtype not in _HALVES:
+    if not 1 <= x.shape[0] <= MAX_ROWS or not has_kernels(x.device, x.dtype):
         return "torch"
     others = (weight, bias, norm.weight if norm else None, residual)
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in others):
         return "torch"
     dense_rows = x.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
-    if not weight.is_contiguous() or not dense_rows or not _has_kernels(x.device):
+    if not weight.is_contiguous() or not dense_rows:
         return "torch"
     flags = (norm is not None, gated, residual is not None)
     shape = LinearShape(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, *flags)
@@ -132,10 +132,11 @@ def _choice(gemm: Gemm) -> GemmChoice:
 
 
 @cache
-def _has_kernels(device: torch.device) -> bool:
-    """Whether there are tensor cores for bfloat16, and a compiler."""
-    has_cores = torch.cuda.get_device_capability(device) >= (8, 0)
-    return has_cores and find_spec("triton") is not None
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are tensor cores for this dtype, and a compiler."""
+    if device.type != "cuda" or dtype not in _HALVES or find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def run_kernel(config: TileConfig, gemm: Gemm) -> torch.Tensor:

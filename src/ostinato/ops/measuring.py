@@ -1,64 +1,90 @@
-"""Measures a GEMM on the GPU under the conditions of a decode step.
+"""Measures GEMMs on the GPU under the conditions of a decode step.
 
-In a CUDA graph, launches follow each other, each with the weights of another layer.
+In a CUDA graph, launches follow each other in the order of a step, each turn with the weights of
+another layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from statistics import median
 from typing import Any
 
 import torch
 
 from ostinato.ops.linear import Gemm, Norm, run_kernel, torch_linear
-from ostinato.ops.tile_config import GemmChoice, LinearShape, row_class
+from ostinato.ops.tile_config import row_class
+from ostinato.ops.tuning import StepGemm
 
 _MEASURED_ROWS = {1: 1, 16: 8, 32: 32, 64: 64}  # by row class
+_COLD_BYTES = 200 << 20  # of weights between two uses of one: several times the L2 of a GPU
+_MOST_TURNS = 24
 
 
-def measure_linear(
-    shape: LinearShape, choice: GemmChoice, weights: Sequence[torch.Tensor], *, launches: int = 24
-) -> float:
-    """Microseconds per GEMM, from a CUDA graph of at least ``launches`` over the weights."""
+def measure_step(step: Sequence[StepGemm]) -> float:
+    """Microseconds of the GEMMs of ``step``, run one after the other. Synchronises."""
+    runs = [_runner(gemm) for gemm in step]
+    num_bytes = sum(gemm.weights[0].nbytes for gemm in step)
+    turns = min(max(2, _COLD_BYTES // num_bytes), _MOST_TURNS)
+
+    def run_all() -> None:
+        for turn in range(turns):
+            for gemm, run in zip(step, runs, strict=True):
+                run(gemm.weights[turn % len(gemm.weights)])
+
+    return time_in_graph(run_all, step[0].weights[0].device) / turns
+
+
+def compile_all(gemms: Sequence[StepGemm]) -> Iterator[None]:
+    """Run each once, on several threads: most of a kernel's compilation needs no Python.
+
+    Yields whenever one is done. Those that fail do so again when they are measured. Not for torch,
+    whose libraries take a workspace for every thread.
+    """
+
+    def compile_one(gemm: StepGemm) -> None:
+        if gemm.choice != "torch":
+            with suppress(Exception):
+                _runner(gemm)(gemm.weights[0])
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, 16)) as threads:
+        yield from threads.map(compile_one, gemms)
+
+
+def _runner(step_gemm: StepGemm) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The GEMM as a function of the weight."""
+    shape, choice, weights = step_gemm
     device = weights[0].device
-    rows = _MEASURED_ROWS[row_class(shape.num_rows)]
     generator = torch.Generator(device=device).manual_seed(0)
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, device=device, dtype=shape.dtype, generator=generator)
 
-    inputs = [draw(rows, shape.k) for _ in range(4)]
-    norm_weight = draw(shape.k) if shape.norm else None
+    rows = _MEASURED_ROWS[row_class(shape.num_rows)]
+    x = draw(rows, shape.k)
+    norm = Norm(draw(shape.k), 1e-5) if shape.norm else None
     residual = draw(rows, shape.outputs) if shape.residual else None
-    rounds = -(-launches // len(weights))
-    run = _runner(shape, choice, norm_weight, residual)
 
-    def run_all() -> None:
-        for turn in range(rounds * len(weights)):
-            run(inputs[turn % len(inputs)], weights[turn % len(weights)])
-
-    return time_in_graph(run_all, device) / (rounds * len(weights))
-
-
-def _runner(
-    shape: LinearShape,
-    choice: GemmChoice,
-    norm_weight: torch.Tensor | None,
-    residual: torch.Tensor | None,
-) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-    norm = None if norm_weight is None else Norm(norm_weight, 1e-5)
-
-    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def run(weight: torch.Tensor) -> torch.Tensor:
         gemm = Gemm(x, weight, norm=norm, gated=shape.gated, residual=residual)
         return torch_linear(gemm) if choice == "torch" else run_kernel(choice, gemm)
 
     return run
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all measurements: cuBLAS keeps a workspace for every stream that it has seen."""
+    return torch.cuda.Stream(device)
+
+
 def time_in_graph(run: Callable[[], Any], device: torch.device, *, replays: int = 9) -> float:
     """Median microseconds of replaying a graph of ``run``. Synchronises."""
-    stream = torch.cuda.Stream(device)
+    stream = _side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         run()  # compiles, and lets libraries allocate their workspaces

@@ -24,7 +24,10 @@ _SMALL_TILE = 0.5  # of these rates, with tiles too small for Hopper's tensor co
 _ROUND_US = 0.3  # until the next program of an SM reads as fast as the previous one did
 _SPLIT_US = 0.7  # for split-K: until the last program of a tile has seen that it is the last
 
-_ROOM = 144 * 1024  # of shared memory for the stages of a program that has an SM to itself
+# Of shared memory, for the stages of a program that has an SM to itself, or leaves room for the
+# next kernel to start early.
+_ROOM = 144 * 1024
+_ROOM_BESIDE = 100 * 1024
 _PREFETCH_BYTES = 32 * 1024  # into L2, by each program
 
 
@@ -134,7 +137,7 @@ def _row_configs(shape: LinearShape) -> list[TileConfig]:
 
 
 def _tile_configs(shape: LinearShape, gpu: Gpu) -> list[TileConfig]:
-    """The model's choice, then the same tiles with other stages, then other tiles."""
+    """The model's choice, its second choice of tiles, the first with other stages, and so on."""
     ranked = sorted(
         (
             _config(shape, gpu, block_n, split_k)
@@ -148,13 +151,15 @@ def _tile_configs(shape: LinearShape, gpu: Gpu) -> list[TileConfig]:
     ranked = [config for config in ranked if _shares_all(shape.k, config)]
     best = ranked[0]
     other_k = 64 if best.block_k == 128 else 128
-    other_room = 100 * 1024 if best.block_n <= 64 else 216 * 1024
+    other_room = _ROOM_BESIDE if best.block_n <= 64 else 216 * 1024
+    if other_room == _room(shape):
+        other_room = _ROOM
     configs = [
         best,
-        _config(shape, gpu, best.block_n, best.split_k, block_k=other_k, min_stages=2),
-        _config(shape, gpu, best.block_n, best.split_k, room=other_room),
         ranked[1],
+        _config(shape, gpu, best.block_n, best.split_k, room=other_room),
         _config(shape, gpu, 64, 1),
+        _config(shape, gpu, best.block_n, best.split_k, block_k=other_k, min_stages=2),
     ]
     return [config for config in configs if _shares_all(shape.k, config)]
 
@@ -202,6 +207,12 @@ def _num_tiles(shape: LinearShape, block_n: int) -> int:
     return -(-shape.outputs // block_n)
 
 
+def _room(shape: LinearShape) -> int:
+    """Attention, which follows a GEMM with only a norm, gains most from an early start."""
+    qkv = shape.norm and not shape.gated and row_class(shape.num_rows) <= 16
+    return _ROOM_BESIDE if qkv else _ROOM
+
+
 def _config(
     shape: LinearShape,
     gpu: Gpu,
@@ -210,7 +221,7 @@ def _config(
     *,
     block_k: int = 128,
     min_stages: int = 4,
-    room: int = _ROOM,
+    room: int | None = None,
 ) -> TileConfig:
     """Fill ``room`` with stages, so that tens of KB are in flight on every SM.
 
@@ -220,9 +231,10 @@ def _config(
     faster, if there are enough of them.
     """
     rows, parts = row_class(shape.num_rows), 2 if shape.gated else 1
+    room = _room(shape) if room is None else room
     queue = _num_tiles(shape, block_n) * split_k > 4 * gpu.num_sms
     if queue:
-        room, min_stages = room // 2, 2
+        room, min_stages = max(room, _ROOM) // 2, 2
     room = min(room, int(0.95 * gpu.shared_memory))
     bytes_per_k = (parts * block_n + rows) * shape.dtype.itemsize
     if min_stages * block_k * bytes_per_k > room:

@@ -13,12 +13,14 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from ostinato.ops.tile_config import (
     MAX_ROWS,
@@ -36,8 +38,18 @@ logger = logging.getLogger(__name__)
 _VERSION = 1  # of the kernels as far as tiles matter; a new number invalidates all measurements
 _SHIPPED = "tuned_h200.json"
 
-Measure = Callable[[LinearShape, GemmChoice, Sequence[torch.Tensor]], float]
-WeightsOf = Callable[[LinearShape], Sequence[torch.Tensor]]
+
+class StepGemm(NamedTuple):
+    """A GEMM of a decode step, with its weights in all layers."""
+
+    shape: LinearShape
+    choice: GemmChoice
+    weights: Sequence[torch.Tensor]
+
+
+Weights = Mapping[LinearShape, Sequence[torch.Tensor]]
+Measure = Callable[[Sequence[StepGemm]], float]
+Compile = Callable[[Sequence[StepGemm]], Iterable[None]]
 
 
 # --- tables ---------------------------------------------------------------------------------------
@@ -154,61 +166,89 @@ def tuning() -> Tuning:
     return Tuning(cache_file(), read_table(shipped))
 
 
-# --- choosing -------------------------------------------------------------------------------------
-
-
-def choose(
-    shape: LinearShape,
-    options: Sequence[GemmChoice],
-    weights: Sequence[torch.Tensor],
-    measure: Measure,
-) -> GemmChoice:
-    """The fastest of ``options``. Options that do not run on this GPU are skipped."""
-    best: GemmChoice = "torch"
-    shortest = float("inf")
-    for option in options:
-        try:
-            time = measure(shape, option, weights)
-        except Exception as error:  # too little shared memory, or a compiler error
-            if option == "torch":
-                raise
-            logger.debug("%s cannot use %s here: %s", shape, option, error)
-            continue
-        if time < shortest:
-            best, shortest = option, time
-    return best
+# --- measuring ------------------------------------------------------------------------------------
 
 
 def tune_linears(
-    shapes: Iterable[LinearShape],
-    weights_of: WeightsOf,
+    weights: Weights,
     *,
     gpu: Gpu | None = None,
     known: Tuning | None = None,
     measure: Measure | None = None,
+    compile_all: Compile | None = None,
+    num_candidates: int = 5,
+    show_progress: bool = False,
 ) -> None:
-    """Measure the ``shapes`` that are not known yet, and save the results. Not in a capture.
+    """Measure the shapes that are not known yet, and save the results. Not in a capture.
 
-    ``weights_of`` returns the weights of a shape from all layers of the model, so that none is in
-    the GPU's cache when it is used. Synchronises, and takes about a second for every shape that is
-    new to this machine.
+    ``weights`` has the shapes in the order of a decode step, each with its weights in all layers,
+    so that none is in the GPU's cache when it is used. The ``num_candidates`` most promising tile
+    configs of a shape are compared with each other and with torch, amid the other GEMMs of the
+    step: what a kernel prefetches, and the room it leaves on an SM, affect its neighbours.
+    Synchronises.
     """
-    measure = _measure() if measure is None else measure
     known = tuning() if known is None else known
     gpu = gpu_of(torch.device("cuda", torch.cuda.current_device())) if gpu is None else gpu
-    found: dict[str, GemmChoice] = {}
-    for shape in shapes:
+    options: dict[str, list[StepGemm]] = {}
+    for shape, each in weights.items():
         if not 1 <= shape.num_rows <= MAX_ROWS:
             continue  # always torch
         key = shape.key(gpu.name)
-        if key not in found and known.get(key) is None:
-            options: list[GemmChoice] = ["torch", *candidates(shape, gpu)]
-            found[key] = choose(shape, options, weights_of(shape), measure)
-    if found:
-        known.remember(found)
+        if key not in options and known.get(key) is None:
+            choices: list[GemmChoice] = [*candidates(shape, gpu)[:num_candidates], "torch"]
+            options[key] = [StepGemm(shape, choice, each) for choice in choices]
+    if not options:
+        return
+    if measure is None or compile_all is None:
+        from ostinato.ops import measuring  # imports this module
+
+        measure, compile_all = measuring.measure_step, measuring.compile_all
+    every = [each for gemms in options.values() for each in gemms]
+    compiled = compile_all(every)
+    for _ in tqdm(compiled, "compiling GEMMs", len(every), disable=not show_progress):
+        pass
+    found: dict[str, GemmChoice] = {}
+    for key, gemms in tqdm(options.items(), "measuring GEMMs", disable=not show_progress):
+        before = [
+            StepGemm(shape, found.get(shape.key(gpu.name)) or known.choice(shape, gpu), each)
+            for shape, each in _step_before(gemms[0].shape, weights).items()
+        ]
+        found[key] = choose(before, gemms, measure)
+    known.remember(found)
 
 
-def _measure() -> Measure:
-    from ostinato.ops.measuring import measure_linear  # imports this module
+def _step_before(shape: LinearShape, weights: Weights) -> Weights:
+    """The GEMMs since the last one of ``shape``: those of a layer, in order, with as many rows.
 
-    return measure_linear
+    A head, which is not in every layer, follows a whole layer.
+    """
+    most = max(map(len, weights.values()))  # more than layers, if a layer has a shape twice
+    layer = [
+        each
+        for each, of_layers in weights.items()
+        if each.num_rows == shape.num_rows and 2 * len(of_layers) >= most
+    ]
+    if shape in layer:
+        index = layer.index(shape)
+        layer = layer[index + 1 :] + layer[:index]
+    return {each: weights[each] for each in layer}
+
+
+def choose(before: Sequence[StepGemm], options: Sequence[StepGemm], measure: Measure) -> GemmChoice:
+    """The choice among ``options`` that is fastest, each after the GEMMs ``before``.
+
+    Options that do not run on this GPU are skipped.
+    """
+    best: GemmChoice = "torch"
+    shortest = float("inf")
+    for option in options:
+        try:
+            time = measure([*before, option])
+        except Exception as error:  # too little shared memory, or a compiler error
+            if option.choice == "torch":
+                raise
+            logger.debug("%s cannot use %s here: %s", option.shape, option.choice, error)
+            continue
+        if time < shortest:
+            best, shortest = option.choice, time
+    return best
