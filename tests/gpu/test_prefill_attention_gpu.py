@@ -126,7 +126,7 @@ def test_other_batches_take_another_kernel(calls: list[int], change: dict[str, o
 
 def test_a_replay_has_the_bits_of_an_eager_call(calls: list[int]) -> None:
     rules = {name: getattr(LAYOUT, name) for name in ("group", "head_dim", "value_dim", "dtype")}
-    with GraphPool(CUDA) as pool:
+    with GraphPool(CUDA, lazy_capture=True) as pool:
         check_replays(
             pool, TritonPagedAttention(), operator, MIXES, 12, CUDA, block_size=16, **rules
         )

@@ -64,11 +64,12 @@ def best_kept_kernel(
     cut_key = tl.full([], LARGEST_INT, tl.int32)  # without filters NaN is kept, too
     cut_token = tl.full([], LARGEST_INT, tl.int32)
     is_filtered = is_filtered & FILTERED
-    if is_filtered:
-        its_fields = fields + row * NUM_FIELDS
-        highest = tl.load(its_fields + HIGHEST).to(tl.float32, bitcast=True)
-        cut_key = tl.load(its_fields + CUT_KEY)
-        cut_token = tl.load(its_fields + CUT_TOKEN)
+    if FILTERED:  # noqa: SIM102 (without filters there are no fields, and no code to read them)
+        if is_filtered:
+            its_fields = fields + row * NUM_FIELDS
+            highest = tl.load(its_fields + HIGHEST).to(tl.float32, bitcast=True)
+            cut_key = tl.load(its_fields + CUT_KEY)
+            cut_token = tl.load(its_fields + CUT_TOKEN)
     seed_key = tl.load(ints + req_index * int_stride + SEED_KEY)
     offset, multiplier = row_of_noise(seed_key, tl.load(lengths + row))
     lane = tl.arange(0, BLOCK)
