@@ -133,7 +133,7 @@ def _add_bias(logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> 
 def _hold_back_stops(
     logits: torch.Tensor, stop_ids: torch.Tensor, rows: SamplingRows, lengths: torch.Tensor
 ) -> torch.Tensor:
-    too_short = lengths - rows.prompt_len < rows.min_tokens
+    too_short = (lengths - rows.prompt_len).clamp(min=0) < rows.min_tokens
     held_back = torch.where(too_short, -torch.inf, 0.0).expand(stop_ids.shape)
     return _add_bias(logits, stop_ids, held_back)
 

@@ -55,6 +55,13 @@ def _add(row, ids, values, width, vocab_size, WIDTH_PAD: tl.constexpr):
     tl.store(row + token, score + value, mask=is_token)
 
 
+@triton.jit
+def _is_short(length, ints):
+    """Whether a request of ``length`` tokens must not stop yet."""
+    num_generated = tl.maximum(length - tl.load(ints + PROMPT_LEN), 0)
+    return num_generated < tl.load(ints + MIN_TOKENS)
+
+
 @triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
 def copy_kernel(
     logits,
@@ -88,8 +95,7 @@ def copy_kernel(
     req_index = tl.load(req_indices + row)
     length = tl.load(lengths + row).to(tl.int64)
     is_penalised = _penalties(floats, req_index, float_stride)[3]
-    num_generated = length - tl.load(ints + req_index * int_stride + PROMPT_LEN)
-    is_short = num_generated < tl.load(ints + req_index * int_stride + MIN_TOKENS)
+    is_short = _is_short(length, ints + req_index * int_stride)
     has_bias = tl.load(bias_ids + req_index * bias_stride) >= 0
     needs_copy = is_penalised | is_short | has_bias
     if chunk == 0:
@@ -153,7 +159,7 @@ def count_kernel(
             _add(
                 scores, bias_ids + its_bias, bias_values + its_bias, num_bias, vocab_size, BIAS_PAD
             )
-        if length - prompt_len < tl.load(ints + req_index * int_stride + MIN_TOKENS):
+        if _is_short(length, ints + req_index * int_stride):
             tl.debug_barrier()  # a stop token may have a bias
             _add(scores, stop_ids + req_index * stop_stride, None, num_stops, vocab_size, STOPS_PAD)
     if _penalties(floats, req_index, float_stride)[3]:
