@@ -16,11 +16,20 @@ PARTS = (GEMM, ATTENTION, SMALL, COPIES, GAPS)
 # Our kernels, in ``ops/triton`` and ``attention/triton``; a test finds any missing here.
 KERNELS = {
     "attend_kernel": ATTENTION,
+    "best_kept_kernel": SMALL,
     "best_of_all_kernel": SMALL,
     "best_of_chunk_kernel": SMALL,
+    "collect_candidates_kernel": SMALL,
     "combine_kernel": ATTENTION,
+    "copy_logits_kernel": SMALL,
+    "count_tokens_kernel": SMALL,
     "decode_kernel": ATTENTION,
+    "find_cutoff_kernel": SMALL,
+    "histogram_kernel": SMALL,
     "load_inputs_kernel": SMALL,
+    "logit_range_kernel": SMALL,
+    "logprob_sums_kernel": SMALL,
+    "penalise_kernel": SMALL,
     "prefill_kernel": ATTENTION,
     "rms_norm_kernel": SMALL,
     "rotary_store_kernel": ATTENTION,
@@ -29,6 +38,7 @@ KERNELS = {
     "store_kernel": ATTENTION,
     "store_outputs_kernel": SMALL,
     "tile_kernel": GEMM,
+    "top_logprobs_kernel": SMALL,
 }
 # Other kernels: the first match wins. Inductor names a fused kernel after everything in it, GEMMs
 # included, so it comes first; attention comes before GEMMs, since its kernels use CUTLASS too.

@@ -127,7 +127,11 @@ def changed_rows(
     steps: Steps,
 ) -> Rows:
     """Apply bias, min_tokens and penalties to copies of the rows that use them."""
-    from ostinato.ops.triton.logit_changes import copy_kernel, count_kernel, penalise_kernel
+    from ostinato.ops.triton.logit_changes import (
+        copy_logits_kernel,
+        count_tokens_kernel,
+        penalise_kernel,
+    )
 
     (num_rows, vocab_size), device = logits.shape, logits.device
     copies = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
@@ -140,7 +144,7 @@ def changed_rows(
     )
     options: dict[str, Any] = {**overlap(device), "num_warps": 4, "enable_fp_fusion": False}
     launch(
-        copy_kernel,
+        copy_logits_kernel,
         (num_rows, num_chunks),
         (
             *(logits, copies, is_changed, req_indices, lengths),
@@ -155,7 +159,7 @@ def changed_rows(
     )
     num_chunks = max(1, min(-(-max_len // _HISTORY_BLOCK), _HISTORY_CHUNKS))
     launch(
-        count_kernel,
+        count_tokens_kernel,
         (num_rows, num_chunks),
         (copies, req_indices, lengths, *tables, token_ids, counts),
         (
@@ -182,8 +186,8 @@ def changed_rows(
 
 def cutoffs(rows: Rows, tables: SamplingTables) -> torch.Tensor:
     """Where top-k and top-p cut off each row: the columns CUT_KEY and CUT_TOKEN of the result."""
-    from ostinato.ops.triton.cutoffs import collect_kernel, cutoff_kernel
-    from ostinato.ops.triton.filters import BINS, NUM_FIELDS, count_kernel, range_kernel
+    from ostinato.ops.triton.cutoffs import collect_candidates_kernel, find_cutoff_kernel
+    from ostinato.ops.triton.filters import BINS, NUM_FIELDS, histogram_kernel, logit_range_kernel
 
     logits = rows.logits
     (num_rows, vocab_size), device = logits.shape, logits.device
@@ -211,13 +215,13 @@ def cutoffs(rows: Rows, tables: SamplingTables) -> torch.Tensor:
         "enable_fp_fusion": False,
     }
     in_chunks = (*strides, blocks_per_chunk, num_chunks)
-    launch(range_kernel, grid, (*inputs, fields), in_chunks, **options, num_warps=4)
+    launch(logit_range_kernel, grid, (*inputs, fields), in_chunks, **options, num_warps=4)
     options |= {"CAPACITY": _CAPACITY, "CHUNKS_PAD": MAX_CHUNKS}
-    launch(count_kernel, grid, inputs, in_chunks, **options, num_warps=4)
+    launch(histogram_kernel, grid, inputs, in_chunks, **options, num_warps=4)
     lists = (*inputs, fields, keys, tokens, weights)
-    launch(collect_kernel, grid, lists, in_chunks, **options, num_warps=8)
+    launch(collect_candidates_kernel, grid, lists, in_chunks, **options, num_warps=8)
     options["BLOCK"] = _CUTOFF_BLOCK
-    launch(cutoff_kernel, (num_rows,), lists, (*strides, num_chunks), **options, num_warps=16)
+    launch(find_cutoff_kernel, (num_rows,), lists, (*strides, num_chunks), **options, num_warps=16)
     return fields
 
 

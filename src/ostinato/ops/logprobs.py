@@ -56,7 +56,7 @@ def triton_write_logprobs(
     out_token_ids: torch.Tensor,
 ) -> None:
     """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
-    from ostinato.ops.triton.logprobs import sums_kernel, top_kernel
+    from ostinato.ops.triton.logprobs import logprob_sums_kernel, top_logprobs_kernel
 
     (num_rows, vocab_size), device = logits.shape, logits.device
     if num_rows == 0:
@@ -77,7 +77,7 @@ def triton_write_logprobs(
     group_best = torch.empty((num_rows, num_groups), dtype=torch.int64, device=device)
     sizes = (logits.stride(0), vocab_size, num_groups)
     launch(
-        sums_kernel,
+        logprob_sums_kernel,
         (num_rows, num_chunks),
         (logits, partials, group_best),
         (*sizes, blocks_per_chunk, num_chunks),
@@ -86,7 +86,7 @@ def triton_write_logprobs(
         num_warps=4,
     )
     launch(
-        top_kernel,
+        top_logprobs_kernel,
         (num_rows,),
         (logits, chosen.contiguous(), partials, group_best, out_logprobs, out_token_ids),
         (*sizes, num_chunks, out_token_ids.shape[1] - 1),

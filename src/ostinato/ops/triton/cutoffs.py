@@ -72,7 +72,7 @@ def _bracket(count, total, width, top_k, top_p, CAPACITY: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
-def collect_kernel(
+def collect_candidates_kernel(
     logits,
     changed,
     is_changed,
@@ -239,7 +239,7 @@ def _smallest(
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def cutoff_kernel(
+def find_cutoff_kernel(
     logits,
     changed,
     is_changed,

@@ -6,12 +6,12 @@ A token's key is the bits of how far its logit is behind the row's highest: such
 negative, so they order like their bits. A row's cutoff is a key, and the last token kept among
 those that have it. Four kernels find it:
 
-1. ``range_kernel``: the highest and lowest logit of each chunk of a row.
-2. ``count_kernel``: a histogram of the tokens over ``BINS`` equal steps behind the highest, and
+1. ``logit_range_kernel``: the highest and lowest logit of each chunk of a row.
+2. ``histogram_kernel``: a histogram of the tokens over ``BINS`` equal steps behind the highest, and
    their total weight.
-3. ``collect_kernel``: from the counts, which bins the cutoff can be in; lists their tokens, and
+3. ``collect_candidates_kernel``: from the counts, which bins the cutoff can be in; lists their tokens, and
    adds up the weights of those before them.
-4. ``cutoff_kernel``: bisects the list.
+4. ``find_cutoff_kernel``: bisects the list.
 
 Weights are integers, so no result depends on how the work is split. A token more than ``REACH``
 temperatures behind has weight 0, and noise never makes it win: such tokens are ignored.
@@ -125,7 +125,7 @@ def bin_of(score, highest, temperature, scale):
 
 
 @triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
-def range_kernel(
+def logit_range_kernel(
     logits,
     changed,
     is_changed,
@@ -186,7 +186,7 @@ def range_kernel(
 
 
 @triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
-def count_kernel(
+def histogram_kernel(
     logits,
     changed,
     is_changed,

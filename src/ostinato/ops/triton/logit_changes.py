@@ -2,8 +2,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """Kernels that apply logit bias, min_tokens and penalties to a copy of the rows that use them.
 
-1. ``copy_kernel`` copies those rows, and clears the counts of the tokens in their histories.
-2. ``count_kernel`` counts these tokens, adds the bias and suppresses stop tokens.
+1. ``copy_logits_kernel`` copies those rows, and clears the counts of the tokens in their histories.
+2. ``count_tokens_kernel`` counts these tokens, adds the bias and suppresses stop tokens.
 3. ``penalise_kernel`` changes the logit of each token in the history once: of all positions that
    have the token, one takes its count and leaves 0.
 
@@ -63,7 +63,7 @@ def _is_short(length, ints):
 
 
 @triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
-def copy_kernel(
+def copy_logits_kernel(
     logits,
     changed,
     is_changed,
@@ -117,7 +117,7 @@ def copy_kernel(
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def count_kernel(
+def count_tokens_kernel(
     changed,
     req_indices,
     lengths,

@@ -27,7 +27,7 @@ def _candidates(logits, column, vocab_size):
 
 
 @triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
-def sums_kernel(
+def logprob_sums_kernel(
     logits,
     partials,
     group_best,
@@ -68,7 +68,7 @@ def sums_kernel(
 
 
 @triton.jit(do_not_specialize=["num_chunks", "num_top"])
-def top_kernel(
+def top_logprobs_kernel(
     logits,
     chosen,
     partials,
