@@ -9,8 +9,8 @@ those that have it. Four kernels find it:
 1. ``logit_range_kernel``: the highest and lowest logit of each chunk of a row.
 2. ``histogram_kernel``: a histogram of the tokens over ``BINS`` equal steps behind the highest, and
    their total weight.
-3. ``collect_candidates_kernel``: from the counts, which bins the cutoff can be in; lists their tokens, and
-   adds up the weights of those before them.
+3. ``collect_candidates_kernel``: from the counts, which bins the cutoff can be in; lists their
+   tokens, and adds up the weights of those before them.
 4. ``find_cutoff_kernel``: bisects the list.
 
 Weights are integers, so no result depends on how the work is split. A token more than ``REACH``
