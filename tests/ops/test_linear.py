@@ -358,6 +358,23 @@ def test_configs_that_do_not_run_are_out_of_the_race(tmp_path: Path) -> None:
     assert tune(tmp_path / "linear.json", Stopwatch(times), SHAPE).get(KEY) == second
 
 
+def test_torch_is_not_saved_where_nothing_else_ran(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For lack of a C compiler, say, which may be installed before the next start."""
+    file = tmp_path / "linear.json"
+    other = SHAPE._replace(num_rows=1)
+    broken = RuntimeError("Failed to find C compiler")
+    known = tune(file, Stopwatch(dict.fromkeys(candidates(SHAPE, GPU), broken)), SHAPE, other)
+    assert known.get(KEY) == known.choice(SHAPE, GPU) == "torch"
+    assert "none of our kernels does (RuntimeError: Failed to find C compiler)" in caplog.text
+    known.remember({"later": FAST})
+    fresh = Tuning(file, {})
+    assert fresh.get(KEY) is None
+    assert fresh.get(other.key("GPU")) is not None
+    assert fresh.get("later") == FAST
+
+
 def test_torch_that_does_not_run_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="no GPU"):
         tune(tmp_path / "linear.json", Stopwatch({"torch": RuntimeError("no GPU")}), SHAPE)

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -106,10 +106,11 @@ class Tuning:
         self._file = file
         self._shipped = shipped
         self._own = self._read()
+        self._unsaved: dict[str, GemmChoice] = {}
         self._choices: dict[tuple[LinearShape, Gpu], GemmChoice] = {}  # cache
 
     def get(self, key: str) -> GemmChoice | None:
-        return self._own.get(key) or self._shipped.get(key)
+        return self._own.get(key) or self._unsaved.get(key) or self._shipped.get(key)
 
     def choice(self, shape: LinearShape, gpu: Gpu) -> GemmChoice:
         """The known choice for this shape, or else a default."""
@@ -119,13 +120,18 @@ class Tuning:
             self._choices[shape, gpu] = choice
         return choice
 
-    def remember(self, choices: dict[str, GemmChoice]) -> None:
+    def remember(self, choices: dict[str, GemmChoice], *, unsaved: Collection[str] = ()) -> None:
         """Use ``choices`` from now on, in later processes too if the file can be written.
 
-        Two processes may write at once: each file is complete, and lost entries are measured again.
+        Those of ``unsaved`` keys are for this process only. Two processes may write at once: each
+        file is complete, and lost entries are measured again.
         """
-        self._own = self._read() | self._own | choices
+        saved = {key: choice for key, choice in choices.items() if key not in unsaved}
+        self._own = self._read() | self._own | saved
+        self._unsaved |= {key: choices[key] for key in unsaved}
         self._choices.clear()
+        if not saved:
+            return
         try:
             _replace(self._file, write_table(self._own))
         except OSError as error:
@@ -208,13 +214,17 @@ def tune_linears(
     for _ in tqdm(compiled, "compiling GEMMs", len(every), disable=not show_progress):
         pass
     found: dict[str, GemmChoice] = {}
+    failed: set[str] = set()
     for key, gemms in tqdm(options.items(), "measuring GEMMs", disable=not show_progress):
         before = [
             StepGemm(shape, found.get(shape.key(gpu.name)) or known.choice(shape, gpu), each)
             for shape, each in _step_before(gemms[0].shape, weights).items()
         ]
-        found[key] = choose(before, gemms, measure)
-    known.remember(found)
+        choice = choose(before, gemms, measure)
+        found[key] = choice or "torch"
+        if choice is None:
+            failed.add(key)
+    known.remember(found, unsaved=failed)
 
 
 def _step_before(shape: LinearShape, weights: Weights) -> Weights:
@@ -234,21 +244,31 @@ def _step_before(shape: LinearShape, weights: Weights) -> Weights:
     return {each: weights[each] for each in layer}
 
 
-def choose(before: Sequence[StepGemm], options: Sequence[StepGemm], measure: Measure) -> GemmChoice:
+def choose(
+    before: Sequence[StepGemm], options: Sequence[StepGemm], measure: Measure
+) -> GemmChoice | None:
     """The choice among ``options`` that is fastest, each after the GEMMs ``before``.
 
-    Options that do not run on this GPU are skipped.
+    Options that do not run on this GPU are skipped. None if only torch runs: that tells more about
+    a missing compiler or a full disk than about the GPU.
     """
-    best: GemmChoice = "torch"
-    shortest = float("inf")
+    times: dict[GemmChoice, float] = {}
+    problem: Exception | None = None
     for option in options:
         try:
-            time = measure([*before, option])
+            times[option.choice] = measure([*before, option])
         except Exception as error:  # too little shared memory, or a compiler error
             if option.choice == "torch":
                 raise
+            problem = error
             logger.debug("%s cannot use %s here: %s", option.shape, option.choice, error)
-            continue
-        if time < shortest:
-            best, shortest = option.choice, time
-    return best
+    if problem is not None and times.keys() <= {"torch"}:
+        logger.warning(
+            "torch runs %s in this process, because none of our kernels does (%s: %s); the next "
+            "process will measure again",
+            options[0].shape,
+            type(problem).__name__,
+            problem,
+        )
+        return None
+    return min(times, key=times.__getitem__)
