@@ -20,7 +20,7 @@ from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import shape_config
 from ostinato.ops import measuring
 from ostinato.ops.tile_config import ROW_CLASSES, Gpu, LinearShape
-from ostinato.ops.tuning import StepGemm, tuning
+from ostinato.ops.tuning import StepGemm, cache_file, tuning
 from ostinato.runner import startup
 
 
@@ -83,15 +83,19 @@ def test_a_known_shape_has_entries_for_an_h200() -> None:
 
 
 @pytest.mark.parametrize(
-    ("native", "message"),
-    [(True, "nothing to tune in float32; use bfloat16"), (False, "transformers' modules")],
+    ("dtype", "message"),
+    [
+        ("float32", "nothing to tune in float32; use bfloat16"),
+        ("bfloat16", "need Triton and a GPU of compute capability 8.0"),
+        (None, "transformers' modules"),
+    ],
 )
 def test_models_without_kernels_to_tune_are_refused(
-    monkeypatch: pytest.MonkeyPatch, native: bool, message: str
+    monkeypatch: pytest.MonkeyPatch, dtype: str | None, message: str
 ) -> None:
     """On a GPU, that is; on the CPU nothing is tuned at all (test_cli)."""
-    config = EngineConfig(model="tiny", random_weights=True, device="cpu", dtype="float32")
-    loaded = startup.load(config) if native else SimpleNamespace(model=torch.nn.Identity())
+    config = EngineConfig(model="tiny", random_weights=True, device="cpu", dtype=dtype or "auto")
+    loaded = startup.load(config) if dtype else SimpleNamespace(model=torch.nn.Identity())
     monkeypatch.setattr(EngineConfig, "torch_device", lambda self: torch.device("cuda"))
     monkeypatch.setattr(startup, "load", lambda config: loaded)
     with pytest.raises(ConfigError, match=message):
@@ -112,6 +116,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[L
 
     monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path))
     monkeypatch.setattr(tune_module, "has_kernels", lambda device, dtype: True)
+    monkeypatch.setattr(tune_module, "is_interpreted", lambda: False)
     monkeypatch.setattr(tune_module, "gpu_of", lambda device: Gpu("GPU"))
     monkeypatch.setattr(measuring, "measure_step", measure)
     monkeypatch.setattr(measuring, "compile_all", lambda gemms: iter([None] * len(gemms)))
@@ -150,6 +155,35 @@ def test_a_start_measures_nothing_if_told_so(measured: list[LinearShape]) -> Non
     tune_at_start(EngineConfig(**OPTIONS, tune="off"), model)
     tune_at_start(EngineConfig(**OPTIONS, tensor_parallel_size=2), model)
     assert measured == []
+
+
+def test_a_start_measures_nothing_where_kernels_are_interpreted(
+    measured: list[LinearShape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch would always win, and be saved."""
+    monkeypatch.setattr(tune_module, "is_interpreted", lambda: True)
+    loaded = startup.load(EngineConfig(**OPTIONS))
+    tune_at_start(EngineConfig(**OPTIONS), loaded.model)
+    monkeypatch.setattr(EngineConfig, "torch_device", lambda self: torch.device("cuda"))
+    monkeypatch.setattr(startup, "load", lambda config: loaded)
+    with pytest.raises(ConfigError, match="kernels are interpreted; unset TRITON_INTERPRET"):
+        tune(EngineConfig(**OPTIONS))
+    assert measured == []
+
+
+@pytest.mark.slow
+def test_a_start_goes_on_if_measuring_fails(
+    measured: list[LinearShape],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(_step: Sequence[StepGemm]) -> float:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(measuring, "measure_step", fail)
+    LLM(**OPTIONS).close()
+    assert "measuring GEMMs failed (RuntimeError: out of memory)" in caplog.text
+    assert not cache_file().exists()
 
 
 def test_unknown_ways_to_tune_are_refused() -> None:

@@ -24,7 +24,7 @@ from ostinato.ops.triton.compile_ahead import (
     compiling_ahead,
     triton_starting,
 )
-from ostinato.ops.triton.launch import without_running
+from ostinato.ops.triton.launch import is_interpreted, without_running
 
 triton = pytest.importorskip("triton")
 
@@ -195,8 +195,10 @@ def test_other_threads_launch_as_usual() -> None:
 
 def test_where_nothing_can_be_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton.knobs.runtime, "interpret", True)
+    assert is_interpreted()
     assert not can_compile_ahead()
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert not is_interpreted()
     assert can_compile_ahead()
     monkeypatch.setattr(compat.PrivateName, "find", lambda self: None)
     assert not can_compile_ahead()

@@ -7,6 +7,8 @@ table are not measured again. ``ostinato tune`` measures all GEMMs thoroughly; a
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from ostinato.config import EngineConfig
@@ -15,8 +17,11 @@ from ostinato.models.base import CausalLM
 from ostinato.models.native.decoder import Decoder
 from ostinato.ops.linear import has_kernels
 from ostinato.ops.tile_config import ROW_CLASSES, LinearShape, gpu_of, row_class
+from ostinato.ops.triton.launch import is_interpreted
 from ostinato.ops.tuning import tune_linears, tuning
 from ostinato.runner import startup
+
+logger = logging.getLogger(__name__)
 
 _LARGE = 4 << 20  # bytes of a weight; the launch is what smaller GEMMs cost
 _QUICK = 3  # tile configs
@@ -36,6 +41,15 @@ def tune(config: EngineConfig) -> dict[str, str]:
         )
     if model.dtype is torch.float32:
         raise ConfigError("there is nothing to tune in float32; use bfloat16 or float16")
+    if not has_kernels(model.device, model.dtype):
+        raise ConfigError(
+            "there is nothing to tune without kernels of ours, which need Triton and a GPU of "
+            "compute capability 8.0 or more"
+        )
+    if is_interpreted():
+        raise ConfigError(
+            "there is nothing to tune where kernels are interpreted; unset TRITON_INTERPRET"
+        )
     weights = linear_weights(model)
     gpu = gpu_of(model.device)
     tune_linears(weights, gpu=gpu, show_progress=config.show_progress)
@@ -45,6 +59,8 @@ def tune(config: EngineConfig) -> dict[str, str]:
 def tune_at_start(config: EngineConfig, model: CausalLM) -> None:
     """Measure what start-up should know about the GEMMs of ``model``, if it can be measured here.
 
+    If that fails, a warning says so, and tile configs are predicted.
+
     Not on several ranks: a rank that measured something else would round differently. They use
     what is known, and ``ostinato tune`` can measure it before.
     """
@@ -52,18 +68,27 @@ def tune_at_start(config: EngineConfig, model: CausalLM) -> None:
         return
     if not isinstance(model, Decoder) or not has_kernels(model.device, model.dtype):
         return
+    if is_interpreted():  # the interpreter's times say nothing
+        return
     most_rows = row_class(min(config.batch_limits(model.device)[0], _QUICK_ROWS))
     large = {
         shape: weights
         for shape, weights in linear_weights(model).items()
         if shape.num_rows <= most_rows and weights[0].nbytes >= _LARGE
     }
-    tune_linears(
-        large,
-        gpu=gpu_of(model.device),
-        num_candidates=_QUICK,
-        show_progress=config.show_progress,
-    )
+    try:
+        tune_linears(
+            large,
+            gpu=gpu_of(model.device),
+            num_candidates=_QUICK,
+            show_progress=config.show_progress,
+        )
+    except Exception as error:
+        logger.warning(
+            "tile configs are predicted, because measuring GEMMs failed (%s: %s)",
+            type(error).__name__,
+            error,
+        )
 
 
 def linear_weights(model: Decoder) -> dict[LinearShape, list[torch.Tensor]]:

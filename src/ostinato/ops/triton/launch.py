@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -111,6 +112,11 @@ def without_running(request: Request) -> Iterator[None]:
         yield
     finally:
         del _requests[thread]
+
+
+def is_interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter (TRITON_INTERPRET); it must be installed."""
+    return bool(import_module("triton").knobs.runtime.interpret)
 
 
 def next_power_of_2(number: int) -> int:
