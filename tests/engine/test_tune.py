@@ -150,6 +150,21 @@ def test_the_first_start_measures_large_gemms_and_the_second_knows_them(
     assert measured == []
 
 
+def test_the_command_measures_again_what_a_start_has_measured(
+    measured: list[LinearShape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = EngineConfig(**OPTIONS)
+    loaded = startup.load(config)
+    tune_at_start(config, loaded.model)
+    quick, at_start = len(measured), set(measured)
+    measured.clear()
+    monkeypatch.setattr(EngineConfig, "torch_device", lambda self: torch.device("cuda"))
+    monkeypatch.setattr(startup, "load", lambda config: loaded)
+    tune(config)
+    assert at_start < set(measured)
+    assert sum(shape in at_start for shape in measured) > quick
+
+
 def test_a_start_measures_nothing_if_told_so(measured: list[LinearShape]) -> None:
     model = startup.load(EngineConfig(**OPTIONS)).model
     tune_at_start(EngineConfig(**OPTIONS, tune="off"), model)

@@ -276,7 +276,7 @@ def tune(file: Path, stopwatch: Stopwatch, *shapes: LinearShape, **shipped: Gemm
 
 
 def run_tuning(
-    known: Tuning, stopwatch: Stopwatch, weights: dict[LinearShape, list[Tensor]], **options: int
+    known: Tuning, stopwatch: Stopwatch, weights: dict[LinearShape, list[Tensor]], **options: Any
 ) -> None:
     compile_all = stopwatch.compile_all
     tuning.tune_linears(
@@ -342,6 +342,18 @@ def test_a_quick_look_takes_the_most_promising(tmp_path: Path) -> None:
     tried = [step[-1].choice for step in stopwatch.calls]
     assert tried == [*candidates(SHAPE, GPU)[:2], "torch"]
     assert stopwatch.compiled == tried
+
+
+def test_a_quick_look_does_not_stand_in_for_a_thorough_one(tmp_path: Path) -> None:
+    """``ostinato tune`` after a start; what is shipped was measured thoroughly."""
+    file, shipped = tmp_path / "linear.json", SHAPE._replace(num_rows=1)
+    last = candidates(SHAPE, GPU)[-1]
+    known = Tuning(file, {shipped.key("GPU"): FAST})
+    run_tuning(known, Stopwatch({last: 1.0}), {SHAPE: []}, num_candidates=2)
+    assert known.get(KEY) != last
+    run_tuning(known, Stopwatch({last: 1.0}), {SHAPE: [], shipped: []}, again=True)
+    assert known.get(KEY) == Tuning(file, {}).get(KEY) == last
+    assert known.get(shipped.key("GPU")) == FAST
 
 
 def test_torch_may_win(tmp_path: Path) -> None:
@@ -469,6 +481,16 @@ def test_what_another_process_found_is_kept(tmp_path: Path) -> None:
     late = Tuning(file, {})
     assert late.get("theirs") == FAST
     assert late.get("ours") == "torch"
+
+
+def test_a_process_does_not_undo_what_another_measured_again(tmp_path: Path) -> None:
+    file = tmp_path / "linear.json"
+    Tuning(file, {}).remember({KEY: "torch"})
+    early = Tuning(file, {})
+    Tuning(file, {}).remember({KEY: FAST})
+    early.remember({"ours": "torch"})
+    assert early.get(KEY) == "torch", "what it began with"
+    assert Tuning(file, {}).get(KEY) == FAST
 
 
 def test_the_shipped_table_is_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Measures the best tile configs for a model's small-M GEMMs, once per GPU and shape.
 
-The results go to the user's cache, which later starts read. Shapes found there or in the shipped
-table are not measured again. ``ostinato tune`` measures all GEMMs thoroughly; a start with
-``tune="auto"`` compares fewer configs, of large GEMMs of up to 16 rows, and takes a few seconds.
+The results go to the user's cache, which later starts read. Shapes of the shipped table are not
+measured. ``ostinato tune`` measures all others thoroughly, also again; a start with ``tune="auto"``
+compares fewer configs, of large GEMMs of up to 16 rows that are not in the cache, and takes a few
+seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _QUICK_ROWS = 16  # with more, the prediction has been as good
 
 
 def tune(config: EngineConfig) -> dict[str, str]:
-    """Measure shapes of this model that are not known yet; return the choice for each GEMM."""
+    """Measure shapes of this model that are not shipped; return the choice for each GEMM."""
     device = config.torch_device()
     if device.type != "cuda":
         raise ConfigError(f"there is nothing to tune on {device}: only CUDA kernels are tuned")
@@ -52,7 +53,7 @@ def tune(config: EngineConfig) -> dict[str, str]:
         )
     weights = linear_weights(model)
     gpu = gpu_of(model.device)
-    tune_linears(weights, gpu=gpu, show_progress=config.show_progress)
+    tune_linears(weights, gpu=gpu, again=True, show_progress=config.show_progress)
     return {(key := shape.key(gpu.name)): str(tuning().get(key)) for shape in weights}
 
 

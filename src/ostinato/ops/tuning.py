@@ -112,6 +112,9 @@ class Tuning:
     def get(self, key: str) -> GemmChoice | None:
         return self._own.get(key) or self._unsaved.get(key) or self._shipped.get(key)
 
+    def is_shipped(self, key: str) -> bool:
+        return key in self._shipped
+
     def choice(self, shape: LinearShape, gpu: Gpu) -> GemmChoice:
         """The known choice for this shape, or else a default."""
         choice = self._choices.get((shape, gpu))
@@ -127,13 +130,15 @@ class Tuning:
         file is complete, and lost entries are measured again.
         """
         saved = {key: choice for key, choice in choices.items() if key not in unsaved}
-        self._own = self._read() | self._own | saved
+        on_disk = self._read()
+        self._own = on_disk | self._own | saved
         self._unsaved |= {key: choices[key] for key in unsaved}
         self._choices.clear()
         if not saved:
             return
         try:
-            _replace(self._file, write_table(self._own))
+            # This process keeps what it began with. On disk, another may have measured it better.
+            _replace(self._file, write_table(self._own | on_disk | saved))
         except OSError as error:
             logger.warning(
                 "cannot save GEMM measurements in %s: %s; the next process will measure again. Set "
@@ -183,10 +188,12 @@ def tune_linears(
     measure: Measure | None = None,
     compile_all: Compile | None = None,
     num_candidates: int = 5,
+    again: bool = False,
     show_progress: bool = False,
 ) -> None:
     """Measure the shapes that are not known yet, and save the results. Not in a capture.
 
+    ``again``: all but those of the shipped table, because a start compared few candidates.
     ``weights`` has the shapes in the order of a decode step, each with its weights in all layers,
     so that none is in the GPU's cache when it is used. The ``num_candidates`` most promising tile
     configs of a shape are compared with each other and with torch, amid the other GEMMs of the
@@ -200,7 +207,8 @@ def tune_linears(
         if not 1 <= shape.num_rows <= MAX_ROWS:
             continue  # always torch
         key = shape.key(gpu.name)
-        if key not in options and known.get(key) is None:
+        is_known = known.is_shipped(key) if again else known.get(key) is not None
+        if key not in options and not is_known:
             choices: list[GemmChoice] = [*candidates(shape, gpu)[:num_candidates], "torch"]
             options[key] = [StepGemm(shape, choice, each) for choice in choices]
     if not options:
