@@ -34,6 +34,11 @@ def tune(config: EngineConfig) -> dict[str, str]:
     device = config.torch_device()
     if device.type != "cuda":
         raise ConfigError(f"there is nothing to tune on {device}: only CUDA kernels are tuned")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"there is nothing to tune with tensor_parallel_size {config.tensor_parallel_size}: "
+            "GEMMs whose results are summed over ranks run in torch"
+        )
     model = startup.load(config).model
     if not isinstance(model, Decoder):
         raise ConfigError(
@@ -63,7 +68,7 @@ def tune_at_start(config: EngineConfig, model: CausalLM) -> None:
     If that fails, a warning says so, and tile configs are predicted.
 
     Not on several ranks: a rank that measured something else would round differently. They use
-    what is known, and ``ostinato tune`` can measure it before.
+    what is known, and for ranks that split tokens ``ostinato tune`` can measure it before.
     """
     if config.tune != "auto" or config.layout.world_size > 1:
         return
@@ -113,5 +118,6 @@ def linear_weights(model: Decoder) -> dict[LinearShape, list[torch.Tensor]]:
         add(layer.o_proj.weight, residual=fused)
         add(layer.gate_up_proj.weight, norm=fused, gated=config.activation == "silu")
         add(layer.down_proj.weight, residual=fused)
-    add(model.head_weight, norm=config.norm_offset == 0.0)
+    if config.norm_offset == 0.0:  # others are in float32, which no kernel fuses
+        add(model.head_weight, norm=True)
     return kinds
