@@ -11,11 +11,16 @@ from ostinato.errors import ConfigError
 
 def cache_directory() -> Path:
     """The cache directory, which may not exist yet."""
-    if own := os.environ.get("OSTINATO_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "ostinato"
-    return Path.home() / ".cache" / "ostinato"
+    try:
+        if own := os.environ.get("OSTINATO_CACHE"):
+            return Path(own).expanduser()
+        if shared := os.environ.get("XDG_CACHE_HOME"):
+            return Path(shared) / "ostinato"
+        return Path.home() / ".cache" / "ostinato"
+    except RuntimeError as error:
+        raise ConfigError(
+            f"there is no place for a cache: {error} Set OSTINATO_CACHE to a directory of your own"
+        ) from None
 
 
 def private_cache_directory() -> Path:

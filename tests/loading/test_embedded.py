@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -374,6 +375,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, source: Path) -> None:
 RACE = """
 import sys, time
 from pathlib import Path
+from typing import NoReturn
 from ostinato.loading.embedded import embedded_model_path
 
 def convert(source, target, show_progress):
@@ -429,3 +431,16 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_directory() == Path("/shared/ostinato")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_directory() == Path.home() / ".cache" / "ostinato"
+
+
+def test_a_user_without_a_home_is_told_to_choose_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that runs as a user it does not know."""
+    for name in ("OSTINATO_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid: int) -> NoReturn:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(ConfigError, match=r"no place for a cache: .* Set OSTINATO_CACHE"):
+        cache_directory()
