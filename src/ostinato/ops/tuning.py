@@ -141,8 +141,8 @@ class Tuning:
             _replace(self._file, write_table(self._own | on_disk | saved))
         except OSError as error:
             logger.warning(
-                "cannot save GEMM measurements in %s: %s; the next process will measure again. Set "
-                "OSTINATO_CACHE to use another directory",
+                "cannot save GEMM measurements in %s: %s; the next process will measure again, and "
+                "may round differently. Set OSTINATO_CACHE to use another directory",
                 self._file,
                 error,
             )
