@@ -483,6 +483,21 @@ def test_what_another_process_found_is_kept(tmp_path: Path) -> None:
     assert late.get("ours") == "torch"
 
 
+def test_a_lookup_during_a_measurement_does_not_outlive_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread looks up a shape, for a running engine, while another starts one."""
+    known = Tuning(tmp_path / "linear.json", {})
+
+    def default_choice(_shape: LinearShape, _gpu: Gpu) -> GemmChoice:
+        known.remember({KEY: FAST})
+        return "torch"
+
+    monkeypatch.setattr(tuning, "default_choice", default_choice)
+    assert known.choice(SHAPE, GPU) == "torch"
+    assert known.choice(SHAPE, GPU) == FAST
+
+
 def test_a_process_does_not_undo_what_another_measured_again(tmp_path: Path) -> None:
     file = tmp_path / "linear.json"
     Tuning(file, {}).remember({KEY: "torch"})

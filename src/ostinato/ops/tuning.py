@@ -117,10 +117,11 @@ class Tuning:
 
     def choice(self, shape: LinearShape, gpu: Gpu) -> GemmChoice:
         """The known choice for this shape, or else a default."""
-        choice = self._choices.get((shape, gpu))
+        choices = self._choices
+        choice = choices.get((shape, gpu))
         if choice is None:
             choice = self.get(shape.key(gpu.name)) or default_choice(shape, gpu)
-            self._choices[shape, gpu] = choice
+            choices[shape, gpu] = choice
         return choice
 
     def remember(self, choices: dict[str, GemmChoice], *, unsaved: Collection[str] = ()) -> None:
@@ -133,7 +134,7 @@ class Tuning:
         on_disk = self._read()
         self._own = on_disk | self._own | saved
         self._unsaved |= {key: choices[key] for key in unsaved}
-        self._choices.clear()
+        self._choices = {}  # not cleared: another thread may be about to add what was known before
         if not saved:
             return
         try:
