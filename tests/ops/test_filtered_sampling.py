@@ -321,21 +321,28 @@ def test_nothing_beyond_a_cutoff_is_chosen(run: Any, device: torch.device) -> No
     assert Rows(rows, logits, device).check(run).tolist() == [50] * 8
 
 
-def test_rows_without_filters_are_as_without_the_step(run: Any, device: torch.device) -> None:
-    """Even with NaN, which a filter would remove."""
-    logits = torch.randn(3, 200)
-    logits[:, 70] = NAN
-    batch = Rows([{}, {"temperature": 0.0, "top_k": 3}, {"top_k": 3}], logits, device)
-    run(
-        batch.logits,
-        batch.req_indices,
-        batch.lengths,
-        batch.tables,
-        batch.token_ids,
-        FILTERS,
-        batch.tokens,
-    )
-    assert batch.tokens.tolist()[2] == 0
+@pytest.mark.parametrize("odd", [NAN, INF])
+def test_rows_without_filters_are_as_without_the_step(
+    run: Any, device: torch.device, odd: float
+) -> None:
+    """Even with NaN or infinity, which a filter would remove."""
+    logits = torch.randn(4, 200)
+    logits[:, 70] = odd
+    rows: list[dict[str, Any]] = [{}, {"temperature": 0.0, "top_k": 3}, {"temperature": 0.0}]
+    tokens = Rows([*rows, {"top_k": 3}], logits, device).check(run).tolist()
+    assert tokens[:3] == [70] * 3
+    assert tokens[3] != 70
+
+
+def test_a_stop_that_is_held_back_never_wins(run: Any, device: torch.device) -> None:
+    """Not even with a logit to which -inf cannot be added. Ids may repeat, or be no tokens."""
+    logits = torch.randn(3, 40)
+    logits[0, 7], logits[1, 7], logits[2, 7] = NAN, INF, 3e38
+    row = {"temperature": 0.0, "min_tokens": 99, "stops": [7, 7, 40, 2**40], "bias": {7: 100.0}}
+    steps = Steps(noise=True, filters=False, penalties=False, bias=True, min_tokens=True)
+    tokens = Rows([row] * 3, logits, device).check(run, steps).tolist()
+    logits[:, 7] = -INF
+    assert tokens == logits.argmax(dim=1).tolist()
 
 
 @pytest.mark.slow

@@ -133,9 +133,10 @@ def _add_bias(logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> 
 def _hold_back_stops(
     logits: torch.Tensor, stop_ids: torch.Tensor, rows: SamplingRows, lengths: torch.Tensor
 ) -> torch.Tensor:
+    # Set, not added: a stop token whose logit is NaN or +inf would win as NaN.
     too_short = (lengths - rows.prompt_len).clamp(min=0) < rows.min_tokens
-    held_back = torch.where(too_short, -torch.inf, 0.0).expand(stop_ids.shape)
-    return _add_bias(logits, stop_ids, held_back)
+    marks = _add_bias(torch.zeros_like(logits), stop_ids, too_short.float().expand(stop_ids.shape))
+    return logits.masked_fill(marks > 0, -torch.inf)
 
 
 def _penalise(
@@ -160,7 +161,7 @@ def _filter(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     """Set what top-k, top-p or min-p rule out to -inf. The most likely token always stays.
 
     Among equally likely tokens at the cutoff, top-k keeps all, and top-p the first ones, only as
-    many as it needs.
+    many as it needs. Rows that are greedy or have no filter keep everything, NaN and +inf too.
     """
     vocab_size = logits.shape[1]
     behind, order = (logits.amax(dim=-1, keepdim=True) - logits).sort(dim=-1, stable=True)
@@ -175,4 +176,6 @@ def _filter(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     needed = (reached[:, -1:].double() * rows.top_p.double()).ceil().long().clamp(min=1)
     keep &= (reached.sub_(weights) < needed) | (rows.top_p >= 1)
     keep &= ~(likelihood < rows.min_p)
+    has_filter = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+    keep |= ~has_filter | (rows.temperature <= 0)
     return logits.masked_fill(torch.zeros_like(keep).scatter_(1, order, ~keep), -torch.inf)

@@ -42,17 +42,28 @@ def _tokens(history, start, length, vocab_size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add(row, ids, values, width, vocab_size, WIDTH_PAD: tl.constexpr):
-    """Add ``values`` to the logits ``ids``, all different; skip ids that are no token."""
+def _listed(ids, width, vocab_size, WIDTH_PAD: tl.constexpr):
+    """The entries of a list of ids, and which of them are tokens."""
     place = tl.arange(0, WIDTH_PAD)
     token = tl.load(ids + place, mask=place < width, other=-1)
-    is_token = (token >= 0) & (token < vocab_size)
-    if values is None:
-        value = tl.full([WIDTH_PAD], float("-inf"), dtype=tl.float32)
-    else:
-        value = tl.load(values + place, mask=is_token, other=0.0)
+    return place, token, (token >= 0) & (token < vocab_size)
+
+
+@triton.jit
+def _add_bias(row, ids, values, width, vocab_size, WIDTH_PAD: tl.constexpr):
+    """Add ``values`` to the logits ``ids``, all different; skip ids that are no token."""
+    place, token, is_token = _listed(ids, width, vocab_size, WIDTH_PAD)
+    value = tl.load(values + place, mask=is_token, other=0.0)
     score = tl.load(row + token, mask=is_token, other=0.0)
     tl.store(row + token, score + value, mask=is_token)
+
+
+@triton.jit
+def _hold_back(row, ids, width, vocab_size, WIDTH_PAD: tl.constexpr):
+    """Set the logits ``ids`` to -inf; skip ids that are no token."""
+    _, token, is_token = _listed(ids, width, vocab_size, WIDTH_PAD)
+    never = tl.full([WIDTH_PAD], float("-inf"), dtype=tl.float32)
+    tl.store(row + token, never, mask=is_token)
 
 
 @triton.jit
@@ -156,12 +167,13 @@ def count_tokens_kernel(
         scores = changed + row * vocab_size
         its_bias = req_index * bias_stride
         if tl.load(bias_ids + its_bias) >= 0:
-            _add(
+            _add_bias(
                 scores, bias_ids + its_bias, bias_values + its_bias, num_bias, vocab_size, BIAS_PAD
             )
         if _is_short(length, ints + req_index * int_stride):
             tl.debug_barrier()  # a stop token may have a bias
-            _add(scores, stop_ids + req_index * stop_stride, None, num_stops, vocab_size, STOPS_PAD)
+            its_stops = stop_ids + req_index * stop_stride
+            _hold_back(scores, its_stops, num_stops, vocab_size, STOPS_PAD)
     if _penalties(floats, req_index, float_stride)[3]:
         history = token_ids + req_index * history_stride
         its_counts = token_counts + row * vocab_size
