@@ -288,6 +288,7 @@ ERRORS: list[tuple[list[str], str]] = [
         "ConfigError: rate must be a positive number, got 0.0",
     ),
     (["bench", "throughput", *TINY], "ConfigError: the mix 'chat' has sequences of up to 1408 "),
+    (["bench", "sampling", "--device", "tpu"], "ConfigError: unknown device 'tpu'; choose auto, "),
     (["bench", "capture", *TINY, "--modes", "FULL,HALF"], "ConfigError: unknown graph mode 'HALF'"),
 ]
 
@@ -387,6 +388,8 @@ def test_bench_sampling(ostinato: Run) -> None:
     assert "Sampling from 500 tokens" in ostinato(*command).out
     for wrong in (["--repeats", "0"], ["--batch", "0"]):
         assert ostinato(*command, *wrong).exit_code == 1
+    tiny = ostinato(*command, "--batch", "1", "--vocab-size", "3", "--history", "1", "--json").json
+    assert all(row["same_tokens"] == 1 for row in tiny["rows"])  # fewer tokens than logprobs
 
 
 THROUGHPUT = ["bench", "throughput", *TINY, "--num-requests", "3", "--scale", "0.01", "--quiet"]

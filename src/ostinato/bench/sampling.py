@@ -98,7 +98,7 @@ def _measure(
         )
         if features.num_logprobs >= 0:
             logits.float().log_softmax(dim=-1).gather(1, tokens.unsqueeze(1))
-            logits.float().topk(features.num_logprobs, dim=-1)
+            logits.float().topk(min(features.num_logprobs, vocab_size), dim=-1)
         return tokens
 
     with GraphPool(device, lazy_capture=True) as pool:

@@ -146,18 +146,14 @@ def sampling(
     output: Output = None,
 ) -> None:
     """Time of the full sampler (filters, penalties, log-probabilities) against plain torch."""
-    import torch
-
     from ostinato.bench.sampling import run
 
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     results = run(
         batches=options.integers(batch, "--batch") or [],
         vocab_size=vocab_size,
         history=history,
         repeats=repeats,
-        device=device,
+        device=EngineConfig(device=device).torch_device(),
     )
     _report(results, tables.sampling_tables, as_json, output)
 
