@@ -321,6 +321,28 @@ def test_nothing_beyond_a_cutoff_is_chosen(run: Any, device: torch.device) -> No
     assert Rows(rows, logits, device).check(run).tolist() == [50] * 8
 
 
+@pytest.mark.slow
+def test_a_small_top_p_of_a_flat_row(
+    run: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cuts off within the rounding of the row's total, next to the first token."""
+    for name in ("_SEARCH_BLOCK", "_CUTOFF_BLOCK", "_SAMPLE_BLOCK"):
+        monkeypatch.setattr(filtered_sampling, name, 4096)
+    monkeypatch.setattr(filtered_sampling, "_CAPACITY", 16384)
+    # The tokens are at the front of their bins, which makes the bounds of the bins' weights tight.
+    front = 28 / 256 * (1 + 1.2e-7)
+    logits = torch.full((1, 2 + 4 * 9496), -30.0)
+    logits[0, 0] = 0.0
+    for number, step in enumerate((3, 5, 6, 8)):
+        logits[0, 2 + number * 9496 :][:9496] = -step * front
+    total = logits.double().exp().sum().item()
+    rows = [{"top_p": 1.0003 / total, "seed": seed} for seed in range(2)]
+    batch = Rows(rows, logits.expand(2, -1), device)
+    batch.check(run)
+    if run is not filtered_sampling.sample_filtered:
+        check_kept(batch)
+
+
 @pytest.mark.parametrize("odd", [NAN, INF])
 def test_rows_without_filters_are_as_without_the_step(
     run: Any, device: torch.device, odd: float

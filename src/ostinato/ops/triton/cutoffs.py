@@ -30,6 +30,9 @@ from ostinato.ops.triton.filters import (
     weight,
 )
 
+# More than the relative error of two float32 sums over the bins, in any order of their terms.
+ROUNDING = tl.constexpr(4e-5)
+
 
 @triton.jit
 def _bracket(count, total, width, top_k, top_p, CAPACITY: tl.constexpr):
@@ -62,10 +65,11 @@ def _bracket(count, total, width, top_k, top_p, CAPACITY: tl.constexpr):
             most = tl.minimum(most, exact - least_after)
             total_least = exact
             total_most = exact
-        # The factors leave room for the rounding of these sums.
-        first = tl.sum((most < top_p * total_least * 0.9995).to(tl.int32), axis=0)
+        # Room for the rounding of these sums. What is subtracted from the total has the total's
+        # rounding, which a factor alone does not cover if top-p is small.
+        first = tl.sum((most < (top_p * 0.9995 - ROUNDING) * total_least).to(tl.int32), axis=0)
         first = tl.minimum(first, last)
-        end = tl.sum((least < top_p * total_most * 1.0005).to(tl.int32), axis=0)
+        end = tl.sum((least < (top_p * 1.0005 + ROUNDING) * total_most).to(tl.int32), axis=0)
         last = tl.where(is_cut, last, tl.minimum(end, last))
     before = tl.sum(tl.where(every_bin < first, count, 0), axis=0)
     return first, last, tl.where(is_cut, top_k - before, 0)
