@@ -55,10 +55,10 @@ def sample_filtered(
 ) -> None:
     """Write each row's next token to ``out_tokens`` [B] int64, and nothing else.
 
-    ``logits`` [B, V] of any float type. ``req_indices`` [B]: each row's request in ``tables``,
-    and its history in ``token_ids`` [S, max_model_len] int32. ``lengths`` [B] int32: tokens so far.
-    ``steps`` covers what the rows use. Padding rows need a valid request; their result is
-    meaningless.
+    ``logits`` [B, V] of any float type. ``req_indices`` [B] int64: each row's request in
+    ``tables``, and its history in ``token_ids`` [S, max_model_len] int32. ``lengths`` [B] int32:
+    tokens so far. ``steps`` covers what the rows use. Padding rows need a valid request; their
+    result is meaningless.
 
     A row's token depends on that row alone. Does not synchronise on CUDA.
     """
@@ -86,10 +86,8 @@ def triton_sample_filtered(
         logits = logits.contiguous()
     if token_ids.stride(-1) != 1:
         token_ids = token_ids.contiguous()
-    req_indices, lengths = (
-        req_indices.contiguous(),
-        lengths.contiguous(),
-    )  # the kernels assume unit strides
+    # The kernels assume unit strides for these.
+    req_indices, lengths = req_indices.contiguous(), lengths.contiguous()
     if steps.penalties or steps.bias or steps.min_tokens:
         rows = changed_rows(logits, req_indices, lengths, tables, token_ids, steps)
     else:

@@ -41,8 +41,7 @@ def sample_rows(
     ``logits`` [B, V] of any float type. ``req_indices`` [B] int64: each row's request in
     ``temperature`` [S] float32 and ``seed_key`` [S] int64, which may be columns of tables.
     ``lengths`` [B] int32: tokens so far, the position of the new one. Padding rows need a valid
-    request; their
-    result is meaningless.
+    request; their result is meaningless.
 
     At temperature 0 the highest logit wins, otherwise the highest of the logits minus temperature
     times ``exponential_log``; ties go to the first, and the first NaN beats all, as in
