@@ -2,11 +2,11 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,assignment"
 """Attention of prompts on Hopper, in one warp-specialised kernel over the paged cache.
 
-One warp group copies keys and values from their pages to a ring in shared memory; two others
-multiply, each with 64 rows of its own. Each of these keeps two GEMMs in flight: while it computes
-the softmax of one tile of keys, the tensor cores work on its previous values, and on whatever the
-other warp group asked for. ``paged_attention`` has the same function for every GPU and dtype, and
-splits keys where a batch has too few queries to fill the GPU.
+One warp copies keys and values from their pages to a ring in shared memory; two warp groups
+multiply, each with 64 rows of its own. Each asks for two GEMMs at a time, the scores of a tile of
+keys and the sum of the previous tile's values; while it computes a softmax, the tensor cores work
+for the other. ``paged_attention`` has the same function for every GPU and dtype, and splits keys
+where a batch has too few queries to fill the GPU.
 
 Written in Gluon, Triton's language of explicit layouts, which has no interpreter: the tests of this
 file need the GPU.
@@ -14,22 +14,23 @@ file need the GPU.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ostinato.attention.paged import PagedBatch
+from ostinato.attention.triton.hopper_pages import (
+    copy_layout,
+    copy_pages,
+    describe_pages,
+    keep_rows,
+)
 from ostinato.attention.triton.tile_config import PREFILL_ROWS
 from ostinato.ops.triton.launch import launch, next_power_of_2
 
@@ -39,31 +40,6 @@ SEARCH = gl.constexpr(128)
 ROWS = gl.constexpr(64)
 BLOCK_M = gl.constexpr(PREFILL_ROWS)
 STAGES = gl.constexpr(2)
-CHUNK = gl.constexpr(64)  # columns of a copy: a row of 128 bytes is what the swizzle takes
-
-
-@gluon.constexpr_function
-def _copy_layout(width):
-    """16 bytes a thread, whole rows by neighbouring threads."""
-    threads = min(width // 8, 32)
-    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
-
-
-@gluon.jit
-def _copy_pages(descriptor, rows, column, barrier, smem, PAGE: gl.constexpr):
-    """One page after another to ``smem`` [BLOCK_N, DIM], which holds 64 columns after another."""
-    PAGES: gl.constexpr = smem.shape[0] // PAGE
-    CHUNKS: gl.constexpr = smem.shape[1] // CHUNK
-    pages = smem._reinterpret(smem.dtype, [CHUNKS * PAGES, PAGE, CHUNK], descriptor.layout)
-    mbarrier.expect(barrier, smem.shape[0] * smem.shape[1] * 2)
-    for chunk in gl.static_range(CHUNKS):
-        for page in gl.static_range(PAGES):
-            tma.async_copy_global_to_shared(
-                descriptor,
-                [rows[page], column + chunk * CHUNK],
-                barrier,
-                pages.index(chunk * PAGES + page),
-            )
 
 
 @gluon.jit
@@ -101,11 +77,11 @@ def _produce(
             row = gl.where(needed, row, key_pages.shape[0])
             rows = rows + (row,)  # noqa: RUF005 (kernels know no stars)
         mbarrier.wait(k_empty.index(stage), phase)
-        _copy_pages(
+        copy_pages(
             key_pages, rows, kv_head * HEAD_DIM, k_full.index(stage), k_smem.index(stage), PAGE
         )
         mbarrier.wait(v_empty.index(stage), phase)
-        _copy_pages(
+        copy_pages(
             value_pages, rows, kv_head * VALUE_DIM, v_full.index(stage), v_smem.index(stage), PAGE
         )
 
@@ -178,7 +154,8 @@ def _tiles(
         new_weights = gl.convert_layout(
             new_weights.to(v_smem.dtype), gl.DotOperandLayout(0, values_layout, 2)
         )
-        # The weights are passed through so that the compiler does not move them past the wait.
+        # The weights are passed through to come before the wait. That holds in PTX; ptxas waits
+        # first, and the other warp group keeps the tensor cores busy.
         values, weights = warpgroup_mma_wait(0, deps=[values, new_weights])
         mbarrier.arrive(v_empty.index(previous), count=1)
         faded = gl.convert_layout(faded, gl.SliceLayout(1, values_layout))
@@ -219,9 +196,9 @@ def _consume(
     scores_layout: gl.constexpr = _mma_layout(BLOCK_N)
     values_layout: gl.constexpr = _mma_layout(VALUE_PAD)
 
-    copy_layout: gl.constexpr = _copy_layout(HEAD_PAD)
-    m = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, copy_layout))
-    d = gl.arange(0, HEAD_PAD, gl.SliceLayout(0, copy_layout))
+    q_layout: gl.constexpr = copy_layout(HEAD_PAD)
+    m = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, q_layout))
+    d = gl.arange(0, HEAD_PAD, gl.SliceLayout(0, q_layout))
     row = first_query + m // GROUP
     owned = (m < BLOCK_Q * GROUP) & (row < query_len)
     token = (start + row).to(gl.int64)
@@ -263,7 +240,7 @@ def _consume(
     if window is not None:  # noqa: SIM102 (decided when the kernel is compiled)
         if stale_to > 0:
             mbarrier.wait(v_full.index(0), 0)
-            _keep_rows(v_smem.index(0), stale_to, BLOCK_N)
+            keep_rows(v_smem.index(0), stale_to, BLOCK_N)
     state = (weights, values, highest, total)
     if window is None:
         state = _tiles(
@@ -278,7 +255,7 @@ def _consume(
     last = num_tiles - 1
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     if stale_from < BLOCK_N:
-        _keep_rows(v_smem.index(last % STAGES), 0, stale_from)
+        keep_rows(v_smem.index(last % STAGES), 0, stale_from)
     values = warpgroup_mma(weights, v_smem.index(last % STAGES), values, is_async=True)
     values = warpgroup_mma_wait(0, deps=[values])
 
@@ -291,19 +268,6 @@ def _consume(
     rows = token * out_token_stride + (kv_head * GROUP + m % GROUP) * out_head_stride
     there = ((m < BLOCK_Q * GROUP) & (row < query_len))[:, None] & (e < VALUE_DIM)[None, :]
     gl.store(out + (rows[:, None] + e[None, :]), values.to(out.dtype.element_ty), mask=there)
-
-
-@gluon.jit
-def _keep_rows(smem, first, stop):
-    """Zero all rows but ``first`` to ``stop``: a weight of 0 does not help against a value of NaN.
-
-    Both warp groups do it to the same tile; each writes what the other does.
-    """
-    layout: gl.constexpr = _copy_layout(smem.shape[1])
-    row = gl.arange(0, smem.shape[0], gl.SliceLayout(1, layout))
-    rows = smem.load(layout)
-    smem.store(gl.where(((row >= first) & (row < stop))[:, None], rows, 0.0))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -481,21 +445,6 @@ def prefill_attention(query: torch.Tensor, batch: PagedBatch) -> None:
         VALUE_PAD=value_pad,
         PAGE=page,
         BLOCK_N=block_n,
-        descriptors=(_pages(key_cache, page), _pages(value_cache, page)),
+        descriptors=(describe_pages(key_cache, page), describe_pages(value_cache, page)),
         num_warps=4,
     )
-
-
-def _pages(kv_cache: torch.Tensor, page: int) -> TensorDescriptor:
-    """``kv_cache`` as rows of all heads, for copies of ``page`` rows and CHUNK columns."""
-    num_blocks, block_size, num_heads, width = kv_cache.shape
-    columns = num_heads * width
-    shape, strides = [num_blocks * block_size, columns], [columns, 1]
-    return TensorDescriptor(
-        kv_cache, shape, strides, [page, CHUNK.value], _page_layout(kv_cache.dtype)
-    )
-
-
-@cache
-def _page_layout(dtype: torch.dtype) -> Any:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8)

@@ -1,0 +1,73 @@
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""Pages of the KV cache in the shared memory of a Hopper SM: bulk copies, layouts, stale rows.
+
+For kernels in Gluon. A tile [keys, width] in shared memory holds 64 columns of all its rows after
+another, 128 bytes a row, which is how the tensor cores read it; so a page is one copy per 64
+columns.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+CHUNK = gl.constexpr(64)  # columns of a copy
+
+
+@gluon.constexpr_function
+def copy_layout(width):
+    """16 bytes a thread, whole rows by neighbouring threads."""
+    threads = min(width // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [4, 1], [1, 0])
+
+
+@gluon.jit
+def copy_pages(descriptor, rows, column, barrier, smem, PAGE: gl.constexpr):
+    """Start the copies of a tile's pages, from ``rows`` of the cache, to ``smem``."""
+    PAGES: gl.constexpr = smem.shape[0] // PAGE
+    CHUNKS: gl.constexpr = smem.shape[1] // CHUNK
+    pages = smem._reinterpret(smem.dtype, [CHUNKS * PAGES, PAGE, CHUNK], descriptor.layout)
+    mbarrier.expect(barrier, smem.shape[0] * smem.shape[1] * 2)
+    for chunk in gl.static_range(CHUNKS):
+        for page in gl.static_range(PAGES):
+            tma.async_copy_global_to_shared(
+                descriptor,
+                [rows[page], column + chunk * CHUNK],
+                barrier,
+                pages.index(chunk * PAGES + page),
+            )
+
+
+@gluon.jit
+def keep_rows(smem, first, stop):
+    """Zero all rows but ``first`` to ``stop``: a weight of 0 does not help against a value of NaN.
+
+    Both warp groups do it to the same tile; each writes what the other does.
+    """
+    layout: gl.constexpr = copy_layout(smem.shape[1])
+    row = gl.arange(0, smem.shape[0], gl.SliceLayout(1, layout))
+    rows = smem.load(layout)
+    smem.store(gl.where(((row >= first) & (row < stop))[:, None], rows, 0.0))
+    fence_async_shared()
+
+
+def describe_pages(kv_cache: torch.Tensor, page: int) -> TensorDescriptor:
+    """``kv_cache`` as rows of all heads, for copies of ``page`` rows and CHUNK columns."""
+    num_blocks, block_size, num_heads, width = kv_cache.shape
+    columns = num_heads * width
+    shape, strides = [num_blocks * block_size, columns], [columns, 1]
+    return TensorDescriptor(
+        kv_cache, shape, strides, [page, CHUNK.value], _page_layout(kv_cache.dtype)
+    )
+
+
+@cache
+def _page_layout(dtype: torch.dtype) -> Any:
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8)
