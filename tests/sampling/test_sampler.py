@@ -29,7 +29,8 @@ from ostinato import GraphPool
 from ostinato.errors import ConfigError
 from ostinato.ops import counter_random
 from ostinato.ops.counter_random import exponential_log, mix32, random_words, spread_seed
-from ostinato.sampling.sampler import SamplerOutput, process_logits, sample
+from ostinato.ops.sampling_reference import processed_logits
+from ostinato.sampling.sampler import SamplerOutput, sample
 from ostinato.sampling.sampling_state import (
     STOP_IDS_WIDTH,
     SamplingFeatures,
@@ -112,8 +113,16 @@ class Batch:
     def sample(self, features: SamplingFeatures | None = None) -> SamplerOutput:
         return self.call(sample, features)
 
-    def scores(self) -> torch.Tensor:
-        return self.call(process_logits)
+    def scores(self, features: SamplingFeatures | None = None) -> torch.Tensor:
+        """The logits to sample from, by the reference."""
+        return processed_logits(
+            self.logits,
+            self.req_indices,
+            self.lengths,
+            self.state.tables,
+            self.token_ids,
+            (features or self.features).steps,
+        )
 
     def tokens(self, features: SamplingFeatures | None = None) -> list[int]:
         return self.sample(features).token_ids.tolist()
@@ -521,7 +530,7 @@ def test_logits_change_as_transformers_changes_them(
     others = [Row(everything(), torch.full((VOCAB,), math.nan)), Row(GREEDY, row.logits, prompt)]
     scores = Batch([*others, row], CPU)
     torch.testing.assert_close(
-        scores.call(process_logits, SamplingFeatures.of([params]))[-1], expected_scores(row)
+        scores.scores(SamplingFeatures.of([params]))[-1], expected_scores(row)
     )
     # Turning everything on for other requests changes nothing.
     if params.is_greedy:
@@ -798,7 +807,7 @@ def test_a_row_forgets_its_last_request(device: torch.device) -> None:
     few = replace(GREEDY, logit_bias={9: 1.0})
     batch.put(0, 0, Row(replace(GREEDY, logit_bias={5: 2.0, 6: 2.0}), torch.zeros(VOCAB)))
     batch.put(0, 0, Row(few, torch.zeros(VOCAB)))
-    scores = batch.call(process_logits, SamplingFeatures.of([few]))[0]
+    scores = batch.scores(SamplingFeatures.of([few]))[0]
     assert scores.nonzero().flatten().tolist() == [9]
 
 

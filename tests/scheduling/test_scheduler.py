@@ -98,7 +98,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def block_names(tokens: tuple[int, ...], size: int) -> tuple[bytes, ...]:
+def hashes_of_blocks(tokens: tuple[int, ...], size: int) -> tuple[bytes, ...]:
     """The hashes of all full blocks of a sequence."""
     return tuple(block_hashes(root_hash(), tokens[: len(tokens) // size * size], size))
 
@@ -404,7 +404,7 @@ class World:
             return
         size = self.allocator.block_size
         shareable = (request.num_tokens - 1) // size
-        names = block_names(tuple(request.all_token_ids), size)[:shareable]
+        names = hashes_of_blocks(tuple(request.all_token_ids), size)[:shareable]
         cached = self.allocator.match_prefix(names)
         free = self.allocator.num_free_blocks
         free -= sum(self.allocator.ref_count(block) == 0 for block in cached)
@@ -502,7 +502,7 @@ class World:
         size, known = self.allocator.block_size, set()
         for request in self.arrivals:
             tokens = request.all_token_ids
-            names = block_names(tuple(tokens), size)
+            names = hashes_of_blocks(tuple(tokens), size)
             assert request.block_hashes == list(names[: len(request.block_hashes)])
             if known.issuperset(names):
                 continue
@@ -1020,7 +1020,7 @@ def test_a_stop_token_that_is_seen_late_leaks_nothing(depth: int) -> None:
     assert request.output_token_ids == free[:4]
     assert request.finish_reason is FinishReason.STOP
     # The stop token itself was never needed by anybody, nor was what came after it.
-    names = block_names(tuple(prompt + free), 1)
+    names = hashes_of_blocks(tuple(prompt + free), 1)
     assert len(world.allocator.match_prefix(names)) == len(prompt) + 3
 
 
@@ -1111,7 +1111,7 @@ def test_a_chunk_computed_before_a_preemption_is_published_by_nobody() -> None:
     assert young.status is RequestStatus.RUNNING
     assert (rows_of(first)[2].admission, rows_of(third)[1].admission) == (0, 1)
     world.commit()
-    names = block_names(tuple(young.prompt_token_ids), 2)
+    names = hashes_of_blocks(tuple(young.prompt_token_ids), 2)
     assert world.allocator.match_prefix(names) == []
     world.rollback()  # and now the steps fail that were to fill the new blocks
     world.check_state()
@@ -1165,7 +1165,7 @@ def test_an_abort_in_flight_frees_what_later_plans_may_use() -> None:
     assert set(blocks) & set(follower.block_ids)
     assert world.commit() == []
     assert world.commit() == []
-    assert world.allocator.match_prefix(block_names((0,) * 8, 2)) == []
+    assert world.allocator.match_prefix(hashes_of_blocks((0,) * 8, 2)) == []
     assert ended.output_token_ids == []
     world.drain(depth=2)
     world.check_outputs()
@@ -1183,7 +1183,7 @@ def test_what_was_forgotten_stays_forgotten() -> None:
         world.allocator.reset_prefix_cache()
         while request.num_tokens < 11:
             world.step()
-        names = block_names(tuple(request.all_token_ids), 2)
+        names = hashes_of_blocks(tuple(request.all_token_ids), 2)
         found = [bool(world.allocator.match_prefix([name])) for name in names]
         assert found == [index >= done for index in range(5)]
 
@@ -1240,7 +1240,7 @@ def test_a_block_whose_naming_was_interrupted_is_named_in_the_steady_state() -> 
     assert row_facts(world.schedule()) == [("a", 1, 1, True)]
     assert world.scheduler._steady is not None
     world.commit()
-    assert len(world.allocator.match_prefix(block_names((0, 1), 1))) == 2
+    assert len(world.allocator.match_prefix(hashes_of_blocks((0, 1), 1))) == 2
     world.drain(depth=2)
     world.check_outputs()
 

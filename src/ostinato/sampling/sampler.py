@@ -13,7 +13,6 @@ import torch
 
 from ostinato.ops.filtered_sampling import sample_filtered
 from ostinato.ops.logprobs import write_logprobs
-from ostinato.ops.sampling_reference import processed_logits
 from ostinato.sampling.sampling_state import SamplingFeatures, SamplingState
 
 __all__ = ["SamplerOutput", "SamplingFeatures", "SamplingState", "sample"]
@@ -55,18 +54,6 @@ def sample(
     if features.num_logprobs < 0:
         return SamplerOutput(token_ids=chosen)
     return _with_logprobs(logits, chosen, features.num_logprobs)
-
-
-def process_logits(
-    logits: torch.Tensor,
-    req_indices: torch.Tensor,
-    lengths: torch.Tensor,
-    state: SamplingState,
-    token_ids: torch.Tensor,
-    features: SamplingFeatures,
-) -> torch.Tensor:
-    """The logits to sample from, as the reference computes them. Arguments as for ``sample``."""
-    return processed_logits(logits, req_indices, lengths, state.tables, token_ids, features.steps)
 
 
 def _with_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> SamplerOutput:

@@ -16,12 +16,12 @@ from hashlib import blake2b
 
 from ostinato.errors import ConfigError, OutOfBlocksError, SchedulingError
 
-NAME_BYTES = 16
+HASH_BYTES = 16
 
 
 def root_hash(salt: bytes = b"") -> bytes:
     """The parent hash of a sequence's first block. Different salts share no blocks."""
-    return blake2b(salt, digest_size=NAME_BYTES).digest()
+    return blake2b(salt, digest_size=HASH_BYTES).digest()
 
 
 def block_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
@@ -30,7 +30,7 @@ def block_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> It
     tokens = array("q", token_ids)
     data, width = tokens.tobytes(), block_size * tokens.itemsize
     for start in range(0, len(data), width):
-        parent = blake2b(parent + data[start : start + width], digest_size=NAME_BYTES).digest()
+        parent = blake2b(parent + data[start : start + width], digest_size=HASH_BYTES).digest()
         yield parent
 
 
