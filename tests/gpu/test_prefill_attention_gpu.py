@@ -1,6 +1,7 @@
-"""Attention of prompts in the kernel for Hopper, compared with a dense softmax in float64.
+"""Attention of prompts, and of single queries among them, in the kernels for Hopper.
 
-Gluon has no interpreter, so these shapes run on the GPU alone. What no query may see is NaN.
+Compared with a dense softmax in float64. Gluon has no interpreter, so these shapes run on the GPU
+alone. What no query may see is NaN.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     original = kernel.prefill_attention
 
-    def counted(query: torch.Tensor, batch: object) -> None:
+    def counted(query: torch.Tensor, batch: object, **options: bool) -> None:
         seen.append(query.shape[0])
-        original(query, batch)  # type: ignore[arg-type]
+        original(query, batch, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(triton_paged, "num_sms", lambda _: 1)
     monkeypatch.setattr(kernel, "prefill_attention", counted)
@@ -62,6 +63,8 @@ LAYOUT = Layout(
         {"group": 1},
         {"group": 3},
         {"group": 8, "head_dim": 64, "value_dim": 64},
+        {"group": 16, "num_kv_heads": 1},
+        {"group": 17, "num_kv_heads": 1},
         {"group": 2, "head_dim": 256, "value_dim": 256},
         {"head_dim": 96, "value_dim": 96},
         {"head_dim": 80, "value_dim": 80},
@@ -76,6 +79,8 @@ LAYOUT = Layout(
         {"sinks": True},
         {"sinks": True, "soft_cap": 0.5, "window": 50},
         {"padding_requests": 9, "padding_tokens": 40},
+        {"requests": ((1, 3000), (2, 0), *(((1, 7), (1, 900)) * 70))},
+        {"requests": ((1, 0), (1, 63), (1, 64), (1, 127), (1, 128), (3, 0)), "window": 65},
     ],
     ids=str,
 )

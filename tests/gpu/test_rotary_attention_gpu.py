@@ -1,4 +1,4 @@
-"""Decode attention in one kernel on a real GPU: bfloat16, layers in a row, graphs, many lengths.
+"""Decode attention, in one kernel or two, on a real GPU: bfloat16, layers in a row, graphs.
 
 The interpreter, which other tests use, runs programs one after the other and no bfloat16. Here
 they race for counters and memory, and each kernel begins before the last is done.
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
+from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionMetadata, AttentionSpec, attend_qkv
 from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.torch_paged import TorchPagedAttention
@@ -24,6 +25,13 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 CUDA = torch.device("cuda", 0)
 BLOCK_SIZE = 16
 NUM_LAYERS = 2
+
+
+@pytest.fixture(params=["one kernel", "stream"], autouse=True)
+def _kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of decode batches that both can compute."""
+    streams = request.param == "stream"
+    monkeypatch.setattr(triton_paged, "streams_decode", lambda shape: streams and shape.group <= 16)
 
 
 @dataclass(kw_only=True)

@@ -20,9 +20,11 @@ from ostinato.attention.paged import (
 )
 from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.triton.tile_config import (
-    PREFILL_ROWS,
+    STREAM_GROUP,
     BatchShape,
     decode_tile_config,
+    fills_prefill_kernel,
+    streams_decode,
     tile_config,
 )
 from ostinato.compat import runs_gluon
@@ -50,20 +52,27 @@ def triton_qkv_attention(
 ) -> None:
     """Norm, apply RoPE, store, attend over the cache, and write all of ``out``.
 
-    For decode batches it is one kernel.
+    For most decode batches it is one kernel.
     """
     if qkv.shape[0] == 0:
         return
     qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
     if batch.uniform_decode:
-        from ostinato.attention.triton.decode_attention import decode_attention
+        shape = BatchShape.of(batch, num_sms(qkv.device))
+        if not streams_decode(shape) or not _fits_hopper_kernels(qkv, batch):
+            from ostinato.attention.triton.decode_attention import decode_attention
 
-        config = decode_tile_config(BatchShape.of(batch, num_sms(qkv.device)))
-        decode_attention(qkv, positions, rotary, batch, config)
+            decode_attention(qkv, positions, rotary, batch, decode_tile_config(shape))
+            return
+    from ostinato.attention.triton.rotary_store import rotary_store
+
+    query = rotary_store(qkv, positions, rotary, batch)
+    if batch.uniform_decode:
+        from ostinato.attention.triton.stream_decode import stream_decode
+
+        stream_decode(query, batch)
     else:
-        from ostinato.attention.triton.rotary_store import rotary_store
-
-        _attend(rotary_store(qkv, positions, rotary, batch), batch)
+        _attend(query, batch)
 
 
 def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
@@ -71,28 +80,29 @@ def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
     if batch.seq_lens.shape[0] == 0:
         return
     shape = BatchShape.of(batch, num_sms(query.device))
-    if _takes_prefill_kernel(query, batch, shape):
-        from ostinato.attention.triton.prefill_attention import prefill_attention
-
-        prefill_attention(query, batch)
-    else:
+    if not fills_prefill_kernel(shape) or not _fits_hopper_kernels(query, batch):
         from ostinato.attention.triton.paged_attention import paged_attention
 
         paged_attention(query, batch, tile_config(shape))
+        return
+    from ostinato.attention.triton.prefill_attention import prefill_attention
+
+    may_decode = shape.num_reqs > 1 and shape.group <= STREAM_GROUP
+    if may_decode:
+        from ostinato.attention.triton.stream_decode import stream_decode
+
+        stream_decode(query.contiguous(), batch)
+    prefill_attention(query, batch, leave_single=may_decode)
 
 
-def _takes_prefill_kernel(query: torch.Tensor, batch: PagedBatch, shape: BatchShape) -> bool:
-    """Whether the kernel for prompts on Hopper computes such batches, and fills the GPU.
-
-    Like a tile config, it follows from shapes alone.
-    """
+def _fits_hopper_kernels(query: torch.Tensor, batch: PagedBatch) -> bool:
+    """Whether the kernels for Hopper compute such queries and caches."""
     key_cache, value_cache = batch[:2]
-    block_size, num_kv_heads = key_cache.shape[1:3]
+    block_size = key_cache.shape[1]
     return (
-        shape.num_tokens > shape.num_reqs
-        and runs_gluon(query.device)
+        runs_gluon(query.device)
         and query.dtype == key_cache.dtype
-        and shape.itemsize == 2
+        and key_cache.itemsize == 2
         and all(
             64 <= cache.shape[3] <= 256
             and cache.shape[3] % 8 == 0  # bulk copies take multiples of 16 bytes
@@ -102,8 +112,6 @@ def _takes_prefill_kernel(query: torch.Tensor, batch: PagedBatch, shape: BatchSh
         and block_size >= 8
         and block_size & (block_size - 1) == 0
         and batch.scale > 0
-        and shape.num_heads // num_kv_heads <= PREFILL_ROWS
-        and 2 * shape.num_tokens * shape.num_heads >= PREFILL_ROWS * shape.num_sms
     )
 
 

@@ -18,7 +18,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+LOG2_E = gl.constexpr(1.4426950408889634)
 CHUNK = gl.constexpr(64)  # columns of a copy
+ROWS = gl.constexpr(64)  # of a warp group: what one wgmma takes
+
+
+@gluon.constexpr_function
+def mma_layout(width):
+    """What a warp group's product [ROWS, width] looks like in registers."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 
 @gluon.constexpr_function
@@ -49,7 +57,7 @@ def copy_pages(descriptor, rows, column, barrier, smem, PAGE: gl.constexpr):
 def keep_rows(smem, first, stop):
     """Zero all rows but ``first`` to ``stop``: a weight of 0 does not help against a value of NaN.
 
-    Both warp groups do it to the same tile; each writes what the other does.
+    Several warp groups may do it to the same tile; each writes what the others do.
     """
     layout: gl.constexpr = copy_layout(smem.shape[1])
     row = gl.arange(0, smem.shape[0], gl.SliceLayout(1, layout))
@@ -60,14 +68,15 @@ def keep_rows(smem, first, stop):
 
 def describe_pages(kv_cache: torch.Tensor, page: int) -> TensorDescriptor:
     """``kv_cache`` as rows of all heads, for copies of ``page`` rows and CHUNK columns."""
-    num_blocks, block_size, num_heads, width = kv_cache.shape
-    columns = num_heads * width
-    shape, strides = [num_blocks * block_size, columns], [columns, 1]
-    return TensorDescriptor(
-        kv_cache, shape, strides, [page, CHUNK.value], _page_layout(kv_cache.dtype)
-    )
+    return describe_rows(kv_cache.view(-1, kv_cache.shape[2] * kv_cache.shape[3]), page)
+
+
+def describe_rows(rows: torch.Tensor, num_rows: int) -> TensorDescriptor:
+    """``rows`` [N, width], contiguous, for copies of ``num_rows`` rows and CHUNK columns."""
+    shape, strides = list(rows.shape), list(rows.stride())
+    return TensorDescriptor(rows, shape, strides, [num_rows, CHUNK.value], _layout(rows.dtype))
 
 
 @cache
-def _page_layout(dtype: torch.dtype) -> Any:
+def _layout(dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8)

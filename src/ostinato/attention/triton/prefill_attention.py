@@ -26,19 +26,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ostinato.attention.paged import PagedBatch
 from ostinato.attention.triton.hopper_pages import (
+    LOG2_E,
+    ROWS,
     copy_layout,
     copy_pages,
     describe_pages,
     keep_rows,
+    mma_layout,
 )
 from ostinato.attention.triton.tile_config import PREFILL_ROWS
 from ostinato.ops.triton.launch import launch, next_power_of_2
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 SEARCH = gl.constexpr(128)
-# Rows of a warp group, which is what one wgmma takes, and of a program.
-ROWS = gl.constexpr(64)
-BLOCK_M = gl.constexpr(PREFILL_ROWS)
+BLOCK_M = gl.constexpr(PREFILL_ROWS)  # rows of a program, which has two warp groups
 STAGES = gl.constexpr(2)
 
 
@@ -131,8 +131,8 @@ def _tiles(
     k_full, k_empty, v_full, v_empty = barriers
     weights, values, highest, total = state
     BLOCK_N: gl.constexpr = k_smem.shape[1]
-    scores_layout: gl.constexpr = _mma_layout(BLOCK_N)
-    values_layout: gl.constexpr = _mma_layout(v_smem.shape[2])
+    scores_layout: gl.constexpr = mma_layout(BLOCK_N)
+    values_layout: gl.constexpr = mma_layout(v_smem.shape[2])
     no_scores = gl.zeros([ROWS, BLOCK_N], gl.float32, scores_layout)
     for tile in range(first_tile, end_tile):
         stage = tile % STAGES
@@ -163,11 +163,6 @@ def _tiles(
     return weights, values, highest, total
 
 
-@gluon.constexpr_function
-def _mma_layout(width):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
-
-
 @gluon.jit
 def _consume(
     work,
@@ -193,8 +188,8 @@ def _consume(
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     HEAD_PAD: gl.constexpr = q_smem.shape[1]
     VALUE_PAD: gl.constexpr = v_smem.shape[2]
-    scores_layout: gl.constexpr = _mma_layout(BLOCK_N)
-    values_layout: gl.constexpr = _mma_layout(VALUE_PAD)
+    scores_layout: gl.constexpr = mma_layout(BLOCK_N)
+    values_layout: gl.constexpr = mma_layout(VALUE_PAD)
 
     q_layout: gl.constexpr = copy_layout(HEAD_PAD)
     m = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, q_layout))
@@ -312,11 +307,13 @@ def prefill_kernel(
     VALUE_PAD: gl.constexpr,
     PAGE: gl.constexpr,
     BLOCK_N: gl.constexpr,
+    SEVERAL: gl.constexpr,
 ):
     """One program per tile of at most BLOCK_M // GROUP queries of one request, and KV head.
 
     Tiles are found as in ``paged_attention.attend_kernel``. The last come first: they have the
-    most keys where a prompt is long, and no program is left to work alone at the end.
+    most keys where a prompt is long, and no program is left to work alone at the end. SEVERAL:
+    requests of a single query, with keys, are left out.
     """
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
     program = gl.num_programs(0) - 1 - gl.program_id(0)
@@ -326,10 +323,14 @@ def prefill_kernel(
     start = gl.load(query_start_loc + request)
     query_len = gl.load(query_start_loc + request + 1) - start
     first_query = (tile - (start + request * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q
+    # Keys beyond the table are promised only by the dummy batches of a capture.
+    seq_len = gl.minimum(gl.load(seq_lens + request), max_keys)
     if first_query >= query_len:
         return
-    # Keys beyond the table are promised only by the dummy batches of a capture.
-    context = gl.minimum(gl.load(seq_lens + request), max_keys) - query_len
+    if SEVERAL:  # noqa: SIM102 (decided when the kernel is compiled)
+        if (query_len == 1) & (seq_len > 0):
+            return
+    context = seq_len - query_len
     last = context + gl.minimum(first_query + BLOCK_Q, query_len) - 1
     first = 0
     if window is not None:
@@ -401,8 +402,13 @@ def prefill_kernel(
     )  # fmt: skip
 
 
-def prefill_attention(query: torch.Tensor, batch: PagedBatch) -> None:
-    """Attention of ``query`` [T, H, D] over what is in the cache, to ``out``."""
+def prefill_attention(
+    query: torch.Tensor, batch: PagedBatch, *, leave_single: bool = False
+) -> None:
+    """Attention of ``query`` [T, H, D] over what is in the cache, to ``out``.
+
+    ``leave_single``: leave requests of a single query to ``stream_decode``.
+    """
     key_cache, value_cache, out, query_start_loc, seq_lens, block_table = batch[:6]
     num_tokens, num_heads, value_dim = out.shape
     num_kv_heads = key_cache.shape[2]
@@ -445,6 +451,7 @@ def prefill_attention(query: torch.Tensor, batch: PagedBatch) -> None:
         VALUE_PAD=value_pad,
         PAGE=page,
         BLOCK_N=block_n,
+        SEVERAL=leave_single,
         descriptors=(describe_pages(key_cache, page), describe_pages(value_cache, page)),
         num_warps=4,
     )

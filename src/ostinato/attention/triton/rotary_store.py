@@ -94,6 +94,7 @@ def rotary_store_kernel(
     out,
     slot_mapping,
     query_start_loc,
+    seq_lens,
     eps,
     num_reqs,
     qkv_stride,
@@ -117,13 +118,17 @@ def rotary_store_kernel(
     """One program per token and HEADS of its heads: queries, keys and values.
 
     Queries go to ``query`` [T, NUM_HEADS, HEAD_DIM], contiguous. A token that belongs to no
-    request is not read; its part of ``out`` becomes zero.
+    request is not read; its part of ``out`` becomes zero. With ``seq_lens``,
+    request r has token r, or none where its length is 0.
     """
     if OVERLAP:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    owned = token < tl.load(query_start_loc + num_reqs)
+    if seq_lens is None:
+        owned = token < tl.load(query_start_loc + num_reqs)
+    else:
+        owned = tl.load(seq_lens + token) > 0
     slot = tl.load(slot_mapping + token)
     position = tl.load(positions + token, mask=owned, other=0)
     cos, sin = load_angles(table, position, table_stride, HEAD_DIM, HALF_PAD)
@@ -181,6 +186,7 @@ def rotary_store(
             out,
             batch.slot_mapping,
             query_start_loc,
+            batch.seq_lens if batch.uniform_decode else None,
         ),
         (
             rotary.eps,

@@ -19,8 +19,12 @@ _DECODE_PROGRAMS_PER_SM = 8
 _MAX_SPLITS = 64
 # Of the decode kernel, whose programs combine the parts themselves.
 MAX_COMBINED_SPLITS = 16
+# Keys from which splitting them more finely pays for one more launch.
+_LONG_CONTEXT = 4096
 # Rows of a program of the kernel for prompts: queries x heads of a group.
 PREFILL_ROWS = 128
+# Heads of a group, at most, in the kernel that shares all keys evenly among SMs.
+STREAM_GROUP = 16
 
 
 def padded_row(length: int) -> int:
@@ -57,6 +61,33 @@ class BatchShape(NamedTuple):
             num_sms=num_sms,
         )
 
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+def fills_prefill_kernel(shape: BatchShape) -> bool:
+    """Whether a batch may have prompts, and enough of them for half of the SMs."""
+    return (
+        shape.num_tokens > shape.num_reqs
+        and shape.group <= PREFILL_ROWS
+        and 2 * shape.num_tokens * shape.num_heads >= PREFILL_ROWS * shape.num_sms
+    )
+
+
+def streams_decode(shape: BatchShape) -> bool:
+    """Whether decode batches gain from even shares for all SMs, and a kernel of their own for RoPE.
+
+    Few requests do if their contexts may be long: one kernel would split them too coarsely.
+    """
+    pairs = shape.num_reqs * shape.num_kv_heads
+    return (
+        shape.group <= STREAM_GROUP
+        and shape.max_keys >= _LONG_CONTEXT
+        and 2 * pairs <= shape.num_sms
+    )
+
 
 class TileConfig(NamedTuple):
     """Constants of ``attend_kernel`` and options of its launch."""
@@ -73,7 +104,7 @@ class TileConfig(NamedTuple):
 @lru_cache(maxsize=256)  # every layer of a step asks for the same
 def tile_config(shape: BatchShape) -> TileConfig:
     """Right for all batches of this shape, fast for even ones."""
-    group = shape.num_heads // shape.num_kv_heads
+    group = shape.group
     widest = 128 if shape.row_bytes <= 256 else 64
     block_n = 64 if shape.row_bytes <= 256 else 32
     if shape.itemsize == 4:  # no tensor cores: blocks are held in registers
@@ -141,7 +172,7 @@ _BROAD = (
 def decode_tile_config(shape: BatchShape) -> DecodeTileConfig:
     """The same for decode batches: the rows of a tile are the heads of one request's group."""
     num_sms, row_bytes = shape.num_sms, shape.row_bytes
-    group = shape.num_heads // shape.num_kv_heads
+    group = shape.group
     pairs = max(1, shape.num_reqs * shape.num_kv_heads)
     if shape.itemsize < 4 and group <= 16 and row_bytes <= 256:
         table = _NARROW if row_bytes <= 128 else _BROAD
