@@ -93,7 +93,7 @@ def triton_sample_filtered(
     else:
         rows = Rows(logits, logits, req_indices, req_indices)
     fields = cutoffs(rows, tables) if steps.filters else req_indices
-    _sample(rows, lengths, tables, fields, out_tokens)
+    sample_kept(rows, lengths, tables, fields, out_tokens)
 
 
 class Rows(NamedTuple):
@@ -223,13 +223,19 @@ def cutoffs(rows: Rows, tables: SamplingTables) -> torch.Tensor:
     return fields
 
 
-def _sample(
+def sample_kept(
     rows: Rows,
     lengths: torch.Tensor,
     tables: SamplingTables,
     fields: torch.Tensor,
     out_tokens: torch.Tensor,
+    *,
+    again: bool = False,
 ) -> None:
+    """Sample each row within its cutoffs (``rows.req_indices`` in place of ``fields``: all of it).
+
+    ``again``: rows that are neither filtered nor changed are skipped, and get any token.
+    """
     from ostinato.ops.triton.filtered_sampling import best_kept_kernel
     from ostinato.ops.triton.sampling import best_of_all_kernel
 
@@ -257,6 +263,7 @@ def _sample(
         ),
         FILTERED=fields is not rows.req_indices,
         CHANGED=rows.has_changes,
+        AGAIN=again,
         BLOCK=_SAMPLE_BLOCK,
         **overlap(device),
         num_warps=2,

@@ -20,13 +20,16 @@ from ostinato.ops.counter_random import exponential_log
 # The weight of the most likely token. A sum of 2**22 such weights still fits into an int64.
 _FULL_WEIGHT = 2.0**40
 
+NUM_REPORTED = 4  # column of ``SamplingTables.ints``
+
 
 class SamplingTables(NamedTuple):
     """The parameters of all requests, one row each; ``SamplingState`` owns and describes them.
 
     ``floats`` [S, 6] float32: temperature, top-p, min-p, presence, frequency, repetition.
-    ``ints`` [S, 4] int64: top-k, key of the seed, length of the prompt, min_tokens. The others are
-    lists that -1 ends: ``bias_ids`` int64 with ``bias_values`` float32, and ``stop_ids`` int64.
+    ``ints`` [S, 5] int64: top-k, key of the seed, length of the prompt, min_tokens, and the number
+    of log-probabilities to report (``NUM_REPORTED``; 0: none). The others are lists that -1 ends:
+    ``bias_ids`` int64 with ``bias_values`` float32, and ``stop_ids`` int64.
     """
 
     floats: torch.Tensor
@@ -77,6 +80,20 @@ def _rows(tables: SamplingTables, req_indices: torch.Tensor) -> SamplingRows:
         prompt_len=ints[2],
         min_tokens=ints[3],
     )
+
+
+def steps_of_rows(
+    tables: SamplingTables, req_indices: torch.Tensor, lengths: torch.Tensor
+) -> torch.Tensor:
+    """Which steps, in the order of ``Steps``, have an effect on each row: [B, 5] bool."""
+    rows = _rows(tables, req_indices)
+    is_random = rows.temperature > 0
+    has_filter = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
+    is_penalised = (rows.presence != 0) | (rows.frequency != 0) | (rows.repetition != 1)
+    num_generated = (lengths.unsqueeze(1) - rows.prompt_len).clamp(min=0)
+    has_bias = tables.bias_ids[req_indices, :1] >= 0
+    is_short = num_generated < rows.min_tokens
+    return torch.cat((is_random, is_random & has_filter, is_penalised, has_bias, is_short), dim=1)
 
 
 def sample_reference(

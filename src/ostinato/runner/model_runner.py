@@ -20,8 +20,8 @@ from ostinato.attention.base import AttentionBackend, AttentionMetadata
 from ostinato.config import GraphConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.capture_loop import CaptureReport
+from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.pool import GraphPool
-from ostinato.graphs.manager import FullGraph
 from ostinato.graphs.policy.counters import compilation_counter
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
@@ -31,13 +31,15 @@ from ostinato.ops.sampling import sample_rows
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.parallel.agreement import Reducer
 from ostinato.runner.autocast import without_autocast
+from ostinato.runner.decode_members import DecodeMembers
 from ostinato.runner.decode_step import DecodeOutput
 from ostinato.runner.filtered_rows import FilteredRows
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.model_graphs import ModelGraphs
+from ostinato.runner.sampler_graphs import SamplerGraphs, SamplerLaunch
 from ostinato.runner.step_memory import StepMemory
 from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogits, StepResult
-from ostinato.scheduling.step_plan import DecodePlan, IntArray, ScheduledRequest, StepPlan
+from ostinato.scheduling.step_plan import DecodePlan, ScheduledRequest, StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -56,17 +58,6 @@ class SmallBatchModel:
     plan: CapturePlan
     threshold: int
     name: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Members:
-    """A decode batch whose rows are in the buffers; reused from step to step."""
-
-    req_indices: Sequence[int] | IntArray
-    choice: Choice
-    graph: FullGraph | None  # of the whole step
-    filtered: FilteredRows | None
-    sampled: torch.Tensor  # a decode step writes their tokens here
 
 
 class ModelRunner:
@@ -125,7 +116,10 @@ class ModelRunner:
         self._agreed = (
             None if agreement is None else AgreedDispatch(agreement, plan, self.graphs.dispatch)
         )
-        self._members: _Members | None = None
+        self.samplers = SamplerGraphs(
+            memory, self.pool, vocab_size=model.vocab_size, max_num_reqs=plan.max_num_seqs
+        )
+        self._members: DecodeMembers | None = None
         self.on_logits: LogitsObserver | None = None
         self.results = ResultRing(plan.max_num_seqs, model.device)
         self.stats = DispatchStats()
@@ -164,8 +158,10 @@ class ModelRunner:
             logits = members.graph.output.logits
         if self.on_logits is not None:
             self._show_logits(plan, logits)
+        if members.sampler is not None:
+            self.samplers.run(members.sampler)
         if members.filtered is None:
-            return self.results.send(members.sampled)
+            return self.results.send(members.sampled, members.logprobs)
         req_indices, seq_lens = self.buffers.req_indices, self.buffers.tokens.seq_lens
         return self._sample_again(members.filtered, members.sampled, logits, req_indices, seq_lens)
 
@@ -198,7 +194,9 @@ class ModelRunner:
             # The members' tensors were allocated on the other stream. Once dropped, their memory
             # may go to its later work, even if this stream still reads them.
             self.forget_rows()
-            self.memory.record_stream(torch.cuda.current_stream(self.model.device))
+            stream = torch.cuda.current_stream(self.model.device)
+            self.memory.record_stream(stream)
+            self.samplers.record_stream(stream)
 
     def forget_rows(self) -> None:
         """Make the next decode step write its rows again. Call it after writing to the buffers."""
@@ -215,20 +213,14 @@ class ModelRunner:
     def _decode(self, choice: Choice, across: torch.Tensor | None) -> DecodeOutput:
         return self._all_graphs[choice.model].decode(choice, across)
 
-    def _set_members(self, plan: StepPlan, choice: Choice) -> _Members:
+    def _set_members(self, plan: StepPlan, choice: Choice) -> DecodeMembers:
         """Put the rows of a decode batch into the buffers, and find its graph."""
         members, rows = self._members, plan.req_indices
         if members is not None and members.req_indices is rows and members.choice == choice:
             return members  # compared by value: ranks that agree build an equal choice every step
-        req_indices = rows if isinstance(rows, list) else rows.tolist()
-        self.buffers.set_rows(req_indices, choice.padded_num_tokens)
-        members = self._members = _Members(
-            req_indices=rows,
-            choice=choice,
-            graph=self._all_graphs[choice.model].decode_graph(choice),
-            filtered=FilteredRows.among(req_indices, self.state),
-            sampled=self.buffers.sampled[: len(req_indices)],
-        )
+        graph = self._all_graphs[choice.model].decode_graph(choice)
+        members = DecodeMembers.place(rows, choice, graph, self.memory, self.samplers)
+        self._members = members
         return members
 
     @without_autocast
@@ -310,6 +302,7 @@ class ModelRunner:
         lengths: torch.Tensor,
     ) -> StepResult:
         """Sample the filtered rows again, then start the copy of all tokens to the host."""
+        self.samplers.stats.launches[SamplerLaunch.NO_DECODE_GRAPH] += 1
         token_ids, logprobs = filtered.sample(self.state, token_ids, logits, req_indices, lengths)
         return self.results.send(token_ids, logprobs, filtered.positions)
 
@@ -372,7 +365,7 @@ class ModelRunner:
     def close(self) -> None:
         """Drop the graphs, their memory, the KV cache and the models. Closing twice is harmless."""
         try:
-            self.pool.close()
+            close_each((self.samplers.close, self.pool.close))
         finally:
             self.kv_cache.layers.clear()
             self._members = None

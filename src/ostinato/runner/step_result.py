@@ -6,9 +6,9 @@ takes torch longer than all other host work to start a decode step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -52,7 +52,7 @@ class StepResult:
         buffer: _Buffer | None = None,
         num_tokens: int = 0,
         logprobs: Sequence[torch.Tensor] = (),
-        filtered_rows: Sequence[int] = (),
+        filtered_rows: Sequence[int] | None = None,
     ) -> None:
         self._ring = ring
         self._buffer = buffer
@@ -60,7 +60,8 @@ class StepResult:
         self._token_ids: IntArray | None = None
         self._logprob_copies = logprobs
         self._filtered_rows = filtered_rows
-        self._logprobs: dict[int, tuple[list[int], list[float]]] | None = None  # by row
+        self._logprobs: list[np.ndarray[Any, Any]] | None = None  # the copies, once they arrived
+        self._row_of: Mapping[int, int] | None = None  # in the copies; None: the same
 
     def token_ids(self) -> IntArray:
         """Wait for the step and return its tokens [num_samples], in plan order."""
@@ -83,11 +84,12 @@ class StepResult:
         """
         if self._logprobs is None:
             self.token_ids()  # they arrive together
-            tokens, values = self._logprob_copies
-            pairs = zip(tokens.tolist(), values.tolist(), strict=True)
-            self._logprobs = dict(zip(self._filtered_rows, pairs, strict=True))
-        tokens_of, values_of = self._logprobs[row]
-        return list(zip(tokens_of[: 1 + num_top], values_of[: 1 + num_top], strict=True))
+            self._logprobs = [copy.numpy() for copy in self._logprob_copies]
+            if self._filtered_rows is not None:
+                self._row_of = {row: index for index, row in enumerate(self._filtered_rows)}
+        index = row if self._row_of is None else self._row_of[row]
+        tokens, values = (array[index, : 1 + num_top].tolist() for array in self._logprobs)
+        return list(zip(tokens, values, strict=True))
 
 
 class ResultRing:
@@ -106,11 +108,12 @@ class ResultRing:
         self,
         token_ids: torch.Tensor,
         logprobs: tuple[torch.Tensor, torch.Tensor] | None = None,
-        filtered_rows: Sequence[int] = (),
+        filtered_rows: Sequence[int] | None = None,
     ) -> StepResult:
         """Start the copy of [N] int64; later work on the stream may overwrite the source.
 
-        ``logprobs``: tokens and values of the rows at ``filtered_rows``, also copied.
+        ``logprobs``: tokens and values of the rows at ``filtered_rows`` (None: of all), also
+        copied.
         """
         buffer = self.free.pop() if self.free else self._new_buffer()
         num_tokens = token_ids.shape[0]

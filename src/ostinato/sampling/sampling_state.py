@@ -114,7 +114,7 @@ class SamplingState:
     def __init__(self, max_num_seqs: int, device: torch.device | str) -> None:
         device = torch.device(device)
         self._floats = _Table((max_num_seqs, 6), torch.float32, 0.0, device)
-        self._ints = _Table((max_num_seqs, 4), torch.int64, 0, device)
+        self._ints = _Table((max_num_seqs, 5), torch.int64, 0, device)
         self._bias_ids = _Table((max_num_seqs, MAX_LOGIT_BIAS), torch.int64, -1, device)
         self._bias_values = _Table((max_num_seqs, MAX_LOGIT_BIAS), torch.float32, 0.0, device)
         self._stop_ids = _Table((max_num_seqs, STOP_IDS_WIDTH), torch.int64, -1, device)
@@ -134,7 +134,7 @@ class SamplingState:
         floats, ints = self._floats.on_device.unbind(1), self._ints.on_device.unbind(1)
         self.temperature, self.top_p, self.min_p = floats[:3]
         self.presence, self.frequency, self.repetition = floats[3:]
-        self.top_k, self.seed_key, self.prompt_len, self.min_tokens = ints
+        self.top_k, self.seed_key, self.prompt_len, self.min_tokens, self.num_reported = ints
         self.bias_ids, self.bias_values, self.stop_ids = self.tables[2:]
 
     def write(self, req_index: int, request: Request) -> None:
@@ -155,7 +155,9 @@ class SamplingState:
         )
         min_tokens = min(params.min_tokens, _LARGEST_INT)
         top_k = min(max(params.top_k, 0), _LARGEST_INT)
-        ints = (top_k, spread_seed(request.seed), len(request.prompt_token_ids), min_tokens)
+        num_reported = 0 if params.logprobs is None else 1 + params.logprobs
+        seed_key, prompt_len = spread_seed(request.seed), len(request.prompt_token_ids)
+        ints = (top_k, seed_key, prompt_len, min_tokens, num_reported)
         self._floats.write(req_index, floats)
         self._ints.write(req_index, ints)
         if min_tokens:  # with 0 the row's stop ids are ignored

@@ -2,7 +2,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """Samples from what the cutoffs of ``cutoffs`` and min-p leave: the best token of each chunk.
 
-``sampling.best_of_all_kernel`` then takes the best of all chunks.
+``sampling.best_of_all_kernel`` then takes the best of all chunks. Where rows are sampled again,
+``store_resampled_kernel`` stores the tokens of those that are filtered or changed.
 """
 
 from __future__ import annotations
@@ -46,10 +47,14 @@ def best_kept_kernel(
     num_chunks,
     FILTERED: tl.constexpr,
     CHANGED: tl.constexpr,
+    AGAIN: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row and chunk: writes its best candidate to [B, chunks]."""
+    """One program per row and chunk: writes its best candidate to [B, chunks].
+
+    AGAIN: rows that are neither filtered nor changed are skipped, and get any candidate.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -75,8 +80,11 @@ def best_kept_kernel(
     lane = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     first = chunk * blocks_per_chunk
+    num_blocks = blocks_per_chunk
+    if AGAIN:
+        num_blocks = tl.where(is_filtered | (row_is_changed != 0), blocks_per_chunk, 0)
     token = first * BLOCK + lane
-    for block in tl.range(first, first + blocks_per_chunk):
+    for block in tl.range(first, first + num_blocks):
         column = block * BLOCK + lane
         score = load_scores(
             logits + row * row_stride,
@@ -101,3 +109,39 @@ def best_kept_kernel(
             best = tl.where(better, score, best)
             token = tl.where(better, column, token)
     tl.store(candidates + row * num_chunks + chunk, tl.max(ordered(best, token), axis=0))
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def store_resampled_kernel(
+    chosen,
+    is_changed,
+    req_indices,
+    lengths,
+    floats,
+    ints,
+    token_ids,
+    tokens,
+    float_stride,
+    int_stride,
+    token_ids_stride,
+    vocab_size,
+    num_rows,
+    CHANGED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """One program per BLOCK rows: stores the tokens of rows that are filtered or changed."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    req_index = tl.load(req_indices + row, mask=inside, other=0)
+    stores = filters(floats, ints, req_index, float_stride, int_stride, vocab_size)[4]
+    if CHANGED:
+        stores = stores | (tl.load(is_changed + row, mask=inside, other=0) != 0)
+    stores = stores & inside
+    token = tl.load(chosen + row, mask=stores, other=0)
+    length = tl.load(lengths + row, mask=stores, other=0)
+    tl.store(tokens + row, token, mask=stores)
+    tl.store(token_ids + req_index * token_ids_stride + length, token.to(tl.int32), mask=stores)

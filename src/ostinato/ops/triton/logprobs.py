@@ -17,6 +17,13 @@ from ostinato.ops.triton.sampling import LARGEST_INT, ordered
 
 GROUP = tl.constexpr(128)
 SMALLEST = tl.constexpr(-(1 << 63))
+NUM_REPORTED = tl.constexpr(4)  # column of the sampling state's integers
+
+
+@triton.jit
+def _num_reported(ints, req_index, int_stride):
+    """The number of log-probabilities that a request wants, the chosen token's included."""
+    return tl.load(ints + req_index * int_stride + NUM_REPORTED).to(tl.int32)
 
 
 @triton.jit
@@ -29,18 +36,24 @@ def _candidates(logits, column, vocab_size):
 @triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
 def logprob_sums_kernel(
     logits,
+    req_indices,
+    ints,
     partials,
     group_best,
     row_stride,
+    int_stride,
     vocab_size,
     num_groups,
     blocks_per_chunk,
     num_chunks,
+    REQUESTED: tl.constexpr,
     GROUPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per row and chunk: its highest logit and sum of exponentials to ``partials``
     [B, chunks, 2], and the best of each group to ``group_best`` [B, groups].
+
+    REQUESTED: rows whose request wants no log-probabilities are skipped.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -50,7 +63,11 @@ def logprob_sums_kernel(
     highest = tl.full([GROUPS, GROUP], float("-inf"), dtype=tl.float32)
     total = tl.zeros([GROUPS, GROUP], dtype=tl.float32)
     first = chunk * blocks_per_chunk
-    for block in tl.range(first, first + blocks_per_chunk):
+    num_blocks = blocks_per_chunk
+    if REQUESTED:
+        num_reported = _num_reported(ints, tl.load(req_indices + row), int_stride)
+        num_blocks = tl.where(num_reported > 0, blocks_per_chunk, 0)
+    for block in tl.range(first, first + num_blocks):
         group = block * GROUPS + tl.arange(0, GROUPS)
         column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         score, candidate = _candidates(logits + row * row_stride, column, vocab_size)
@@ -71,20 +88,27 @@ def logprob_sums_kernel(
 def top_logprobs_kernel(
     logits,
     chosen,
+    req_indices,
+    ints,
     partials,
     group_best,
     logprobs,
     reported,
     row_stride,
+    int_stride,
     vocab_size,
     num_groups,
     num_chunks,
     num_top,
+    REQUESTED: tl.constexpr,
     GROUPS_PAD: tl.constexpr,
     CHUNKS_PAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row: the chosen token and the most likely ones, with log-probabilities."""
+    """One program per row: the chosen token and the most likely ones, with log-probabilities.
+
+    REQUESTED: of the ``num_top`` most likely, only as many as the row's request wants.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -104,7 +128,11 @@ def top_logprobs_kernel(
     group = tl.arange(0, GROUPS_PAD)
     place = group_best + row * num_groups + group
     best = tl.load(place, mask=group < num_groups, other=SMALLEST)
-    for rank in tl.range(0, num_top):
+    last = num_top
+    if REQUESTED:
+        num_reported = _num_reported(ints, tl.load(req_indices + row), int_stride)
+        last = tl.minimum(num_reported - 1, num_top)
+    for rank in tl.range(0, last):
         winner = tl.max(best, axis=0)
         token = (winner & LARGEST_INT) ^ LARGEST_INT
         tl.store(reported + out + 1 + rank, token)

@@ -1,0 +1,64 @@
+"""A decode batch whose rows are in the buffers: what runs it, and where its results are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.graphs.manager import FullGraph
+from ostinato.graphs.policy.descriptor import Choice
+from ostinato.runner.filtered_rows import FilteredRows
+from ostinato.runner.sampler_graphs import SamplerGraph, SamplerGraphs
+from ostinato.runner.step_memory import StepMemory
+from ostinato.scheduling.step_plan import IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeMembers:
+    """The requests of a decode batch; reused from step to step.
+
+    ``graph``: of the whole step, if there is one. If a request needs the full sampler, ``sampler``
+    runs behind that graph, and ``filtered`` behind a step without it. ``sampled`` [num_reqs] and
+    ``logprobs`` (None: not wanted) are where their tokens are written.
+    """
+
+    req_indices: list[int] | IntArray
+    choice: Choice
+    graph: FullGraph | None
+    sampler: SamplerGraph | None
+    filtered: FilteredRows | None
+    sampled: torch.Tensor
+    logprobs: tuple[torch.Tensor, torch.Tensor] | None
+
+    @classmethod
+    def place(
+        cls,
+        rows: list[int] | IntArray,
+        choice: Choice,
+        graph: FullGraph | None,
+        memory: StepMemory,
+        samplers: SamplerGraphs,
+    ) -> DecodeMembers:
+        """Write the requests in ``rows`` to the buffers, padded as chosen."""
+        req_indices = rows if isinstance(rows, list) else rows.tolist()
+        buffers, parameters = memory.buffers, memory.state.sampling
+        num_reqs = len(req_indices)
+        buffers.set_rows(req_indices, choice.padded_num_tokens)
+        sampler = filtered = logprobs = None
+        if graph is None:
+            filtered = FilteredRows.among(req_indices, memory.state)
+        elif parameters.filtered_rows(req_indices):
+            features = parameters.features(req_indices)
+            sampler = samplers.graph(graph, features)
+            if features.num_logprobs >= 0:
+                logprobs = samplers.logprobs(num_reqs)
+        return cls(
+            req_indices=rows,
+            choice=choice,
+            graph=graph,
+            sampler=sampler,
+            filtered=filtered,
+            sampled=buffers.sampled[:num_reqs],
+            logprobs=logprobs,
+        )
