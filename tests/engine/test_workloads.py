@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato import GraphConfig, SamplingParams
+from ostinato import CompletionOutput, GraphConfig, SamplingParams
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
 
@@ -47,6 +47,12 @@ arrivals = st.builds(
         seed=st.integers(0, 5),
         max_tokens=st.integers(1, 24),
         top_k=st.sampled_from([-1, -1, 5]),
+        top_p=st.sampled_from([1.0, 1.0, 0.7]),
+        min_p=st.sampled_from([0.0, 0.0, 0.1]),
+        presence_penalty=st.sampled_from([0.0, 0.0, 0.0, 1.5]),
+        repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.4]),
+        logit_bias=st.sampled_from([None, None, None, {7: 4.0, 9: -100.0}]),
+        logprobs=st.sampled_from([None, None, 0, 3]),
         stop_token_ids=st.sampled_from([(), tuple(range(0, 512, 9))]),
     ),
     after=st.integers(0, 20),
@@ -114,7 +120,7 @@ def poison_every_step(engine: Engine) -> None:
     runner.run = run_poisoned  # type: ignore[method-assign]
 
 
-def run_workload(engine: Engine, workload: list[Arrival]) -> list[tuple[list[int], str | None]]:
+def run_workload(engine: Engine, workload: list[Arrival]) -> list[CompletionOutput]:
     engine.scheduler.allocator.reset_prefix_cache()
     for layer in engine.runner.kv_cache.layers:
         for cache in layer:
@@ -132,9 +138,7 @@ def run_workload(engine: Engine, workload: list[Arrival]) -> list[tuple[list[int
         engine.step()
         step += 1
     assert engine.scheduler.allocator.num_free_blocks == engine.runner.cache.num_blocks - 1
-    return [
-        (completion.output.token_ids, completion.output.finish_reason) for completion in completions
-    ]
+    return [completion.output for completion in completions]
 
 
 @pytest.mark.slow
@@ -145,14 +149,25 @@ def test_graphs_give_the_tokens_of_eager(
 ) -> None:
     replaying, eager = engines
     ours, expected = run_workload(replaying, workload), run_workload(eager, workload)
-    for arrival, (tokens, reason), (eager_tokens, eager_reason) in zip(
-        workload, ours, expected, strict=True
-    ):
+    for arrival, output, eager_output in zip(workload, ours, expected, strict=True):
+        shorter = min(len(output.token_ids), len(eager_output.token_ids))
         if arrival.patience is None:
-            assert (tokens, reason) == (eager_tokens, eager_reason)
-        else:  # where it was cut off depends on when tokens were taken in
-            shorter = min(len(tokens), len(eager_tokens))
-            assert tokens[:shorter] == eager_tokens[:shorter]
+            assert output.finish_reason == eager_output.finish_reason
+            assert shorter == max(len(output.token_ids), len(eager_output.token_ids))
+        # Otherwise, where it was cut off depends on when tokens were taken in.
+        assert output.token_ids[:shorter] == eager_output.token_ids[:shorter]
+        assert_same_logprobs(output, eager_output, shorter)
+
+
+def assert_same_logprobs(one: CompletionOutput, other: CompletionOutput, num_tokens: int) -> None:
+    """Nearly: a step with other requests has another batch size, and rounds differently."""
+    assert (one.logprobs is None) == (other.logprobs is None)
+    if one.logprobs is None or other.logprobs is None:
+        return
+    for row, other_row in zip(one.logprobs[:num_tokens], other.logprobs[:num_tokens], strict=True):
+        values = {token: each.logprob for token, each in row.items()}
+        expected = {token: each.logprob for token, each in other_row.items()}
+        assert values == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_workloads_replay_graphs(engines: tuple[Engine, Engine]) -> None:
@@ -163,3 +178,12 @@ def test_the_workloads_replay_graphs(engines: tuple[Engine, Engine]) -> None:
     run_workload(eager, workload)
     assert replaying.runner.stats.hits >= before + 9
     assert eager.runner.stats.hits == 0
+
+
+def test_the_workloads_replay_the_full_sampler(engines: tuple[Engine, Engine]) -> None:
+    replaying, _ = engines
+    params = SamplingParams(max_tokens=9, top_k=5, repetition_penalty=1.4, logprobs=3)
+    workload = [Arrival(prompt_of(n, n), params, 0, None) for n in (3, 50)]
+    before = replaying.runner.samplers.stats.replays
+    run_workload(replaying, workload)
+    assert replaying.runner.samplers.stats.replays >= before + 6
