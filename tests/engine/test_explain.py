@@ -52,6 +52,8 @@ def test_how_a_batch_runs(
     assert answer["padded_to"] == padded_to
     assert answer["padding"] == padded_to - batch[0]
     assert answer["reason"] == reason.value
+    replays = answer["full_sampler"].startswith("replayed")
+    assert replays == (reason is Reason.UNIFORM_DECODE)
     assert answer["requested_mode"] == answer["mode_in_force"] == mode
     assert (answer["key"] == "-") == (runs == EAGER)
     assert answer["captured_sizes"] == ([] if mode == "NONE" else [1, 2, 4, 8, 16])
@@ -72,6 +74,7 @@ def test_an_answer_in_full() -> None:
         "key": "BatchDescriptor(num_tokens=4, num_reqs=4, uniform=True, has_lora=False, "
         "num_active_loras=0, query_len=None)",
         "reason": "uniform decode batch with a captured graph",
+        "full_sampler": "replayed; captured when a batch of this size needs it for the second time",
         "captured_sizes": [1, 2, 4, 8, 16],
         "sizes_without_decode_graph": [16],
     }

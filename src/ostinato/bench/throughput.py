@@ -31,6 +31,7 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.llm import LLM
+from ostinato.runner.sampler_graphs import SamplerStats
 from ostinato.sampling_params import SamplingParams
 
 _WARM_UP_REQUESTS = 16
@@ -181,8 +182,11 @@ def _warm_up(requests: Sequence[TimedRequest]) -> list[TimedRequest]:
 def _measure(engine: Engine, requests: Sequence[TimedRequest]) -> dict[str, Any]:
     def measure() -> dict[str, Any]:
         engine.scheduler.allocator.reset_prefix_cache()
-        engine.runner.stats.reset()
-        return {**summarize(serve(engine, requests)), **_how_it_ran(engine.runner.stats)}
+        runner = engine.runner
+        runner.stats.reset()
+        runner.samplers.stats.reset()
+        served = serve(engine, requests)
+        return {**summarize(served), **_how_it_ran(runner.stats, runner.samplers.stats)}
 
     return engine.sharing.call(measure)
 
@@ -221,8 +225,8 @@ def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
     return {f"p{percent}": ordered[rank - 1] for percent, rank in ranks.items()}
 
 
-def _how_it_ran(stats: DispatchStats) -> dict[str, Any]:
-    """Steps by graph mode, eager ones by reason, and what was padding."""
+def _how_it_ran(stats: DispatchStats, sampler: SamplerStats) -> dict[str, Any]:
+    """Steps by graph mode, eager ones by reason, what was padding, and how the sampler ran."""
     # Only keys of FULL graphs have a number of requests.
     full = sum(count for key, count in stats.replays.items() if key.num_reqs is not None)
     return {
@@ -230,6 +234,11 @@ def _how_it_ran(stats: DispatchStats) -> dict[str, Any]:
         "eager_reasons": {reason.name: count for reason, count in stats.eager.items()},
         "padding_tokens": stats.padding_tokens,
         "padding_fraction": stats.padding_fraction,
+        "full_sampler": {
+            "replays": sampler.replays,
+            "captures": sampler.captures,
+            "launches": {reason.name: count for reason, count in sampler.launches.items()},
+        },
     }
 
 

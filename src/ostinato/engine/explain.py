@@ -7,9 +7,10 @@ from typing import Any
 from ostinato.attention import create_attention
 from ostinato.config import EngineConfig
 from ostinato.errors import BatchError
-from ostinato.graphs.policy.descriptor import BatchShape
+from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.runner.sampler_graphs import SamplerLaunch
 from ostinato.runner.startup import plan_graphs
 
 
@@ -56,6 +57,14 @@ def explain_batch(
         "padding": choice.padded_num_tokens - num_tokens,
         "key": "-" if eager else str(choice.descriptor),
         "reason": choice.reason.value,
+        "full_sampler": _how_it_samples(choice),
         "captured_sizes": list(plan.sizes),
         "sizes_without_decode_graph": list(plan.sizes_without_decode),
     } | ({"model": "shift" if plan is plans.shift else "base"} if plans.shift else {})
+
+
+def _how_it_samples(choice: Choice) -> str:
+    """How requests that want more than a temperature are sampled."""
+    if choice.mode is CUDAGraphMode.FULL and choice.uniform_decode:
+        return "replayed; captured when a batch of this size needs it for the second time"
+    return f"launched: {SamplerLaunch.NO_DECODE_GRAPH.value}"

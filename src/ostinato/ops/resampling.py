@@ -59,13 +59,14 @@ def resample_rows_cpu(
     """The CPU kernel: reads which rows need it, and runs only the steps that these use."""
     tables, _, token_ids, tokens = _unpacked(rest)
     steps = steps_of_rows(tables, req_indices, lengths)
-    rows = steps[:, 1:].any(dim=1).nonzero().squeeze(1)
-    if rows.numel() == 0:
+    rows = [row for row, used in enumerate(steps) if any(used[1:])]
+    if not rows:
         return
-    req_indices, lengths = req_indices[rows], lengths[rows]
-    used = Steps(*steps[rows].any(dim=0).tolist())
-    chosen = sample_reference(logits[rows], req_indices, lengths, tables, token_ids, used)
-    tokens[rows] = chosen
+    used = Steps(*map(any, zip(*(steps[row] for row in rows), strict=True)))
+    these = rows if len(rows) < len(steps) else slice(None)
+    req_indices, lengths = req_indices[these], lengths[these]
+    chosen = sample_reference(logits[these], req_indices, lengths, tables, token_ids, used)
+    tokens[these] = chosen
     token_ids[req_indices, lengths] = chosen.int()
 
 

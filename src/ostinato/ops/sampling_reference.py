@@ -84,16 +84,27 @@ def _rows(tables: SamplingTables, req_indices: torch.Tensor) -> SamplingRows:
 
 def steps_of_rows(
     tables: SamplingTables, req_indices: torch.Tensor, lengths: torch.Tensor
-) -> torch.Tensor:
-    """Which steps, in the order of ``Steps``, have an effect on each row: [B, 5] bool."""
-    rows = _rows(tables, req_indices)
-    is_random = rows.temperature > 0
-    has_filter = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)
-    is_penalised = (rows.presence != 0) | (rows.frequency != 0) | (rows.repetition != 1)
-    num_generated = (lengths.unsqueeze(1) - rows.prompt_len).clamp(min=0)
-    has_bias = tables.bias_ids[req_indices, :1] >= 0
-    is_short = num_generated < rows.min_tokens
-    return torch.cat((is_random, is_random & has_filter, is_penalised, has_bias, is_short), dim=1)
+) -> list[Steps]:
+    """The steps that have an effect on each row. Reads the tables on the host."""
+    floats, ints = (table[req_indices].tolist() for table in (tables.floats, tables.ints))
+    first_bias_ids = tables.bias_ids[req_indices, 0].tolist()
+    steps = []
+    for row_floats, row_ints, first_bias_id, length in zip(
+        floats, ints, first_bias_ids, lengths.tolist(), strict=True
+    ):
+        temperature, top_p, min_p, presence, frequency, repetition = row_floats
+        top_k, _, prompt_len, min_tokens, _ = row_ints
+        is_random = temperature > 0
+        steps.append(
+            Steps(
+                noise=is_random,
+                filters=is_random and (top_k > 0 or top_p < 1 or min_p > 0),
+                penalties=presence != 0 or frequency != 0 or repetition != 1,
+                bias=first_bias_id >= 0,
+                min_tokens=max(length - prompt_len, 0) < min_tokens,
+            )
+        )
+    return steps
 
 
 def sample_reference(
