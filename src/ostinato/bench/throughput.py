@@ -237,6 +237,7 @@ def _how_it_ran(stats: DispatchStats, sampler: SamplerStats) -> dict[str, Any]:
         "full_sampler": {
             "replays": sampler.replays,
             "captures": sampler.captures,
+            "capture_seconds": sampler.capture_seconds,
             "launches": {reason.name: count for reason, count in sampler.launches.items()},
         },
     }

@@ -1,7 +1,8 @@
 """Rows of a batch that need the full sampler: top-k, top-p, penalties, log-probabilities.
 
 A step samples every row by its temperature alone. These rows are then sampled again from the same
-logits, and their tokens are overwritten.
+logits, and their tokens are overwritten. This is for steps with prompts and without a decode graph;
+behind a decode graph ``sampler_graphs`` does the same.
 """
 
 from __future__ import annotations

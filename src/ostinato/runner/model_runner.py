@@ -2,7 +2,8 @@
 
 It owns everything with a fixed address: the request state, the input buffers, the KV cache and the
 graphs. A step is dispatched first, so the padded size is known before a buffer is filled. A decode
-batch is one replay, sampling included; a batch with prompts is filled, run, and sampled.
+batch is one replay, sampling included, and a second one if a request wants more than a temperature;
+a batch with prompts is filled, run, and sampled.
 
 Two models may share all of it: small batches then run the second (``SmallBatchModel``).
 """

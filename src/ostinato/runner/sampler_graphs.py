@@ -15,6 +15,7 @@ fails, its steps go on being launched.
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
@@ -70,14 +71,19 @@ class SamplerLaunch(Enum):
 
 @dataclass
 class SamplerStats:
-    """Steps in which a request needs the full sampler: each is counted once."""
+    """Steps in which a request needs the full sampler: each is counted once.
+
+    ``capture_seconds``: how long the captures delayed their steps, together.
+    """
 
     replays: int = 0
     captures: int = 0
+    capture_seconds: float = 0.0
     launches: Counter[SamplerLaunch] = field(default_factory=Counter)
 
     def reset(self) -> None:
         self.replays = self.captures = 0
+        self.capture_seconds = 0.0
         self.launches.clear()
 
 
@@ -152,6 +158,7 @@ class SamplerGraphs:
     @without_autocast
     def _run_uncaptured(self, graph: SamplerGraph) -> None:
         if graph.has_run and graph.why_launched is SamplerLaunch.NOT_CAPTURED:
+            start = time.perf_counter()
             try:
                 self._capture(graph)
             except (CaptureError, torch.OutOfMemoryError) as error:
@@ -164,18 +171,18 @@ class SamplerGraphs:
                 )
             else:
                 self.stats.captures += 1
+                self.stats.capture_seconds += time.perf_counter() - start
                 return
         self._sample(graph)
         graph.has_run = True
         self.stats.launches[graph.why_launched] += 1
 
     def _capture(self, graph: SamplerGraph) -> None:
-        with torch.inference_mode(False), torch.no_grad():
-            if self._pool is None:
-                self._pool = GraphPool(self._memory.device, lazy_capture=True)
-            self._reserve(graph)
-            # A full garbage collection could take longer than many steps.
-            captured = self._pool.capture(partial(self._sample, graph), collect_garbage=False)
+        if self._pool is None:
+            self._pool = GraphPool(self._memory.device, lazy_capture=True)
+        self._reserve(graph)
+        # A full garbage collection could take longer than many steps.
+        captured = self._pool.capture(partial(self._sample, graph), collect_garbage=False)
         graph.tape = captured.tape
 
     def _reserve(self, graph: SamplerGraph) -> None:
