@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ostinato import CompletionOutput, GraphConfig, SamplingParams
 from ostinato.config import EngineConfig
+from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
 
 MAX_MODEL_LEN = 128
@@ -120,7 +121,7 @@ def poison_every_step(engine: Engine) -> None:
     runner.run = run_poisoned  # type: ignore[method-assign]
 
 
-def run_workload(engine: Engine, workload: list[Arrival]) -> list[CompletionOutput]:
+def run_workload(engine: Engine, workload: list[Arrival]) -> list[Completion]:
     engine.scheduler.allocator.reset_prefix_cache()
     for layer in engine.runner.kv_cache.layers:
         for cache in layer:
@@ -138,7 +139,7 @@ def run_workload(engine: Engine, workload: list[Arrival]) -> list[CompletionOutp
         engine.step()
         step += 1
     assert engine.scheduler.allocator.num_free_blocks == engine.runner.cache.num_blocks - 1
-    return [completion.output for completion in completions]
+    return completions
 
 
 @pytest.mark.slow
@@ -149,7 +150,8 @@ def test_graphs_give_the_tokens_of_eager(
 ) -> None:
     replaying, eager = engines
     ours, expected = run_workload(replaying, workload), run_workload(eager, workload)
-    for arrival, output, eager_output in zip(workload, ours, expected, strict=True):
+    for arrival, one, other in zip(workload, ours, expected, strict=True):
+        output, eager_output = one.output, other.output
         shorter = min(len(output.token_ids), len(eager_output.token_ids))
         if arrival.patience is None:
             assert output.finish_reason == eager_output.finish_reason
@@ -187,3 +189,15 @@ def test_the_workloads_replay_the_full_sampler(engines: tuple[Engine, Engine]) -
     before = replaying.runner.samplers.stats.replays
     run_workload(replaying, workload)
     assert replaying.runner.samplers.stats.replays >= before + 6
+
+
+def test_preempted_requests_are_sampled_as_others(engines: tuple[Engine, Engine]) -> None:
+    common: dict[str, Any] = {"max_tokens": 40, "top_k": 5, "repetition_penalty": 1.3}
+    workload = [
+        Arrival(prompt_of(80, 31 * n), SamplingParams(seed=n, **common), n % 3, None)
+        for n in range(10)
+    ]
+    ours, expected = (run_workload(engine, workload) for engine in engines)
+    assert any(completion.request.num_preemptions for completion in ours)
+    for one, other in zip(ours, expected, strict=True):
+        assert one.output.token_ids == other.output.token_ids
