@@ -5,6 +5,7 @@ The kernels' arithmetic is tested in ``tests/ops/test_linear.py``, here on CUDA 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from ostinato.ops import linear as module
 from ostinato.ops.linear import Gemm, Norm, linear, run_kernel, torch_linear
 from ostinato.ops.measuring import compile_all, measure_step
 from ostinato.ops.tile_config import GemmChoice, LinearShape, TileConfig, candidates, gpu_of
+from ostinato.ops.triton.counters import shared_counters
 from ostinato.ops.tuning import StepGemm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -114,7 +116,8 @@ def test_a_chain_in_a_graph_is_the_chain_by_steps(num_rows: int, split: int) -> 
                 check(y, reference(x, weight, norm=norm, residual=x))
 
 
-def test_two_graphs_of_split_k_gemms_at_once() -> None:
+@pytest.mark.parametrize("shared", [False, True], ids=["a memset each", "one memset"])
+def test_two_graphs_of_split_k_gemms_at_once(shared: bool) -> None:
     """Counters are each graph's own: replays on two streams do not disturb each other."""
     torch.manual_seed(0)
     weight, inputs = draw(2048, 2048, size=0.02), [draw(32, 2048) for _ in range(2)]
@@ -124,7 +127,7 @@ def test_two_graphs_of_split_k_gemms_at_once() -> None:
     for x in inputs:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with shared_counters(CUDA) if shared else nullcontext(), torch.cuda.graph(graph):
             for _ in range(50):
                 out = run_kernel(config, Gemm(x, weight))
         graphs.append(graph)

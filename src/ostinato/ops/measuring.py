@@ -18,6 +18,7 @@ import torch
 
 from ostinato.ops.linear import Gemm, Norm, run_kernel, torch_linear
 from ostinato.ops.tile_config import row_class
+from ostinato.ops.triton.counters import shared_counters
 from ostinato.ops.tuning import StepGemm
 
 _MEASURED_ROWS = {1: 1, 16: 8, 32: 32, 64: 64}  # by row class
@@ -90,11 +91,13 @@ def time_in_graph(run: Callable[[], Any], device: torch.device, *, replays: int 
         run()  # compiles, and lets libraries allocate their workspaces
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            run()
-        finally:
-            graph.capture_end()
+        # As in a step: a memset before each split-K launch would keep it from starting early.
+        with shared_counters(device):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
         times: list[float] = []
         for turn in range(replays + 2):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

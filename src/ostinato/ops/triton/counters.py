@@ -8,6 +8,10 @@ and without overlap; the kernel counts after its wait.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 
 from ostinato.graphs.capture.segments import open_recording
@@ -39,16 +43,31 @@ class CounterSlabs:
         return self._slabs[-1][first : first + count]
 
 
+_shared: ContextVar[CounterSlabs | None] = ContextVar("ostinato_counters", default=None)
+
+
+@contextmanager
+def shared_counters(device: torch.device) -> Iterator[None]:
+    """Inside, a capture that is not a recording of ours has one memset for many launches too."""
+    token = _shared.set(CounterSlabs(device))
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
 def take_counters(device: torch.device, count: int) -> torch.Tensor:
     """``count`` int32 zeros for one launch, enqueued ahead of it on the current stream.
 
     In one of our recordings a single memset serves many launches, in all segments. In another
     library's capture, and eagerly, each launch has its own memset.
     """
-    recording = open_recording()
-    if recording is None or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return _zeros(count, device)
-    return recording.kept((CounterSlabs, device), lambda: CounterSlabs(device)).take(count)
+    recording, slabs = open_recording(), _shared.get()
+    if recording is not None:
+        slabs = recording.kept((CounterSlabs, device), lambda: CounterSlabs(device))
+    return _zeros(count, device) if slabs is None else slabs.take(count)
 
 
 def _zeros(count: int, device: torch.device) -> torch.Tensor:
