@@ -28,18 +28,24 @@ _SCHEMA = """sample_filtered(
     Tensor(a!) out_tokens
 ) -> ()"""
 
-# Columns that a program of the search reads at a time, programs per SM, and tokens of a row among
-# which it looks for the exact cutoff. If there are more, it reads the row, which is slower.
-_SEARCH_BLOCK = 1024
-_SEARCH_PROGRAMS = 12
+# Columns that a program of the search reads, by how many warps.
+_SEARCH_BLOCK = 4096
+_SEARCH_WARPS = 8
+_COLLECT_BLOCK = 1024
+_COLLECT_WARPS = 8
+# Tokens of a row among which its last kernel, one program per row, looks for the exact cutoff. If
+# there are more, it reads the row in blocks, which is slower; if there are few, it is faster.
 _CAPACITY = 8192
-# Columns that the last kernel of the search reads at a time: one program per row.
+_SMALL_LIST = 1024
 _CUTOFF_BLOCK = 2048
+_CUTOFF_WARPS = 16
 # The same for the kernel that samples. Noise takes registers, so its blocks are small.
 _SAMPLE_BLOCK = 512
 _SAMPLE_PROGRAMS = 24
-# Columns copied at a time, and positions of a history read at a time, by how many programs.
+# Columns copied at a time, by how many programs per SM, and positions of a history read at a time,
+# by how many programs.
 _COPY_BLOCK = 2048
+_COPY_PROGRAMS = 12
 _HISTORY_BLOCK = 512
 _HISTORY_CHUNKS = 32
 
@@ -138,7 +144,7 @@ def changed_rows(
     floats, ints, bias_ids, _, stop_ids = tables
     max_len = token_ids.shape[1]
     blocks_per_chunk, num_chunks = chunks(
-        num_rows, vocab_size, num_sms(device), block=_COPY_BLOCK, programs=_SEARCH_PROGRAMS
+        num_rows, vocab_size, num_sms(device), block=_COPY_BLOCK, programs=_COPY_PROGRAMS
     )
     options: dict[str, Any] = {**overlap(device), "num_warps": 4, "enable_fp_fusion": False}
     launch(
@@ -184,8 +190,9 @@ def changed_rows(
 
 def cutoffs(rows: Rows, tables: SamplingTables) -> torch.Tensor:
     """Where top-k and top-p cut off each row: the columns CUT_KEY and CUT_TOKEN of the result."""
-    from ostinato.ops.triton.cutoffs import collect_candidates_kernel, find_cutoff_kernel
-    from ostinato.ops.triton.filters import BINS, NUM_FIELDS, histogram_kernel, logit_range_kernel
+    from ostinato.ops.triton.cutoffs import collect_candidates_kernel, histogram_kernel
+    from ostinato.ops.triton.filters import BINS, NUM_FIELDS, logit_range_kernel
+    from ostinato.ops.triton.find_cutoff import find_cutoff_kernel
 
     logits = rows.logits
     (num_rows, vocab_size), device = logits.shape, logits.device
@@ -194,32 +201,60 @@ def cutoffs(rows: Rows, tables: SamplingTables) -> torch.Tensor:
         vocab_size,
         num_sms(device),
         block=_SEARCH_BLOCK,
-        programs=_SEARCH_PROGRAMS,
+        programs=MAX_CHUNKS * num_rows,  # as many chunks as there can be
     )
     ranges = torch.empty((num_rows, num_chunks, 2), dtype=torch.float32, device=device)
     counts = torch.empty((num_rows, BINS.value), dtype=torch.int32, device=device)
-    sums = torch.empty((num_rows, 2), dtype=torch.int64, device=device)
+    totals = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
     fields = torch.empty((num_rows, NUM_FIELDS.value), dtype=torch.int32, device=device)
-    keys, tokens = torch.empty((2, num_rows, _CAPACITY), dtype=torch.int32, device=device)
-    weights = torch.empty((num_rows, _CAPACITY), dtype=torch.int64, device=device)
+    sums = torch.empty((num_rows, num_chunks, 2), dtype=torch.int64, device=device)
+    spans = torch.empty((num_rows, num_chunks, 3), dtype=torch.int32, device=device)
+    listed = torch.empty((num_rows, _CAPACITY), dtype=torch.int64, device=device)
 
-    inputs = (*rows, tables.floats, tables.ints, ranges, counts, sums)
+    parameters = (*rows, tables.floats, tables.ints)
     strides = (logits.stride(0), tables.floats.stride(0), tables.ints.stride(0), vocab_size)
-    grid = (num_rows, num_chunks)
+    sizes = (*strides, blocks_per_chunk * _SEARCH_BLOCK, num_chunks)
     options: dict[str, Any] = {
         "CHANGED": rows.has_changes,
-        "BLOCK": _SEARCH_BLOCK,
         **overlap(device),
         "enable_fp_fusion": False,
     }
-    in_chunks = (*strides, blocks_per_chunk, num_chunks)
-    launch(logit_range_kernel, grid, (*inputs, fields), in_chunks, **options, num_warps=4)
-    options |= {"CAPACITY": _CAPACITY, "CHUNKS_PAD": MAX_CHUNKS}
-    launch(histogram_kernel, grid, inputs, in_chunks, **options, num_warps=4)
-    lists = (*inputs, fields, keys, tokens, weights)
-    launch(collect_candidates_kernel, grid, lists, in_chunks, **options, num_warps=8)
-    options["BLOCK"] = _CUTOFF_BLOCK
-    launch(find_cutoff_kernel, (num_rows,), lists, (*strides, num_chunks), **options, num_warps=16)
+    grid, warps = (num_rows, num_chunks), {"num_warps": _SEARCH_WARPS}
+    tensors = (*parameters, ranges, counts, fields)
+    launch(logit_range_kernel, grid, tensors, sizes, BLOCK=_SEARCH_BLOCK, **warps, **options)
+    options["CAPACITY"] = _CAPACITY
+    pad = {"CHUNKS_PAD": next_power_of_2(num_chunks)}
+    launch(
+        histogram_kernel,
+        grid,
+        (*tensors, totals),
+        sizes,
+        BLOCK=_SEARCH_BLOCK,
+        **warps,
+        **pad,
+        **options,
+    )
+    lists = (fields, sums, spans, listed)
+    launch(
+        collect_candidates_kernel,
+        grid,
+        (*parameters, *lists),
+        sizes,
+        BLOCK=min(_COLLECT_BLOCK, _SEARCH_BLOCK),
+        num_warps=_COLLECT_WARPS,
+        **options,
+    )
+    launch(
+        find_cutoff_kernel,
+        (num_rows,),
+        (*parameters, ranges, counts, *lists),
+        sizes,
+        BLOCK=_CUTOFF_BLOCK,
+        num_warps=_CUTOFF_WARPS,
+        SMALL=min(_SMALL_LIST, _CAPACITY),
+        **pad,
+        **options,
+    )
     return fields
 
 

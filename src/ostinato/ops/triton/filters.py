@@ -8,13 +8,16 @@ those that have it. Four kernels find it:
 
 1. ``logit_range_kernel``: the highest and lowest logit of each chunk of a row.
 2. ``histogram_kernel``: a histogram of the tokens over ``BINS`` equal steps behind the highest, and
-   their total weight.
-3. ``collect_candidates_kernel``: from the counts, which bins the cutoff can be in; lists their
-   tokens, and adds up the weights of those before them.
-4. ``find_cutoff_kernel``: bisects the list.
+   roughly their total weight. From these, which bins the cutoff can be in.
+3. ``collect_candidates_kernel``: lists the tokens of these bins, and adds up the exact weights of
+   the row and of the tokens before them.
+4. ``find_cutoff_kernel``: bisects the list, in registers.
 
-Weights are integers, so no result depends on how the work is split. A token more than ``REACH``
-temperatures behind has weight 0, and noise never makes it win: such tokens are ignored.
+Exact weights are integers, so no result depends on how the work is split. A token more than
+``REACH`` temperatures behind has weight 0, and noise never makes it win: such tokens are ignored.
+
+Kernels 1 to 3 have one program per row and chunk, which usually is a single block: their time is
+that of the barriers in reductions, and a loop over small blocks has more of them.
 
 Greedy rows and rows without these filters cost a launch each, and nothing more.
 """
@@ -35,11 +38,12 @@ REACH = tl.constexpr(28.0)  # exp(-28) * 2**40 is below 1, and draws span less t
 FULL_WEIGHT = tl.constexpr(2.0**40)
 INFINITE_KEY = tl.constexpr(0x7F800000)
 LARGEST_INT = tl.constexpr(0x7FFFFFFF)
+LARGEST_FLOAT = tl.constexpr(3.4e38)
 MASKED_OUT = tl.constexpr(-60000.0)  # logits below it would stretch the bins; they get the last
 
 # Columns of a row's integers between the kernels.
-FIRST_BIN, LAST_BIN, RANK, LISTED = map(tl.constexpr, range(4))
-CUT_KEY, CUT_TOKEN, HIGHEST, NUM_FIELDS = map(tl.constexpr, range(4, 8))
+ARRIVED, HIGHEST, SCALE, FIRST_BIN, LAST_BIN = map(tl.constexpr, range(5))
+RANK, LISTED, CUT_KEY, CUT_TOKEN, NUM_FIELDS = map(tl.constexpr, range(5, 10))
 
 if knobs.runtime.interpret:  # the interpreter cannot call CUDA's libdevice
 
@@ -115,16 +119,24 @@ def bins_per_logit(highest, lowest, temperature):
 
 
 @triton.jit
-def bin_of(score, highest, temperature, scale):
-    """Each score's bin, and whether it is in one at all: not too far behind."""
+def bin_of(score, highest, reach, scale):
+    """Each score's bin, as a float to be rounded down, and whether it is in one: in reach.
+
+    ``reach`` is finite, so that scores past the end of the row, -inf, are in none.
+    """
     behind = highest - score
-    is_highest = score == highest
+    is_highest = score == highest  # infinity minus itself is NaN
     step = tl.where(is_highest, 0.0, tl.minimum(behind * scale, BINS - 1.0))
-    within = (behind <= REACH * temperature) | is_highest
-    return tl.where(within, step, 0.0).to(tl.int32), within
+    return step, (behind <= reach) | is_highest
 
 
-@triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
+@triton.jit
+def reach_of(temperature):
+    """How far behind a token can be and still win."""
+    return tl.minimum(REACH * temperature, LARGEST_FLOAT)
+
+
+@triton.jit(do_not_specialize=["chunk_size", "num_chunks"])
 def logit_range_kernel(
     logits,
     changed,
@@ -134,13 +146,12 @@ def logit_range_kernel(
     ints,
     ranges,
     counts,
-    sums,
     fields,
     row_stride,
     float_stride,
     int_stride,
     vocab_size,
-    blocks_per_chunk,
+    chunk_size,
     num_chunks,
     CHANGED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -160,8 +171,8 @@ def logit_range_kernel(
         highest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
         lowest = tl.full([BLOCK], float("inf"), dtype=tl.float32)
         has_nan = tl.full([BLOCK], 0, dtype=tl.int32)
-        first = chunk * blocks_per_chunk
-        for block in tl.range(first, first + blocks_per_chunk):
+        num_blocks = chunk_size // BLOCK
+        for block in tl.range(chunk * num_blocks, (chunk + 1) * num_blocks):
             score = load_scores(
                 logits + row * row_stride,
                 changed + row * vocab_size,
@@ -180,68 +191,5 @@ def logit_range_kernel(
         if chunk == 0:
             every_bin = tl.arange(0, BINS)
             tl.store(counts + row * BINS + every_bin, tl.zeros([BINS], dtype=tl.int32))
-            pair = tl.arange(0, 2)
-            tl.store(sums + row * 2 + pair, tl.zeros([2], dtype=tl.int64))
+            tl.store(fields + row * NUM_FIELDS + ARRIVED, 0)
             tl.store(fields + row * NUM_FIELDS + LISTED, 0)
-
-
-@triton.jit(do_not_specialize=["blocks_per_chunk", "num_chunks"])
-def histogram_kernel(
-    logits,
-    changed,
-    is_changed,
-    req_indices,
-    floats,
-    ints,
-    ranges,
-    counts,
-    sums,
-    row_stride,
-    float_stride,
-    int_stride,
-    vocab_size,
-    blocks_per_chunk,
-    num_chunks,
-    CAPACITY: tl.constexpr,
-    CHANGED: tl.constexpr,
-    CHUNKS_PAD: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """One program per row and chunk: adds its tokens to the row's ``counts`` and total weight."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0).to(tl.int64)
-    req_index = tl.load(req_indices + row)
-    temperature, top_k, top_p, _, is_filtered = filters(
-        floats, ints, req_index, float_stride, int_stride, vocab_size
-    )
-    if is_filtered & ((top_k > 0) | (top_p < 1.0)):
-        row_is_changed = tl.load(is_changed + row) if CHANGED else 0
-        highest, lowest = row_range(ranges, row, num_chunks, CHUNKS_PAD)
-        scale, _ = bins_per_logit(highest, lowest, temperature)
-        # A list of all that top-k keeps has the weights, if they are few.
-        has_total = (top_p < 1.0) & ((top_k == 0) | (top_k > CAPACITY))
-        lane = tl.arange(0, BLOCK)
-        count = tl.zeros([BINS], dtype=tl.int32)
-        total = tl.zeros([BLOCK], dtype=tl.int64)
-        first = tl.program_id(1) * blocks_per_chunk
-        for block in tl.range(first, first + blocks_per_chunk):
-            column = block * BLOCK + lane
-            score = load_scores(
-                logits + row * row_stride,
-                changed + row * vocab_size,
-                row_is_changed,
-                column,
-                vocab_size,
-                CHANGED,
-            )
-            step, within = bin_of(score, highest, temperature, scale)
-            within = within & (column < vocab_size)
-            count += tl.histogram(step, BINS, mask=within)
-            if has_total:
-                total += tl.where(within, weight(key_of(score, highest), temperature), 0)
-        tl.atomic_add(counts + row * BINS + tl.arange(0, BINS), count, mask=count > 0)
-        if has_total:
-            tl.atomic_add(sums + row * 2, tl.sum(total, axis=0))
