@@ -19,6 +19,7 @@ from ostinato.ops.sampling_reference import (
     Steps,
     sample_reference,
 )
+from ostinato.ops.triton.counters import take_counters
 from ostinato.ops.triton.launch import launch, next_power_of_2, num_sms, overlap
 
 _SCHEMA = """sample_filtered(
@@ -219,21 +220,15 @@ def cutoffs(rows: Rows, tables: SamplingTables) -> torch.Tensor:
         **overlap(device),
         "enable_fp_fusion": False,
     }
-    grid, warps = (num_rows, num_chunks), {"num_warps": _SEARCH_WARPS}
-    tensors = (*parameters, ranges, counts, fields)
-    launch(logit_range_kernel, grid, tensors, sizes, BLOCK=_SEARCH_BLOCK, **warps, **options)
-    options["CAPACITY"] = _CAPACITY
+    grid = (num_rows, num_chunks)
+    search = {"BLOCK": _SEARCH_BLOCK, "num_warps": _SEARCH_WARPS}
     pad = {"CHUNKS_PAD": next_power_of_2(num_chunks)}
-    launch(
-        histogram_kernel,
-        grid,
-        (*tensors, totals),
-        sizes,
-        BLOCK=_SEARCH_BLOCK,
-        **warps,
-        **pad,
-        **options,
-    )
+    tensors = (*parameters, counts, fields)
+    arrivals = take_counters(device, num_rows)
+    first = (*tensors, ranges, arrivals)
+    launch(logit_range_kernel, grid, first, sizes, **search, **pad, **options)
+    options["CAPACITY"] = _CAPACITY
+    launch(histogram_kernel, grid, (*tensors, totals), sizes, **search, **pad, **options)
     lists = (fields, sums, spans, listed)
     launch(
         collect_candidates_kernel,
@@ -247,7 +242,7 @@ def cutoffs(rows: Rows, tables: SamplingTables) -> torch.Tensor:
     launch(
         find_cutoff_kernel,
         (num_rows,),
-        (*parameters, ranges, counts, *lists),
+        (*parameters, counts, *lists),
         sizes,
         BLOCK=_CUTOFF_BLOCK,
         num_warps=_CUTOFF_WARPS,

@@ -20,13 +20,13 @@ from ostinato.ops.triton.filters import (
     NUM_FIELDS,
     RANK,
     SCALE,
+    WIDTH,
     bin_of,
-    bins_per_logit,
     filters,
     key_of,
+    load_float,
     load_scores,
     reach_of,
-    row_range,
     weight,
 )
 
@@ -83,7 +83,6 @@ def histogram_kernel(
     req_indices,
     floats,
     ints,
-    ranges,
     counts,
     fields,
     totals,
@@ -115,8 +114,8 @@ def histogram_kernel(
     )
     if is_filtered & ((top_k > 0) | (top_p < 1.0)):
         row_is_changed = tl.load(is_changed + row) if CHANGED else 0
-        highest, lowest = row_range(ranges, row, num_chunks, CHUNKS_PAD)
-        scale, width = bins_per_logit(highest, lowest, temperature)
+        its_fields = fields + row * NUM_FIELDS
+        highest, scale = load_float(its_fields + HIGHEST), load_float(its_fields + SCALE)
         # A list of all that top-k keeps has the weights, if they are few.
         has_total = (top_p < 1.0) & ((top_k == 0) | (top_k > CAPACITY))
         reach = reach_of(temperature)
@@ -144,21 +143,19 @@ def histogram_kernel(
         tl.atomic_add(counts + row * BINS + every_bin, count, mask=count > 0, sem="relaxed")
         tl.store(totals + row * num_chunks + chunk, total)
         tl.debug_barrier()  # all threads have added before one counts the program
-        its_fields = fields + row * NUM_FIELDS
         arrived = tl.atomic_add(its_fields + ARRIVED, 1, sem="acq_rel", scope="gpu")
         if arrived == num_chunks - 1:
             count = tl.load(counts + row * BINS + every_bin, cache_modifier=".cg")
             every_chunk = tl.arange(0, CHUNKS_PAD)
             place = totals + row * num_chunks + every_chunk
             parts = tl.load(place, mask=every_chunk < num_chunks, other=0.0, cache_modifier=".cg")
+            width = load_float(its_fields + WIDTH)
             first_bin, last_bin, rank = _bracket(
                 count, tl.sum(parts, axis=0), width, top_k, top_p, CAPACITY
             )
             tl.store(its_fields + FIRST_BIN, first_bin)
             tl.store(its_fields + LAST_BIN, last_bin)
             tl.store(its_fields + RANK, rank)
-            tl.store(its_fields + HIGHEST, highest.to(tl.int32, bitcast=True))
-            tl.store(its_fields + SCALE, scale.to(tl.int32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=["chunk_size", "num_chunks"])
@@ -202,12 +199,12 @@ def collect_candidates_kernel(
         floats, ints, req_index, float_stride, int_stride, vocab_size
     )
     its_fields = fields + row * NUM_FIELDS
-    highest = tl.load(its_fields + HIGHEST).to(tl.float32, bitcast=True)
+    highest = load_float(its_fields + HIGHEST)
     is_finite = (highest - highest) == 0.0  # other rows need no list
     if is_filtered & is_finite & ((top_k > 0) | (top_p < 1.0)):
         row_is_changed = tl.load(is_changed + row) if CHANGED else 0
         reach = reach_of(temperature)
-        scale = tl.load(its_fields + SCALE).to(tl.float32, bitcast=True)
+        scale = load_float(its_fields + SCALE)
         first_bin, last_bin = tl.load(its_fields + FIRST_BIN), tl.load(its_fields + LAST_BIN)
         rank = tl.load(its_fields + RANK)
         from_step = first_bin.to(tl.float32)
@@ -233,7 +230,7 @@ def collect_candidates_kernel(
             step, within = bin_of(score, highest, reach, scale)
             key = key_of(score, highest)
             if has_sums:
-                amount = tl.where(within, weight(key, temperature), 0)
+                amount = weight(key, temperature)  # 0 if not in reach
                 weight_of_all += amount
                 weight_before += tl.where(step < from_step, amount, 0)
             is_listed = within & (step >= from_step) & (step < to_step)

@@ -21,6 +21,7 @@ from ostinato.ops.triton.filters import (
     filters,
     key_of,
     likelihood,
+    load_float,
     load_scores,
 )
 from ostinato.ops.triton.sampling import exponential_log, ordered, row_of_noise
@@ -72,7 +73,7 @@ def best_kept_kernel(
     if FILTERED:  # noqa: SIM102 (without filters there are no fields, and no code to read them)
         if is_filtered:
             its_fields = fields + row * NUM_FIELDS
-            highest = tl.load(its_fields + HIGHEST).to(tl.float32, bitcast=True)
+            highest = load_float(its_fields + HIGHEST)
             cut_key = tl.load(its_fields + CUT_KEY)
             cut_token = tl.load(its_fields + CUT_TOKEN)
     seed_key = tl.load(ints + req_index * int_stride + SEED_KEY)

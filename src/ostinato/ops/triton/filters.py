@@ -6,9 +6,9 @@ A token's key is the bits of how far its logit is behind the row's highest: such
 negative, so they order like their bits. A row's cutoff is a key, and the last token kept among
 those that have it. Four kernels find it:
 
-1. ``logit_range_kernel``: the highest and lowest logit of each chunk of a row.
-2. ``histogram_kernel``: a histogram of the tokens over ``BINS`` equal steps behind the highest, and
-   roughly their total weight. From these, which bins the cutoff can be in.
+1. ``logit_range_kernel``: the highest logit, and ``BINS`` equal steps from it to the lowest.
+2. ``histogram_kernel``: a histogram of the tokens over these bins, and roughly their total weight.
+   From these, which bins the cutoff can be in.
 3. ``collect_candidates_kernel``: lists the tokens of these bins, and adds up the exact weights of
    the row and of the tokens before them.
 4. ``find_cutoff_kernel``: bisects the list, in registers.
@@ -16,8 +16,8 @@ those that have it. Four kernels find it:
 Exact weights are integers, so no result depends on how the work is split. A token more than
 ``REACH`` temperatures behind has weight 0, and noise never makes it win: such tokens are ignored.
 
-Kernels 1 to 3 have one program per row and chunk, which usually is a single block: their time is
-that of the barriers in reductions, and a loop over small blocks has more of them.
+Kernels 1 to 3 have one program per row and chunk. Their time is that of instructions and barriers,
+not of memory, so what is the same for all chunks of a row is left to the row's last program.
 
 Greedy rows and rows without these filters cost a launch each, and nothing more.
 """
@@ -42,8 +42,8 @@ LARGEST_FLOAT = tl.constexpr(3.4e38)
 MASKED_OUT = tl.constexpr(-60000.0)  # logits below it would stretch the bins; they get the last
 
 # Columns of a row's integers between the kernels.
-ARRIVED, HIGHEST, SCALE, FIRST_BIN, LAST_BIN = map(tl.constexpr, range(5))
-RANK, LISTED, CUT_KEY, CUT_TOKEN, NUM_FIELDS = map(tl.constexpr, range(5, 10))
+HIGHEST, SCALE, WIDTH, ARRIVED, FIRST_BIN, LAST_BIN = map(tl.constexpr, range(6))
+RANK, LISTED, CUT_KEY, CUT_TOKEN, NUM_FIELDS = map(tl.constexpr, range(6, 11))
 
 if knobs.runtime.interpret:  # the interpreter cannot call CUDA's libdevice
 
@@ -81,6 +81,17 @@ def filters(floats, ints, req_index, float_stride, int_stride, vocab_size):
 
 
 @triton.jit
+def load_float(place):
+    """A float32 among integers."""
+    return tl.load(place).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def store_float(place, value):
+    tl.store(place, value.to(tl.int32, bitcast=True))
+
+
+@triton.jit
 def key_of(score, highest):
     """How far behind a score is, as ordered bits. NaN is above infinity, -0.0 is 0.0."""
     return (highest - score).to(tl.int32, bitcast=True) & LARGEST_INT
@@ -100,17 +111,27 @@ def weight(key, temperature):
 
 
 @triton.jit
-def row_range(ranges, row, num_chunks, CHUNKS_PAD: tl.constexpr):
-    """The row's highest logit (NaN if it has one) and its lowest."""
-    chunk = tl.minimum(tl.arange(0, CHUNKS_PAD), num_chunks - 1)  # repeats the last one
+def _row_range(ranges, row, num_chunks, CHUNKS_PAD: tl.constexpr):
+    """The row's highest logit (NaN if it has one), and the lowest of most chunks.
+
+    The latter is where the bins end. An eighth of the chunks may have lower ones: a few outliers
+    would make the bins so wide that one has all other tokens.
+    """
+    chunk = tl.arange(0, CHUNKS_PAD)
+    exists = chunk < num_chunks
     place = ranges + (row * num_chunks + chunk) * 2
-    highest, lowest = tl.load(place), tl.load(place + 1)
+    highest = tl.load(place, mask=exists, other=float("-inf"), cache_modifier=".cg")
     has_nan = tl.max((highest != highest).to(tl.int32), axis=0) != 0
-    return tl.where(has_nan, float("nan"), tl.max(highest, axis=0)), tl.min(lowest, axis=0)
+    lowest = tl.load(place + 1, mask=exists, other=float("inf"), cache_modifier=".cg")
+    num_lower = tl.sum((lowest[None, :] < lowest[:, None]).to(tl.int32), axis=1)
+    has_any = lowest < float("inf")
+    num_ignored = (tl.sum(has_any.to(tl.int32), axis=0) - 1) // 8
+    lowest = tl.where(has_any & (num_lower <= num_ignored), lowest, float("-inf"))
+    return tl.where(has_nan, float("nan"), tl.max(highest, axis=0)), tl.max(lowest, axis=0)
 
 
 @triton.jit
-def bins_per_logit(highest, lowest, temperature):
+def _bins_per_logit(highest, lowest, temperature):
     """The scale of the bins, and their width in temperatures. Monotonic in the logits."""
     span = tl.minimum(REACH * temperature, highest - lowest)
     is_wide = span > 1e-30
@@ -144,9 +165,10 @@ def logit_range_kernel(
     req_indices,
     floats,
     ints,
-    ranges,
     counts,
     fields,
+    ranges,
+    arrivals,
     row_stride,
     float_stride,
     int_stride,
@@ -154,17 +176,23 @@ def logit_range_kernel(
     chunk_size,
     num_chunks,
     CHANGED: tl.constexpr,
+    CHUNKS_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per row and chunk. Also clears what the next kernels add to."""
+    """One program per row and chunk; the last one of a row writes its highest logit and its bins.
+
+    Also clears what the next kernels add to. ``arrivals`` [B] counts the programs, from 0.
+    """
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     req_index = tl.load(req_indices + row)
-    _, _, _, _, is_filtered = filters(floats, ints, req_index, float_stride, int_stride, vocab_size)
+    temperature, _, _, _, is_filtered = filters(
+        floats, ints, req_index, float_stride, int_stride, vocab_size
+    )
     if is_filtered:
         row_is_changed = tl.load(is_changed + row) if CHANGED else 0
         lane = tl.arange(0, BLOCK)
@@ -193,3 +221,11 @@ def logit_range_kernel(
             tl.store(counts + row * BINS + every_bin, tl.zeros([BINS], dtype=tl.int32))
             tl.store(fields + row * NUM_FIELDS + ARRIVED, 0)
             tl.store(fields + row * NUM_FIELDS + LISTED, 0)
+        tl.debug_barrier()  # all threads have written before one counts the program
+        arrived = tl.atomic_add(arrivals + row, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_chunks - 1:
+            highest_of_row, lowest_of_row = _row_range(ranges, row, num_chunks, CHUNKS_PAD)
+            scale, width = _bins_per_logit(highest_of_row, lowest_of_row, temperature)
+            store_float(fields + row * NUM_FIELDS + HIGHEST, highest_of_row)
+            store_float(fields + row * NUM_FIELDS + SCALE, scale)
+            store_float(fields + row * NUM_FIELDS + WIDTH, width)

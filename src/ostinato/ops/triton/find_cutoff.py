@@ -26,13 +26,13 @@ from ostinato.ops.triton.filters import (
     LISTED,
     NUM_FIELDS,
     RANK,
+    SCALE,
     bin_of,
-    bins_per_logit,
     filters,
     key_of,
+    load_float,
     load_scores,
     reach_of,
-    row_range,
     weight,
 )
 
@@ -199,7 +199,6 @@ def find_cutoff_kernel(
     req_indices,
     floats,
     ints,
-    ranges,
     counts,
     fields,
     sums,
@@ -228,10 +227,10 @@ def find_cutoff_kernel(
         floats, ints, req_index, float_stride, int_stride, vocab_size
     )
     if is_filtered:
-        highest, lowest = row_range(ranges, row, num_chunks, CHUNKS_PAD)
         cut_key = tl.full([], INFINITE_KEY, tl.int32)
         cut_token = tl.full([], LARGEST_INT, tl.int32)
         its_fields = fields + row * NUM_FIELDS
+        highest = load_float(its_fields + HIGHEST)
         if (highest - highest) != 0.0:
             # As in the reference: a row with NaN, or with nothing but -inf, keeps no token, and
             # +inf comes after all others.
@@ -241,7 +240,6 @@ def find_cutoff_kernel(
         elif (top_k > 0) | (top_p < 1.0):
             rank = tl.load(its_fields + RANK)
             size = tl.load(its_fields + LISTED)
-            first_bin = tl.load(its_fields + FIRST_BIN)
             last_bin = tl.load(its_fields + LAST_BIN)
             chunk = tl.arange(0, CHUNKS_PAD)
             exists = chunk < num_chunks
@@ -296,8 +294,8 @@ def find_cutoff_kernel(
                     vocab_size,
                     highest,
                     temperature,
-                    bins_per_logit(highest, lowest, temperature)[0],
-                    first_bin,
+                    load_float(its_fields + SCALE),
+                    tl.load(its_fields + FIRST_BIN),
                     last_bin,
                 )
                 cut_key, cut_token = _cutoff(
@@ -316,4 +314,3 @@ def find_cutoff_kernel(
                 )
         tl.store(its_fields + CUT_KEY, cut_key)
         tl.store(its_fields + CUT_TOKEN, cut_token)
-        tl.store(its_fields + HIGHEST, highest.to(tl.int32, bitcast=True))
