@@ -61,6 +61,7 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(filtered_sampling, "_CUTOFF_BLOCK", block)
     monkeypatch.setattr(filtered_sampling, "_SAMPLE_BLOCK", block)
     monkeypatch.setattr(filtered_sampling, "_CAPACITY", capacity)
+    monkeypatch.setattr(filtered_sampling, "_SMALL_LIST", capacity // 4)
 
 
 @pytest.fixture
@@ -311,11 +312,37 @@ def test_ties_at_the_cutoff(run: Any, sizes: None, device: torch.device) -> None
 
 
 @pytest.mark.slow
+def test_ties_are_cut_off_at_any_token(run: Any, sizes: None, device: torch.device) -> None:
+    """Flat rows, and rows with two different logits, of more tokens than lists have room for."""
+    logits = torch.zeros(6, 1300)
+    logits[3:, ::3] = -1.0
+    rows = [{"top_p": top_p} for top_p in (0.01, 0.5, 0.95)] * 2
+    batch = Rows(rows, logits, device)
+    batch.check(run)
+    if run is not filtered_sampling.sample_filtered:
+        check_kept(batch)
+
+
+@pytest.mark.slow
+def test_outliers_among_many_similar_logits(run: Any, sizes: None, device: torch.device) -> None:
+    """Few lower ones, which the bins leave out, and a higher one, which makes them wide."""
+    torch.manual_seed(0)
+    logits = torch.randn(8, 1300) * 1e-3
+    logits[:4, 500] = -20.0
+    logits[4:, 500] = 8.0
+    rows: list[dict[str, Any]] = [{"top_p": 0.5}, {"top_p": 0.9999}, {"top_k": 1299}, {"top_k": 40}]
+    batch = Rows(rows * 2, logits, device)
+    batch.check(run)
+    if run is not filtered_sampling.sample_filtered:
+        check_kept(batch)
+
+
+@pytest.mark.slow
 def test_nothing_beyond_a_cutoff_is_chosen(run: Any, device: torch.device) -> None:
     """With many tokens just beyond it, one of them would win."""
     logits = torch.full((8, 200), -1e-3)
     logits[:, 50] = 0.0
-    logits[:4, 0] = -20.0  # makes the bins so wide that one has all others
+    logits[:4, 0] = -20.0  # makes the bins of a single chunk so wide that one has all others
     logits[4:] *= 1000  # exp(-1) is below 0.5
     rows: list[dict[str, Any]] = [{"top_k": 1}] * 4 + [{"min_p": 0.5}] * 4
     assert Rows(rows, logits, device).check(run).tolist() == [50] * 8

@@ -221,8 +221,8 @@ def cutoffs(rows: Rows, tables: SamplingTables) -> torch.Tensor:
         "enable_fp_fusion": False,
     }
     grid = (num_rows, num_chunks)
-    search = {"BLOCK": _SEARCH_BLOCK, "num_warps": _SEARCH_WARPS}
-    pad = {"CHUNKS_PAD": next_power_of_2(num_chunks)}
+    search: dict[str, Any] = {"BLOCK": _SEARCH_BLOCK, "num_warps": _SEARCH_WARPS}
+    pad: dict[str, Any] = {"CHUNKS_PAD": next_power_of_2(num_chunks)}
     tensors = (*parameters, counts, fields)
     arrivals = take_counters(device, num_rows)
     first = (*tensors, ranges, arrivals)

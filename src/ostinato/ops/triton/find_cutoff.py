@@ -116,34 +116,16 @@ def _smallest(
 
 
 @triton.jit
-def _cutoff(
-    source,
-    span,
-    chunk_size,
-    vocab_size,
-    temperature,
-    top_p,
-    rank,
-    total,
-    before,
-    IN_LIST: tl.constexpr,
-    CHANGED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The last key that is kept, and the last token with it.
-
-    ``total`` is the weight to take top-p of; -1: that of ``before`` and the candidates.
-    """
-    count, low, high = span
+def _cutoff(source, search, IN_LIST: tl.constexpr, CHANGED: tl.constexpr, BLOCK: tl.constexpr):
+    """The last key that is kept, and the last token with it."""
+    count, low, high, chunk_size, vocab_size, temperature, top_p, rank, total, before = search
     begin, end = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32) + vocab_size
     size = tl.sum(count, axis=0)
     same_key = low == high
     cut_key = tl.full([], INFINITE_KEY, tl.int32)
     cut_token = tl.full([], LARGEST_INT, tl.int32)
     if rank > 0:
-        high = _smallest(
-            source, begin, end, low, high, 0, rank, KEYS, IN_LIST, CHANGED, BLOCK
-        )
+        high = _smallest(source, begin, end, low, high, 0, rank, KEYS, IN_LIST, CHANGED, BLOCK)
         cut_key = high
     if top_p < 1.0:
         if total < 0:
@@ -160,9 +142,7 @@ def _cutoff(
         )
         num_ties = size
         if same_key == 0:
-            needed -= _measure(
-                source, begin, end, cut_key - 1, 0, WEIGHTS, IN_LIST, CHANGED, BLOCK
-            )
+            needed -= _measure(source, begin, end, cut_key - 1, 0, WEIGHTS, IN_LIST, CHANGED, BLOCK)
             num_ties = _measure(
                 source, begin, end, cut_key, LARGEST_INT, TIES, IN_LIST, CHANGED, BLOCK
             )
@@ -246,46 +226,28 @@ def find_cutoff_kernel(
             its_sums = sums + (row * num_chunks + chunk) * 2
             total = tl.sum(tl.load(its_sums, mask=exists, other=0), axis=0)
             before = tl.sum(tl.load(its_sums + 1, mask=exists, other=0), axis=0)
+            # Top-p is of this total; -1 stands for that of what is before the list and in it.
             total = tl.where((rank == 0) & (last_bin < BINS - 1), total, -1)
             its_spans = spans + (row * num_chunks + chunk) * 3
-            span = (
+            search = (
                 tl.load(its_spans, mask=exists, other=0),
                 tl.min(tl.load(its_spans + 1, mask=exists, other=LARGEST_INT), axis=0),
                 tl.max(tl.load(its_spans + 2, mask=exists, other=-1), axis=0),
+                chunk_size,
+                vocab_size,
+                temperature,
+                top_p,
+                rank,
+                total,
+                before,
             )
             candidates = listed + row * CAPACITY
             if size <= SMALL:
                 source = _listed(candidates, size, temperature, SMALL)
-                cut_key, cut_token = _cutoff(
-                    source,
-                    span,
-                    chunk_size,
-                    vocab_size,
-                    temperature,
-                    top_p,
-                    rank,
-                    total,
-                    before,
-                    True,
-                    CHANGED,
-                    BLOCK,
-                )
+                cut_key, cut_token = _cutoff(source, search, True, CHANGED, BLOCK)
             elif size <= CAPACITY:
                 source = _listed(candidates, size, temperature, CAPACITY)
-                cut_key, cut_token = _cutoff(
-                    source,
-                    span,
-                    chunk_size,
-                    vocab_size,
-                    temperature,
-                    top_p,
-                    rank,
-                    total,
-                    before,
-                    True,
-                    CHANGED,
-                    BLOCK,
-                )
+                cut_key, cut_token = _cutoff(source, search, True, CHANGED, BLOCK)
             else:
                 source_row = (
                     logits + row * row_stride,
@@ -298,19 +260,6 @@ def find_cutoff_kernel(
                     tl.load(its_fields + FIRST_BIN),
                     last_bin,
                 )
-                cut_key, cut_token = _cutoff(
-                    source_row,
-                    span,
-                    chunk_size,
-                    vocab_size,
-                    temperature,
-                    top_p,
-                    rank,
-                    total,
-                    before,
-                    False,
-                    CHANGED,
-                    BLOCK,
-                )
+                cut_key, cut_token = _cutoff(source_row, search, False, CHANGED, BLOCK)
         tl.store(its_fields + CUT_KEY, cut_key)
         tl.store(its_fields + CUT_TOKEN, cut_token)
