@@ -122,12 +122,12 @@ def _row_range(ranges, row, num_chunks, CHUNKS_PAD: tl.constexpr):
     place = ranges + (row * num_chunks + chunk) * 2
     highest = tl.load(place, mask=exists, other=float("-inf"), cache_modifier=".cg")
     has_nan = tl.max((highest != highest).to(tl.int32), axis=0) != 0
-    lowest = tl.load(place + 1, mask=exists, other=float("inf"), cache_modifier=".cg")
-    num_lower = tl.sum((lowest[None, :] < lowest[:, None]).to(tl.int32), axis=1)
-    has_any = lowest < float("inf")
-    num_ignored = (tl.sum(has_any.to(tl.int32), axis=0) - 1) // 8
-    lowest = tl.where(has_any & (num_lower <= num_ignored), lowest, float("-inf"))
-    return tl.where(has_nan, float("nan"), tl.max(highest, axis=0)), tl.max(lowest, axis=0)
+    lows = tl.load(place + 1, mask=exists, other=float("inf"), cache_modifier=".cg")
+    num_ignored = tl.sum((lows < float("inf")).to(tl.int32), axis=0) // 8
+    lowest = tl.min(lows, axis=0)
+    while tl.sum((lows <= lowest).to(tl.int32), axis=0) <= num_ignored:
+        lowest = tl.min(tl.where(lows > lowest, lows, float("inf")), axis=0)
+    return tl.where(has_nan, float("nan"), tl.max(highest, axis=0)), lowest
 
 
 @triton.jit
