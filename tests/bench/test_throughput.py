@@ -287,6 +287,7 @@ def test_preemptions_are_counted() -> None:
         ({"num_requests": 0}, "num_requests must be a positive integer, got 0"),
         ({"repeats": 0}, "repeats must be a positive integer, got 0"),
         ({"scale": 0.0}, r"scale must be a positive number, got 0\.0"),
+        ({"scale": 1e306}, r"scale must be at most 1,000,000, got 1e\+306"),
         ({"arrival": "burst"}, "unknown arrival 'burst'; choose from all, poisson"),
         ({"arrival": "poisson"}, "arrival 'poisson' needs a rate; give --rate"),
         ({"arrival": "poisson", "rate": 0.0}, r"rate must be a positive number, got 0\.0"),

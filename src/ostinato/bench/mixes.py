@@ -15,6 +15,7 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.policy.sizes import check_positive_int
 
 ARRIVALS = ("all", "poisson")
+_MOST_SCALE = 1_000_000  # lengths beyond any model's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,8 @@ def choose_mixes(
     if num_requests is not None:
         check_positive_int("num_requests", num_requests)
     check_positive_number("scale", scale)
+    if scale > _MOST_SCALE:
+        raise ConfigError(f"scale must be at most {_MOST_SCALE:,}, got {scale}")
     mixes = [MIXES[name].scaled(scale) for name in dict.fromkeys(names)]
     return [replace(mix, num_requests=num_requests or mix.num_requests) for mix in mixes]
 
