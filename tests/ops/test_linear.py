@@ -414,7 +414,7 @@ def test_many_rows_are_not_measured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"version": 1}', b'{"version": 1, "entries": []}'],
+    [b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"version": 2}', b'{"version": 2, "entries": []}'],
 )
 def test_a_damaged_file_is_made_anew(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
@@ -447,7 +447,7 @@ def test_a_damaged_file_is_made_anew(
 )
 def test_entries_that_cannot_be_used_are_measured_again(tmp_path: Path, entry: object) -> None:
     file = tmp_path / "linear.json"
-    file.write_text(json.dumps({"version": 1, "entries": {KEY: entry, "other": "torch"}}))
+    file.write_text(json.dumps({"version": 2, "entries": {KEY: entry, "other": "torch"}}))
     known = Tuning(file, {})
     assert known.get(KEY) is None
     assert known.get("other") == "torch"
@@ -513,7 +513,7 @@ def test_the_shipped_table_is_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("OSTINATO_CACHE", str(tmp_path))
     text = Path(tuning.__file__).with_name("tuned_h200.json").read_text(encoding="utf-8")
     content = json.loads(text)
-    assert content["version"] == 1
+    assert content["version"] == 2
     table = tuning.read_table(text)
     assert table.keys() == content["entries"].keys()
     assert tuning.write_table(table) == text

@@ -23,7 +23,7 @@ from ostinato.attention.triton.tile_config import (
     STREAM_GROUP,
     BatchShape,
     decode_tile_config,
-    fills_prefill_kernel,
+    fills_with_prompts,
     streams_decode,
     tile_config,
 )
@@ -80,7 +80,7 @@ def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
     if batch.seq_lens.shape[0] == 0:
         return
     shape = BatchShape.of(batch, num_sms(query.device))
-    if not fills_prefill_kernel(shape) or not _fits_hopper_kernels(query, batch):
+    if not fills_with_prompts(shape) or not _fits_hopper_kernels(query, batch):
         from ostinato.attention.triton.paged_attention import paged_attention
 
         paged_attention(query, batch, tile_config(shape))

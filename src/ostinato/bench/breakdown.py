@@ -37,6 +37,8 @@ KERNELS = {
     "silu_and_mul_kernel": SMALL,
     "store_kernel": ATTENTION,
     "store_outputs_kernel": SMALL,
+    "store_resampled_kernel": SMALL,
+    "stream_decode_kernel": ATTENTION,
     "tile_kernel": GEMM,
     "top_logprobs_kernel": SMALL,
 }

@@ -70,7 +70,7 @@ class BatchShape(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
 
-def fills_prefill_kernel(shape: BatchShape) -> bool:
+def fills_with_prompts(shape: BatchShape) -> bool:
     """Whether a batch may have prompts, and enough of them for half of the SMs."""
     return (
         shape.num_tokens > shape.num_reqs
