@@ -21,7 +21,7 @@ BAD_GRAPHS: list[tuple[dict[str, Any], str]] = [
     (
         {"mode": "fullish"},
         "unknown graph mode 'fullish'; choose one of NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, "
-        "FULL_AND_PIECEWISE",
+        "FULL_AND_PIECEWISE, FULL_AND_FULL",
     ),
     ({"mode": 1}, "graph mode must be text or CUDAGraphMode, got 1: NONE, PIECEWISE, FULL, "),
     ({"capture_sizes": []}, "capture sizes are empty; give at least one, or use graph mode NONE"),

@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Literal
 from ostinato import other_engines
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
-from ostinato.graphs.policy.sizes import check_positive_int, default_sizes, validate_sizes
+from ostinato.graphs.policy.sizes import (
+    check_positive_int,
+    default_mixed_sizes,
+    default_sizes,
+    validate_sizes,
+)
 from ostinato.options import option, user_options
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.quoting import shown
@@ -43,14 +48,15 @@ class GraphConfig:
 
     mode: CUDAGraphMode | ModeName | None = option(
         None,
-        "Which batches run through graphs: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or "
-        "FULL_AND_PIECEWISE. None means FULL_AND_PIECEWISE: full graphs for decode batches, "
-        "piecewise graphs, broken at attention, for all others.",
+        "Which batches run through graphs: NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, "
+        "FULL_AND_PIECEWISE or FULL_AND_FULL. None means full graphs for decode batches, and for "
+        "all others full graphs too (FULL_AND_FULL) on CUDA, if attention can be captured, or else "
+        "piecewise graphs, broken at attention (FULL_AND_PIECEWISE).",
         cli=str,
     )
     capture_sizes: Sequence[int] | None = option(
         None,
-        "Token counts to capture graphs for. None: the device's default ladder.",
+        "Token counts to capture graphs for. None: the default ladder of the device and the mode.",
         cli=str,
     )
     max_cudagraph_capture_size: int | None = option(
@@ -370,6 +376,19 @@ class EngineConfig:
             largest=self.graphs.max_cudagraph_capture_size,
             device_type=device.type,
         )
+
+    def mixed_capture_sizes(self, device: torch.device, sp: int = 1) -> tuple[int, ...] | None:
+        """Default sizes of FULL_AND_FULL for mixed batches; None: the same as for decode batches.
+
+        Each is one rank's share of a batch that is split over ``sp`` ranks. Sizes that the user
+        chose are for all batches.
+        """
+        graphs = self.graphs
+        chosen = graphs.capture_sizes or graphs.max_cudagraph_capture_size
+        if chosen is not None or device.type == "cpu":
+            return None
+        _, max_tokens = self.batch_limits(device)
+        return default_mixed_sizes(max(1, max_tokens // sp))
 
 
 def parse_bytes(value: int | str) -> int:

@@ -334,7 +334,7 @@ def test_errors_that_are_not_ours_are_not_hidden(
 
 # --- bench ----------------------------------------------------------------------------------------
 
-MODES = "NONE,FULL_DECODE_ONLY,PIECEWISE,FULL_AND_PIECEWISE,FULL"
+MODES = "NONE,FULL_DECODE_ONLY,PIECEWISE,FULL_AND_PIECEWISE,FULL,FULL_AND_FULL"
 
 
 def test_bench_capture(ostinato: Run, tmp_path: Path) -> None:
@@ -350,6 +350,7 @@ def test_bench_capture(ostinato: Run, tmp_path: Path) -> None:
         ("PIECEWISE", 6),
         ("FULL_AND_PIECEWISE", 8),
         ("FULL", 2),
+        ("FULL_AND_FULL", 4),
     ]
     for row in answer["rows"]:
         assert 0 <= row["capture_s"] < row["ready_s"]

@@ -31,7 +31,7 @@ from ostinato.runner.model_graphs import ModelGraphs
 PROMPTS = [[1, 2, 3], list(range(10, 45)), [7], [100, 90, 80, 70, 60, 50]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 NAN = float("nan")
-MODES = ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE"]
+MODES = ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE", "FULL_AND_FULL"]
 
 
 def open_tiny(device: torch.device, **settings: Any) -> LLM:
@@ -83,7 +83,7 @@ def test_tokens_do_not_depend_on_the_mode(
             assert stats.misses == 0
 
 
-@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE", "FULL"])
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_PIECEWISE", "FULL", "FULL_AND_FULL"])
 def test_prompts_around_the_captured_sizes(mode: str, device: torch.device) -> None:
     """Size 1, one under, exactly, one over, and more than the largest."""
     prompts = [list(range(3, 3 + length)) for length in (1, 7, 8, 9, 20, 31, 32, 33, 50)]
@@ -576,6 +576,7 @@ def twelve_layers(directory: Path) -> str:
         ("FULL", 1, 1),
         ("PIECEWISE", 1, 13),
         ("FULL_AND_PIECEWISE", 1, 14),
+        ("FULL_AND_FULL", 1, 2),
     ],
 )
 def test_counters(mode: str, triggers: int, graphs: int, tmp_path: Path) -> None:

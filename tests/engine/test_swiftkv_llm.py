@@ -97,7 +97,9 @@ def stated(plain: Path, trained: Path) -> dict[str, list[list[int]]]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("chunk", [None, 7])
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize(
+    "mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE", "FULL_AND_FULL"]
+)
 def test_tokens_are_those_of_the_statement(
     plain: Path,
     stated: dict[str, list[list[int]]],

@@ -132,7 +132,7 @@ def test_the_cache_is_the_same_in_every_mode(
     path, _ = checkpoints[name]
     prompts = [[(i * 31 + j) % 1000 for j in range(16)] for i in range(4)]
     caches, tokens = [], []
-    for mode in ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"):
+    for mode in ("NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL_AND_FULL"):
         graphs = GraphConfig(mode=mode, capture_sizes=[4, 64])
         with open_llm(path, graphs=graphs, enable_prefix_caching=False) as llm:
             layers = llm.engine.runner.kv_cache.layers

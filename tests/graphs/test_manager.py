@@ -34,6 +34,7 @@ from ostinato.graphs.policy.plan import PlanEntry
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
+WHOLE = CUDAGraphMode.FULL_AND_FULL
 WIDTH = 8
 
 
@@ -178,6 +179,12 @@ def test_sizes_with_the_same_kernels_are_warmed_up_once_per_mode(pool: GraphPool
     piecewise = [NONE, PIECEWISE, PIECEWISE]
     full = [NONE, FULL, FULL]
     assert engine.model.modes == [*piecewise, *piecewise, *full, *full]
+
+
+def test_decode_graphs_have_other_kernels_than_mixed_graphs_of_their_size(pool: GraphPool) -> None:
+    engine = Engine(pool, WHOLE, [1, 2], kernel_class=lambda entry: 0)
+    engine.capture()
+    assert engine.model.modes == [NONE, FULL, FULL] * 2
 
 
 def test_of_a_kind_only_the_first_entry_is_watched(

@@ -22,7 +22,7 @@ from ostinato.runner.step_result import SampledLogits
 
 NEW_TOKENS = 32  # beyond windows of 8, and into another two blocks of 16
 LENGTHS = (1, 5, 23, 40)  # in the order that a batch has them: single tokens first
-BY_BREAKS = ("NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE")
+BY_BREAKS = ("NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_FULL")
 # Split by torch.compile, and no code generated: the operators are those of eager.
 BY_COMPILE = ("PIECEWISE compiled", "FULL_AND_PIECEWISE compiled")
 ARCHITECTURES = {**TINY_NATIVE, **TINY_GENERIC}

@@ -18,6 +18,7 @@ from ostinato.parallel.agreed_dispatch import AgreedDispatch, AgreedStep
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+WHOLE = CUDAGraphMode.FULL_AND_FULL
 
 
 class SentError(Exception):
@@ -89,7 +90,7 @@ def groups(draw: st.DrawFn) -> Group:
     sizes = draw(st.lists(st.integers(1, limit), min_size=1, max_size=6))
     multiple = draw(st.sampled_from([1, 1, 2, 3]))
     plan = CapturePlan.without_sizes(
-        draw(st.sampled_from([BOTH, BOTH, DECODE_ONLY, FULL, PIECEWISE, NONE])),
+        draw(st.sampled_from([BOTH, BOTH, WHOLE, WHOLE, DECODE_ONLY, FULL, PIECEWISE, NONE])),
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=limit * multiple,
         decode_query_lens=lengths,
@@ -97,7 +98,11 @@ def groups(draw: st.DrawFn) -> Group:
     )
     if plan.mode is not NONE:
         in_order = tuple(sorted({size * multiple for size in sizes}))
-        plan = plan.with_sizes(in_order, token_multiple=multiple)
+        own = None
+        if plan.mode in (BOTH, WHOLE) and draw(st.booleans()):
+            mixed = draw(st.lists(st.integers(1, limit), max_size=6))
+            own = tuple(sorted({size * multiple for size in mixed}))
+        plan = plan.with_sizes(in_order, mixed_sizes=own, token_multiple=multiple)
 
     def batch() -> BatchShape | None:
         kind = draw(st.sampled_from(["decode", "decode", "decode", "chunks", "mixed", "idle"]))
@@ -143,6 +148,7 @@ def test_all_ranks_run_one_mode_and_size_that_each_has_a_graph_for(group: Group)
             assert captured
     if mode is not NONE:
         assert len({choice.padded_num_tokens for choice in ran}) == 1
+        assert len({choice.descriptor.uniform for choice in ran}) == 1
     check_not_worse_than_needed(group, mode, ran)
 
 
@@ -184,8 +190,8 @@ def check_not_worse_than_needed(group: Group, mode: CUDAGraphMode, ran: list[Cho
             if shape is None or dispatcher.dispatch(shape).mode is not NONE
         }
         return
-    uniform = least is FULL and plan.mode.separate_routine()
-    common = set(plan.sizes)
+    uniform = all(choice.descriptor.uniform for choice in alone)
+    common = set(plan.mixed_sizes)
     if uniform:
         lengths = {shape.max_query_len for shape in shapes if shape is not None}
         common = set.intersection(*(set(plan.decode_sizes_for(length)) for length in lengths))
@@ -193,9 +199,10 @@ def check_not_worse_than_needed(group: Group, mode: CUDAGraphMode, ran: list[Cho
     if fitting:
         assert mode is least
         assert ran[0].padded_num_tokens == min(fitting)
-    elif uniform and plan.mode is BOTH and largest <= max(plan.sizes):
-        assert mode is PIECEWISE
-        assert ran[0].padded_num_tokens == min(size for size in plan.sizes if size >= largest)
+        assert ran[0].descriptor.uniform == uniform
+    elif uniform and plan.mode is not DECODE_ONLY and largest <= max(plan.mixed_sizes, default=0):
+        assert mode is {BOTH: PIECEWISE, WHOLE: FULL}[plan.mode]
+        assert ran[0].padded_num_tokens == min(size for size in plan.mixed_sizes if size >= largest)
     else:
         assert mode is NONE
         assert {choice.reason for choice in ran} == {Reason.NO_COMMON_SIZE}
@@ -260,6 +267,31 @@ def test_chunks_of_prompts_on_one_rank_keep_others_from_decode_graphs() -> None:
     assert {choice.mode for choice in choices(plan, [decode, chunks])} == {PIECEWISE}
     only = plan_of(DECODE_ONLY, [4, 8], decode_query_lens=(2,))
     assert {choice.mode for choice in choices(only, [decode, chunks])} == {NONE}
+
+
+def test_decode_beside_a_prompt_runs_the_mixed_graph_of_the_same_size() -> None:
+    plan = plan_of(WHOLE, [2, 4, 8], max_loras=2)
+    mixed, decode = BatchDescriptor(4, num_reqs=4), BatchDescriptor(4, num_reqs=4, uniform=True)
+    prompt = BatchShape(4, 1, 4, has_prompts=True)
+    ran = choices(plan, [BatchShape(4, 4, 1), prompt, None])
+    assert [choice.descriptor for choice in ran] == [mixed] * 3
+    assert not any(choice.uniform_decode for choice in ran)
+    assert [choice.reason for choice in ran] == [
+        Reason.MIXED_ON_ANOTHER_RANK,
+        Reason.MIXED,
+        Reason.MIXED,
+    ]
+    ran = choices(plan, [BatchShape(4, 4, 1), BatchShape(3, 3, 1), None])
+    assert [choice.descriptor for choice in ran] == [decode] * 3
+    ran = choices(plan, [BatchShape(4, 4, 1, 2), prompt])
+    assert [choice.descriptor.num_active_loras for choice in ran] == [2, 0]
+
+
+def test_decode_batches_without_a_size_in_common_run_a_mixed_graph() -> None:
+    plan = plan_of(WHOLE, [2, 3, 6], mixed_sizes=[16], decode_query_lens=(1, 3), max_num_seqs=4)
+    ran = choices(plan, [BatchShape(2, 2, 1), BatchShape(6, 2, 3)])
+    assert [choice.descriptor for choice in ran] == [BatchDescriptor(16, num_reqs=4)] * 2
+    assert {choice.reason for choice in ran} == {Reason.MIXED_ON_ANOTHER_RANK}
 
 
 def test_ranks_with_other_messages_are_told() -> None:

@@ -103,8 +103,13 @@ def test_a_rank_without_work_holds_no_other_back() -> None:
 def test_the_lengths_of_decode_batches_are_known_to_all() -> None:
     group = [StepWish(FULL, 6, query_len=3), StepWish.idle(), StepWish(FULL, 4, query_len=1)]
     assert agree(group) == StepAgreement(
-        mode=FULL, num_tokens=6, tokens_by_rank=(6, 0, 4), query_lens=frozenset({1, 3})
+        mode=FULL,
+        num_tokens=6,
+        tokens_by_rank=(6, 0, 4),
+        query_lens=frozenset({1, 3}),
+        is_decode=True,
     )
+    assert not agree([*group, StepWish(FULL, 2)]).is_decode
 
 
 def test_a_rank_without_work_and_without_graphs_still_counts() -> None:

@@ -80,7 +80,7 @@ class AlwaysSummed(TensorExchange):
     sums = True
 
 
-@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL"])
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL", "FULL_AND_FULL"])
 def test_a_runner_with_collectives_in_its_graphs(
     world_of_one: DistributedComm, device: torch.device, mode: str
 ) -> None:

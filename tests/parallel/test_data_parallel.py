@@ -152,7 +152,9 @@ def run_together(
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize(
+    "mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE", "FULL_AND_FULL"]
+)
 @pytest.mark.parametrize("swiftkv_layers", [None, 1])
 def test_tokens_are_those_of_each_rank_alone(
     seen: Any, mode: str, swiftkv_layers: int | None

@@ -84,20 +84,34 @@ def test_other_modes(gloo_pool: GlooPool, reference: Any, sp: int, tp: int, mode
         assert ("base", mode) in outcome.steps
 
 
-@pytest.mark.parametrize("num_kv_heads", [4, 1])
+def test_whole_graphs_for_all_batches(gloo_pool: GlooPool, reference: Any) -> None:
+    """Decode and mixed graphs of one size are different graphs, in the same order on all ranks."""
+    path, expected = reference(2)
+    options = {"tensor_parallel_size": 2, "ulysses_sequence_parallel_size": 2}
+    for outcome in gloo_pool.run(call, path, "FULL_AND_FULL", options, world_size=4):
+        assert outcome.tokens == expected.tokens
+        assert outcome.steps <= {("base", "FULL"), ("base", "NONE")}
+        assert ("base", "FULL") in outcome.steps
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "mode"),
+    [(4, "FULL_AND_PIECEWISE"), (1, "FULL_AND_PIECEWISE"), (4, "FULL_AND_FULL")],
+)
 @pytest.mark.parametrize(("sp", "tp"), [(2, 1), (2, 2)])
 def test_shift_in_the_middle_of_requests(
-    gloo_pool: GlooPool, reference: Any, sp: int, tp: int, num_kv_heads: int
+    gloo_pool: GlooPool, reference: Any, sp: int, tp: int, num_kv_heads: int, mode: str
 ) -> None:
     """Two requests decode on the shift model; a third request or a prompt moves all to the base."""
     path, expected = reference(num_kv_heads)
     options: dict[str, Any] = {"tensor_parallel_size": tp, "ulysses_sequence_parallel_size": sp}
     options["shift_parallel_threshold"] = 2
     options["async_scheduling"] = True  # plans are sent before the previous step's tokens are known
-    outcomes = gloo_pool.run(call, path, "FULL_AND_PIECEWISE", options, world_size=sp * tp)
+    outcomes = gloo_pool.run(call, path, mode, options, world_size=sp * tp)
     for outcome in outcomes:
         assert outcome.tokens == expected.tokens
-        assert {("base", "FULL"), ("base", "PIECEWISE"), ("shift", "FULL")} <= outcome.steps
+        expected_steps = {("base", "FULL"), ("shift", "FULL"), ("base", mode.split("_")[-1])}
+        assert expected_steps <= outcome.steps
 
 
 def captured_plans(path: str) -> tuple[list[list[int]], int, str]:

@@ -46,6 +46,7 @@ def call(path: str, mode: str, options: dict[str, Any]) -> Outcome:
         (1, 2, None, "FULL_AND_PIECEWISE"),
         (2, 1, None, "PIECEWISE"),
         (2, 1, 2, "FULL_AND_PIECEWISE"),
+        (2, 1, 2, "FULL_AND_FULL"),
         (2, 2, None, "NONE"),
     ],
 )

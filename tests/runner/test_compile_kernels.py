@@ -32,7 +32,9 @@ class Asked:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "FULL"])
+@pytest.mark.parametrize(
+    "mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_FULL"]
+)
 def test_it_asks_for_every_kernel_of_a_capture(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention runs in Triton on the CPU too, under the interpreter."""
     monkeypatch.setattr(triton_paged, "num_sms", lambda _: 8)  # decode kernels then differ by size

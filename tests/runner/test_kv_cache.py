@@ -143,3 +143,30 @@ def test_a_gpu_without_memory_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> No
         kv_cache_budget(config, model, plans, backend)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (341, 1000))
     assert kv_cache_budget(config, model, plans, backend) == 1
+
+
+def test_graphs_of_mixed_batches_take_memory_for_their_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
+    monkeypatch.setattr(startup, "activation_bytes", lambda model, plan, size, *rest: 1000 * size)
+    device, backend = torch.device("cuda"), TorchPagedAttention()
+    model: Any = SimpleNamespace(
+        device=device, attention_specs=SPECS, hidden_size=32, dtype=torch.bfloat16
+    )
+    budgets = {}
+    for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL_AND_FULL"):
+        config = EngineConfig(
+            device="cuda",
+            gpu_memory_utilization=1.0,
+            max_num_seqs=4,
+            max_num_batched_tokens=64,
+            graphs=GraphConfig(mode=mode, capture_sizes=[4, 64]),
+        )
+        plans = plan_graphs(config, device, backend, selects_tokens=False)
+        budgets[mode] = kv_cache_budget(config, model, plans, backend)
+    assert budgets["NONE"] == 2**30 - 64_000
+    # The same number of graphs; the largest has 64 tokens.
+    assert budgets["FULL_AND_PIECEWISE"] < budgets["NONE"] - 64_000
+    assert budgets["FULL_AND_FULL"] == budgets["FULL_AND_PIECEWISE"] - 64 * 32 * 2

@@ -10,7 +10,7 @@ import torch
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.runner.step_result import SampledLogits
 
-MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE")
+MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_FULL")
 PROMPTS = [[5], [7, 8, 9], list(range(3, 40)), [11, 12, 13, 14, 15]]
 
 

@@ -81,6 +81,7 @@ def watch_attention(llm: LLM) -> list[tuple[CUDAGraphMode, AttentionMetadata]]:
     [
         ("FULL_DECODE_ONLY", 0, 2),  # the sizes 2 and 4; their tokens are copied nowhere
         ("FULL_AND_PIECEWISE", 0, 5),
+        ("FULL_AND_FULL", 0, 6),
         ("FULL", 0, 4),  # of the largest size first, whose output is the model for the buffers
     ],
 )

@@ -98,6 +98,14 @@ class AttentionBackend(Protocol):
     def support(self) -> AttentionCGSupport:
         """Which batches it can be captured for."""
 
+    @property
+    def reads_max_seq_len(self) -> bool:
+        """Whether its time follows ``max_seq_len``, which in a graph is the model's limit.
+
+        If so, mixed batches are better off with attention outside their graphs.
+        """
+        return False
+
     def forward(
         self,
         spec: AttentionSpec,

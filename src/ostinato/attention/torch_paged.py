@@ -32,6 +32,7 @@ class TorchPagedAttention(PagedAttention):
 
     name = "torch"
     support = AttentionCGSupport.ALWAYS
+    reads_max_seq_len = True
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch

@@ -45,7 +45,7 @@ def explain_batch(
         f"{plan.max_num_seqs} requests (max_num_seqs)"
     )
     eager = choice.mode is CUDAGraphMode.NONE
-    return {
+    answer = {
         "batch": f"{num_tokens} tokens, {num_reqs} requests, longest query {longest}",
         "fits_one_step": "yes" if fits else f"no: {limits}",
         "requested_mode": resolved.requested.name,
@@ -60,7 +60,12 @@ def explain_batch(
         "full_sampler": _how_it_samples(choice),
         "captured_sizes": list(plan.sizes),
         "sizes_without_decode_graph": list(plan.sizes_without_decode),
-    } | ({"model": "shift" if plan is plans.shift else "base"} if plans.shift else {})
+    }
+    if plan.mixed_sizes != plan.sizes:
+        answer["mixed_sizes"] = list(plan.mixed_sizes)
+    if plans.shift:
+        answer["model"] = "shift" if plan is plans.shift else "base"
+    return answer
 
 
 def _how_it_samples(choice: Choice) -> str:

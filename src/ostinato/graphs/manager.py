@@ -71,7 +71,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
     because values that a forward caches on first use of its inputs must be computed inside the
     graph. The forward warms up ``num_warmups`` times, and the capture checks each operator for
     operations that a graph cannot contain. ``kernel_class`` returns equal values for entries of one
-    mode that run the same kernels: only the first of them is warmed up. If it is set, operators
+    phase that run the same kernels: only the first of them is warmed up. If it is set, operators
     that one size may capture are assumed legal for others too: of each mode, only the first uniform
     entry and the first other one are checked. If a later one fails, it is tried again with warm-up
     and checks.
@@ -225,7 +225,8 @@ class CudaGraphManager(Generic[Inputs, Output]):
         num_warmups, kind, kernels = self._num_warmups, None, None
         if self._kernel_class is not None:
             kind = (entry.mode, entry.descriptor.uniform)
-            kernels = (entry.mode, "kernels", self._kernel_class(entry))
+            # A decode step samples, so it launches other kernels than a mixed batch of its size.
+            kernels = (*kind, self._kernel_class(entry))
             num_warmups = 0 if kernels in self._seen else num_warmups
         callables = forward, warm_up, prepare
         if kind not in self._seen:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,18 @@ class AgreedStep:
 
     choice: Choice
     num_tokens_across_dp: torch.Tensor
+
+
+class _Common(NamedTuple):
+    """A kind and size of graph, one of which each rank runs."""
+
+    mode: CUDAGraphMode
+    size: int
+    uniform: bool  # a decode graph
+
+    @classmethod
+    def of(cls, choice: Choice) -> _Common:
+        return cls(choice.mode, choice.padded_num_tokens, choice.descriptor.uniform)
 
 
 class AgreedDispatch:
@@ -52,31 +65,34 @@ class AgreedDispatch:
         agreed = Agreement().step(self._comm, wish)
         if not agreed.has_work:
             return None
-        mode, size = self._mode_and_size(agreed)
-        if mode is CUDAGraphMode.NONE:
+        graph = self._graph_in_common(agreed)
+        if graph is None:
             # A rank without work needs at least one token to join every collective.
             across = [self._plan.padded_tokens(max(n, 1)) for n in agreed.tokens_by_rank]
             choice = self._eager(shape, own, agreed, across[self._comm.index])
         else:
-            across = [size] * self._comm.size
-            choice = self._graph(shape, own, agreed, mode, size)
+            across = [graph.size] * self._comm.size
+            choice = self._own_graph(shape, own, agreed, graph)
         return AgreedStep(
             choice=choice, num_tokens_across_dp=torch.tensor(across, dtype=torch.int32)
         )
 
-    def _mode_and_size(self, agreed: StepAgreement) -> tuple[CUDAGraphMode, int]:
-        """The highest mode and its size that the plan has for all ranks; NONE if there is none."""
+    def _graph_in_common(self, agreed: StepAgreement) -> _Common | None:
+        """The best graph that the plan has for all ranks; None if there is none.
+
+        Decode and mixed graphs of one size contain different collectives, so all run one kind.
+        """
         mode, mixed = agreed.mode, self._plan.mode.mixed_mode()
-        candidates: list[tuple[CUDAGraphMode, tuple[int, ...]]] = []
-        if mode is CUDAGraphMode.FULL and self._plan.mode.separate_routine():
-            candidates.append((mode, self._common_decode_sizes(agreed.query_lens)))
+        candidates: list[tuple[CUDAGraphMode, bool, tuple[int, ...]]] = []
+        if mode is CUDAGraphMode.FULL and agreed.is_decode:
+            candidates.append((mode, True, self._common_decode_sizes(agreed.query_lens)))
         if CUDAGraphMode.NONE.rank < mixed.rank <= mode.rank:
-            candidates.append((mixed, self._plan.sizes))
-        for candidate, sizes in candidates:
+            candidates.append((mixed, False, self._plan.mixed_sizes))
+        for candidate, uniform, sizes in candidates:
             index = bisect_left(sizes, agreed.num_tokens)
             if index < len(sizes):
-                return candidate, sizes[index]
-        return CUDAGraphMode.NONE, 0
+                return _Common(candidate, sizes[index], uniform)
+        return None
 
     def _common_decode_sizes(self, query_lens: frozenset[int]) -> tuple[int, ...]:
         """Sizes that have a decode graph for each of these query lengths."""
@@ -103,26 +119,26 @@ class AgreedDispatch:
         )
         return self._as_decode_step(choice, shape)
 
-    def _graph(
+    def _own_graph(
         self,
         shape: BatchShape | None,
         own: Choice | None,
         agreed: StepAgreement,
-        mode: CUDAGraphMode,
-        size: int,
+        graph: _Common,
     ) -> Choice:
-        """This rank's graph of ``mode`` and ``size``, for the number of adapters in its batch."""
-        if own is not None and own.mode is mode and own.padded_num_tokens == size:
+        """This rank's graph of that kind and size, for the number of adapters in its batch."""
+        mode, size, uniform = graph
+        if own is not None and _Common.of(own) == graph:
             return own
         num_loras = 0 if shape is None else shape.num_active_loras
-        if mode is CUDAGraphMode.FULL and self._plan.mode.separate_routine():
+        if uniform:
             # A rank without work takes the smallest query length of the step.
             query_len = min(agreed.query_lens) if shape is None else shape.max_query_len
             padded = BatchShape(size, size // query_len, query_len, num_loras)
         else:
             padded = BatchShape(size, 1, size, num_loras, has_prompts=True)
         choice = self._dispatch(padded)
-        if choice.mode is not mode or choice.padded_num_tokens != size:
+        if _Common.of(choice) != graph:
             raise BatchError(
                 f"the ranks agreed on a {mode.name} graph of {size} tokens, but rank "
                 f"{self._comm.index} of {self._comm.size} has {choice} for it; all ranks need the "
@@ -130,8 +146,12 @@ class AgreedDispatch:
             )
         if own is None:
             return choice
-        same_mode = own.mode is mode
-        choice = replace(choice, reason=own.reason if same_mode else Reason.PIECES_ON_ANOTHER_RANK)
+        reason = own.reason
+        if own.mode is not mode:
+            reason = Reason.PIECES_ON_ANOTHER_RANK
+        elif own.descriptor.uniform and not uniform:
+            reason = Reason.MIXED_ON_ANOTHER_RANK
+        choice = replace(choice, reason=reason)
         return choice if mode is CUDAGraphMode.FULL else self._as_decode_step(choice, shape)
 
     def _as_decode_step(self, choice: Choice, shape: BatchShape | None) -> Choice:

@@ -98,15 +98,16 @@ class StepAgreement:
 
     ``mode`` is the lowest of all modes, and ``num_tokens`` the largest unpadded batch: all ranks
     run this mode's graph size for it, if there is one. ``tokens_by_rank`` are the unpadded batches;
-    ``query_lens`` are the query lengths of ranks that wished for decode graphs. ``lowered_by``
-    lists the ranks that made others run in a lower mode than they wished. If no rank has work there
-    is no step, and all counts are 0.
+    ``query_lens`` are the query lengths of ranks that wished for decode graphs, and ``is_decode``
+    says whether all ranks with work did. ``lowered_by`` lists the ranks that made others run in a
+    lower mode than they wished. If no rank has work there is no step, and all counts are 0.
     """
 
     mode: CUDAGraphMode
     num_tokens: int
     tokens_by_rank: tuple[int, ...]
     query_lens: frozenset[int] = frozenset()
+    is_decode: bool = False
     lowered_by: tuple[int, ...] = ()
 
     @property
@@ -129,6 +130,7 @@ def agree(wishes: Sequence[StepWish]) -> StepAgreement:
         num_tokens=max(by_rank),
         tokens_by_rank=by_rank,
         query_lens=frozenset(wish.query_len for wish in wishes if wish.query_len is not None),
+        is_decode=all(wish.query_len is not None for wish in wishes if wish.has_work),
         lowered_by=tuple(r for r, wish in enumerate(wishes) if lowered and wish.mode is mode),
     )
 

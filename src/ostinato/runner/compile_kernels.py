@@ -93,8 +93,13 @@ def _entries(model: CausalLM, plan: CapturePlan) -> Iterator[PlanEntry]:
         classes.setdefault((entry.mode, entry.descriptor.uniform, kernels), entry)
     yield from sorted(classes.values(), key=lambda entry: not entry.descriptor.uniform)
     largest = max((entry.descriptor.num_tokens for entry in plan.entries), default=1)
-    for size in (plan.max_num_batched_tokens, largest):
-        num_tokens = plan.padded_tokens(size)
+    measured = {plan.padded_tokens(size) for size in (plan.max_num_batched_tokens, largest)}
+    whole = {
+        entry.descriptor.num_tokens
+        for entry in classes.values()
+        if entry.mode is CUDAGraphMode.FULL and not entry.descriptor.uniform
+    }
+    for num_tokens in sorted(measured - whole):
         num_reqs = min(num_tokens, plan.max_num_seqs)
         yield PlanEntry(
             mode=CUDAGraphMode.PIECEWISE, descriptor=BatchDescriptor(num_tokens, num_reqs=num_reqs)

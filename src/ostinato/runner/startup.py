@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,12 @@ from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
 from ostinato.graphs.capture.capture_inputs import prepare_inputs_to_capture
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.policy.descriptor import BatchDescriptor
-from ostinato.graphs.policy.modes import CUDAGraphMode, ResolvedMode, resolve_mode
+from ostinato.graphs.policy.modes import (
+    AttentionCGSupport,
+    CUDAGraphMode,
+    ResolvedMode,
+    resolve_mode,
+)
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry, sequence_parallel_sizes, shift_sizes
 from ostinato.loading.load import LoadedModel, load_model
 from ostinato.models.base import CausalLM
@@ -33,8 +39,8 @@ from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
 if TYPE_CHECKING:
     from ostinato.parallel.rank_context import RankContext
 
-# Driver memory of a captured graph, outside the pool; measured on an H200 for a 1B model.
-_BYTES_PER_GRAPH = 2**20
+# Driver memory of a captured graph for each layer, outside the pool; measured on an H200.
+_BYTES_PER_GRAPH_LAYER = 2**16
 
 
 def load(
@@ -73,6 +79,22 @@ class GraphPlans:
         return self.shift
 
 
+def _default_mode(
+    config: EngineConfig, device: torch.device, backend: AttentionBackend
+) -> CUDAGraphMode:
+    """Whole graphs for all batches where they save time, else pieces for mixed batches.
+
+    On the CPU a mixed batch is compute-bound. A configured compiler splits the model at attention.
+    """
+    whole = (
+        device.type == "cuda"
+        and backend.support is AttentionCGSupport.ALWAYS
+        and not backend.reads_max_seq_len
+        and config.graphs.compiler is None
+    )
+    return CUDAGraphMode.FULL_AND_FULL if whole else CUDAGraphMode.FULL_AND_PIECEWISE
+
+
 def plan_graphs(
     config: EngineConfig,
     device: torch.device,
@@ -88,27 +110,38 @@ def plan_graphs(
     max_num_seqs, max_num_batched_tokens = config.batch_limits(device)
     requested = config.graphs.mode
     if requested is None:
-        requested = CUDAGraphMode.FULL_AND_PIECEWISE
+        requested = _default_mode(config, device, backend)
     assert isinstance(requested, CUDAGraphMode)
     # Every model calls attention through ``attend``, where its graphs can be split.
     resolved = resolve_mode(requested, backend.support, piecewise_available=True)
     sizes = () if resolved.mode is CUDAGraphMode.NONE else config.capture_sizes(device)
+    separate = resolved.mode is CUDAGraphMode.FULL_AND_FULL
+    mixed_sizes = config.mixed_capture_sizes(device) if separate else None
     whole = CapturePlan.build(
         resolved.mode,
         sizes,
+        mixed_sizes=mixed_sizes,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
     )
     sp, threshold = config.ulysses_sequence_parallel_size, config.shift_parallel_threshold or 0
     if sp == 1:
         return GraphPlans(model=whole, shift=None, threshold=0, resolved=resolved)
-    base_sizes = sequence_parallel_sizes(
-        whole.sizes, sp=sp, threshold=threshold, max_num_batched_tokens=max_num_batched_tokens
+    to_base = partial(
+        sequence_parallel_sizes,
+        sp=sp,
+        threshold=threshold,
+        max_num_batched_tokens=max_num_batched_tokens,
     )
+    shares = config.mixed_capture_sizes(device, sp) if separate else None
     small = whole.sizes if selects_tokens else shift_sizes(whole.sizes, threshold=threshold)
+    base_mixed = small_mixed = None
+    if shares is not None:
+        base_mixed = to_base(shares)
+        small_mixed = shift_sizes(whole.mixed_sizes, threshold=threshold)
     return GraphPlans(
-        model=whole.with_sizes(base_sizes, token_multiple=sp),
-        shift=whole.with_sizes(small) if threshold else None,
+        model=whole.with_sizes(to_base(whole.sizes), mixed_sizes=base_mixed, token_multiple=sp),
+        shift=whole.with_sizes(small, mixed_sizes=small_mixed) if threshold else None,
         threshold=threshold,
         resolved=resolved,
     )
@@ -200,6 +233,7 @@ def kv_cache_budget(
         return CPU_KV_CACHE_BYTES
     plan = plans.model
     most = plan.padded_tokens(plan.max_num_batched_tokens)
+    # Also where every batch has a graph: the largest one is warmed up before its capture allocates.
     eager = activation_bytes(model, plan, most, config, backend)
     graphs = 0
     # A second model captures into the same pool, and its activations are no larger.
@@ -207,7 +241,9 @@ def kv_cache_budget(
     if entries:
         largest = max(entry.descriptor.num_tokens for entry in entries)
         graphs = activation_bytes(model, plan, plan.padded_tokens(largest), config, backend)
-        graphs += len(entries) * _BYTES_PER_GRAPH
+        graphs += len(entries) * len(model.attention_specs) * _BYTES_PER_GRAPH_LAYER
+        if plan.mode.mixed_mode() is CUDAGraphMode.FULL:  # their outputs are copied to a buffer
+            graphs += largest * model.hidden_size * model.dtype.itemsize
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     budget = int(total * config.gpu_memory_utilization) - (total - free) - eager - graphs

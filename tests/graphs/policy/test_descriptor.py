@@ -111,6 +111,7 @@ def test_reasons_to_run_through_a_graph() -> None:
         Reason.MIXED,
         Reason.FULL_BLOCKED,
         Reason.PIECES_ON_ANOTHER_RANK,
+        Reason.MIXED_ON_ANOTHER_RANK,
     }
 
 

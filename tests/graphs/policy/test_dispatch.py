@@ -20,13 +20,21 @@ from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
-MIXED_HALF = {NONE: NONE, PIECEWISE: PIECEWISE, FULL: FULL, DECODE_ONLY: NONE, BOTH: PIECEWISE}
+WHOLE = CUDAGraphMode.FULL_AND_FULL
+MIXED_HALF = {
+    NONE: NONE,
+    PIECEWISE: PIECEWISE,
+    FULL: FULL,
+    DECODE_ONLY: NONE,
+    BOTH: PIECEWISE,
+    WHOLE: FULL,
+}
 
 
 # --- the property ------------------------------------------------------------------------------
 
 # Modes without graphs of their own say little, so they come up less often.
-REQUESTED = [BOTH, FULL, DECODE_ONLY, BOTH, FULL, DECODE_ONLY, PIECEWISE, NONE]
+REQUESTED = [BOTH, FULL, DECODE_ONLY, WHOLE, BOTH, FULL, DECODE_ONLY, WHOLE, PIECEWISE, NONE]
 SUPPORT = [AttentionCGSupport.ALWAYS, AttentionCGSupport.ALWAYS, *AttentionCGSupport]
 
 
@@ -45,6 +53,7 @@ class Setup(NamedTuple):
     """One random engine: everything a plan follows from."""
 
     sizes: list[int]
+    mixed_sizes: list[int] | None  # None: the same
     query_lens: list[int]
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -60,6 +69,7 @@ def setups(draw: st.DrawFn, max_loras: int = 0) -> Setup:
     too_large = draw(st.sampled_from([0, 0, 0, 0, 0, 0, 0, 3]))
     return Setup(
         sizes=draw(st.lists(st.integers(1, limit + too_large), min_size=1, max_size=6)),
+        mixed_sizes=draw(st.none() | st.lists(st.integers(1, limit), min_size=1, max_size=6)),
         query_lens=draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)),
         max_num_seqs=draw(st.integers(1, 12)),
         max_num_batched_tokens=limit,
@@ -87,6 +97,7 @@ def planned(setup: Setup) -> CapturePlan | None:
         return CapturePlan.build(
             resolved.mode,
             setup.sizes,
+            mixed_sizes=setup.mixed_sizes if resolved.mode in (BOTH, WHOLE) else None,
             max_num_seqs=setup.max_num_seqs,
             max_num_batched_tokens=setup.max_num_batched_tokens,
             decode_query_lens=setup.query_lens,
@@ -122,7 +133,9 @@ class Oracle:
         self.mixed = MIXED_HALF[mode]
         self.mixed_sizes = sorted(set(setup.sizes))
         self.decode: dict[int, list[int]] = {}
-        if mode in (DECODE_ONLY, BOTH):
+        if mode in (BOTH, WHOLE) and setup.mixed_sizes is not None:
+            self.mixed_sizes = sorted(set(setup.mixed_sizes))
+        if mode in (DECODE_ONLY, BOTH, WHOLE):
             self.decode = {q: decode_sizes(setup, q) for q in setup.query_lens}
         below = [case for case in (1, 2, 4, 8) if case < setup.max_loras]
         self.lora_cases = sorted({0, *below, setup.max_loras})
@@ -263,6 +276,7 @@ def test_the_same_holds_for_many_more_setups() -> None:
         limit = source.randint(1, 24)
         setup = Setup(
             sizes=some(1, limit + source.choice([0, 0, 0, 0, 0, 0, 0, 3]), 6),
+            mixed_sizes=source.choice([None, some(1, limit, 6)]),
             query_lens=some(1, 5, 3),
             max_num_seqs=source.randint(1, 12),
             max_num_batched_tokens=limit,
@@ -317,7 +331,7 @@ def assert_eager(choice: Choice, num_tokens: int, reason: Reason) -> None:
     assert choice.reason is reason
 
 
-@pytest.mark.parametrize("mode", [PIECEWISE, FULL, DECODE_ONLY, BOTH])
+@pytest.mark.parametrize("mode", [PIECEWISE, FULL, DECODE_ONLY, BOTH, WHOLE])
 def test_before_capture_everything_is_eager(mode: CUDAGraphMode) -> None:
     dispatcher = Dispatcher(plan_of(mode))
     for tokens in range(1, 9):
@@ -345,6 +359,10 @@ def test_before_capture_everything_is_eager(mode: CUDAGraphMode) -> None:
         (PIECEWISE, BatchShape(9, 3, 5, attention_blocks_full=True), Reason.TOO_LARGE),
         (BOTH, BatchShape(9, 9, 1), Reason.TOO_LARGE),
         (BOTH, DECODE._replace(num_active_loras=1), Reason.TOO_MANY_LORAS),
+        (WHOLE, BatchShape(9, 9, 1), Reason.TOO_LARGE),
+        (WHOLE, BatchShape(9, 3, 5), Reason.TOO_LARGE),
+        (WHOLE, DECODE._replace(attention_blocks_full=True), Reason.ATTENTION),
+        (WHOLE, MIXED._replace(attention_blocks_full=True), Reason.ATTENTION),
     ],
     ids=str,
 )
@@ -372,6 +390,9 @@ def test_decode_batch_beyond_its_requests_is_too_large() -> None:
         (FULL, DECODE._replace(has_prompts=True), BatchDescriptor(4, num_reqs=4), Reason.MIXED),
         (BOTH, DECODE._replace(attention_blocks_full=True), BatchDescriptor(4), None),
         (DECODE_ONLY, DECODE, BatchDescriptor(4, num_reqs=4, uniform=True), Reason.UNIFORM_DECODE),
+        (WHOLE, DECODE, BatchDescriptor(4, num_reqs=4, uniform=True), Reason.UNIFORM_DECODE),
+        (WHOLE, MIXED, BatchDescriptor(4, num_reqs=4), Reason.MIXED),
+        (WHOLE, DECODE._replace(has_prompts=True), BatchDescriptor(4, num_reqs=4), Reason.MIXED),
     ],
     ids=str,
 )

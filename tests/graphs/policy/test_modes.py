@@ -12,6 +12,7 @@ from ostinato.graphs.policy.modes import AttentionCGSupport, CUDAGraphMode, reso
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+WHOLE = CUDAGraphMode.FULL_AND_FULL
 ALWAYS, UNIFORM = AttentionCGSupport.ALWAYS, AttentionCGSupport.UNIFORM_BATCH
 SINGLE, NEVER = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.NEVER
 
@@ -26,6 +27,12 @@ CHANGES = {
     (BOTH, SINGLE, 3): (PIECEWISE, NONE),
     (BOTH, NEVER, 1): (PIECEWISE, NONE),
     (BOTH, NEVER, 3): (PIECEWISE, NONE),
+    (WHOLE, UNIFORM, 1): (BOTH, DECODE_ONLY),
+    (WHOLE, UNIFORM, 3): (BOTH, DECODE_ONLY),
+    (WHOLE, SINGLE, 1): (BOTH, DECODE_ONLY),
+    (WHOLE, SINGLE, 3): (PIECEWISE, NONE),
+    (WHOLE, NEVER, 1): (PIECEWISE, NONE),
+    (WHOLE, NEVER, 3): (PIECEWISE, NONE),
     (DECODE_ONLY, SINGLE, 3): (PIECEWISE, NONE),
     (DECODE_ONLY, NEVER, 1): (PIECEWISE, NONE),
     (DECODE_ONLY, NEVER, 3): (PIECEWISE, NONE),
@@ -53,7 +60,7 @@ def test_mode_table(
 
 
 def test_table_has_every_cell() -> None:
-    assert len(CELLS) == 5 * 4 * 2 * 2
+    assert len(CELLS) == 6 * 4 * 2 * 2
 
 
 @pytest.mark.parametrize(
@@ -104,7 +111,8 @@ def test_unknown_name_lists_the_known_ones(text: str) -> None:
     message = str(caught.value)
     assert repr(text) in message
     known = message.split("choose one of ")[1].split(", ")
-    assert known == ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
+    assert known[:3] == ["NONE", "PIECEWISE", "FULL"]
+    assert known[3:] == ["FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL_AND_FULL"]
 
 
 @pytest.mark.parametrize("value", [None, 2, True])
@@ -122,6 +130,7 @@ def test_parse_of_something_else_than_text(value: object) -> None:
         (FULL, FULL, FULL, False),
         (DECODE_ONLY, FULL, NONE, True),
         (BOTH, FULL, PIECEWISE, True),
+        (WHOLE, FULL, FULL, True),
     ],
     ids=cell_name,
 )
@@ -139,7 +148,7 @@ def test_halves(
 
 def test_runtime_modes_are_ordered_and_pairs_are_not() -> None:
     assert NONE.rank < PIECEWISE.rank < FULL.rank
-    for pair in (DECODE_ONLY, BOTH):
+    for pair in (DECODE_ONLY, BOTH, WHOLE):
         with pytest.raises(ConfigError, match=f"{pair.name} is a pair of modes"):
             _ = pair.rank
 

@@ -18,6 +18,7 @@ from ostinato.graphs.policy.plan import CapturePlan, PlanEntry, sequence_paralle
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+WHOLE = CUDAGraphMode.FULL_AND_FULL
 
 
 def build(mode: CUDAGraphMode = BOTH, sizes: Any = (1, 2, 4), **limits: Any) -> CapturePlan:
@@ -49,6 +50,7 @@ def test_order_is_piecewise_before_full_and_largest_first() -> None:
         (FULL, [("mixed, FULL", 8), ("mixed, FULL", 3)]),
         (DECODE_ONLY, [("decode, FULL", 4)]),
         (BOTH, [("mixed, PIECEWISE", 8), ("mixed, PIECEWISE", 3), ("decode, FULL", 4)]),
+        (WHOLE, [("mixed, FULL", 8), ("mixed, FULL", 3), ("decode, FULL", 4)]),
     ],
 )
 def test_entries_of_each_mode(mode: CUDAGraphMode, expected: list[tuple[str, int]]) -> None:
@@ -57,7 +59,7 @@ def test_entries_of_each_mode(mode: CUDAGraphMode, expected: list[tuple[str, int
 
 
 @pytest.mark.parametrize(
-    ("mode", "count"), [(NONE, 0), (DECODE_ONLY, 1), (PIECEWISE, 1), (BOTH, 2)]
+    ("mode", "count"), [(NONE, 0), (DECODE_ONLY, 1), (PIECEWISE, 1), (BOTH, 2), (WHOLE, 2)]
 )
 def test_one_size_as_in_the_contract(mode: CUDAGraphMode, count: int) -> None:
     plan = build(mode, [100], max_num_seqs=128, max_num_batched_tokens=512)
@@ -73,6 +75,33 @@ def test_full_keys_set_the_number_of_requests() -> None:
     plan = build(FULL, (2, 8))
     keys = [BatchDescriptor(8, num_reqs=4), BatchDescriptor(2, num_reqs=2)]
     assert [entry.descriptor for entry in plan.entries] == keys
+
+
+def test_mixed_and_decode_graphs_of_one_size_have_different_keys() -> None:
+    plan = build(WHOLE, (4,), max_loras=1)
+    assert len({entry.descriptor for entry in plan.entries}) == len(plan.entries) == 4
+
+
+def test_mixed_batches_may_have_their_own_sizes() -> None:
+    plan = build(WHOLE, (4, 1), mixed_sizes=(64, 16, 16))
+    assert (plan.sizes, plan.mixed_sizes) == ((1, 4), (16, 64))
+    assert tokens_by_phase(plan) == [
+        ("mixed, FULL", 64),
+        ("mixed, FULL", 16),
+        ("decode, FULL", 4),
+        ("decode, FULL", 1),
+    ]
+    assert plan.sizes_without_decode == ()
+    assert hash(plan) == hash(build(WHOLE, (1, 4), mixed_sizes=(16, 64)))
+    assert build(WHOLE).mixed_sizes == build(BOTH).mixed_sizes == (1, 2, 4)
+    pieces = build(BOTH, (1,), mixed_sizes=(16,))
+    assert tokens_by_phase(pieces) == [("mixed, PIECEWISE", 16), ("decode, FULL", 1)]
+
+
+@pytest.mark.parametrize("mode", [FULL, PIECEWISE, DECODE_ONLY])
+def test_own_sizes_need_graphs_of_mixed_batches_alone(mode: CUDAGraphMode) -> None:
+    with pytest.raises(ConfigError, match=f"{mode.name} has no separate graphs of mixed batches"):
+        build(mode, mixed_sizes=(16,))
 
 
 def test_decode_keys_hold_whole_requests() -> None:
@@ -150,6 +179,8 @@ def test_equal_plans_are_one_value() -> None:
     [
         {"mode": PIECEWISE},
         {"sizes": (1, 2)},
+        {"mixed_sizes": (1, 2)},
+        {"mode": WHOLE},
         {"max_num_seqs": 5},
         {"max_num_batched_tokens": 63},
         {"decode_query_lens": (2,)},
@@ -188,6 +219,8 @@ def test_mode_none_needs_no_sizes() -> None:
     ("change", "message"),
     [
         ({"sizes": ()}, "capture sizes are empty"),
+        ({"mixed_sizes": ()}, "capture sizes are empty"),
+        ({"mixed_sizes": (65,)}, "capture size 65 is above max_num_batched_tokens=64"),
         ({"sizes": (65,)}, "capture size 65 is above max_num_batched_tokens=64"),
         ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer, got 0"),
         ({"max_num_batched_tokens": 1.0}, "max_num_batched_tokens must be a positive integer"),
@@ -221,6 +254,7 @@ def test_nothing_to_capture_is_an_error() -> None:
         (BOTH, [100], {"max_num_seqs": 100}, ()),
         (BOTH, [4, 16, 17, 100], {"max_num_seqs": 16}, (17, 100)),
         (DECODE_ONLY, [4, 16, 17, 100], {"max_num_seqs": 16}, (17, 100)),
+        (WHOLE, [4, 16, 17, 100], {"max_num_seqs": 16}, (17, 100)),
         (FULL, [100], {"max_num_seqs": 16}, ()),
         (PIECEWISE, [100], {"max_num_seqs": 16}, ()),
         # 5 and 6 tokens are two requests of 3; 7 would be three.
@@ -252,6 +286,20 @@ def test_decode_batches_without_a_graph_are_a_warning(caplog: pytest.LogCaptureF
     ]
 
 
+@pytest.mark.parametrize("mixed_sizes", [None, (64, 128)])
+def test_decode_batches_in_graphs_of_mixed_batches_are_a_warning(
+    caplog: pytest.LogCaptureFixture, mixed_sizes: Any
+) -> None:
+    limits: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 128}
+    build(WHOLE, [1, 2, 4], mixed_sizes=mixed_sizes, **limits)
+    (text,) = caplog.messages
+    assert "of 3 to 3 tokens run through graphs of mixed batches, without sampling" in text
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        build(WHOLE, [1, 2, 3, 4], mixed_sizes=mixed_sizes, **limits)
+    assert len(caplog.messages) == (mixed_sizes is None)  # what mixed batches use is known
+
+
 def test_each_query_length_without_graphs_is_named(caplog: pytest.LogCaptureFixture) -> None:
     limits = {"decode_query_lens": (1, 3), "max_num_batched_tokens": 10}
     build(DECODE_ONLY, [2, 10], max_num_seqs=5, **limits)
@@ -276,7 +324,7 @@ def test_sizes_for_mixed_batches_alone_are_a_note(caplog: pytest.LogCaptureFixtu
     assert not caplog.records
 
 
-@pytest.mark.parametrize("mode", [PIECEWISE, FULL, DECODE_ONLY, BOTH])
+@pytest.mark.parametrize("mode", [PIECEWISE, FULL, DECODE_ONLY, BOTH, WHOLE])
 def test_a_size_may_be_the_token_limit(mode: CUDAGraphMode) -> None:
     plan = build(mode, [64], max_num_seqs=64)
     assert {entry.descriptor.num_tokens for entry in plan.entries} == {64}
@@ -322,6 +370,8 @@ def test_keys_and_choices_do_not_change_and_are_built_by_name(value: Any) -> Non
 def test_sizes_split_evenly() -> None:
     with pytest.raises(ConfigError, match=r"sizes \[3, 5\] are not multiples of 2"):
         build().with_sizes((2, 3, 5), token_multiple=2)
+    with pytest.raises(ConfigError, match=r"sizes \[7\] are not multiples of 2"):
+        build().with_sizes((2, 4), mixed_sizes=(4, 7), token_multiple=2)
 
 
 def test_phase_names() -> None:

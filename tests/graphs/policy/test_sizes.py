@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from ostinato import CapturePlan, CUDAGraphMode
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.sizes import (
     decode_sizes,
+    default_mixed_sizes,
     default_sizes,
     get_cudagraph_sizes,
     padding_table,
@@ -67,6 +70,32 @@ def test_default_ladder_checks_its_limits(name: str, value: object) -> None:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 64, name: value}
     with pytest.raises(ConfigError, match=f"{name} must be a positive integer, got {value}"):
         default_sizes(**limits)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (1, (1,)),
+        (16, (16,)),
+        (20, (16, 20)),
+        (64, (16, 32, 64)),
+        (200, (16, 32, 64, 128, 192, 200)),
+    ],
+)
+def test_sizes_of_mixed_batches_end_with_the_largest_batch(
+    limit: int, expected: tuple[int, ...]
+) -> None:
+    assert default_mixed_sizes(limit) == expected
+
+
+def test_sizes_of_mixed_batches_get_coarser() -> None:
+    sizes = default_mixed_sizes(8192)
+    steps = {size: after - size for size, after in pairwise(sizes) if size >= 64}
+    for size, step in steps.items():
+        assert step == (64 if size < 1024 else 128 if size < 2048 else 256 if size < 4096 else 512)
+    assert default_mixed_sizes(5000)[-3:] == (4096, 4608, 5000)
+    with pytest.raises(ConfigError, match="max_num_batched_tokens must be a positive integer"):
+        default_mixed_sizes(0)
 
 
 def test_user_sizes_are_sorted_and_without_duplicates() -> None:

@@ -83,12 +83,13 @@ class BatchDescriptor:
 
 
 class Reason(Enum):
-    """Why a batch runs the way it does. All but the first four mean that it runs eagerly."""
+    """Why a batch runs the way it does. All but the first five mean that it runs eagerly."""
 
     UNIFORM_DECODE = "uniform decode batch with a captured graph"
     MIXED = "batch with a captured graph"
     FULL_BLOCKED = "attention cannot be captured for this batch, so its pieces are replayed"
     PIECES_ON_ANOTHER_RANK = "the ranks that step together have no full graph in common"
+    MIXED_ON_ANOTHER_RANK = "the ranks that step together have no decode graph in common"
     MODE_NONE = "graph mode is NONE"
     MIXED_NOT_PLANNED = "the graph mode has graphs for uniform decode batches only"
     TOO_LARGE = "more tokens than the largest captured size"
@@ -109,6 +110,7 @@ class Reason(Enum):
             Reason.MIXED,
             Reason.FULL_BLOCKED,
             Reason.PIECES_ON_ANOTHER_RANK,
+            Reason.MIXED_ON_ANOTHER_RANK,
         )
 
 

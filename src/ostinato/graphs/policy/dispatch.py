@@ -137,7 +137,7 @@ class Dispatcher:
         own_sizes = plan.decode_sizes_for(query_len) if separate else ()
         fallback = Reason.TOO_LARGE if separate else self._no_graph_reason(blocked=blocked)
         answers: _Answers = []
-        for size in sorted({*own_sizes, *plan.sizes}):  # answers are constant up to each size
+        for size in sorted({*own_sizes, *plan.mixed_sizes}):  # answers are constant up to each size
             chain = self._chain(size, own_sizes, query_len, blocked, num_loras)
             answer = self._first_captured(chain, query_len, fallback)
             answers += [answer] * (size + 1 - len(answers))
@@ -156,8 +156,9 @@ class Dispatcher:
         is_possible = (
             mixed is CUDAGraphMode.PIECEWISE if blocked else mixed is not CUDAGraphMode.NONE
         )
-        if is_possible and num_tokens <= plan.sizes[-1]:
-            shared = plan.sizes[bisect_left(plan.sizes, num_tokens)]
+        sizes = plan.mixed_sizes
+        if is_possible and sizes and num_tokens <= sizes[-1]:
+            shared = sizes[bisect_left(sizes, num_tokens)]
             descriptor = plan.mixed_descriptor(shared, loras)
             reason = Reason.FULL_BLOCKED if blocked else Reason.MIXED
             yield PlanEntry(mode=mixed, descriptor=descriptor), reason

@@ -24,11 +24,13 @@ ModeName = Literal[
     "FULL",
     "FULL_DECODE_ONLY",
     "FULL_AND_PIECEWISE",
+    "FULL_AND_FULL",
     "none",
     "piecewise",
     "full",
     "full_decode_only",
     "full_and_piecewise",
+    "full_and_full",
 ]
 
 
@@ -36,9 +38,10 @@ class CUDAGraphMode(Enum):
     """Which graphs a model runs through.
 
     ``NONE``, ``PIECEWISE`` and ``FULL`` are also *runtime* modes: one batch runs under exactly one
-    of them. The other two are pairs: one runtime mode for uniform decode batches, another for mixed
-    batches. ``rank`` orders runtime modes by how much of the step is captured, so that ranks can
-    agree on the lowest.
+    of them. The others are pairs: one runtime mode for uniform decode batches, another for mixed
+    batches. ``FULL_AND_FULL`` is not ``FULL``, which has one kind of graph for all batches.
+    ``rank`` orders runtime modes by how much of the step is captured, so that ranks can agree on
+    the lowest.
     """
 
     NONE = "none"
@@ -46,6 +49,7 @@ class CUDAGraphMode(Enum):
     FULL = "full"
     FULL_DECODE_ONLY = "full_decode_only"
     FULL_AND_PIECEWISE = "full_and_piecewise"
+    FULL_AND_FULL = "full_and_full"
 
     @classmethod
     def parse(cls, value: str | CUDAGraphMode) -> CUDAGraphMode:
@@ -66,13 +70,11 @@ class CUDAGraphMode(Enum):
 
     def mixed_mode(self) -> CUDAGraphMode:
         """The runtime mode of all other batches."""
-        if self is CUDAGraphMode.FULL_DECODE_ONLY:
-            return CUDAGraphMode.NONE
-        return CUDAGraphMode.PIECEWISE if self is CUDAGraphMode.FULL_AND_PIECEWISE else self
+        return _MIXED_HALVES.get(self, self)
 
     def separate_routine(self) -> bool:
         """Whether decode batches have graphs separate from those of mixed batches."""
-        return self in (CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE)
+        return self in _MIXED_HALVES
 
     @classmethod
     def valid_runtime_modes(cls) -> frozenset[CUDAGraphMode]:
@@ -114,6 +116,14 @@ class CUDAGraphMode(Enum):
         if not self.is_valid_runtime_mode():
             raise ConfigError(f"{self.name} is a pair of modes and has no rank")
         return (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL).index(self)
+
+
+# Of the pairs; the other half of each is FULL.
+_MIXED_HALVES = {
+    CUDAGraphMode.FULL_DECODE_ONLY: CUDAGraphMode.NONE,
+    CUDAGraphMode.FULL_AND_PIECEWISE: CUDAGraphMode.PIECEWISE,
+    CUDAGraphMode.FULL_AND_FULL: CUDAGraphMode.FULL,
+}
 
 
 class AttentionCGSupport(IntEnum):
@@ -179,7 +189,7 @@ def _allowed(
     if support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE and decode_query_len > 1:
         why = f"attention is capturable for one token per request, not {decode_query_len}"
         return without_full, why
-    if requested.separate_routine():
+    if requested.mixed_mode() is not CUDAGraphMode.FULL:
         return requested, ""
     decode_only = (
         CUDAGraphMode.FULL_AND_PIECEWISE if piecewise_available else CUDAGraphMode.FULL_DECODE_ONLY

@@ -43,9 +43,10 @@ class CapturePlan:
     Order of capture: PIECEWISE before FULL, mixed before decode, and the largest first in each, so
     that the memory pool is sized once and every later graph fits into it.
 
-    ``mode``: resolved. ``sizes``: padded numbers of tokens, sorted. ``decode_query_lens``: tokens
-    of each request in uniform decode batches. ``max_num_seqs`` and ``max_num_batched_tokens``: most
-    requests and tokens of a batch. ``max_loras``: most active adapters. ``entries``: the graphs.
+    ``mode``: resolved. ``sizes``: padded numbers of tokens, sorted; ``mixed_sizes``: those of mixed
+    batches, which are the same unless given apart. ``decode_query_lens``: tokens of each request in
+    uniform decode batches. ``max_num_seqs`` and ``max_num_batched_tokens``: most requests and
+    tokens of a batch. ``max_loras``: most active adapters. ``entries``: the graphs.
     ``token_multiple``: all sizes and batches, eager ones too, have a multiple of this number of
     tokens, because tokens are split evenly over ranks.
     """
@@ -58,6 +59,7 @@ class CapturePlan:
     max_loras: int
     entries: tuple[PlanEntry, ...]
     token_multiple: int = 1
+    mixed_sizes: tuple[int, ...] = ()
 
     @classmethod
     def build(
@@ -69,10 +71,12 @@ class CapturePlan:
         max_num_batched_tokens: int,
         decode_query_lens: Iterable[int] = (1,),
         max_loras: int = 0,
+        mixed_sizes: Iterable[int] | None = None,
     ) -> CapturePlan:
         """Plan the graphs of a *resolved* mode (see ``resolve_mode``).
 
-        Sizes that get no decode graph are logged with the reason.
+        ``mixed_sizes``: for mixed batches, if they have separate graphs; None: ``sizes``. Sizes
+        that get no decode graph are logged with the reason.
         """
         plan = cls.without_sizes(
             mode,
@@ -85,7 +89,15 @@ class CapturePlan:
         if plan.mode is CUDAGraphMode.NONE:
             return plan
         checked = validate_sizes(sizes, max_num_batched_tokens=max_num_batched_tokens)
-        plan = plan.with_sizes(checked)
+        mixed = None
+        if mixed_sizes is not None:
+            if not (plan.mode.separate_routine() and plan.mode.mixed_mode()):
+                raise ConfigError(
+                    f"graph mode {plan.mode.name} has no separate graphs of mixed batches; leave "
+                    "out mixed_sizes"
+                )
+            mixed = validate_sizes(mixed_sizes, max_num_batched_tokens=max_num_batched_tokens)
+        plan = plan.with_sizes(checked, mixed_sizes=mixed)
         if not plan.entries:
             raise _nothing_to_capture(plan, checked)
         if plan.sizes_without_decode:
@@ -122,13 +134,25 @@ class CapturePlan:
             entries=(),
         )
 
-    def with_sizes(self, sizes: tuple[int, ...], *, token_multiple: int = 1) -> CapturePlan:
-        """The plan with these sizes. Without any, every batch is too large for it."""
+    def with_sizes(
+        self,
+        sizes: tuple[int, ...],
+        *,
+        token_multiple: int = 1,
+        mixed_sizes: tuple[int, ...] | None = None,
+    ) -> CapturePlan:
+        """The plan with these sizes. Without any, every batch is too large for it.
+
+        ``mixed_sizes``: for mixed batches; None: ``sizes``.
+        """
         check_positive_int("token_multiple", token_multiple)
-        uneven = [size for size in sizes if size % token_multiple]
+        mixed = sizes if mixed_sizes is None else mixed_sizes
+        uneven = [size for size in sorted({*sizes, *mixed}) if size % token_multiple]
         if uneven:
             raise ConfigError(f"sizes {uneven} are not multiples of {token_multiple}")
-        draft = replace(self, sizes=sizes, token_multiple=token_multiple, entries=())
+        draft = replace(
+            self, sizes=sizes, mixed_sizes=mixed, token_multiple=token_multiple, entries=()
+        )
         return replace(draft, entries=(*draft._mixed_entries(), *draft._decode_entries()))
 
     def padded_tokens(self, num_tokens: int) -> int:
@@ -160,15 +184,16 @@ class CapturePlan:
             self.max_num_batched_tokens,
             self.max_loras,
             self.token_multiple,
+            self.mixed_sizes,
             [(entry.mode.value, repr(entry.descriptor)) for entry in self.entries],
         )
         return hashlib.sha256(repr(fields).encode()).hexdigest()
 
     @cached_property
     def sizes_without_decode(self) -> tuple[int, ...]:
-        """Sizes without a decode graph, although the mode has some: decode batches are smaller.
+        """Of ``sizes``, those without a decode graph, although the mode has some.
 
-        Mixed batches use them, if the mode has mixed graphs.
+        Decode batches are smaller. Mixed batches use them, if the mode has mixed graphs of them.
         """
         if not self.mode.separate_routine():
             return ()
@@ -223,7 +248,7 @@ class CapturePlan:
         mode = self.mode.mixed_mode()
         if mode is CUDAGraphMode.NONE:
             return
-        for size in reversed(self.sizes):
+        for size in reversed(self.mixed_sizes):
             for num_loras in reversed(self.lora_cases):
                 descriptor = self.mixed_descriptor(size, num_loras)
                 yield PlanEntry(mode=mode, descriptor=descriptor)
@@ -272,7 +297,11 @@ def _nothing_to_capture(plan: CapturePlan, sizes: tuple[int, ...]) -> ConfigErro
 def _log_sizes_without_decode(plan: CapturePlan) -> None:
     """Log sizes without a decode graph; a warning if decode batches then run without one."""
     limits, uncovered = [], []
-    other = "in pieces" if plan.mode.mixed_mode() is CUDAGraphMode.PIECEWISE else "eagerly"
+    other = {
+        CUDAGraphMode.NONE: "eagerly",
+        CUDAGraphMode.PIECEWISE: "in pieces",
+        CUDAGraphMode.FULL: "through graphs of mixed batches, without sampling in the graph",
+    }[plan.mode.mixed_mode()]
     for query_len in plan.decode_query_lens:
         most = plan.largest_decode_batch(query_len)
         held = max(plan.decode_sizes_for(query_len), default=0)
@@ -289,5 +318,5 @@ def _log_sizes_without_decode(plan: CapturePlan) -> None:
     )
     if uncovered:
         logger.warning("%s%s", text, "".join(uncovered))
-    else:
+    elif plan.mixed_sizes == plan.sizes:
         logger.info("%s; mixed batches use these sizes", text)

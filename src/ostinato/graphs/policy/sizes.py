@@ -45,6 +45,24 @@ def default_sizes(
     return tuple(size for size in ladder if size <= largest)
 
 
+def default_mixed_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """16, 32, then multiples of 64, with longer steps from 1,024 tokens on, up to the limit.
+
+    For whole graphs of mixed batches where decode batches have their own. Each costs time at
+    start-up, and GEMMs of this size compute whole tiles of 128 or 256 rows in any case. The largest
+    batch, which long queues of prompts fill again and again, needs no padding.
+    """
+    check_positive_int("max_num_batched_tokens", max_num_batched_tokens)
+    ladder = [
+        *(16, 32),
+        *range(64, 1024, 64),
+        *range(1024, 2048, 128),
+        *range(2048, 4096, 256),
+        *range(4096, max_num_batched_tokens, 512),
+    ]
+    return (*(size for size in ladder if size < max_num_batched_tokens), max_num_batched_tokens)
+
+
 def validate_sizes(sizes: Iterable[int], *, max_num_batched_tokens: int | None) -> tuple[int, ...]:
     """Sort and de-duplicate a user's list. An unusable size raises; none is dropped silently."""
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):
