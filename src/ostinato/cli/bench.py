@@ -19,7 +19,7 @@ from ostinato.errors import MeasurementError
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
 
-_MODES = "FULL_DECODE_ONLY,PIECEWISE,FULL_AND_PIECEWISE,FULL"
+_MODES = "FULL_DECODE_ONLY,PIECEWISE,FULL_AND_PIECEWISE,FULL,FULL_AND_FULL"
 Output = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 
 
@@ -116,7 +116,9 @@ def capture(
 def prefill(
     *,
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens.")] = "16,64,128,256,512",
-    modes: Annotated[str, typer.Option(help="Besides eager.")] = "PIECEWISE,FULL_AND_PIECEWISE",
+    modes: Annotated[
+        str, typer.Option(help="Besides eager.")
+    ] = "PIECEWISE,FULL_AND_PIECEWISE,FULL_AND_FULL",
     repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 10,
     config: EngineConfig,
     as_json: options.Json = False,
