@@ -192,10 +192,8 @@ def test_after_reset_nothing_is_written_to_the_cache(device: torch.device) -> No
         assert not tensor.any()
 
 
-def test_filling_can_be_captured(
-    device: torch.device, pool: GraphPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of it but the two copies from the host: a replay follows the state."""
+def test_filling_can_be_captured(device: torch.device, pool: GraphPool) -> None:
+    """All of it but the copy from the host: a replay follows the state."""
     state, buffers = new_state(device), new_buffers(device)
     padded = (4, 16)
     before = [Row(3, list(range(20)), [9, 8, 7, 6, 5], 2, 9), Row(0, [5], [4], 0, 1)]
@@ -205,12 +203,13 @@ def test_filling_can_be_captured(
     ]
     for row in before + after:
         row.write(state)
-    buffers._copy_rows([3, 0], [9, 1], padded[0])
-    with monkeypatch.context() as patch, torch.inference_mode():
-        patch.setattr(buffers, "_copy_rows", lambda *args: None)
-        captured = pool.capture(lambda: fill(buffers, state, before, *padded))
+    buffers.set_queries([3, 0], [9, 1])
+    with torch.inference_mode():
+        captured = pool.capture(
+            lambda: buffers.load(state, num_reqs=padded[0], num_tokens=padded[1])
+        )
     check(buffers, before, *padded)
-    buffers._copy_rows([1, 5], [1, 8], padded[0])
+    buffers.set_queries([1, 5], [1, 8])
     pool.replay(captured.tape)
     check(buffers, after, *padded)
 

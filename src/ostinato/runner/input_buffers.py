@@ -1,14 +1,15 @@
 """The static inputs of a step, filled from the state of the requests.
 
-The host copies only which requests run and their numbers of tokens (two small copies). The device
-computes everything per token from the request state, with shapes that depend on the padded size
-alone, so a graph could contain the filling as well.
+The host copies only which requests run, their numbers of tokens and which of them sample, in one
+small copy. The device computes everything per token from the request state, with shapes that depend
+on the padded size alone, so FULL graphs contain that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ostinato.attention.base import AttentionBackend, AttentionMetadata
@@ -31,8 +32,9 @@ class InputBuffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.block_size = cache.block_size
-        self.req_indices = zeros(max_num_seqs)
-        self.query_lens = zeros(max_num_seqs, dtype=torch.int32)
+        # By request: its row and its tokens; by request that samples: its last token and its row.
+        self._from_host = zeros(4, max_num_seqs)
+        self.req_indices, self.query_lens, self._last_tokens, self._sampling = self._from_host
         self.sampled = zeros(max_num_seqs)
         self.logits_indices = zeros(max_num_seqs)
         self._padding_req_index = max_num_seqs  # the state's last row
@@ -79,7 +81,34 @@ class InputBuffers:
         num_tokens: int,
     ) -> None:
         """Fill ``num_reqs`` rows and ``num_tokens`` tokens (both padded) from the state."""
-        self._copy_rows(req_indices, query_lens, num_reqs)
+        self.set_queries(req_indices, query_lens)
+        self.load(state, num_reqs=num_reqs, num_tokens=num_tokens)
+
+    def set_queries(
+        self,
+        req_indices: Sequence[int],
+        query_lens: Sequence[int],
+        samples: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Set the requests and their numbers of tokens; all further rows become padding.
+
+        ``samples``: for ``sampling_rows``, the last token and the row of each request that samples.
+        """
+        values = np.zeros(self._from_host.shape, dtype=np.int64)
+        values[0] = self._padding_req_index
+        values[0, : len(req_indices)] = req_indices
+        values[1, : len(query_lens)] = query_lens
+        if samples:
+            values[2:, : len(samples)] = np.array(samples).T
+        # Staged like ``_copy_from_host``.
+        self._from_host.copy_(torch.from_numpy(values), non_blocking=True)
+
+    def sampling_rows(self, num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens that are sampled from, and the rows of their requests, as set last."""
+        return self._last_tokens[:num_samples], self._sampling[:num_samples]
+
+    def load(self, state: RequestState, *, num_reqs: int, num_tokens: int) -> None:
+        """Compute all inputs for the requests set last, on the device."""
         tokens = self.tokens
         rows, lens = self.req_indices[:num_reqs], self.query_lens[:num_reqs]
         starts = tokens.query_start_loc[: num_reqs + 1]
@@ -104,15 +133,8 @@ class InputBuffers:
             slot.masked_fill_(is_padding, PADDING_SLOT_MAPPING)
         )
 
-    def _copy_rows(
-        self, req_indices: Sequence[int], query_lens: Sequence[int], num_reqs: int
-    ) -> None:
-        self.set_rows(req_indices, num_reqs)
-        padding = num_reqs - len(query_lens)
-        _copy_from_host(self.query_lens[:num_reqs], [*query_lens, *[0] * padding])
-
     def set_rows(self, req_indices: Sequence[int], num_reqs: int) -> None:
-        """Set the rows: the requests in ``req_indices``, then padding up to ``num_reqs`` rows."""
+        """Set the rows of a decode batch: ``req_indices``, then padding up to ``num_reqs`` rows."""
         padding = num_reqs - len(req_indices)
         _copy_from_host(
             self.req_indices[:num_reqs], [*req_indices, *[self._padding_req_index] * padding]

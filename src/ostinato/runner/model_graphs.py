@@ -170,11 +170,14 @@ class ModelGraphs:
     def hidden_states(
         self,
         choice: Choice,
-        metadata: AttentionMetadata,
+        metadata: AttentionMetadata | None,
         num_tokens: int,
         num_tokens_across_dp: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states of the batch in the buffers [num_tokens, hidden], without padding."""
+        """Hidden states of the batch in the buffers [num_tokens, hidden], without padding.
+
+        A FULL graph fills the buffers itself, for the queries that are set, and advances the state.
+        """
         if choice.mode is CUDAGraphMode.FULL:
             hidden = self.manager.run_fullgraph(choice.descriptor, num_tokens)
             assert isinstance(hidden, torch.Tensor)
@@ -223,7 +226,12 @@ class ModelGraphs:
         if inputs.uniform_decode:
             return self._decode(inputs.num_reqs)
         assert inputs.input_ids is not None
-        return self.piecewise(inputs.input_ids, inputs.positions)
+        if self.plan.mode.mixed_mode() is not CUDAGraphMode.FULL:
+            return self.piecewise(inputs.input_ids, inputs.positions)
+        self._memory.fill(num_reqs=inputs.num_reqs, num_tokens=inputs.num_tokens)
+        hidden = self.piecewise(inputs.input_ids, inputs.positions)
+        self._memory.advance(inputs.num_reqs)
+        return hidden
 
     def _forward_briefly(self, inputs: CaptureInputs) -> torch.Tensor | DecodeOutput:
         with self._model.few_layers():

@@ -10,6 +10,7 @@ Two models may share all of it: small batches then run the second (``SmallBatchM
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.counters import compilation_counter
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
+from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.models.base import CausalLM
 from ostinato.ops.sampling import sample_rows
@@ -40,12 +42,13 @@ from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.sampler_graphs import SamplerGraphs, SamplerLaunch
 from ostinato.runner.step_memory import StepMemory
 from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogits, StepResult
-from ostinato.scheduling.step_plan import DecodePlan, ScheduledRequest, StepPlan
+from ostinato.scheduling.step_plan import DecodePlan, SchedulePlan, StepPlan
 
 logger = logging.getLogger(__name__)
 
 # Memory of a decode step beside its logits: hidden states, and what the sampler needs.
 _BESIDE_LOGITS = 8 * 2**20
+_NO_WORK = SchedulePlan.of([], 0, [])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +188,7 @@ class ModelRunner:
             self.buffers.set_rows([], choice.padded_num_tokens)
             self.pool.replay(graph.tape)
         else:
-            metadata = self._fill([], choice, max_query_len=1)
+            metadata = self._fill(_NO_WORK, choice)
             self.graphs.hidden_states(choice, metadata, choice.padded_num_tokens, across)
         return True
 
@@ -228,16 +231,16 @@ class ModelRunner:
     def _run_mixed(self, plan: StepPlan, choice: Choice, across: torch.Tensor | None) -> StepResult:
         """Run a batch with prompts; the host passes the number of tokens of each request."""
         self.forget_rows()
-        requests, graphs = plan.requests, self._all_graphs[choice.model]
-        num_reqs, buffers, state = len(requests), self.buffers, self.state
-        metadata = self._fill(requests, choice, max_query_len=plan.max_query_len)
+        graphs, state = self._all_graphs[choice.model], self.state
+        metadata = self._fill(plan, choice)
         hidden = graphs.hidden_states(choice, metadata, plan.num_tokens, across)
-        state.advance(buffers.req_indices[:num_reqs], buffers.query_lens[:num_reqs])
-        sampling = [item.req_index for item in requests if item.samples]
+        if choice.mode is not CUDAGraphMode.FULL:
+            self.memory.advance(len(plan.requests))
+        sampling = [item.req_index for item in plan.requests if item.samples]
         if not sampling:
             return StepResult()
-        rows, req_indices = self._sampled_rows(plan)
-        logits = self.model.compute_logits(hidden if rows is None else hidden[rows])
+        rows, req_indices = self.buffers.sampling_rows(len(sampling))
+        logits = self.model.compute_logits(hidden if plan.is_decode else hidden[rows])
         self._show_logits(plan, logits)
         # A request that samples has computed all its tokens.
         lengths = state.num_computed[req_indices]
@@ -252,46 +255,28 @@ class ModelRunner:
             return self.results.send(token_ids)
         return self._sample_again(filtered, token_ids, logits, req_indices, lengths)
 
-    def _fill(
-        self, requests: Sequence[ScheduledRequest], choice: Choice, *, max_query_len: int
-    ) -> AttentionMetadata:
-        """Fill the buffers with a batch, padded as chosen; without requests it is all padding."""
-        padded_tokens = choice.padded_num_tokens
+    def _fill(self, plan: StepPlan, choice: Choice) -> AttentionMetadata | None:
+        """Fill the buffers with a batch, padded as chosen; without requests it is all padding.
+
+        A FULL graph does most of that itself, and needs no metadata.
+        """
+        requests, padded_tokens = plan.requests, choice.padded_num_tokens
         padded_reqs = choice.padded_num_reqs or max(len(requests), 1)
-        self.buffers.fill(
-            self.state,
-            [item.req_index for item in requests],
-            [item.num_tokens for item in requests],
-            num_reqs=padded_reqs,
-            num_tokens=padded_tokens,
-        )
-        if self.memory.selects:
-            self.buffers.select_last_tokens(padded_reqs)
+        query_lens = [item.num_tokens for item in requests]
+        ends = zip(itertools.accumulate(query_lens), requests, strict=True)
+        samples = [(end - 1, item.req_index) for end, item in ends if item.samples]
+        self.buffers.set_queries([item.req_index for item in requests], query_lens, samples)
+        if choice.mode is CUDAGraphMode.FULL:
+            return None
+        self.memory.fill(num_reqs=padded_reqs, num_tokens=padded_tokens)
         return self.memory.metadata(
             num_reqs=padded_reqs,
             num_tokens=padded_tokens,
-            max_query_len=max_query_len,
+            max_query_len=plan.max_query_len,
             max_seq_len=max((item.start + item.num_tokens for item in requests), default=1),
             selected=True,
             uniform_decode=False,
         )
-
-    def _sampled_rows(self, plan: StepPlan) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Tokens whose states are sampled from (None: all), and their requests' rows."""
-        requests = plan.requests
-        if plan.is_decode:
-            return None, self.buffers.req_indices[: len(requests)]
-        last_tokens: list[int] = []
-        their_rows: list[int] = []
-        end = 0
-        for item in requests:
-            end += item.num_tokens
-            if item.samples:
-                last_tokens.append(end - 1)
-                their_rows.append(item.req_index)
-        on_host = torch.tensor((last_tokens, their_rows))
-        rows, req_indices = on_host.to(self.model.device, non_blocking=True)
-        return rows, req_indices
 
     @without_autocast
     def _sample_again(

@@ -71,6 +71,17 @@ class StepMemory:
         for tensor in tensors_in((state, sampling, buffers, self.kv_cache.layers)):
             tensor.record_stream(stream)
 
+    def fill(self, *, num_reqs: int, num_tokens: int) -> None:
+        """Fill the buffers, both numbers padded, for the queries that are set, on the device."""
+        self.buffers.load(self.state, num_reqs=num_reqs, num_tokens=num_tokens)
+        if self.selects:
+            self.buffers.select_last_tokens(num_reqs)
+
+    def advance(self, num_reqs: int) -> None:
+        """Count the tokens of these rows of a filled batch as computed; padding has none."""
+        buffers = self.buffers
+        self.state.advance(buffers.req_indices[:num_reqs], buffers.query_lens[:num_reqs])
+
     def metadata(
         self,
         *,
