@@ -331,7 +331,8 @@ def test_tokens_are_counted_and_appended(device: torch.device) -> None:
     state.advance(req_indices, torch.tensor([6, 3], dtype=torch.int32, device=device))
     expected["num_computed"][4], expected["num_computed"][0] = 10, 7
     assert contents(state) == expected
-    state.append(req_indices[:1], torch.tensor([123], device=device))
+    lengths = state.num_computed[req_indices[:1]]
+    state.append(req_indices[:1], lengths, torch.tensor([123], device=device))
     expected["token_ids"][4][10] = 123
     assert contents(state) == expected
 
@@ -340,7 +341,7 @@ def test_the_token_at_the_length_limit_has_a_place(device: torch.device) -> None
     state = new_state(device)
     req_indices = torch.tensor([1], device=device)
     state.num_computed[1] = CACHE.max_model_len
-    state.append(req_indices, torch.tensor([9], device=device))
+    state.append(req_indices, state.num_computed[req_indices], torch.tensor([9], device=device))
     assert state.token_ids[1, CACHE.max_model_len] == 9
     assert state.token_ids[2, 0] == POISON
 

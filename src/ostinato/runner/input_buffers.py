@@ -88,23 +88,24 @@ class InputBuffers:
         self,
         req_indices: Sequence[int],
         query_lens: Sequence[int],
-        samples: Sequence[tuple[int, int]] = (),
+        samples: Sequence[bool] = (),
     ) -> None:
         """Set the requests and their numbers of tokens; all further rows become padding.
 
-        ``samples``: for ``sampling_rows``, the last token and the row of each request that samples.
+        ``samples``: whether each request samples, for ``sampling_rows``.
         """
         values = np.zeros(self._from_host.shape, dtype=np.int64)
         values[0] = self._padding_req_index
         values[0, : len(req_indices)] = req_indices
         values[1, : len(query_lens)] = query_lens
-        if samples:
-            values[2:, : len(samples)] = np.array(samples).T
+        sampling = np.flatnonzero(samples)
+        values[2, : len(sampling)] = values[1].cumsum()[sampling] - 1
+        values[3, : len(sampling)] = values[0, sampling]
         # Staged like ``_copy_from_host``.
         self._from_host.copy_(torch.from_numpy(values), non_blocking=True)
 
     def sampling_rows(self, num_samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens that are sampled from, and the rows of their requests, as set last."""
+        """The last tokens of the requests that sample, and the rows of these, as set last."""
         return self._last_tokens[:num_samples], self._sampling[:num_samples]
 
     def load(self, state: RequestState, *, num_reqs: int, num_tokens: int) -> None:

@@ -10,7 +10,6 @@ Two models may share all of it: small batches then run the second (``SmallBatchM
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -249,7 +248,7 @@ class ModelRunner:
         sample_rows(
             logits, req_indices, parameters.temperature, parameters.seed_key, lengths, token_ids
         )
-        state.append(req_indices, token_ids)
+        state.append(req_indices, lengths, token_ids)
         filtered = FilteredRows.among(sampling, state)
         if filtered is None:
             return self.results.send(token_ids)
@@ -262,10 +261,11 @@ class ModelRunner:
         """
         requests, padded_tokens = plan.requests, choice.padded_num_tokens
         padded_reqs = choice.padded_num_reqs or max(len(requests), 1)
-        query_lens = [item.num_tokens for item in requests]
-        ends = zip(itertools.accumulate(query_lens), requests, strict=True)
-        samples = [(end - 1, item.req_index) for end, item in ends if item.samples]
-        self.buffers.set_queries([item.req_index for item in requests], query_lens, samples)
+        self.buffers.set_queries(
+            [item.req_index for item in requests],
+            [item.num_tokens for item in requests],
+            [item.samples for item in requests],
+        )
         if choice.mode is CUDAGraphMode.FULL:
             return None
         self.memory.fill(num_reqs=padded_reqs, num_tokens=padded_tokens)

@@ -72,6 +72,8 @@ class RequestState:
         """Add to the computed tokens of these requests."""
         self.num_computed[req_indices] += query_lens
 
-    def append(self, req_indices: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Append a token to requests whose tokens are all computed."""
-        self.token_ids[req_indices, self.num_computed[req_indices]] = token_ids.to(torch.int32)
+    def append(
+        self, req_indices: torch.Tensor, lengths: torch.Tensor, token_ids: torch.Tensor
+    ) -> None:
+        """Append a token to requests of these lengths."""
+        self.token_ids[req_indices, lengths] = token_ids.to(torch.int32)

@@ -57,7 +57,8 @@ class Request:
     @property
     def num_expected_tokens(self) -> int:
         """The number of tokens once all started steps are done."""
-        return self.num_tokens + self.num_pending_tokens
+        # Not by ``num_tokens``: this is read for every request of a step.
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
     @property
     def all_token_ids(self) -> list[int]:

@@ -165,9 +165,10 @@ class Scheduler:
         while budget and index < len(self._running):
             request = self._running[index]
             index += 1
-            if request.num_expected_tokens >= request.max_total_tokens:
+            total = request.num_expected_tokens
+            if total >= request.max_total_tokens:
                 continue  # its last token is pending
-            row = self._extend(request, budget, preempted)
+            row = self._extend(request, total, budget, preempted)
             if row is None:
                 break
             rows.append(row)
@@ -285,11 +286,10 @@ class Scheduler:
                 self._end(request, request.output_token_ids[-1])
 
     def _extend(
-        self, request: Request, budget: int, preempted: list[Request]
+        self, request: Request, total: int, budget: int, preempted: list[Request]
     ) -> ScheduledRequest | None:
-        """Schedule the next tokens of a running request; None if it was itself preempted."""
-        start, total = request.num_computed_tokens, request.num_expected_tokens
-        held = len(request.block_ids)
+        """Schedule more of the ``total`` tokens of a running request; None if it was preempted."""
+        start, held = request.num_computed_tokens, len(request.block_ids)
         end = total
         if total - start > 1:
             end = min(total, start + budget, start + self._chunk)
