@@ -21,7 +21,7 @@ def answers(llm: LLM) -> list[tuple[list[int], float | None]]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE", "PIECEWISE"])
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE", "PIECEWISE", "FULL_AND_FULL"])
 @pytest.mark.parametrize("around", ["building", "generating"])
 def test_autocast_changes_nothing(
     tmp_path: Path, device: torch.device, mode: str, around: str

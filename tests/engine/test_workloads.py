@@ -20,9 +20,14 @@ from ostinato import CompletionOutput, GraphConfig, SamplingParams
 from ostinato.config import EngineConfig
 from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
+from ostinato.graphs.policy.modes import ModeName
 
 MAX_MODEL_LEN = 128
-DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+ENGINES: list[tuple[str, ModeName | None]] = [
+    ("cpu", "FULL_AND_PIECEWISE"),
+    ("cpu", "FULL_AND_FULL"),
+    *([("cuda", None)] if torch.cuda.is_available() else []),
+]
 pytestmark = pytest.mark.gpu
 GARBAGE = 2**30  # no token, position, block or slot
 
@@ -84,14 +89,13 @@ def open_engine(device: str, **settings: Any) -> Engine:
     )
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="module", params=ENGINES, ids=str)
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
-    graphs = GraphConfig(capture_sizes=[1, 2, 4, 8, 16, 64])
+    device, mode = request.param
+    graphs = GraphConfig(mode=mode, capture_sizes=[1, 2, 4, 8, 16, 64])
     with (
-        open_engine(request.param, graphs=graphs, async_scheduling=True) as replaying,
-        open_engine(
-            request.param, graphs=GraphConfig(mode="NONE"), async_scheduling=False
-        ) as eager,
+        open_engine(device, graphs=graphs, async_scheduling=True) as replaying,
+        open_engine(device, graphs=GraphConfig(mode="NONE"), async_scheduling=False) as eager,
     ):
         poison_every_step(replaying)
         yield replaying, eager

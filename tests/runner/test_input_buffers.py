@@ -214,6 +214,17 @@ def test_filling_can_be_captured(device: torch.device, pool: GraphPool) -> None:
     check(buffers, after, *padded)
 
 
+def test_requests_that_sample_do_so_from_their_last_tokens(device: torch.device) -> None:
+    buffers = new_buffers(device)
+    buffers.set_queries([3, 0, 5], [4, 1, 2], [True, False, True])
+    tokens, req_indices = buffers.sampling_rows(2)
+    assert (tokens.tolist(), req_indices.tolist()) == ([3, 6], [3, 5])
+    assert buffers.req_indices.tolist()[:4] == [3, 0, 5, MAX_NUM_SEQS]  # then padding
+    buffers.set_queries([], [])
+    assert (buffers.req_indices == MAX_NUM_SEQS).all()
+    assert not buffers.query_lens.any()
+
+
 def test_metadata_is_a_view_of_the_buffers(device: torch.device) -> None:
     """Graphs read these addresses."""
     buffers = new_buffers(device)

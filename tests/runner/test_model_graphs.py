@@ -16,7 +16,9 @@ from ostinato import (
 )
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.graphs.policy.plan import PlanEntry
+from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.model_graphs import kernels_of
+from ostinato.runner.request_state import RequestState
 
 
 def kernels(mode: CUDAGraphMode, num_tokens: int, num_ranks: int = 1) -> tuple[int, ...]:
@@ -109,7 +111,23 @@ def test_a_decode_graph_ends_with_the_state_and_copies_nothing_after() -> None:
             assert output.logits.shape == (size, llm.engine.model.vocab_size)
 
 
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY"])
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_FULL"])
+def test_a_whole_graph_of_a_mixed_batch_computes_its_inputs(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host sets the queries of a step, and nothing else of it runs eagerly before sampling."""
+    prompts, params = [[1, 2, 3], [4], [5, 6]], SamplingParams(max_tokens=4, temperature=0)
+    with open_llm("NONE") as llm:
+        expected = [result.outputs[0].token_ids for result in llm.generate(prompts, params)]
+    with open_llm(mode) as llm:
+        monkeypatch.delattr(InputBuffers, "load")
+        monkeypatch.delattr(RequestState, "advance")
+        results = llm.generate(prompts, params)
+        assert [result.outputs[0].token_ids for result in results] == expected
+        assert llm.engine.runner.stats.misses == 0
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_FULL"])
 def test_attention_is_told_which_batches_decode(mode: str) -> None:
     """A graph of mixed batches is captured with a token for each request, and replayed with any."""
     params = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -120,10 +138,12 @@ def test_attention_is_told_which_batches_decode(mode: str) -> None:
         runner.capture_model()
         for runtime_mode, batch in forwards:
             if runtime_mode is CUDAGraphMode.FULL:
-                assert batch.uniform_decode == (mode == "FULL_DECODE_ONLY")
+                decodes = batch.seq_lens.shape[0] == batch.slot_mapping.shape[0]
+                if mode != "FULL_AND_FULL" or not decodes:
+                    assert batch.uniform_decode == (mode == "FULL_DECODE_ONLY")
         forwards.clear()
         llm.generate([[1, 2, 3], [4]], params)
         told = [batch.uniform_decode for _, batch in forwards]
         # Decode steps run no Python where they have a graph of their own, or of mixed batches.
-        expected = {"NONE": 3, "PIECEWISE": 3, "FULL": 0, "FULL_DECODE_ONLY": 0}[mode]
-        assert told == ([] if mode == "FULL" else [False]) + [True] * expected
+        expected = 3 if mode in ("NONE", "PIECEWISE") else 0
+        assert told == ([] if mode.endswith("FULL") else [False]) + [True] * expected
