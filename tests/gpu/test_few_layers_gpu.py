@@ -86,5 +86,5 @@ def test_no_kernel_is_loaded_inside_a_capture() -> None:
     assert done.returncode == 0, done.stderr
     loaded, in_captures, graphs = map(int, done.stdout.split())
     assert loaded > 20
-    assert graphs > 100
+    assert graphs > 20
     assert in_captures == 0

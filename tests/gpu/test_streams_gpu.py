@@ -163,7 +163,7 @@ def test_two_engines_at_once_say_what_each_says_alone(
         assert [tokens_of(first, 0), tokens_of(two, 1)] == alone  # nothing was left dirty
 
 
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_FULL"])
 def test_two_engines_at_once_in_every_mode(checkpoints: list[Path], mode: str) -> None:
     sizes = None if mode == "NONE" else [1, 2, 4, 8, 16, 64]
     graphs = GraphConfig(mode=mode, capture_sizes=sizes)
@@ -191,7 +191,7 @@ def test_engines_are_built_in_two_threads_at_once(checkpoints: list[Path]) -> No
             assert answers == [tokens_of(llm, engine)] * 2
 
 
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_FULL"])
 def test_an_engine_that_changes_streams_at_every_step(checkpoints: list[Path], mode: str) -> None:
     sizes = None if mode == "NONE" else [1, 2, 4, 8, 16, 64]
     graphs = GraphConfig(mode=mode, capture_sizes=sizes)

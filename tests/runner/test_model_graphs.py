@@ -21,8 +21,10 @@ from ostinato.runner.model_graphs import kernels_of
 from ostinato.runner.request_state import RequestState
 
 
-def kernels(mode: CUDAGraphMode, num_tokens: int, num_ranks: int = 1) -> tuple[int, ...]:
-    descriptor = BatchDescriptor(num_tokens, num_reqs=None, uniform=False)
+def kernels(
+    mode: CUDAGraphMode, num_tokens: int, num_ranks: int = 1, *, uniform: bool = False
+) -> tuple[int, ...]:
+    descriptor = BatchDescriptor(num_tokens, num_reqs=None, uniform=uniform)
     return kernels_of(num_ranks, PlanEntry(mode=mode, descriptor=descriptor))
 
 
@@ -39,8 +41,18 @@ def test_ranks_that_split_a_batch_have_the_products_of_their_share() -> None:
 
 
 def test_attention_has_all_tokens_whatever_a_ranks_share() -> None:
-    assert kernels(CUDAGraphMode.FULL, 15, 3) != kernels(CUDAGraphMode.FULL, 24, 3)
-    assert kernels(CUDAGraphMode.FULL, 17) == kernels(CUDAGraphMode.FULL, 32)
+    for uniform in (True, False):
+        one, two = (kernels(CUDAGraphMode.FULL, n, 3, uniform=uniform) for n in (15, 24))
+        assert one != two
+    full = CUDAGraphMode.FULL
+    assert kernels(full, 17, uniform=True) == kernels(full, 32, uniform=True)
+
+
+def test_large_mixed_batches_add_few_classes() -> None:
+    """Each is a warm-up, and a size that prepares its kernels; 42 sizes have 3 above 1,024."""
+    large = {kernels(CUDAGraphMode.FULL, size) for size in range(1152, 8193, 128)}
+    assert len(large) == 3
+    assert kernels(CUDAGraphMode.FULL, 320) != kernels(CUDAGraphMode.FULL, 384)
 
 
 # --- what a capture runs --------------------------------------------------------------------------

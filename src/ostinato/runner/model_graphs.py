@@ -33,17 +33,23 @@ from ostinato.paths import private_cache_directory
 from ostinato.runner.decode_step import DecodeOutput, decode_step
 from ostinato.runner.step_memory import StepMemory
 
+# Mixed batches of up to this size are warmed up one by one; larger ones fill any GPU.
+_LARGEST_OWN_CLASS = 1024
+
 
 def kernels_of(num_ranks: int, entry: PlanEntry) -> tuple[int, ...]:
     """A key that is equal for entries that launch the same kernels.
 
     GEMM kernels follow the row class, then powers of 2 up to ``MOST_ROWS``. Attention kernels,
-    which pieces do not contain, follow powers of 2. A rank computes GEMMs for its share of a
-    batch's tokens, and attention for all of them.
+    which pieces do not contain, follow powers of 2; but at some size, which depends on the model
+    and the GPU, prompts get another one. A rank computes GEMMs for its share of a batch's tokens,
+    and attention for all of them.
     """
     num_tokens = entry.descriptor.num_tokens
     num_rows = max(1, num_tokens // num_ranks)
     if entry.mode is not CUDAGraphMode.PIECEWISE:
+        if not entry.descriptor.uniform and num_tokens <= _LARGEST_OWN_CLASS:
+            return (num_tokens,)
         return next_power_of_2(num_tokens), next_power_of_2(num_rows)
     if num_rows <= MAX_ROWS:
         return (row_class(num_rows),)
