@@ -14,7 +14,12 @@ from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, sequence_parallel_sizes, shift_sizes
 
-MODES = [CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL, CUDAGraphMode.FULL_AND_PIECEWISE]
+MODES = [
+    CUDAGraphMode.PIECEWISE,
+    CUDAGraphMode.FULL,
+    CUDAGraphMode.FULL_AND_PIECEWISE,
+    CUDAGraphMode.FULL_AND_FULL,
+]
 
 
 def test_sizes_as_in_the_contract() -> None:
