@@ -33,8 +33,11 @@ class InputBuffers:
 
         self.block_size = cache.block_size
         # By request: its row and its tokens; by request that samples: its last token and its row.
-        self._from_host = zeros(4, max_num_seqs)
-        self.req_indices, self.query_lens, self._last_tokens, self._sampling = self._from_host
+        # Each begins at a multiple of 16 bytes, for which kernels are compiled.
+        self._from_host = zeros(4, max_num_seqs + max_num_seqs % 2)
+        self.req_indices, self.query_lens, self._last_tokens, self._sampling = (
+            each[:max_num_seqs] for each in self._from_host
+        )
         self.sampled = zeros(max_num_seqs)
         self.logits_indices = zeros(max_num_seqs)
         self._padding_req_index = max_num_seqs  # the state's last row

@@ -272,7 +272,7 @@ class ModelRunner:
         return self.memory.metadata(
             num_reqs=padded_reqs,
             num_tokens=padded_tokens,
-            max_query_len=plan.max_query_len,
+            max_query_len=max(plan.max_query_len, 1),
             max_seq_len=max((item.start + item.num_tokens for item in requests), default=1),
             selected=True,
             uniform_decode=False,
