@@ -117,7 +117,6 @@ def test_random_batches(calls: list[int], layout: Layout) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"requests": ((1, 30), (1, 7))},
         {"dtype": torch.float32},
         {"block_size": 4},
         {"head_dim": 32, "value_dim": 32},

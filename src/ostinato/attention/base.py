@@ -98,12 +98,13 @@ class AttentionBackend(Protocol):
     def support(self) -> AttentionCGSupport:
         """Which batches it can be captured for."""
 
-    @property
-    def reads_max_seq_len(self) -> bool:
-        """Whether its time follows ``max_seq_len``, which in a graph is the model's limit.
+    def pays_for_padding(self, device: torch.device) -> bool:
+        """Whether room for more requests, or for longer ones, takes time even if it is not used.
 
-        If so, mixed batches are better off with attention outside their graphs.
+        A graph of mixed batches has room for as many requests as tokens, up to the model's limit
+        on their length. If that takes time, attention is better left outside.
         """
+        del device
         return False
 
     def forward(

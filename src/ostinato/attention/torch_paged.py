@@ -32,7 +32,10 @@ class TorchPagedAttention(PagedAttention):
 
     name = "torch"
     support = AttentionCGSupport.ALWAYS
-    reads_max_seq_len = True
+
+    def pays_for_padding(self, device: torch.device) -> bool:
+        """Its shapes follow ``max_seq_len``, except on the CPU."""
+        return device.type != "cpu"
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch

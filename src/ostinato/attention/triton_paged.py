@@ -23,8 +23,8 @@ from ostinato.attention.triton.tile_config import (
     STREAM_GROUP,
     BatchShape,
     decode_tile_config,
-    fills_with_prompts,
     streams_decode,
+    takes_prompts,
     tile_config,
 )
 from ostinato.compat import runs_gluon
@@ -80,7 +80,7 @@ def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
     if batch.seq_lens.shape[0] == 0:
         return
     shape = BatchShape.of(batch, num_sms(query.device))
-    if not fills_with_prompts(shape) or not _fits_hopper_kernels(query, batch):
+    if not takes_prompts(shape, batch.uniform_decode) or not _fits_hopper_kernels(query, batch):
         from ostinato.attention.triton.paged_attention import paged_attention
 
         paged_attention(query, batch, tile_config(shape))
@@ -141,6 +141,13 @@ class TritonPagedAttention(PagedQkvAttention):
 
     name = "triton"
     support = AttentionCGSupport.ALWAYS
+
+    def pays_for_padding(self, device: torch.device) -> bool:
+        """Other kernels than those for Hopper split keys by the requests there may be.
+
+        Where there is no GPU to ask, plans are made for Hopper.
+        """
+        return torch.cuda.is_available() and not runs_gluon(device)
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch

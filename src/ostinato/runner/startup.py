@@ -89,7 +89,7 @@ def _default_mode(
     whole = (
         device.type == "cuda"
         and backend.support is AttentionCGSupport.ALWAYS
-        and not backend.reads_max_seq_len
+        and not backend.pays_for_padding(device)
         and config.graphs.compiler is None
     )
     return CUDAGraphMode.FULL_AND_FULL if whole else CUDAGraphMode.FULL_AND_PIECEWISE

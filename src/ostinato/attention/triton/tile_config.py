@@ -70,13 +70,14 @@ class BatchShape(NamedTuple):
         return self.num_heads // self.num_kv_heads
 
 
-def fills_with_prompts(shape: BatchShape) -> bool:
-    """Whether a batch may have prompts, and enough of them for half of the SMs."""
-    return (
-        shape.num_tokens > shape.num_reqs
-        and shape.group <= PREFILL_ROWS
-        and 2 * shape.num_tokens * shape.num_heads >= PREFILL_ROWS * shape.num_sms
-    )
+def takes_prompts(shape: BatchShape, uniform_decode: bool) -> bool:
+    """Whether the kernels for Hopper attend, one to prompts and one to single queries.
+
+    For one request only if it fills half of the SMs: other kernels split its keys. Graphs of mixed
+    batches have room for as many requests as tokens, which leaves few splits for those there are.
+    """
+    fills = 2 * shape.num_tokens * shape.num_heads >= PREFILL_ROWS * shape.num_sms
+    return not uniform_decode and shape.group <= PREFILL_ROWS and (shape.num_reqs > 1 or fills)
 
 
 def streams_decode(shape: BatchShape) -> bool:
