@@ -580,7 +580,7 @@ def test_decode_outputs_go_to_the_rows_that_ran(
         getattr(expected, name).copy_(getattr(state, name))
     req_indices = torch.tensor([*computed], dtype=torch.int64, device=device)
     expected.advance(req_indices, torch.ones(count, dtype=torch.int32, device=device))
-    expected.append(req_indices, tokens[:count])
+    expected.append(req_indices, expected.num_computed[req_indices], tokens[:count])
     find(decode_state, "store_decode_outputs")(decode.rows(), tokens)
     for name in ("token_ids", "num_computed", "block_table"):
         assert torch.equal(getattr(state, name), getattr(expected, name))
