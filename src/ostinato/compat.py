@@ -197,6 +197,12 @@ forward_hooks: list[dict[int, Any]] = [
     for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
 ]
 
+flash_attention: Any = _name(
+    "torch.ops.aten._flash_attention_forward",
+    purpose="attention over packed sequences in one kernel, for encoders on CUDA",
+    without="sequences of each length take kernels of their own",
+).find()
+
 # --- tensors and their memory -------------------------------------------------------------------
 
 has_internal_overlap: Callable[[torch.Tensor], Any] = _private(

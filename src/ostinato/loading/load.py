@@ -132,7 +132,7 @@ def load_model(
         model=model,
         path=path,
         config=config,
-        tokenizer=_read_tokenizer(path) if tokenizer and path and not random_weights else None,
+        tokenizer=read_tokenizer(path) if tokenizer and path and not random_weights else None,
         eos_token_ids=_eos_token_ids(path, config, model.vocab_size),
         generic_reason=described.generic_reason,
         shift=shift[0] if shift else None,
@@ -246,12 +246,23 @@ class _Build:
         )
 
     def _check_fit(self, what: str, needed: int) -> None:
-        free = self.free_memory(self.device)
-        if free is not None and needed > free:
-            raise ModelLoadError(
-                f"{what} needs {needed / 2**30:.2f} GiB in {self.dtype}, and {self.device} has "
-                f"{free / 2**30:.2f} GiB free; free some, use a smaller dtype or a smaller model"
-            )
+        check_fit(what, needed, self.device, self.dtype, self.free_memory)
+
+
+def check_fit(
+    what: str,
+    needed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    free_memory: FreeMemory = free_memory,
+) -> None:
+    """Raise if ``what``, of ``needed`` bytes, does not fit into the free memory of ``device``."""
+    free = free_memory(device)
+    if free is not None and needed > free:
+        raise ModelLoadError(
+            f"{what} needs {needed / 2**30:.2f} GiB in {dtype}, and {device} has "
+            f"{free / 2**30:.2f} GiB free; free some, use a smaller dtype or a smaller model"
+        )
 
 
 def as_hf(config: ModelConfig) -> PretrainedConfig:
@@ -293,7 +304,8 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
     return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
 
 
-def _read_tokenizer(path: Path) -> Any | None:
+def read_tokenizer(path: Path) -> Any | None:
+    """The tokenizer in the directory ``path``; None if there is none."""
     if not any((path / file).is_file() for file in _TOKENIZER_FILES):
         return None
     check_tokenizer(path)

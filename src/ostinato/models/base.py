@@ -1,4 +1,4 @@
-"""The interface of a language model that the runner can run."""
+"""The interfaces of the models that the runners can run."""
 
 from __future__ import annotations
 
@@ -54,3 +54,18 @@ class CausalLM(Protocol):
         memory: for warm-ups and measurements.
         """
         return nullcontext()
+
+
+class Encoder(Protocol):
+    """A model over a flat row of packed sequences, which attention (``attend_packed``) separates.
+
+    ``first_position``: the number of the first token of each sequence.
+    """
+
+    device: torch.device
+    first_position: int
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of a row of tokens; all arguments are [T]."""

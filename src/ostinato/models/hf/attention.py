@@ -73,7 +73,7 @@ def _attention(
             "was loaded; only causal attention, with or without a window, is supported"
         )
     spec: Any = module.ostinato_spec
-    return attend(spec, _rows(query), _rows(key), _rows(value), s_aux).unsqueeze(0), None
+    return attend(spec, rows_of(query), rows_of(key), rows_of(value), s_aux).unsqueeze(0), None
 
 
 def _note_attention(
@@ -94,10 +94,10 @@ def _note_attention(
             options=options,
         )
     )
-    return TokenByToken.attend(_rows(query), _rows(key), _rows(value)).unsqueeze(0), None
+    return TokenByToken.attend(rows_of(query), rows_of(key), rows_of(value)).unsqueeze(0), None
 
 
-def _rows(states: torch.Tensor) -> torch.Tensor:
+def rows_of(states: torch.Tensor) -> torch.Tensor:
     """[1, heads, T, dim] -> [T, heads, dim]"""
     return states.squeeze(0).transpose(0, 1)
 

@@ -1,4 +1,4 @@
-"""The head of a transformers causal language model: everything after its decoder.
+"""The head of a transformers model: everything after its decoder, or its encoder.
 
 Models scale, cap and project their logits in different ways, in their ``forward``. That code runs
 unchanged, with a decoder that returns the hidden states it is given.
@@ -17,20 +17,31 @@ from ostinato.errors import ConfigError
 
 
 class _GivenStates(nn.Module):
-    """Replaces the decoder: returns the hidden states that it is given as embeddings."""
+    """Replaces the decoder: returns the hidden states that it is given as embeddings.
+
+    ``pooler``: the decoder's layer for a head that reads one state of a sequence, as in BERT.
+    """
+
+    def __init__(self, pooler: nn.Module | None) -> None:
+        super().__init__()
+        self.pooler = pooler
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _GivenOutputs:
-        return _GivenOutputs(inputs_embeds)
+        pooled = None if self.pooler is None else self.pooler(inputs_embeds)
+        return _GivenOutputs(inputs_embeds, pooled)
 
 
 class _GivenOutputs:
     """A decoder's outputs: hidden states, and None for anything else a head may pass on."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: torch.Tensor, pooled: torch.Tensor | None) -> None:
         self.last_hidden_state = hidden
+        self.pooler_output = pooled
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return (self.last_hidden_state,)[index]
+        if self.pooler_output is None:
+            return (self.last_hidden_state,)[index]
+        return (self.last_hidden_state, self.pooler_output)[index]
 
     def __getattr__(self, name: str) -> None:
         return None
@@ -56,7 +67,7 @@ def head_of(model: Any, decoder: nn.Module) -> Any:
     for part in parts[:-1]:
         owner._modules[part] = _shallow_copy(owner._modules[part])
         owner = owner._modules[part]
-    owner._modules[parts[-1]] = _GivenStates()
+    owner._modules[parts[-1]] = _GivenStates(getattr(decoder, "pooler", None))
     return changed
 
 

@@ -9,20 +9,17 @@ fast one.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ostinato import compat
 from ostinato.attention.base import AttentionSpec
-from ostinato.errors import ConfigError, OstinatoError
+from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
@@ -36,6 +33,14 @@ from ostinato.models.hf.attention import (
 )
 from ostinato.models.hf.experts import EXPERTS
 from ostinato.models.hf.head import decoder_of, head_of
+from ostinato.models.hf.modules import (
+    attention_implementation,
+    close,
+    configs_in,
+    make_quiet,
+    model_errors_explained,
+    own_copy,
+)
 from ostinato.models.hf.specs import bind_specs
 from ostinato.models.hf.support import (
     check_config,
@@ -43,7 +48,6 @@ from ostinato.models.hf.support import (
     longest_sequence,
 )
 from ostinato.models.hf.weights import load_weights, no_larger_than
-from ostinato.quoting import said
 
 _AUTO: Any = AutoModelForCausalLM  # has no types
 _NUM_PROBE_TOKENS = 16
@@ -62,8 +66,8 @@ class HFCausalLM(CausalLM):
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._name = type(model).__name__
-        for config in _configs_in(model):
-            _make_quiet(config)
+        for config in configs_in(model):
+            make_quiet(config)
         freeze_rope(model)
         self._decoder = decoder_of(model)
         self._head = head_of(model, self._decoder)
@@ -92,7 +96,7 @@ class HFCausalLM(CausalLM):
         max_position = longest_sequence(config, max_model_len)
         model = load_weights(
             checkpoint or Checkpoint(path),
-            _own_copy(config),
+            own_copy(config),
             dtype=dtype,
             attn_implementation=ATTENTION,
             experts_implementation=EXPERTS,
@@ -125,7 +129,7 @@ class HFCausalLM(CausalLM):
         with torch.random.fork_rng(devices=generators), torch.device(device):
             torch.manual_seed(seed)
             model = _AUTO.from_config(
-                _own_copy(config),
+                own_copy(config),
                 dtype=dtype,
                 attn_implementation=ATTENTION,
                 experts_implementation=EXPERTS,
@@ -154,7 +158,7 @@ class HFCausalLM(CausalLM):
         count = min(_NUM_PROBE_TOKENS, self.max_position)
         positions = torch.arange(count, device=self.device)
         ids = (7 * positions + 3) % self.model.get_input_embeddings().num_embeddings
-        with self._model_errors_explained():
+        with model_errors_explained(self._name):
             own_numbering = self._learn_specs(ids)
             with set_forward_context(attn_metadata=SimpleNamespace(backend=TokenByToken())):
                 hidden = self.forward(ids, positions)
@@ -169,18 +173,18 @@ class HFCausalLM(CausalLM):
                 f"{self._name} gives NaN or infinite logits for the first few tokens in "
                 f"{self.dtype}; the numbers in its config are wrong, or it needs another dtype"
             )
-        if not self._close(hidden, backwards):
+        if not close(hidden, backwards, self.dtype):
             raise ConfigError(
                 f"a token's hidden state in {self._name} depends on more than its id, its position "
                 "and attention: it mixes neighbouring tokens elsewhere (a convolution, a recurrent "
                 "state) or ignores the positions it is given; it cannot be run"
             )
-        if not self._close(hidden, own_numbering):
+        if not close(hidden, own_numbering, self.dtype):
             raise ConfigError(
                 f"{self._name} does not number the tokens of a sequence 0, 1, 2, ...; it cannot "
                 "be run"
             )
-        if not self._close(logits, expected):
+        if not close(logits, expected, self.dtype):
             raise ConfigError(
                 f"the logits of {self._name} are not a function of its last hidden state alone; it "
                 "cannot be run"
@@ -189,47 +193,11 @@ class HFCausalLM(CausalLM):
     def _learn_specs(self, ids: torch.Tensor) -> torch.Tensor:
         """Set ``attention_specs``; return the hidden states of ``ids`` at the model's positions."""
         calls: list[AttentionCall] = []
-        with _attention_implementation(self.model, DISCOVERY), record_calls(calls):
+        with attention_implementation(self.model, DISCOVERY), record_calls(calls):
             hidden: torch.Tensor = self._decoder(input_ids=ids[None], use_cache=False)[0].squeeze(0)
         num_layers = self.model.config.get_text_config().num_hidden_layers
         self.attention_specs = bind_specs(self._name, calls, num_layers, self.max_position)
         return hidden
-
-    def _close(self, values: torch.Tensor, others: torch.Tensor) -> bool:
-        """Whether both are equal up to the order of summation in a kernel."""
-        tolerance = max(1e-4, 3 * torch.finfo(self.dtype).eps)
-        difference = (values.float() - others.float()).abs().max()
-        return bool(difference <= tolerance * others.float().abs().max())
-
-    @contextmanager
-    def _model_errors_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (OstinatoError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:  # from the model's code
-            raise ConfigError(
-                f"{self._name} cannot be run on a row of tokens with their positions: {said(error)}"
-            ) from error
-
-
-@contextmanager
-def _attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
-    configs = _configs_in(model)
-    before = [config._attn_implementation for config in configs]
-    for config in configs:
-        config._attn_implementation = name
-    try:
-        yield
-    finally:
-        for config, implementation in zip(configs, before, strict=True):
-            config._attn_implementation = implementation
-
-
-def _configs_in(model: nn.Module) -> list[Any]:
-    """Every config that a module of ``model`` holds; some models give layers copies."""
-    found = (getattr(module, "config", None) for module in model.modules())
-    return list({id(config): config for config in found if config is not None}.values())
 
 
 def _check_size(config: PretrainedConfig, most_bytes: int | None, dtype: torch.dtype) -> None:
@@ -239,22 +207,4 @@ def _check_size(config: PretrainedConfig, most_bytes: int | None, dtype: torch.d
     limit = most_bytes // dtype.itemsize
     reason = f"fits into the {most_bytes / 2**30:.2f} GiB that are free, in {dtype}"
     with torch.device("meta"), compat.no_init_weights.demand()(), no_larger_than(limit, reason):
-        _AUTO.from_config(_own_copy(config), trust_remote_code=False)
-
-
-def _own_copy(config: PretrainedConfig) -> PretrainedConfig:
-    config = copy.deepcopy(config)
-    config.output_attentions = False  # with any attention but its own, transformers refuses it
-    return config
-
-
-def _make_quiet(config: Any) -> None:
-    """Make the model return only its hidden states, and not read token ids on the host."""
-    settings: dict[str, Any] = {
-        "return_dict": True,
-        "output_hidden_states": False,
-        "output_router_logits": False,
-    }
-    # With a padding token, transformers searches every batch for it on the host, for a warning.
-    settings["pad_token_id"] = None
-    vars(config).update(settings)  # some configs reject None on assignment
+        _AUTO.from_config(own_copy(config), trust_remote_code=False)

@@ -16,10 +16,10 @@ from ostinato.models.hf.attention import AttentionCall, MaskRule
 
 # Keyword arguments of an attention call that do not change its result here: the batch is known from
 # the forward context, and dropout is off. Any other that is set raises.
-_HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
+HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_hidden_states"}
 
 # Masks are compared with our specs up to this length.
-_LONGEST_PROBE = 1 << 20
+LONGEST_PROBE = 1 << 20
 
 
 def bind_specs(
@@ -62,7 +62,7 @@ def _spec_of(
     options.pop("sliding_window", None)  # the mask is what transformers' own attention goes by
     if options.pop("is_causal", None) is False:
         raise _not_causal(name, layer)
-    unknown = {key for key, value in options.items() if value is not None} - _HARMLESS
+    unknown = {key for key, value in options.items() if value is not None} - HARMLESS
     if unknown:
         raise ConfigError(
             f"{name} passes {sorted(unknown)} to attention in layer {layer}, which is not "
@@ -92,10 +92,10 @@ def _window_of(name: str, call: AttentionCall, layer: int, max_position: int) ->
             f"{name} passes its own attention mask in layer {layer} (a bias such as ALiBi, or a "
             "mask built by hand); only causal attention, with or without a window, can be run"
         )
-    length = min(max_position, _LONGEST_PROBE)
+    length = min(max_position, LONGEST_PROBE)
     device = call.query.device
     last = torch.tensor([length - 1], device=device)
-    window = int(_visible(call.mask, last, torch.arange(length, device=device)).sum())
+    window = int(visible(call.mask, last, torch.arange(length, device=device)).sum())
     # Positions around the usual boundaries of windows, chunks and blocks.
     near = torch.arange(-3, 40)
     edges = [near, window + near, 2 * window + near, length - 1 - near]
@@ -105,12 +105,12 @@ def _window_of(name: str, call: AttentionCall, layer: int, max_position: int) ->
     queries, keys = queries.to(device), keys.to(device)
     distance = queries[:, None] - keys
     expected = (distance >= 0) & (distance < window)
-    if window < 1 or not torch.equal(_visible(call.mask, queries, keys), expected):
+    if window < 1 or not torch.equal(visible(call.mask, queries, keys), expected):
         raise _not_causal(name, layer)
     return window if window < length else None
 
 
-def _visible(mask: MaskRule, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def visible(mask: MaskRule, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Which of ``keys`` each of ``queries`` sees: [queries, keys]."""
     zero = torch.zeros((), dtype=torch.int64, device=queries.device)
     seen = mask.sees(zero, zero, queries[:, None], keys[None, :])

@@ -1,4 +1,4 @@
-"""Decides from a config which of transformers' causal language models can run.
+"""Decides from a config which of transformers' models can run.
 
 These checks need no weights. The others run a few tokens when the model is loaded.
 """
@@ -19,19 +19,26 @@ _STATEFUL_LAYERS = {"linear_attention", "mamba", "conv", "recurrent"}
 _FIXED_ROPE = "default"
 
 
-def check_config(config: PretrainedConfig) -> None:
-    """Raise if a model cannot run, and name it."""
+def check_config(
+    config: PretrainedConfig,
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING,
+    kind: str = "causal language model",
+) -> None:
+    """Raise if a model cannot run, and name it.
+
+    ``mapping``: transformers' classes by config; ``kind``: what they are.
+    """
     if config.is_encoder_decoder:
         raise ConfigError(
             f"{config.model_type} is an encoder-decoder model; only decoder-only language models "
-            "can be run"
+            "and encoders can be run"
         )
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if type(config) not in mapping:
         raise ConfigError(
-            f"transformers has no causal language model of type {config.model_type!r} (code that "
-            "comes with a checkpoint is not run)"
+            f"transformers has no {kind} of type {config.model_type!r} (code that comes with a "
+            "checkpoint is not run)"
         )
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = mapping[type(config)]
     name = model_class.__name__
     layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if getattr(model_class, "_is_stateful", False) or layer_types & _STATEFUL_LAYERS:
@@ -41,8 +48,8 @@ def check_config(config: PretrainedConfig) -> None:
         )
     if not model_class._can_set_attn_implementation():
         raise ConfigError(
-            f"{name} does not use transformers' AttentionInterface, through which the paged KV "
-            "cache is reached; it cannot be run"
+            f"{name} does not use transformers' AttentionInterface, through which its attention is "
+            "replaced; it cannot be run"
         )
 
 

@@ -33,20 +33,30 @@ from ostinato.quoting import listed, said, shown
 _PLAIN_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_PACKED = 32  # weights in one number of a quantized checkpoint, one bit each
 _LARGEST_BUFFERS = 2**32  # bytes of tables, such as position tables
-# Causal masks that old versions of transformers saved with each layer.
-_OLD_BUFFERS = re.compile(r"(^|\.)(attn|attention)\.(bias|masked_bias|causal_mask)$")
+# Causal masks that old versions of transformers saved with each layer, and lists of positions.
+_OLD_BUFFERS = re.compile(
+    r"(^|\.)((attn|attention)\.(bias|masked_bias|causal_mask)|embeddings\.position_ids)$"
+)
+_POOLER = re.compile(r"(^|\.)pooler\.")
 _THAN_WEIGHTS = "its checkpoint has weights for, which is incomplete or belongs to another config"
 _EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.*)", re.DOTALL)
 
 
 def load_weights(
-    checkpoint: Checkpoint, config: PretrainedConfig, *, dtype: torch.dtype, **options: Any
+    checkpoint: Checkpoint,
+    config: PretrainedConfig,
+    *,
+    dtype: torch.dtype,
+    mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING,
+    without_head: bool = False,
+    **options: Any,
 ) -> Any:
     """A model of ``config`` on the CPU, with the weights of ``checkpoint`` and no others.
 
-    ``options`` go to transformers' ``from_pretrained``.
+    ``mapping``: transformers' classes by config. ``without_head``: the checkpoint may hold a head
+    for the model, which is not loaded. ``options`` go to transformers' ``from_pretrained``.
     """
-    model_class, config = _model_class(config)
+    model_class, config = _model_class(config, mapping)
     method = _quantization(checkpoint, config)
     _check_names(checkpoint, model_class)
     checkpoint.check_num_layers(config.get_text_config().num_hidden_layers)
@@ -77,6 +87,8 @@ def load_weights(
             f"transformers cannot load {checkpoint.path} as {model_class.__name__}: {said(error)}; "
             + _advice(error, method)
         ) from error
+    if without_head:
+        _drop_head(checkpoint, info, model_class)
     _check_loaded(checkpoint, info)
     if method is None:
         _check_types(checkpoint, model)
@@ -112,9 +124,9 @@ def _advice(error: Exception, method: str | None) -> str:
     )
 
 
-def _model_class(config: Any) -> tuple[Any, Any]:
-    """As ``AutoModelForCausalLM`` chooses."""
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+def _model_class(config: Any, mapping: Any) -> tuple[Any, Any]:
+    """As ``AutoModelForCausalLM`` chooses, and its like."""
+    model_class: Any = mapping[type(config)]
     if model_class.config_class == config.sub_configs.get("text_config"):
         config = config.get_text_config()
     return model_class, config
@@ -196,6 +208,17 @@ def _check_names(checkpoint: Checkpoint, model_class: Any) -> None:
                 f"{checkpoint.path} lacks {listed([f'{layer}.{n}.{weight}' for n in missing])}, "
                 f"and has {len(numbers)} others of that kind; the checkpoint is incomplete"
             )
+
+
+def _drop_head(checkpoint: Checkpoint, info: dict[str, Any], model_class: Any) -> None:
+    """Forget the tensors of a head: those outside the model, and its pooler."""
+    prefix = f"{model_class.base_model_prefix}."
+    has_head = any(name.startswith(prefix) for name in checkpoint.tensors)
+    info["unexpected_keys"] = [
+        name
+        for name in info["unexpected_keys"]
+        if not (_POOLER.search(name) or (has_head and not name.startswith(prefix)))
+    ]
 
 
 def _check_loaded(checkpoint: Checkpoint, info: dict[str, Any]) -> None:

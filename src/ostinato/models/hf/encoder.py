@@ -1,0 +1,195 @@
+"""Runs transformers' encoders, and decoders used as such, on packed sequences, without a KV cache.
+
+The modules are unchanged except for attention, which is ours. When a model is loaded, a few tokens
+run through it to find out what its layers see, how it numbers positions, and which state of a
+sequence its classification head reads; and to check that tokens interact only in attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
+    PretrainedConfig,
+)
+
+from ostinato.attention.packed import PackedBatch, PackedSpec
+from ostinato.errors import ConfigError
+from ostinato.graphs.capture.context import set_forward_context
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.finite_check import FiniteCheck
+from ostinato.models.hf.attention import DISCOVERY, AttentionCall, record_calls
+from ostinato.models.hf.experts import EXPERTS
+from ostinato.models.hf.head import head_of
+from ostinato.models.hf.modules import (
+    attention_implementation,
+    close,
+    configs_in,
+    make_quiet,
+    model_errors_explained,
+    own_copy,
+)
+from ostinato.models.hf.packed import PACKED, TokensApart, bind_packed_specs
+from ostinato.models.hf.support import check_config, freeze_rope, longest_sequence
+from ostinato.models.hf.weights import load_weights
+from ostinato.models.pooling import POOLINGS, Pooling, pool
+
+_NUM_PROBE_TOKENS = 16
+_NO_TOKEN = -1
+
+
+class HFEncoder:
+    """A transformers model, which it owns and modifies, over a row of packed sequences.
+
+    ``max_position``: the longest sequence. ``first_position``: the number of a sequence's first
+    token. ``has_token_types``: tokens of a pair of texts are told apart. ``is_causal``: no token
+    sees a later one. ``head_pooling``: the state of a sequence that the classification head reads;
+    None if there is no head.
+    """
+
+    def __init__(self, model: Any, *, max_position: int) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.config: Any = model.config
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self._name = type(model).__name__
+        self._base = model.base_model
+        pad_token: Any = getattr(self.config, "pad_token_id", None)
+        for config in configs_in(model):
+            make_quiet(config)
+            vars(config)["use_cache"] = False
+        freeze_rope(model)
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        takes_types = "token_type_ids" in inspect.signature(self._base.forward).parameters
+        self.has_token_types = takes_types and getattr(self.config, "type_vocab_size", 0) > 1
+        self._takes_types = takes_types
+        self.max_position = max_position
+        self.first_position = 0
+        self.head_pooling: Pooling | None = None
+        with torch.no_grad(), model_errors_explained(self._name):
+            self._discover(pad_token)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: Path,
+        *,
+        config: PretrainedConfig,
+        task: Literal["embed", "classify"],
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int | None,
+        checkpoint: Checkpoint,
+    ) -> HFEncoder:
+        """Load the ``checkpoint`` in the directory ``path``, with a head to classify or without."""
+        embeds = task == "embed"
+        mapping: Any = MODEL_MAPPING if embeds else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        check_config(config, mapping, "encoder" if embeds else "sequence classifier")
+        max_position = longest_sequence(config, max_model_len)
+        options: dict[str, Any] = {}
+        # The pooler is for heads, and saved by some checkpoints only.
+        if embeds and "add_pooling_layer" in inspect.signature(mapping[type(config)]).parameters:
+            options["add_pooling_layer"] = False
+        model = load_weights(
+            checkpoint,
+            own_copy(config),
+            dtype=dtype,
+            mapping=mapping,
+            without_head=embeds,
+            attn_implementation=PACKED,
+            experts_implementation=EXPERTS,
+            trust_remote_code=False,
+            local_files_only=True,
+            **options,
+        ).to(device)
+        finite = FiniteCheck()
+        for name, tensor in model.state_dict().items():
+            if tensor.is_floating_point():
+                finite.add(name, tensor, dtype=tensor.dtype)
+        finite.verify(path)
+        return cls(model, max_position=max_position)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor
+    ) -> torch.Tensor:
+        """Hidden states [T, hidden_size] of a row of tokens; all arguments are [T].
+
+        ``positions`` count from ``first_position`` in each sequence.
+        """
+        types = {"token_type_ids": token_types[None]} if self._takes_types else {}
+        outputs = self._base(input_ids=input_ids[None], position_ids=positions[None], **types)
+        hidden: torch.Tensor = outputs[0].squeeze(0)
+        return hidden
+
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Scores of the labels [B, num_labels], in float32, of one state per sequence."""
+        rows = states.to(self.dtype).unsqueeze(1)
+        ids = torch.zeros(rows.shape[:2], dtype=torch.int64, device=self.device)
+        logits: torch.Tensor = self._head(input_ids=ids, inputs_embeds=rows).logits
+        return logits.float()
+
+    # --- checks at loading ----------------------------------------------------------------------
+
+    def _discover(self, pad_token: Any) -> None:
+        offset = pad_token + 1 if isinstance(pad_token, int) else 0  # of RoBERTa's positions
+        count = max(1, min(_NUM_PROBE_TOKENS, self.max_position - offset))
+        ids = (7 * torch.arange(count, device=self.device) + 3) % self.vocab_size
+        ids[ids == pad_token] = (offset + 1) % self.vocab_size
+        calls: list[AttentionCall] = []
+        with attention_implementation(self.model, DISCOVERY), record_calls(calls):
+            expected: torch.Tensor = self._base(input_ids=ids[None])[0].squeeze(0)
+        if not expected.isfinite().all():
+            raise ConfigError(
+                f"{self._name} gives NaN or infinite states for the first few tokens in "
+                f"{self.dtype}; the numbers in its config are wrong, or it needs another dtype"
+            )
+        self.hidden_size: int = expected.shape[-1]
+        num_layers = self.config.get_text_config().num_hidden_layers
+        specs: list[PackedSpec] = bind_packed_specs(
+            self._name, calls, num_layers, self.max_position
+        )
+        self.is_causal = all(spec.right == 0 for spec in specs)
+        with set_forward_context(attn_metadata=TokensApart()):
+            self._number_positions(ids, expected, offset)
+            if self._base is not self.model:
+                self._find_head_pooling(ids, expected)
+
+    def _number_positions(self, ids: torch.Tensor, expected: torch.Tensor, offset: int) -> None:
+        """Set ``first_position`` to what gives the model's own states, also in another row."""
+        count, row = len(ids), torch.cat([ids.flip(0), ids])
+        for first in dict.fromkeys((0, offset)):
+            positions = first + torch.arange(count, device=self.device)
+            positions = torch.cat([positions.flip(0), positions])
+            states = self.forward(row, positions, torch.zeros_like(row))
+            parts = (states[count:], states[:count].flip(0))
+            if all(close(part, expected, self.dtype) for part in parts):
+                self.first_position = first
+                # A table of positions that counts from ``first`` ends earlier.
+                self.max_position -= first
+                return
+        raise ConfigError(
+            f"a token's state in {self._name} depends on more than its id, its position (0, 1, 2, "
+            "... in a sequence) and attention; it cannot be run on packed sequences"
+        )
+
+    def _find_head_pooling(self, ids: torch.Tensor, states: torch.Tensor) -> None:
+        """Set ``head_pooling`` to what gives the model's own logits."""
+        self._head = head_of(self.model, self._base)
+        self._head.config = copy.copy(self.config)
+        vars(self._head.config)["pad_token_id"] = _NO_TOKEN  # some heads look for it
+        expected = self.model(input_ids=ids[None]).logits
+        batch = PackedBatch([len(ids)], self.device)
+        for pooling in POOLINGS:
+            if close(self.compute_logits(pool(states, batch, pooling)), expected, self.dtype):
+                self.head_pooling = pooling
+                return
+        raise ConfigError(
+            f"the scores of {self._name} are not a function of a sequence's first, last or mean "
+            "hidden state; it cannot be run"
+        )
