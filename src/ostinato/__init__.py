@@ -25,6 +25,7 @@ _HOME = {
     "CapturePlan": "graphs.policy.plan",
     "CaptureReport": "graphs.capture.capture_loop",
     "Choice": "graphs.policy.descriptor",
+    "ClassificationOutput": "outputs",
     "ClosedError": "errors",
     "compilation_counter": "graphs.policy.counters",
     "CompletionOutput": "outputs",
@@ -39,6 +40,7 @@ _HOME = {
     "default_sizes": "graphs.policy.sizes",
     "Dispatcher": "graphs.policy.dispatch",
     "eager_break": "graphs.capture.segments",
+    "EmbeddingOutput": "outputs",
     "EngineConfig": "config",
     "ForwardContext": "graphs.capture.context",
     "get_cudagraph_sizes": "graphs.policy.sizes",
@@ -64,6 +66,7 @@ _HOME = {
     "resolve_mode": "graphs.policy.modes",
     "ResolvedMode": "graphs.policy.modes",
     "SamplingParams": "sampling_params",
+    "ScoreOutput": "outputs",
     "set_forward_context": "graphs.capture.context",
     "TextDelta": "outputs",
     "TokenBuffers": "graphs.capture.capture_inputs",
@@ -127,9 +130,12 @@ if TYPE_CHECKING:
     from ostinato.graphs.wrapper import CUDAGraphOptions as CUDAGraphOptions
     from ostinato.graphs.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
     from ostinato.llm import LLM as LLM
+    from ostinato.outputs import ClassificationOutput as ClassificationOutput
     from ostinato.outputs import CompletionOutput as CompletionOutput
+    from ostinato.outputs import EmbeddingOutput as EmbeddingOutput
     from ostinato.outputs import Logprob as Logprob
     from ostinato.outputs import RequestOutput as RequestOutput
+    from ostinato.outputs import ScoreOutput as ScoreOutput
     from ostinato.outputs import TextDelta as TextDelta
     from ostinato.sampling_params import SamplingParams as SamplingParams
 

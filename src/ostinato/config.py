@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from ostinato.attention.base import AttentionBackend
 
+TASKS = ("auto", "generate", "embed", "classify")
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "numba")
 # On the CPU nothing tells how much memory may be used; on CUDA the remaining memory is used.
@@ -129,6 +130,12 @@ class EngineConfig:
         cli=str,
     )
     _: KW_ONLY
+    task: Literal["auto", "generate", "embed", "classify"] = option(
+        "auto",
+        "What the model is for: 'generate', 'embed' or 'classify' (LLM.score needs one of the last "
+        "two). auto goes by the architecture in its config.json, and embeds if it is a checkpoint "
+        "of sentence-transformers.",
+    )
     device: str = option("auto", "'cpu', 'cuda' or 'cuda:n'; auto is CUDA if available.", cli=str)
     dtype: str | torch.dtype = option(
         "auto",
@@ -254,6 +261,8 @@ class EngineConfig:
             object.__setattr__(
                 self, "kv_cache_memory_bytes", parse_bytes(self.kv_cache_memory_bytes)
             )
+        if self.task not in TASKS:
+            raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {shown(self.task)}")
         if self.tune not in ("auto", "off"):
             raise ConfigError(f"tune must be 'auto' or 'off', got {shown(self.tune)}")
         if self.model == "":

@@ -1,4 +1,4 @@
-"""``LLM``: a model in a script. Prompts in, text out."""
+"""``LLM``: a model in a script. Prompts in; text, embeddings, scores or classes out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -17,19 +17,30 @@ from ostinato.engine.completion import CheckedRequest
 from ostinato.engine.engine import Engine, Submission
 from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
+from ostinato.errors import ConfigError, RequestError
 from ostinato.graphs.capture.closing import Owner
+from ostinato.loading.locate import find_model
+from ostinato.loading.task import task_of
 from ostinato.options import described, same_options_as
-from ostinato.outputs import RequestOutput
+from ostinato.outputs import (
+    ClassificationOutput,
+    EmbeddingOutput,
+    RequestOutput,
+    ScoreOutput,
+)
 from ostinato.sampling_params import SamplingParams
 from ostinato.text.chat import Message, list_conversations, render_chat
 from ostinato.text.prompts import Prompt, list_params, list_prompts, read_prompt
 from ostinato.text.template_process import TemplateProcess
 
+if TYPE_CHECKING:
+    from ostinato.pooling.engine import PoolingEngine
+
 _BAR_AFTER_SECONDS = 2.0  # a bar for a shorter call would only flicker
 
 
 class LLM(Owner):
-    """A language model, ready to generate; graphs are captured when it is built.
+    """A language model, ready to generate, embed or classify; graphs are captured in advance.
 
     Use it in ``with``, or ``close()`` it, to free the memory. Only one thread at a time may use it:
     while one is in a call or has a stream open, others get ``ConcurrentUseError``.
@@ -52,7 +63,7 @@ class LLM(Owner):
     @same_options_as(EngineConfig)
     def __init__(self, *args: Any, **options: Any) -> None:
         self.config = EngineConfig(*args, **options)
-        self.engine = Engine(self.config)
+        self._running = _start(self.config)
         self._templates = TemplateProcess()
 
     @classmethod
@@ -61,18 +72,38 @@ class LLM(Owner):
         return cls(**{field.name: getattr(config, field.name) for field in fields(config)})
 
     @property
+    def engine(self) -> Engine:
+        """The engine of a model that generates; raises for any other model."""
+        if isinstance(self._running, Engine):
+            return self._running
+        raise RequestError(
+            f"this model was loaded to {self._running.task}, not to generate; if it can do that, "
+            "load it with LLM(..., task='generate')"
+        )
+
+    @property
+    def pooling(self) -> PoolingEngine:
+        """The engine of a model that embeds or classifies; raises for one that generates."""
+        if not isinstance(self._running, Engine):
+            return self._running
+        raise RequestError(
+            "this model was loaded to generate; to embed or classify with it, load it with "
+            "LLM(..., task='embed') or task='classify'"
+        )
+
+    @property
     def model_path(self) -> Path | None:
         """The directory the model was loaded from; None for random weights of a named shape."""
-        return self.engine.model_path
+        return self._running.model_path
 
     @property
     def tokenizer(self) -> Any:
-        return self.engine.tokenizer
+        return self._running.tokenizer
 
     @property
     def use(self) -> ThreadUse:
         """Tracks which thread is in the engine."""
-        return self.engine.use
+        return self._running.use
 
     # --- generating ----------------------------------------------------------------------------
 
@@ -171,6 +202,67 @@ class LLM(Owner):
         engine = self.engine
         return render_chat(self._templates, engine.tokenizer, messages, engine.max_model_len, name)
 
+    # --- pooling -------------------------------------------------------------------------------
+
+    @one_thread()
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Literal["auto", "cls", "last", "mean"] = "auto",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncate: bool = False,
+        use_tqdm: bool | None = None,
+    ) -> list[EmbeddingOutput]:
+        """Embed all prompts, and return the embeddings in the order of the prompts.
+
+        ``prompts``: as in ``generate``. ``pooling``: which token's state is the embedding: the
+        first (cls), the last, or the mean of all; auto: as the checkpoint says, else the last for
+        causal models and the mean for others. ``normalize``: to length 1. ``dimensions``: keep only
+        this many, before normalising, for models trained for it. ``truncate``: cut prompts that are
+        too long, instead of raising. ``use_tqdm``: as in ``generate``.
+        """
+        return self.pooling.embed(
+            prompts,
+            pooling=pooling,
+            normalize=normalize,
+            dimensions=dimensions,
+            truncate=truncate,
+            use_tqdm=use_tqdm,
+        )
+
+    @one_thread()
+    def score(
+        self,
+        query: Prompt | Sequence[Prompt],
+        documents: Prompt | Sequence[Prompt],
+        *,
+        truncate: bool = False,
+        use_tqdm: bool | None = None,
+    ) -> list[ScoreOutput]:
+        """How well each document matches the query, in the order of the documents.
+
+        ``query``: one for all documents, or a list with one for each. A cross-encoder (a classifier
+        with one label) reads both as one sequence; of a model that embeds, it is the cosine of the
+        angle between their embeddings. ``truncate``, ``use_tqdm``: as in ``embed``.
+        """
+        return self.pooling.score(query, documents, truncate=truncate, use_tqdm=use_tqdm)
+
+    @one_thread()
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        truncate: bool = False,
+        use_tqdm: bool | None = None,
+    ) -> list[ClassificationOutput]:
+        """The probabilities of the model's labels for each prompt, in the order of the prompts.
+
+        ``prompts``: as in ``generate``. ``truncate``, ``use_tqdm``: as in ``embed``.
+        """
+        return self.pooling.classify(prompts, truncate=truncate, use_tqdm=use_tqdm)
+
     # --- requests ------------------------------------------------------------------------------
 
     def _prepare(
@@ -205,13 +297,13 @@ class LLM(Owner):
 
         Everything is freed even if one part raises, and even when memory has run out.
         """
-        self.engine.runner.pool.free_spare()
+        self._running.runner.pool.free_spare()
         self._close()
 
     @one_thread("LLM.close")
     def _close(self) -> None:
         try:
-            self.engine.close()
+            self._running.close()
         finally:
             self._templates.close()
 
@@ -220,6 +312,26 @@ class LLM(Owner):
             "an LLM cannot be copied or pickled: it owns graphs and the memory they point to; "
             "build another one with LLM.from_config(llm.config)"
         )
+
+
+def _start(config: EngineConfig) -> Engine | PoolingEngine:
+    """The engine for the model's task."""
+    task: str = config.task
+    path = None
+    # Named shapes and the embedded model generate.
+    if task != "generate" and config.model is not None and not config.random_weights:
+        path = find_model(str(config.model), show_progress=config.show_progress)
+        task = task_of(path) if task == "auto" else task
+    if task in ("auto", "generate"):
+        return Engine(config)
+    from ostinato.pooling.engine import PoolingEngine  # transformers' modules take long to import
+
+    if path is None:
+        raise ConfigError(
+            f"task={task!r} needs a checkpoint of such a model, and neither the embedded model nor "
+            "a named shape is one; name a directory or a model on the hub"
+        )
+    return PoolingEngine(config, path, "embed" if task == "embed" else "classify")
 
 
 def _bar(total: int) -> Any:

@@ -66,8 +66,9 @@ ENGINE_OPTIONS = {
     "enable_lora": Foreign("merge the adapter into the checkpoint first (PEFT)", (False,)),
     "hf_overrides": Foreign("edit a copy of the checkpoint's config.json", (None,)),
     "trust_remote_code": Foreign("code in a checkpoint is never executed", (False,)),
-    "task": Foreign("models generate text", ("auto", "generate")),
-    "runner": Foreign("models generate text", ("auto", "generate")),
+    "runner": Foreign("write task='embed' or task='classify'", ("auto", "generate")),
+    "convert": Foreign("write task='embed' or task='classify'", ("auto", "none")),
+    "override_pooler_config": Foreign("write embed(pooling=..., normalize=...)", (None,)),
     # Tokenizers and downloads.
     "tokenizer": Foreign("the checkpoint's tokenizer is used; put its files there", (None,)),
     "tokenizer_mode": Foreign("the checkpoint's tokenizer is used", ("auto",)),

@@ -1,8 +1,12 @@
-"""What generation returns, under the names known from vLLM."""
+"""What generation and pooling return, under the names known from vLLM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,3 +82,44 @@ class TextDelta:
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingOutput:
+    """A prompt and its ``embedding``: one row of float32 numbers on the CPU.
+
+    ``prompt``: its text; None if it was given as token ids. ``prompt_token_ids``: what the model
+    saw.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreOutput:
+    """How well a document matches its query (``score``); more is better.
+
+    ``prompt_token_ids``: what the model saw: both as one sequence, or the document alone.
+    """
+
+    prompt_token_ids: list[int]
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassificationOutput:
+    """A prompt and the probability of each label, by name, in the model's order (``probs``).
+
+    ``prompt`` and ``prompt_token_ids`` are as in ``EmbeddingOutput``.
+    """
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    probs: dict[str, float]
+
+    @property
+    def label(self) -> str:
+        """The most likely label."""
+        return max(self.probs, key=self.probs.__getitem__)

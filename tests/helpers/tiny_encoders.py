@@ -12,8 +12,12 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from ostinato import LLM, GraphConfig
+
 VOCAB_SIZE = 128
 MAX_LEN = 64
+_LENGTHS = (9, 1, 30, 2, 9, MAX_LEN, 17, 5, 9, 40, 3)
+PROMPTS = [[3 + (7 * n + 11 * k) % (VOCAB_SIZE - 3) for k in range(n)] for n in _LENGTHS]
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -135,3 +139,13 @@ def save_modules(directory: Path, pooling: dict[str, Any], *more: str, **limits:
     (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     if limits:
         (directory / "sentence_bert_config.json").write_text(json.dumps(limits))
+
+
+def open_encoder(path: Path, device: torch.device | str = "cpu", **settings: Any) -> LLM:
+    """An engine for up to 8 sequences and 128 tokens in a batch; ``mode`` and ``sizes``: graphs."""
+    mode, sizes = settings.pop("mode", "PIECEWISE"), settings.pop("sizes", [8, 32, 128])
+    graphs = GraphConfig(mode=mode, capture_sizes=sizes)
+    options = {"dtype": "float32", "max_num_batched_tokens": 128, "max_num_seqs": 8}
+    return LLM(
+        path, device=str(device), graphs=graphs, show_progress=False, **{**options, **settings}
+    )

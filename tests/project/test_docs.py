@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from tiny_encoders import save_encoder
 from tiny_models import save_talking
+from transformers import AutoModelForSequenceClassification
 from typer.main import get_command
 
 from ostinato import LLM, CaptureError, GraphConfig, cli, graphed, other_engines
@@ -105,8 +107,13 @@ def test_the_readme_is_short() -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where snippets run: ``path/to/model`` is a checkpoint there."""
+    """Where snippets run: ``path/to/model`` is a checkpoint there, and others are for pooling."""
     save_talking(tmp_path / "path/to/model", CHAT_TEMPLATE)
+    save_encoder(tmp_path / "path/to/encoder", tokenizer=True)
+    classifier = AutoModelForSequenceClassification
+    for name, num_labels in (("classifier", 2), ("cross-encoder", 1)):
+        path = tmp_path / "path/to" / name
+        save_encoder(path, auto=classifier, tokenizer=True, num_labels=num_labels)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -26,7 +26,7 @@ from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.request import FinishReason
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import StepPlan, TokenEvent
-from ostinato.text.prompts import check_num_tokens, text_of
+from ostinato.text.prompts import check_num_tokens, check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -145,28 +145,8 @@ class Engine(Owner):
         return self.scheduler.has_unfinished
 
     def _check_prompt(self, prompt: list[int], name: str) -> None:
-        if not prompt:
-            raise RequestError(f"{name} is empty; give at least one token")
-        vocab_size = self.model.vocab_size
-        # Faster than a loop, whose errors are better.
-        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= vocab_size:
-            for position, token in enumerate(prompt):
-                if type(token) is not int or not 0 <= token < vocab_size:
-                    self._refuse_token(name, position, token)
+        check_token_ids(name, prompt, self.model.vocab_size, self.tokenizer)
         check_num_tokens(name, len(prompt), self.max_model_len)
-
-    def _refuse_token(self, name: str, position: int, token: object) -> NoReturn:
-        vocab_size, tokenizer = self.model.vocab_size, self.tokenizer
-        if tokenizer is not None and (piece := text_of(tokenizer, token)):
-            raise RequestError(
-                f"{name} contains the token {token} ({shown(piece)}) at position {position}, but "
-                f"the model has {vocab_size:,} tokens, with ids from 0 to {vocab_size - 1}, and "
-                f"its tokenizer has {len(tokenizer):,}; leave that text out, or fetch the "
-                "tokenizer files that belong to the model"
-            )
-        raise RequestError(
-            f"{name} contains {shown(token)}; token ids are integers from 0 to {vocab_size - 1}"
-        )
 
     def _check_params(self, params: SamplingParams) -> None:
         vocab_size = self.model.vocab_size

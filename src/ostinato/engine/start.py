@@ -11,7 +11,7 @@ from ostinato.runner import startup
 from ostinato.runner.autocast import without_autocast
 
 # Loading sets process-wide state: the default dtype and device, the random state.
-_starting = threading.Lock()
+starting = threading.Lock()
 
 
 @without_autocast
@@ -24,7 +24,7 @@ def start(config: EngineConfig) -> Started:
         from ostinato.ranks.start import start_ranks
 
         return start_ranks(config)
-    with _starting:
+    with starting:
         loaded = startup.load(config)
         tune_at_start(config, loaded.model)  # before captures, which take what is known
         runner, resolved = startup.build_runner(config, loaded)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -29,37 +30,48 @@ _NUM_TRIED = 500
 _MOST_EXPANSION = 32
 
 
-def list_prompts(prompts: Any) -> list[tuple[str, Any]]:
+def list_prompts(
+    prompts: Any, *, one: str = "the prompt", several: str = "prompts"
+) -> list[tuple[str, Any]]:
     """One prompt or a list of them, as a list of prompts with their names in errors.
+
+    Errors call a single one ``one``, and others by their number in ``several``.
 
     Integers are one prompt of token ids. The rows of a 2-D array or tensor are prompts.
     """
     if isinstance(prompts, str | Mapping):
-        return [("the prompt", prompts)]
+        return [(one, prompts)]
     if _is_array(prompts):
         if prompts.ndim != 2:
-            return [("the prompt", prompts)]
+            return [(one, prompts)]
         prompts = list(prompts.unbind() if isinstance(prompts, torch.Tensor) else prompts)
     if isinstance(prompts, bytes | bytearray | memoryview) or not isinstance(prompts, Sequence):
         raise RequestError(
-            f"prompts are text or token ids, one or a list of them, got {shown(prompts)}"
+            f"{several} are text or token ids, one or a list of them, got {shown(prompts)}"
             + _advice(prompts)
         )
     if not prompts:
-        raise RequestError("there are no prompts; give at least one")
+        raise RequestError(f"there are no {several}; give at least one")
     if isinstance(prompts, range) or all(_is_token(item) for item in prompts):
-        return [("the prompt", prompts)]
+        return [(one, prompts)]
     if len(prompts) == 1:
-        return [("the prompt", prompts[0])]
-    return [(f"prompts[{number}]", prompt) for number, prompt in enumerate(prompts)]
+        return [(one, prompts[0])]
+    return [(f"{several}[{number}]", prompt) for number, prompt in enumerate(prompts)]
 
 
 def read_prompt(
-    name: str, prompt: Any, tokenizer: Any, max_model_len: int
+    name: str,
+    prompt: Any,
+    tokenizer: Any,
+    max_model_len: int,
+    *,
+    num_generated: int = 1,
+    truncate: bool = False,
 ) -> tuple[str | None, list[Any]]:
     """The text of a prompt, if it is text, and its tokens; the engine checks their range.
 
-    Text that is far longer than ``max_model_len`` tokens raises here.
+    Text that is far longer than ``max_model_len`` tokens raises here, unless ``truncate`` cuts it
+    there. ``num_generated``: tokens to leave room for.
     """
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or next(iter(prompt)) not in _KEYS:
@@ -74,24 +86,60 @@ def read_prompt(
             kind = "text" if key == "prompt" else "a list of token ids"
             raise RequestError(f"{name} must be {kind}, got {shown(prompt)}" + _advice(prompt))
     if not isinstance(prompt, str):
-        return None, _token_ids(name, prompt, max_model_len)
+        if truncate and (isinstance(prompt, Sequence) or _is_array(prompt)):
+            prompt = prompt[:max_model_len]
+        return None, _token_ids(name, prompt, max_model_len, num_generated)
     check_text(name, prompt)
     if tokenizer is None:
         raise RequestError(
             f"{name} is text, and this model has no tokenizer (random weights of a named shape "
             "have none); give the prompt as token ids"
         )
-    return prompt, encode(name, prompt, tokenizer, max_model_len)
+    return prompt, encode(name, prompt, tokenizer, max_model_len, truncate=truncate)
 
 
 def encode(
-    name: str, text: str, tokenizer: Any, max_model_len: int, *, add_special_tokens: bool = True
+    name: str,
+    text: str,
+    tokenizer: Any,
+    max_model_len: int,
+    *,
+    add_special_tokens: bool = True,
+    truncate: bool = False,
 ) -> list[int]:
-    """The tokens of a text, unless it is far longer than ``max_model_len`` of them."""
-    try:
+    """The tokens of a text, unless it is far longer than ``max_model_len`` of them.
+
+    With ``truncate`` it is cut to that length, special tokens at its end excepted.
+    """
+    with _tokenizer_errors_named(name):
         _check_expansion(name, text, tokenizer)
+        if truncate:
+            return list(tokenizer.encode(text, truncation=True, max_length=max_model_len))
         _check_length(name, text, tokenizer, max_model_len)
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def encode_pair(
+    name: str, texts: tuple[str, str], tokenizer: Any, max_model_len: int, *, truncate: bool
+) -> tuple[list[int], list[int]]:
+    """The tokens of two texts as one sequence, and which of the two each belongs to.
+
+    With ``truncate``, tokens of the longer text are dropped beyond ``max_model_len``.
+    """
+    with _tokenizer_errors_named(name):
+        for text in texts:
+            _check_expansion(name, text, tokenizer)
+            if not truncate:
+                _check_length(name, text, tokenizer, max_model_len)
+        limit = {"truncation": True, "max_length": max_model_len} if truncate else {}
+        encoded = tokenizer(*texts, return_token_type_ids=True, **limit)
+        return list(encoded["input_ids"]), list(encoded["token_type_ids"])
+
+
+@contextmanager
+def _tokenizer_errors_named(name: str) -> Iterator[None]:
+    try:
+        yield
     except RequestError:
         raise
     except BaseException as error:
@@ -183,22 +231,58 @@ def list_params(params: Any, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def check_num_tokens(name: str, num_tokens: int, max_model_len: int) -> None:
-    """Raise for a prompt that leaves no room for an answer."""
-    if num_tokens >= max_model_len:
+def check_num_tokens(
+    name: str, num_tokens: int, max_model_len: int, *, num_generated: int = 1
+) -> None:
+    """Raise for a prompt that leaves no room for ``num_generated`` tokens of an answer."""
+    if num_tokens + num_generated <= max_model_len:
+        return
+    if num_generated:
         raise RequestError(
             f"{name} has {num_tokens} tokens, but a sequence has at most {max_model_len} "
             "(max_model_len), one of them generated; shorten the prompt or raise the limit"
         )
+    raise RequestError(
+        f"{name} has {num_tokens} tokens, but a sequence has at most {max_model_len} "
+        "(max_model_len, max_num_batched_tokens); shorten it, or pass truncate=True"
+    )
 
 
-def _token_ids(name: str, prompt: Any, max_model_len: int) -> list[Any]:
+def check_token_ids(name: str, prompt: list[Any], vocab_size: int, tokenizer: Any) -> None:
+    """Raise for a prompt without tokens, or with one that the model does not have."""
+    if not prompt:
+        raise RequestError(f"{name} is empty; give at least one token")
+    # Faster than a loop, whose errors are better.
+    if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
+        return
+    for position, token in enumerate(prompt):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise _unknown_token(name, position, token, vocab_size, tokenizer)
+
+
+def _unknown_token(
+    name: str, position: int, token: object, vocab_size: int, tokenizer: Any
+) -> RequestError:
+    if tokenizer is not None and (piece := text_of(tokenizer, token)):
+        return RequestError(
+            f"{name} contains the token {token} ({shown(piece)}) at position {position}, but "
+            f"the model has {vocab_size:,} tokens, with ids from 0 to {vocab_size - 1}, and "
+            f"its tokenizer has {len(tokenizer):,}; leave that text out, or fetch the "
+            "tokenizer files that belong to the model"
+        )
+    return RequestError(
+        f"{name} contains {shown(token)}; token ids are integers from 0 to {vocab_size - 1}"
+    )
+
+
+def _token_ids(name: str, prompt: Any, max_model_len: int, num_generated: int) -> list[Any]:
     """A list of plain integers from any form of token ids."""
     if _is_array(prompt):
-        return _array_ids(name, prompt, max_model_len)
+        return _array_ids(name, prompt, max_model_len, num_generated)
     if isinstance(prompt, bytes | bytearray | memoryview) or not isinstance(prompt, Sequence):
         raise RequestError(f"{name} is {shown(prompt)}; {_A_PROMPT}" + _advice(prompt))
-    check_num_tokens(name, len(prompt), max_model_len)  # a range can be of any length
+    # A range can be of any length.
+    check_num_tokens(name, len(prompt), max_model_len, num_generated=num_generated)
     if set(map(type, prompt)) <= {int}:  # nearly always, and a long prompt is waited for
         return list(prompt)
     for position, token in enumerate(prompt):
@@ -209,7 +293,7 @@ def _token_ids(name: str, prompt: Any, max_model_len: int) -> list[Any]:
     return [int(token) for token in prompt]
 
 
-def _array_ids(name: str, array: Any, max_model_len: int) -> list[int]:
+def _array_ids(name: str, array: Any, max_model_len: int, num_generated: int) -> list[int]:
     nested = isinstance(array, torch.Tensor) and array.is_nested
     shape = "of several lengths" if nested else f"of shape {tuple(array.shape)}"
     kind = f"{type(array).__name__} {shape} and dtype {array.dtype}"
@@ -222,7 +306,8 @@ def _array_ids(name: str, array: Any, max_model_len: int) -> list[int]:
         raise RequestError(
             f"{name} is a {kind}; token ids are integers, in a dense array: convert them first"
         )
-    check_num_tokens(name, len(array), max_model_len)  # an expanded one takes no memory yet
+    # An expanded one takes no memory yet.
+    check_num_tokens(name, len(array), max_model_len, num_generated=num_generated)
     ids: list[int] = array.tolist()
     return ids
 

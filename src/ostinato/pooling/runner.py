@@ -1,0 +1,160 @@
+"""Runs batches of packed sequences through an encoder, in pieces around attention where possible.
+
+It owns what graphs refer to: one buffer for the inputs of all batches, and the graph pool. There
+is no KV cache, so a sequence runs in one batch, whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ostinato.attention.packed import PackedBatch
+from ostinato.config import GraphConfig
+from ostinato.graphs.capture.capture_loop import CaptureReport
+from ostinato.graphs.capture.context import set_forward_context
+from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.manager import CudaGraphManager, PreparedBatch
+from ostinato.graphs.policy.counters import compilation_counter
+from ostinato.graphs.policy.descriptor import BatchShape
+from ostinato.graphs.policy.dispatch import DispatchStats
+from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.wrapper import CUDAGraphWrapper
+from ostinato.models.base import Encoder
+from ostinato.runner.autocast import without_autocast
+from ostinato.runner.model_graphs import kernels_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The tokens of one sequence; ``token_types``: which text of a pair each is from."""
+
+    token_ids: list[int]
+    token_types: list[int] | None = None
+
+
+class PoolingRunner:
+    """Runs batches of ``model`` by ``plan``, whose mode is PIECEWISE or NONE.
+
+    ``stats`` counts replays by size, and eager batches by reason.
+    """
+
+    def __init__(
+        self,
+        model: Encoder,
+        plan: CapturePlan,
+        *,
+        graphs: GraphConfig,
+        show_progress: bool = True,
+    ) -> None:
+        self.model = model
+        self.plan = plan
+        # Rows: token ids, positions, token types. What is not in use is 0, valid for all three.
+        self.inputs = torch.zeros(
+            (3, plan.max_num_batched_tokens), dtype=torch.int64, device=model.device
+        )
+        self.pool = GraphPool(model.device)
+        self.manager: CudaGraphManager[int, torch.Tensor] = CudaGraphManager(
+            plan,
+            self.pool,
+            num_warmups=graphs.warmups_on(model.device),
+            kernel_class=partial(kernels_of, 1),
+            eager_fallback=graphs.eager_fallback,
+            show_progress=show_progress,
+        )
+        self._forward = CUDAGraphWrapper(
+            model.forward, CUDAGraphMode.PIECEWISE, pool=self.pool, split_at_breaks=True
+        )
+        self.stats = DispatchStats()
+        self.capture_report = CaptureReport()
+        self.capture_bytes = 0
+
+    @without_autocast
+    def run(self, sequences: Sequence[Tokens]) -> tuple[torch.Tensor, PackedBatch]:
+        """Enqueue one batch. Returns its hidden states [T, hidden_size] and where each sequence is.
+
+        The states may be in a graph's memory, valid until the next batch.
+        """
+        self.pool.follow_stream()
+        batch = PackedBatch([len(each.token_ids) for each in sequences], self.model.device)
+        shape = BatchShape(batch.num_tokens, len(sequences), batch.max_len, has_prompts=True)
+        choice = self.manager.dispatch(shape)
+        self.stats.record(choice, batch.num_tokens)
+        self._fill(sequences, batch, choice.padded_num_tokens)
+        with set_forward_context(choice.mode, choice.descriptor, attn_metadata=batch):
+            hidden = self._run_padded(choice.padded_num_tokens)
+        return hidden[: batch.num_tokens], batch
+
+    def _fill(self, sequences: Sequence[Tokens], batch: PackedBatch, padded: int) -> None:
+        num_tokens, first = batch.num_tokens, self.model.first_position
+        on_host = torch.zeros((3, padded), dtype=torch.int64)
+        on_host[0, :num_tokens] = torch.tensor([t for each in sequences for t in each.token_ids])
+        on_host[1, :num_tokens] = torch.cat(
+            [torch.arange(first, first + length) for length in batch.lengths]
+        )
+        start = 0
+        for each, length in zip(sequences, batch.lengths, strict=True):
+            if each.token_types is not None:
+                on_host[2, start : start + length] = torch.tensor(each.token_types)
+            start += length
+        self.inputs[:, :padded].copy_(on_host, non_blocking=True)
+
+    def _run_padded(self, num_tokens: int) -> torch.Tensor:
+        input_ids, positions, token_types = self.inputs[:, :num_tokens]
+        return self._forward(input_ids, positions, token_types)
+
+    # --- capture -------------------------------------------------------------------------------
+
+    @without_autocast
+    @torch.no_grad()
+    def capture_model(self) -> int:
+        """Capture every missing graph of the plan; return the bytes it took."""
+        if not self.manager.needs_capture():
+            if self.plan.entries:
+                logger.warning("nothing to capture: all %d graphs exist", len(self.plan.entries))
+            else:
+                logger.warning(
+                    "no graphs are captured: the graph mode (GraphConfig.mode) is %s",
+                    self.plan.mode.name,
+                )
+            return 0
+        compilation_counter.num_gpu_runner_capture_triggers += 1
+        start, before = time.perf_counter(), self._used_bytes()
+        self.capture_report = self.manager.capture(self._run_padded, self._prepare)
+        taken = self.capture_bytes = self._used_bytes() - before
+        logger.info(
+            "captured %d graphs in %.2f s, %.3f GiB",
+            self.capture_report.num_graphs,
+            time.perf_counter() - start,
+            taken / 2**30,
+        )
+        return taken
+
+    def _prepare(self, entry: PlanEntry) -> PreparedBatch[int]:
+        """A batch of padding, in as many sequences as one may have."""
+        num_tokens = entry.descriptor.num_tokens
+        num_seqs = min(num_tokens, self.plan.max_num_seqs)
+        lengths = [num_tokens // num_seqs] * num_seqs
+        lengths[-1] += num_tokens % num_seqs
+        self.inputs.zero_()
+        batch = PackedBatch(lengths, self.model.device)
+        return PreparedBatch(inputs=num_tokens, attn_metadata=batch)
+
+    def _used_bytes(self) -> int:
+        if self.model.device.type == "cuda":
+            torch.cuda.current_stream(self.model.device).synchronize()
+            free, total = torch.cuda.mem_get_info(self.model.device)
+            return total - free
+        return self.pool.num_bytes
+
+    def close(self) -> None:
+        """Drop the graphs and their memory. Closing twice is harmless."""
+        self.pool.close()
