@@ -29,6 +29,7 @@ def open_eagerly(path: Path) -> LLM:
         ("BertModel", "embed"),
         ("Qwen3Model", "embed"),
         ("ModernBertForMaskedLM", "embed"),
+        ("BertForPreTraining", "embed"),
         ("XLMRobertaForSequenceClassification", "classify"),
         (None, "generate"),
         (7, "generate"),
@@ -107,6 +108,22 @@ def test_lists_of_positions_of_old_versions_are_ignored(tmp_path: Path) -> None:
     change_weights(tmp_path, lambda tensors: tensors.update({"embeddings.position_ids": positions}))
     with open_eagerly(tmp_path) as llm:
         assert len(llm.embed([4, 5])) == 1
+
+
+def test_names_of_old_versions_are_understood(tmp_path: Path) -> None:
+    """As in bert-base-uncased."""
+    save_encoder(tmp_path, "bert", transformers.AutoModelForPreTraining)
+    with open_eagerly(tmp_path) as llm:
+        (expected,) = llm.embed([4, 5])
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in list(tensors):
+            old = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+            tensors[old.replace("LayerNorm.bias", "LayerNorm.beta")] = tensors.pop(name)
+
+    change_weights(tmp_path, rename)
+    with open_eagerly(tmp_path) as llm:
+        assert torch.equal(llm.embed([4, 5])[0].embedding, expected.embedding)
 
 
 @pytest.mark.parametrize("auto", [transformers.AutoModel, transformers.AutoModelForMaskedLM])

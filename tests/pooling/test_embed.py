@@ -20,7 +20,15 @@ from tiny_encoders import (
     save_modules,
 )
 
-from ostinato import LLM, ClosedError, ConfigError, GraphConfig, RequestError, compilation_counter
+from ostinato import (
+    LLM,
+    CaptureError,
+    ClosedError,
+    ConfigError,
+    GraphConfig,
+    RequestError,
+    compilation_counter,
+)
 
 NAN = float("nan")
 
@@ -96,6 +104,7 @@ def test_embeddings_are_plain_tensors_of_their_own(tmp_path: Path) -> None:
         assert torch.equal(each.embedding, copy)
         assert each.prompt_token_ids == prompt
         assert not each.embedding.is_inference()
+        assert each.embedding.untyped_storage().nbytes() == 64 * 4
         assert (each.embedding.device.type, each.embedding.dtype) == ("cpu", torch.float32)
 
 
@@ -186,6 +195,24 @@ def test_full_graphs_are_refused(tmp_path: Path) -> None:
     save_encoder(tmp_path)
     with pytest.raises(ConfigError, match="FULL needs attention that can be captured"):
         open_encoder(tmp_path, mode="FULL")
+
+
+def test_a_capture_that_fails_names_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_encoder(tmp_path)
+    bert = transformers.models.bert.modeling_bert.BertIntermediate
+    forward = bert.forward
+
+    def reading(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+        hidden_states.sum().item()
+        return forward(self, hidden_states)
+
+    monkeypatch.setattr(bert, "forward", reading)
+    with pytest.raises(CaptureError, match=r"aten.*run it without graphs: .*mode=.NONE"):
+        open_encoder(tmp_path)
+    with open_encoder(tmp_path, mode="NONE") as llm:
+        llm.embed(PROMPTS)
 
 
 def test_the_callers_autocast_changes_nothing(tmp_path: Path) -> None:

@@ -30,4 +30,4 @@ def _is_headless(name: str) -> bool:
     """Whether it is a model without a head, or with one that fills in masked tokens."""
     if name.endswith("LMHeadModel"):
         return False
-    return name.endswith(("Model", "ForMaskedLM"))
+    return name.endswith(("Model", "ForMaskedLM", "ForPreTraining"))

@@ -36,6 +36,7 @@ from ostinato.pooling.inputs import Input, InputReader
 from ostinato.pooling.runner import PoolingRunner
 from ostinato.quoting import shown
 from ostinato.runner.autocast import without_autocast
+from ostinato.runner.startup import name_the_remedy
 
 _BAR_AFTER_SECONDS = 2.0  # a bar for a shorter call would only flicker
 
@@ -71,8 +72,9 @@ class PoolingEngine(Owner):
             )
             try:
                 self.runner.capture_model()
-            except BaseException:
+            except BaseException as error:
                 self.runner.close()
+                name_the_remedy(error)
                 raise
         self._reader = InputReader(
             self.tokenizer,
@@ -129,8 +131,11 @@ class PoolingEngine(Owner):
         if normalize:
             states = F.normalize(states, dim=-1)
         return [
-            EmbeddingOutput(prompt=each.text, prompt_token_ids=each.token_ids, embedding=state)
-            for each, state in zip(inputs, states.clone(), strict=True)
+            # Each has memory of its own: saving a view would save all of them.
+            EmbeddingOutput(
+                prompt=each.text, prompt_token_ids=each.token_ids, embedding=state.clone()
+            )
+            for each, state in zip(inputs, states, strict=True)
         ]
 
     def classify(

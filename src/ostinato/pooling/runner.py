@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from ostinato.attention.packed import PackedBatch
 from ostinato.config import GraphConfig
@@ -83,7 +84,8 @@ class PoolingRunner:
 
         The states may be in a graph's memory, valid until the next batch.
         """
-        self.pool.follow_stream()
+        if self.pool.follow_stream():  # torch would only consider the stream of the allocation
+            self.inputs.record_stream(torch.cuda.current_stream(self.model.device))
         batch = PackedBatch([len(each.token_ids) for each in sequences], self.model.device)
         shape = BatchShape(batch.num_tokens, len(sequences), batch.max_len, has_prompts=True)
         choice = self.manager.dispatch(shape)
@@ -94,17 +96,14 @@ class PoolingRunner:
         return hidden[: batch.num_tokens], batch
 
     def _fill(self, sequences: Sequence[Tokens], batch: PackedBatch, padded: int) -> None:
-        num_tokens, first = batch.num_tokens, self.model.first_position
-        on_host = torch.zeros((3, padded), dtype=torch.int64)
-        on_host[0, :num_tokens] = torch.tensor([t for each in sequences for t in each.token_ids])
-        on_host[1, :num_tokens] = torch.cat(
-            [torch.arange(first, first + length) for length in batch.lengths]
+        first = self.model.first_position
+        rows = (
+            [token for each in sequences for token in each.token_ids],
+            [first + position for length in batch.lengths for position in range(length)],
+            [mark for each in sequences for mark in each.token_types or [0] * len(each.token_ids)],
         )
-        start = 0
-        for each, length in zip(sequences, batch.lengths, strict=True):
-            if each.token_types is not None:
-                on_host[2, start : start + length] = torch.tensor(each.token_types)
-            start += length
+        num_padding = padded - batch.num_tokens
+        on_host = F.pad(torch.tensor(rows), (0, num_padding))
         self.inputs[:, :padded].copy_(on_host, non_blocking=True)
 
     def _run_padded(self, num_tokens: int) -> torch.Tensor:

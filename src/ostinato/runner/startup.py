@@ -193,14 +193,15 @@ def build_runner(
         runner.capture_model()
     except BaseException as error:
         runner.close()
-        if isinstance(error, CaptureError) and isinstance(error.__cause__, CaptureError):
-            _name_the_remedy(error)
+        name_the_remedy(error)
         raise
     return runner, plans.resolved
 
 
-def _name_the_remedy(error: CaptureError) -> None:
+def name_the_remedy(error: BaseException) -> None:
     """Add a remedy to the error of a capture that failed in the model's code."""
+    if not (isinstance(error, CaptureError) and isinstance(error.__cause__, CaptureError)):
+        return
     if not isinstance(error, CaptureOutOfMemoryError):
         error.args = (
             f"{error}. If that is the model's code, run it without graphs: "
