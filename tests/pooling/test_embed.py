@@ -301,9 +301,12 @@ def test_a_step_must_hold_a_whole_prompt(tmp_path: Path) -> None:
         llm.embed([[4] * 20])
         with pytest.raises(RequestError, match=r"21 tokens, .* at most 20 .*batched_tokens"):
             llm.embed([[4] * 21])
-    # A limit that was not given adapts to the longest prompt.
-    with open_encoder(tmp_path, max_num_batched_tokens=None, max_num_seqs=2) as llm:
-        assert llm.pooling.max_model_len == MAX_LEN
+
+
+def test_a_limit_that_was_not_given_adapts_to_the_longest_prompt(tmp_path: Path) -> None:
+    save_encoder(tmp_path, max_position_embeddings=700)
+    with open_encoder(tmp_path, max_num_batched_tokens=None, sizes=[8]) as llm:
+        assert len(llm.embed([[4] * 700])) == 1
 
 
 @pytest.mark.parametrize(

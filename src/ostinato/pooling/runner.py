@@ -28,7 +28,6 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.models.base import Encoder
-from ostinato.runner.autocast import without_autocast
 from ostinato.runner.model_graphs import kernels_of
 
 logger = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class Tokens:
 class PoolingRunner:
     """Runs batches of ``model`` by ``plan``, whose mode is PIECEWISE or NONE.
 
-    ``stats`` counts replays by size, and eager batches by reason.
+    Call it without autocast. ``stats`` counts replays by size, and eager batches by reason.
     """
 
     def __init__(
@@ -78,7 +77,6 @@ class PoolingRunner:
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
 
-    @without_autocast
     def run(self, sequences: Sequence[Tokens]) -> tuple[torch.Tensor, PackedBatch]:
         """Enqueue one batch. Returns its hidden states [T, hidden_size] and where each sequence is.
 
@@ -112,7 +110,6 @@ class PoolingRunner:
 
     # --- capture -------------------------------------------------------------------------------
 
-    @without_autocast
     @torch.no_grad()
     def capture_model(self) -> int:
         """Capture every missing graph of the plan; return the bytes it took."""
