@@ -84,7 +84,7 @@ class TextDelta:
     finish_reason: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class EmbeddingOutput:
     """A prompt and its ``embedding``: one row of float32 numbers on the CPU.
 

@@ -124,6 +124,7 @@ def pair_logits(model: Any, tokenizer: Any, pairs: Any, **options: Any) -> torch
     return torch.cat(logits)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["bert", "roberta", "modernbert", "qwen3"])
 def test_cross_encoders_read_pairs(name: str, device: torch.device, tmp_path: Path) -> None:
     model = save_classifier(tmp_path, name, num_labels=1)
@@ -164,6 +165,7 @@ def test_scores_of_embeddings_are_cosines(tmp_path: Path) -> None:
         torch.testing.assert_close(scores_of(llm, [5, 6], [[5, 6]]), torch.ones(1))
 
 
+@pytest.mark.slow
 def test_bad_scores_are_named(tmp_path: Path) -> None:
     save_classifier(tmp_path / "three")
     with (

@@ -69,6 +69,7 @@ def test_embeddings_are_those_of_transformers(
         assert (llm.pooling.runner.stats.hits > 0) == (mode == "PIECEWISE")
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "auto", "pooling"),
     [
@@ -249,8 +250,9 @@ def test_texts_are_tokenized_as_the_checkpoint_says(tmp_path: Path) -> None:
     save_modules(tmp_path, {"pooling_mode_mean_tokens": True}, max_seq_length=6, do_lower_case=True)
     ids = [1, 10, 20, 30, 2]
     with open_encoder(tmp_path) as llm:
-        (result,) = llm.embed("W10 w20 W30")
-        assert result.prompt_token_ids == ids
+        for prompt in ("W10 w20 W30", {"prompt": "W10 w20 W30"}):
+            (result,) = llm.embed(prompt)
+            assert result.prompt_token_ids == ids
         assert llm.pooling.max_model_len == 6
         with pytest.raises(RequestError, match=r"the prompt has 7 tokens, .* at most 6"):
             llm.embed("w4 w5 w6 w7 w8")

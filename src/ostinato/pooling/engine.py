@@ -52,6 +52,7 @@ class PoolingEngine(Owner):
         self.config = config
         self.task = task
         self.use = ThreadUse()
+        self.resolved_mode = _resolve_mode(config)
         device = config.torch_device()
         with starting:
             loaded = load_encoder(
@@ -63,10 +64,10 @@ class PoolingEngine(Owner):
             )
             self.model, self.model_path = loaded.model, loaded.path
             self.tokenizer, self._settings = loaded.tokenizer, loaded.settings
-            self.max_model_len = self._longest_prompt()
-            plan, self.resolved_mode = self._plan()
+            longest = self._longest_prompt()
+            plan = self._plan(longest)
             # A sequence runs whole, so it must fit into a step.
-            self.max_model_len = min(self.max_model_len, plan.max_num_batched_tokens)
+            self.max_model_len = min(longest, plan.max_num_batched_tokens)
             self.runner = PoolingRunner(
                 self.model, plan, graphs=config.graphs, show_progress=config.show_progress
             )
@@ -92,25 +93,17 @@ class PoolingEngine(Owner):
             )
         return asked or min(limit, self._settings.max_seq_length or limit)
 
-    def _plan(self) -> tuple[CapturePlan, ResolvedMode]:
-        config, device = self.config, self.model.device
-        requested = config.graphs.mode
-        if requested is None:
-            requested = CUDAGraphMode.PIECEWISE
-        assert isinstance(requested, CUDAGraphMode)
-        # Attention is launched for the lengths of a batch, which the host knows.
-        resolved = resolve_mode(requested, AttentionCGSupport.NEVER, piecewise_available=True)
+    def _plan(self, longest: int) -> CapturePlan:
+        config, device, mode = self.config, self.model.device, self.resolved_mode.mode
         max_num_seqs, max_tokens = config.batch_limits(device)
         if config.max_num_batched_tokens is None:
-            max_tokens = max(max_tokens, self.max_model_len)
-        none = resolved.mode is CUDAGraphMode.NONE
-        plan = CapturePlan.build(
-            resolved.mode,
-            () if none else config.capture_sizes(device),
+            max_tokens = max(max_tokens, longest)
+        return CapturePlan.build(
+            mode,
+            () if mode is CUDAGraphMode.NONE else config.capture_sizes(device),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
         )
-        return plan, resolved
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -294,5 +287,14 @@ def _check_options(config: EngineConfig) -> None:
         raise ConfigError("swiftkv_layers is for models that generate; leave it out")
 
 
+def _resolve_mode(config: EngineConfig) -> ResolvedMode:
+    """The graph mode. Attention is launched for a batch's lengths, so no graph can hold it."""
+    requested = config.graphs.mode
+    if requested is None:
+        requested = CUDAGraphMode.PIECEWISE
+    assert isinstance(requested, CUDAGraphMode)
+    return resolve_mode(requested, AttentionCGSupport.NEVER, piecewise_available=True)
+
+
 def _bar(total: int) -> Any:
-    return tqdm(total=total, desc="embedding", delay=_BAR_AFTER_SECONDS)
+    return tqdm(total=total, desc="texts", delay=_BAR_AFTER_SECONDS)

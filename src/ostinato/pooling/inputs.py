@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,28 +68,32 @@ class InputReader:
         inputs = []
         for number, pair in enumerate(zip(queries, theirs, strict=True)):
             name = f"documents[{number}] with its query"
+            first, second = map(_lowered, pair) if self.lower_case else pair
             ids, marks = encode_pair(
-                name, self._lowered(pair), self.tokenizer, self.max_len, truncate=truncate
+                name, (first, second), self.tokenizer, self.max_len, truncate=truncate
             )
             self._check(name, ids)
             inputs.append(Input(token_ids=ids, token_types=marks if types else None))
         return inputs
 
     def _read(self, name: str, prompt: Any, truncate: bool) -> Input:
-        if self.lower_case and isinstance(prompt, str):
-            prompt = prompt.lower()
+        given = _lowered(prompt) if self.lower_case else prompt
         text, ids = read_prompt(
-            name, prompt, self.tokenizer, self.max_len, num_generated=0, truncate=truncate
+            name, given, self.tokenizer, self.max_len, num_generated=0, truncate=truncate
         )
         self._check(name, ids)
         return Input(token_ids=ids, text=text)
 
-    def _lowered(self, pair: tuple[str, str]) -> tuple[str, str]:
-        return (pair[0].lower(), pair[1].lower()) if self.lower_case else pair
-
     def _check(self, name: str, token_ids: list[Any]) -> None:
         check_token_ids(name, token_ids, self.vocab_size, self.tokenizer)
         check_num_tokens(name, len(token_ids), self.max_len, num_generated=0)
+
+
+def _lowered(prompt: Any) -> Any:
+    """A prompt with its text, if it is text, in lower case."""
+    if isinstance(prompt, Mapping):
+        return {key: _lowered(value) for key, value in prompt.items()}
+    return prompt.lower() if isinstance(prompt, str) else prompt
 
 
 def _texts(name: str, given: Any) -> list[str]:
