@@ -224,11 +224,15 @@ class PoolingEngine(Owner):
             for numbers in self._batches(order, inputs):
                 hidden, batch = self.runner.run([inputs[number] for number in numbers])
                 states = pool(hidden, batch, pooling)
-                classifies = self.task == "classify"
-                results.append(self.model.compute_logits(states) if classifies else states)
+                if self.task == "classify":
+                    states = self.model.compute_logits(states)
+                # The device goes on with the next batch meanwhile.
+                results.append(states.to("cpu", non_blocking=True))
                 if bar is not None:
                     bar.update(len(numbers))
-            sorted_rows = torch.cat(results).cpu()
+            if self.model.device.type == "cuda":
+                torch.cuda.current_stream(self.model.device).synchronize()
+            sorted_rows = torch.cat(results)
         rows = torch.empty(sorted_rows.shape)
         rows[torch.tensor(order)] = sorted_rows
         return rows
