@@ -17,10 +17,9 @@ from ostinato.engine.completion import CheckedRequest
 from ostinato.engine.engine import Engine, Submission
 from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
-from ostinato.errors import ConfigError, RequestError
+from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
-from ostinato.loading.locate import find_model
-from ostinato.loading.task import task_of
+from ostinato.loading.task import find_task
 from ostinato.options import described, same_options_as
 from ostinato.outputs import (
     ClassificationOutput,
@@ -316,22 +315,18 @@ class LLM(Owner):
 
 def _start(config: EngineConfig) -> Engine | PoolingEngine:
     """The engine for the model's task."""
-    task: str = config.task
-    path = None
-    # Named shapes and the embedded model generate.
-    if task != "generate" and config.model is not None and not config.random_weights:
-        path = find_model(str(config.model), show_progress=config.show_progress)
-        task = task_of(path) if task == "auto" else task
-    if task in ("auto", "generate"):
+    task = config.task
+    if task == "auto":
+        task = find_task(
+            None if config.model is None else str(config.model),
+            random_weights=config.random_weights,
+            show_progress=config.show_progress,
+        )
+    if task == "generate":
         return Engine(config)
     from ostinato.pooling.engine import PoolingEngine  # transformers' modules take long to import
 
-    if path is None:
-        raise ConfigError(
-            f"task={task!r} needs a checkpoint of such a model, and neither the embedded model nor "
-            "a named shape is one; name a directory or a model on the hub"
-        )
-    return PoolingEngine(config, path, "embed" if task == "embed" else "classify")
+    return PoolingEngine(config, task)
 
 
 def _bar(total: int) -> Any:

@@ -141,7 +141,7 @@ def save_modules(directory: Path, pooling: dict[str, Any], *more: str, **limits:
         (directory / "sentence_bert_config.json").write_text(json.dumps(limits))
 
 
-def open_encoder(path: Path, device: torch.device | str = "cpu", **settings: Any) -> LLM:
+def open_encoder(path: Path | str, device: torch.device | str = "cpu", **settings: Any) -> LLM:
     """An engine for up to 8 sequences and 128 tokens in a batch; ``mode`` and ``sizes``: graphs."""
     mode, sizes = settings.pop("mode", "PIECEWISE"), settings.pop("sizes", [8, 32, 128])
     graphs = GraphConfig(mode=mode, capture_sizes=sizes)

@@ -333,12 +333,36 @@ def test_compiling_is_refused(tmp_path: Path) -> None:
         LLM(tmp_path, device="cpu", graphs=GraphConfig(compile=True))
 
 
-def test_models_that_are_not_checkpoints_of_encoders_are_refused() -> None:
-    for model, random_weights in ((None, False), ("tiny", True)):
-        with pytest.raises(ConfigError, match="task='embed' needs a checkpoint"):
-            LLM(model, task="embed", random_weights=random_weights, device="cpu")
+def test_unknown_tasks_are_refused() -> None:
     with pytest.raises(ConfigError, match="task must be one of auto, generate, embed, classify"):
         LLM(task="embedding")
+
+
+# --- random weights ----------------------------------------------------------------------------
+
+
+def test_random_weights_follow_the_seed(tmp_path: Path) -> None:
+    save_encoder(tmp_path, "modernbert")
+    (tmp_path / "model.safetensors").unlink()
+    options = {"random_weights": True, "mode": "NONE"}
+    results = []
+    for seed in (1, 1, 2):
+        with open_encoder(tmp_path, seed=seed, **options) as llm:
+            results.append(embeddings_of(llm))
+    assert torch.equal(results[0], results[1])
+    assert not torch.allclose(results[0], results[2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "task"),
+    [("minilm-l6", "auto"), ("tiny", "embed"), ("tiny", "classify"), ("minilm-l6", "classify")],
+)
+def test_named_shapes(shape: str, task: str) -> None:
+    with open_encoder(shape, task=task, random_weights=True, sizes=[8]) as llm:
+        call = llm.classify if task == "classify" else llm.embed
+        assert len(call([[4, 5], [6]])) == 2
+        assert llm.pooling.runner.stats.hits == 1
 
 
 def test_each_model_does_what_it_was_loaded_for(tmp_path: Path) -> None:

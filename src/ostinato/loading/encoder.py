@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ostinato.errors import ConfigError
-from ostinato.loading.description import describe, errors_named
-from ostinato.loading.load import as_hf, check_fit, read_tokenizer
+from ostinato.loading.description import describe, describe_shape, errors_named
+from ostinato.loading.load import as_hf, check_fit, free_memory, read_tokenizer
+from ostinato.loading.locate import find_model
 from ostinato.loading.sentence import SentenceSettings, read_settings
+from ostinato.loading.task import ENCODER_SHAPES
 from ostinato.models.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -20,25 +22,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedEncoder:
-    """An encoder, the directory it came from, its tokenizer (None if there is none)."""
+    """An encoder, the directory it came from and its tokenizer; None if there is none."""
 
     model: HFEncoder
-    path: Path
+    path: Path | None
     tokenizer: Any | None
     settings: SentenceSettings
 
 
 def load_encoder(
-    path: Path,
+    name: str | None,
     *,
     task: Literal["embed", "classify"],
     device: torch.device,
     dtype: torch.dtype,
     max_model_len: int | None,
+    random_weights: bool = False,
+    seed: int = 0,
+    show_progress: bool = True,
 ) -> LoadedEncoder:
-    """Load the checkpoint in the directory ``path``, through transformers' modules."""
+    """Load the model called ``name``, through transformers' modules; None: the embedded default.
+
+    With ``random_weights`` the weights are drawn from ``seed`` and only the config is read.
+    """
     from ostinato.models.hf.encoder import HFEncoder
 
+    options: dict[str, Any] = {
+        "task": task,
+        "device": device,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+    }
+    if random_weights:
+        path, config = _shape(name or "bert-base")
+        with errors_named((path or Path()) / "config.json"):
+            model = HFEncoder.from_config(
+                config, **options, seed=seed, most_bytes=free_memory(device)
+            )
+        settings = SentenceSettings() if path is None else read_settings(path)
+        return LoadedEncoder(model=model, path=path, tokenizer=None, settings=settings)
+    path = find_model(name, show_progress=show_progress)
     described = describe(path)
     if described.swiftkv is not None:
         raise ConfigError(f"{path} is a SwiftKV model, which generates; it cannot {task}")
@@ -47,12 +70,16 @@ def load_encoder(
     check_fit(str(path), checkpoint.num_elements() * dtype.itemsize, device, dtype)
     with errors_named(path / "config.json"):
         model = HFEncoder.from_pretrained(
-            path,
-            config=as_hf(described.config),
-            task=task,
-            device=device,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            checkpoint=checkpoint,
+            path, config=as_hf(described.config), **options, checkpoint=checkpoint
         )
     return LoadedEncoder(model=model, path=path, tokenizer=read_tokenizer(path), settings=settings)
+
+
+def _shape(name: str) -> tuple[Path | None, Any]:
+    """The directory, if any, and the config of the shape called ``name``."""
+    if name in ENCODER_SHAPES:
+        from transformers import AutoConfig
+
+        return None, AutoConfig.for_model(**ENCODER_SHAPES[name])
+    path, described = describe_shape(name)
+    return path, as_hf(described.config)

@@ -5,10 +5,39 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from ostinato.loading.locate import find_model
 from ostinato.loading.sentence import MODULES
 from ostinato.models.json_file import read_object
+from ostinato.models.native.shapes import SHAPES
 
 Task = Literal["generate", "embed", "classify"]
+
+# Named shapes that embed, with what differs from the defaults of transformers' configs. For a
+# decoder that embeds, such as Qwen3-Embedding, name its shape and the task.
+ENCODER_SHAPES: dict[str, dict[str, Any]] = {
+    "bert-base": {"model_type": "bert"},
+    "minilm-l6": {
+        "model_type": "bert",
+        "hidden_size": 384,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 6,
+    },
+    "modernbert-base": {"model_type": "modernbert"},
+}
+
+
+def find_task(name: str | None, *, random_weights: bool, show_progress: bool) -> Task:
+    """The task of the model called ``name``, fetched from the hub if necessary.
+
+    The embedded default (None) and the shapes of decoders generate.
+    """
+    if name is None:
+        return "generate"
+    if not random_weights:
+        return task_of(find_model(name, show_progress=show_progress))
+    if name in ENCODER_SHAPES:
+        return "embed"
+    return "generate" if name in SHAPES else task_of(Path(name).expanduser())
 
 
 def task_of(path: Path) -> Task:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -45,9 +44,7 @@ class PoolingEngine(Owner):
     """Owns the model and the runner. One thread at a time may use it (``use``)."""
 
     @without_autocast
-    def __init__(
-        self, config: EngineConfig, path: Path, task: Literal["embed", "classify"]
-    ) -> None:
+    def __init__(self, config: EngineConfig, task: Literal["embed", "classify"]) -> None:
         _check_options(config)
         self.config = config
         self.task = task
@@ -56,11 +53,14 @@ class PoolingEngine(Owner):
         device = config.torch_device()
         with starting:
             loaded = load_encoder(
-                path,
+                None if config.model is None else str(config.model),
                 task=task,
                 device=device,
                 dtype=config.torch_dtype(device),
                 max_model_len=config.max_model_len,
+                random_weights=config.random_weights,
+                seed=config.seed,
+                show_progress=config.show_progress,
             )
             self.model, self.model_path = loaded.model, loaded.path
             self.tokenizer, self._settings = loaded.tokenizer, loaded.settings
@@ -281,11 +281,6 @@ def _check_options(config: EngineConfig) -> None:
     if config.graphs.compile:
         raise ConfigError(
             f"compile={config.graphs.compile!r} is for models that generate; leave it out"
-        )
-    if config.random_weights:
-        raise ConfigError(
-            "random_weights is for models that generate; save a checkpoint with transformers to "
-            "embed or classify with random weights"
         )
     if config.swiftkv_layers is not None:
         raise ConfigError("swiftkv_layers is for models that generate; leave it out")

@@ -16,6 +16,8 @@ import torch
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
+    AutoModel,
+    AutoModelForSequenceClassification,
     PretrainedConfig,
 )
 
@@ -37,7 +39,7 @@ from ostinato.models.hf.modules import (
 )
 from ostinato.models.hf.packed import PACKED, TokensApart, bind_packed_specs
 from ostinato.models.hf.support import check_config, freeze_rope, longest_sequence
-from ostinato.models.hf.weights import load_weights
+from ostinato.models.hf.weights import check_size, load_weights
 from ostinato.models.pooling import POOLINGS, Pooling, pool
 
 _NUM_PROBE_TOKENS = 16
@@ -88,20 +90,14 @@ class HFEncoder:
         checkpoint: Checkpoint,
     ) -> HFEncoder:
         """Load the ``checkpoint`` in the directory ``path``, with a head to classify or without."""
-        embeds = task == "embed"
-        mapping: Any = MODEL_MAPPING if embeds else MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-        check_config(config, mapping, "encoder" if embeds else "sequence classifier")
+        mapping, options = _class_of(config, task)
         max_position = longest_sequence(config, max_model_len)
-        options: dict[str, Any] = {}
-        # The pooler is for heads, and saved by some checkpoints only.
-        if embeds and "add_pooling_layer" in inspect.signature(mapping[type(config)]).parameters:
-            options["add_pooling_layer"] = False
         model = load_weights(
             checkpoint,
             own_copy(config),
             dtype=dtype,
             mapping=mapping,
-            without_head=embeds,
+            without_head=task == "embed",
             attn_implementation=PACKED,
             experts_implementation=EXPERTS,
             trust_remote_code=False,
@@ -113,6 +109,36 @@ class HFEncoder:
             if tensor.is_floating_point():
                 finite.add(name, tensor, dtype=tensor.dtype)
         finite.verify(path)
+        return cls(model, max_position=max_position)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PretrainedConfig,
+        *,
+        task: Literal["embed", "classify"],
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        max_model_len: int | None,
+        most_bytes: int | None,
+    ) -> HFEncoder:
+        """A model of ``config`` with random weights on ``device``, of at most ``most_bytes``."""
+        _, options = _class_of(config, task)
+        auto: Any = AutoModel if task == "embed" else AutoModelForSequenceClassification
+        max_position = longest_sequence(config, max_model_len)
+        check_size(auto, config, most_bytes, dtype)
+        generators = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=generators), torch.device(device):
+            torch.manual_seed(seed)
+            model = auto.from_config(
+                own_copy(config),
+                dtype=dtype,
+                attn_implementation=PACKED,
+                experts_implementation=EXPERTS,
+                trust_remote_code=False,
+                **options,
+            )
         return cls(model, max_position=max_position)
 
     def forward(
@@ -194,3 +220,19 @@ class HFEncoder:
                 "mean hidden state; it cannot be run"
             )
         self.head_pooling = nearest
+
+
+def _class_of(
+    config: PretrainedConfig, task: Literal["embed", "classify"]
+) -> tuple[Any, dict[str, Any]]:
+    """transformers' classes by config, and options to build one. Raises if it cannot run."""
+    if task == "classify":
+        mapping: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        check_config(config, mapping, "sequence classifier")
+        return mapping, {}
+    mapping = MODEL_MAPPING
+    check_config(config, mapping, "encoder")
+    # The pooler is for heads, and saved by some checkpoints only.
+    if "add_pooling_layer" in inspect.signature(mapping[type(config)]).parameters:
+        return mapping, {"add_pooling_layer": False}
+    return mapping, {}

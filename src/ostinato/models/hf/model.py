@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ostinato import compat
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import set_forward_context
@@ -47,7 +46,7 @@ from ostinato.models.hf.support import (
     freeze_rope,
     longest_sequence,
 )
-from ostinato.models.hf.weights import load_weights, no_larger_than
+from ostinato.models.hf.weights import check_size, load_weights
 
 _AUTO: Any = AutoModelForCausalLM  # has no types
 _NUM_PROBE_TOKENS = 16
@@ -124,7 +123,7 @@ class HFCausalLM(CausalLM):
         """A model of ``config`` with random weights on ``device``, of at most ``most_bytes``."""
         check_config(config)
         max_position = longest_sequence(config, max_model_len)
-        _check_size(config, most_bytes, dtype)
+        check_size(_AUTO, config, most_bytes, dtype)
         generators = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=generators), torch.device(device):
             torch.manual_seed(seed)
@@ -198,13 +197,3 @@ class HFCausalLM(CausalLM):
         num_layers = self.model.config.get_text_config().num_hidden_layers
         self.attention_specs = bind_specs(self._name, calls, num_layers, self.max_position)
         return hidden
-
-
-def _check_size(config: PretrainedConfig, most_bytes: int | None, dtype: torch.dtype) -> None:
-    """Raise if a model does not fit, before any of it is built."""
-    if most_bytes is None:
-        return
-    limit = most_bytes // dtype.itemsize
-    reason = f"fits into the {most_bytes / 2**30:.2f} GiB that are free, in {dtype}"
-    with torch.device("meta"), compat.no_init_weights.demand()(), no_larger_than(limit, reason):
-        _AUTO.from_config(own_copy(config), trust_remote_code=False)

@@ -26,8 +26,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, Pretrain
 from transformers.initialization import no_init_weights
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from ostinato import compat
 from ostinato.errors import ModelLoadError, OstinatoError
 from ostinato.models.checkpoint import FLOAT_TYPES, Checkpoint
+from ostinato.models.hf.modules import own_copy
 from ostinato.quoting import listed, said, shown
 
 _PLAIN_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -130,6 +132,18 @@ def _model_class(config: Any, mapping: Any) -> tuple[Any, Any]:
     if model_class.config_class == config.sub_configs.get("text_config"):
         config = config.get_text_config()
     return model_class, config
+
+
+def check_size(
+    auto: Any, config: PretrainedConfig, most_bytes: int | None, dtype: torch.dtype
+) -> None:
+    """Raise if a model of the kind ``auto`` does not fit, before any of it is built."""
+    if most_bytes is None:
+        return
+    limit = most_bytes // dtype.itemsize
+    reason = f"fits into the {most_bytes / 2**30:.2f} GiB that are free, in {dtype}"
+    with torch.device("meta"), compat.no_init_weights.demand()(), no_larger_than(limit, reason):
+        auto.from_config(own_copy(config), trust_remote_code=False)
 
 
 @contextmanager
