@@ -84,6 +84,19 @@ def test_probabilities_follow_the_config(
         torch.testing.assert_close(probabilities_of(llm), expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("pad_token", [None, 100])
+def test_padding_tokens_beyond_the_table_of_positions(
+    pad_token: int | None, tmp_path: Path
+) -> None:
+    """As in Qwen3: no position is counted from them."""
+    model = save_classifier(tmp_path, "qwen3", pad_token_id=pad_token)
+    prompts = [[token for token in prompt if token != pad_token] for prompt in PROMPTS]
+    expected = logits_of(model, prompts).softmax(-1)
+    with open_encoder(tmp_path, mode="NONE") as llm:
+        got = torch.tensor([list(each.probs.values()) for each in llm.classify(prompts)])
+    torch.testing.assert_close(got, expected, atol=2e-5, rtol=1e-4)
+
+
 def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
     save_classifier(tmp_path, sbert_ce_default_activation_function="torch.nn.Softplus")
     with (

@@ -163,10 +163,13 @@ class HFEncoder:
     # --- checks at loading ----------------------------------------------------------------------
 
     def _discover(self, pad_token: Any) -> None:
-        offset = pad_token + 1 if isinstance(pad_token, int) else 0  # of RoBERTa's positions
-        count = max(1, min(_NUM_PROBE_TOKENS, self.max_position - offset))
+        # RoBERTa counts positions from the number after its padding token's, which is small.
+        has_offset = isinstance(pad_token, int) and 0 <= pad_token < self.max_position // 2
+        offset = pad_token + 1 if has_offset else 0
+        count = min(_NUM_PROBE_TOKENS, self.max_position - offset)
         ids = (7 * torch.arange(count, device=self.device) + 3) % self.vocab_size
-        ids[ids == pad_token] = (offset + 1) % self.vocab_size
+        if has_offset:
+            ids[ids == pad_token] = (pad_token + 1) % self.vocab_size
         calls: list[AttentionCall] = []
         with attention_implementation(self.model, DISCOVERY), record_calls(calls):
             expected: torch.Tensor = self._base(input_ids=ids[None])[0].squeeze(0)
