@@ -160,7 +160,10 @@ def check_fits(plan: CapturePlan, shape: BatchShape | None, choice: Choice) -> N
         return
     assert key.num_tokens >= shape.num_tokens
     if choice.mode is NONE:
-        assert key == BatchDescriptor(plan.padded_tokens(shape.num_tokens))
+        loras = shape.num_active_loras
+        assert key == BatchDescriptor(
+            plan.padded_tokens(shape.num_tokens), has_lora=loras > 0, num_active_loras=loras
+        )
         return
     case = min(case for case in plan.lora_cases if case >= shape.num_active_loras)
     assert (key.num_active_loras, key.has_lora) == (case, case > 0)

@@ -114,7 +114,9 @@ class AgreedDispatch:
         wished = agreed.mode is CUDAGraphMode.NONE
         choice = Choice(
             mode=CUDAGraphMode.NONE,
-            descriptor=BatchDescriptor(num_tokens),
+            descriptor=BatchDescriptor.eager(
+                num_tokens, 0 if shape is None else shape.num_active_loras
+            ),
             reason=Reason.EAGER_ON_ANOTHER_RANK if wished else Reason.NO_COMMON_SIZE,
         )
         return self._as_decode_step(choice, shape)

@@ -138,7 +138,9 @@ class Oracle:
         if mode in (DECODE_ONLY, BOTH, WHOLE):
             self.decode = {q: decode_sizes(setup, q) for q in setup.query_lens}
         below = [case for case in (1, 2, 4, 8) if case < setup.max_loras]
-        self.lora_cases = sorted({0, *below, setup.max_loras})
+        self.lora_cases = self.mixed_lora_cases = sorted({0, *below, setup.max_loras})
+        if mode is WHOLE and self.mixed_sizes != sorted(set(setup.sizes)):
+            self.mixed_lora_cases = sorted({0, min(1, setup.max_loras), setup.max_loras})
 
     def entry(self, shape: BatchShape) -> PlanEntry | None:
         """The planned entry, or None for eager."""
@@ -146,7 +148,7 @@ class Oracle:
         case = smallest(self.lora_cases, loras)
         if case is None:
             return None
-        lora: dict[str, Any] = {"has_lora": case > 0, "num_active_loras": case}
+        lora: dict[str, Any] = {"has_lora": loras > 0, "num_active_loras": case}
         decodes = tokens == query_len * reqs and not has_prompts
         if not blocked and query_len in self.decode and decodes:
             size = smallest(self.decode[query_len], tokens)
@@ -158,6 +160,7 @@ class Oracle:
         if size is None or self.mixed is NONE or (self.mixed is FULL and blocked):
             return None
         num_reqs = min(size, self.max_num_seqs) if self.mixed is FULL else None
+        lora["num_active_loras"] = smallest(self.mixed_lora_cases, loras)
         descriptor = BatchDescriptor(size, num_reqs=num_reqs, **lora)
         return PlanEntry(mode=self.mixed, descriptor=descriptor)
 
@@ -209,7 +212,7 @@ def check_fits(choice: Choice, shape: BatchShape) -> None:
     assert key.num_tokens >= shape.num_tokens
     assert key.num_reqs is None or key.num_reqs >= shape.num_reqs
     if choice.mode is NONE:
-        assert key == BatchDescriptor(shape.num_tokens)
+        assert key == BatchDescriptor.eager(shape.num_tokens, shape.num_active_loras)
     if shape.attention_blocks_full:
         assert choice.mode is not FULL
 
@@ -326,8 +329,9 @@ DECODE = BatchShape(num_tokens=3, num_reqs=3, max_query_len=1)
 MIXED = BatchShape(num_tokens=3, num_reqs=2, max_query_len=2)
 
 
-def assert_eager(choice: Choice, num_tokens: int, reason: Reason) -> None:
-    assert (choice.mode, choice.descriptor) == (NONE, BatchDescriptor(num_tokens))
+def assert_eager(choice: Choice, num_tokens: int, reason: Reason, num_loras: int = 0) -> None:
+    expected = BatchDescriptor(num_tokens, has_lora=num_loras > 0, num_active_loras=num_loras)
+    assert (choice.mode, choice.descriptor) == (NONE, expected)
     assert choice.reason is reason
 
 
@@ -367,7 +371,8 @@ def test_before_capture_everything_is_eager(mode: CUDAGraphMode) -> None:
     ids=str,
 )
 def test_reasons_to_run_eagerly(mode: CUDAGraphMode, shape: BatchShape, reason: Reason) -> None:
-    assert_eager(captured(plan_of(mode)).dispatch(shape), shape.num_tokens, reason)
+    choice = captured(plan_of(mode)).dispatch(shape)
+    assert_eager(choice, shape.num_tokens, reason, shape.num_active_loras)
 
 
 def test_decode_batch_beyond_its_requests_is_too_large() -> None:
@@ -549,11 +554,20 @@ def test_batch_uses_the_smallest_case_that_holds_its_adapters(
 ) -> None:
     choice = captured(plan_of(BOTH, max_loras=5)).dispatch(shape._replace(num_active_loras=active))
     if case is None:
-        assert_eager(choice, 3, Reason.TOO_MANY_LORAS)
+        assert_eager(choice, 3, Reason.TOO_MANY_LORAS, active)
         return
     assert choice.descriptor.num_tokens == 4
     assert choice.descriptor.num_active_loras == case
     assert choice.descriptor.has_lora == (case > 0)
+
+
+@pytest.mark.parametrize(("active", "case"), [(0, 0), (1, 1), (2, 5), (5, 5)])
+def test_separate_sizes_of_whole_graphs_have_few_cases(active: int, case: int) -> None:
+    dispatcher = captured(plan_of(WHOLE, (1, 4), mixed_sizes=(8,), max_loras=5))
+    mixed = dispatcher.dispatch(MIXED._replace(num_active_loras=active)).descriptor
+    assert (mixed.num_tokens, mixed.uniform, mixed.num_active_loras) == (8, False, case)
+    decode = dispatcher.dispatch(DECODE._replace(num_active_loras=active)).descriptor
+    assert (decode.num_tokens, decode.uniform, decode.num_active_loras) == (4, True, active)
 
 
 def test_adapter_cases_are_captured_one_by_one() -> None:

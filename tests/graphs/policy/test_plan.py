@@ -161,6 +161,21 @@ def test_every_phase_has_every_lora_case() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("max_loras", "cases"), [(0, [0]), (1, [0, 1]), (2, [0, 1, 2]), (16, [0, 1, 16])]
+)
+def test_separate_sizes_of_whole_graphs_have_at_most_three_lora_cases(
+    max_loras: int, cases: list[int]
+) -> None:
+    plan = build(WHOLE, (1, 4), mixed_sizes=(2, 8), max_loras=max_loras)
+    mixed = [e.descriptor for e in plan.entries if not e.descriptor.uniform]
+    expected = [(size, case) for size in (8, 2) for case in reversed(cases)]
+    assert [(key.num_tokens, key.num_active_loras) for key in mixed] == expected
+    assert len(plan.entries) - len(mixed) == 2 * len(plan.lora_cases)
+    plan = build(WHOLE, (1, 4), max_loras=max_loras)
+    assert len(plan.entries) == 2 * 2 * len(plan.lora_cases)
+
+
 def test_no_entry_appears_twice() -> None:
     plan = build(BOTH, (1, 2, 3, 4), decode_query_lens=(2, 3), max_loras=3)
     assert len(set(plan.entries)) == len(plan.entries)

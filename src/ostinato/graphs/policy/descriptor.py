@@ -81,6 +81,12 @@ class BatchDescriptor:
     def __hash__(self) -> int:
         return self._hash
 
+    @classmethod
+    def eager(cls, num_tokens: int, num_active_loras: int = 0) -> BatchDescriptor:
+        """The description of a batch without a graph."""
+        has_lora = num_active_loras > 0
+        return cls(num_tokens, has_lora=has_lora, num_active_loras=num_active_loras)
+
 
 class Reason(Enum):
     """Why a batch runs the way it does. All but the first five mean that it runs eagerly."""
@@ -120,7 +126,7 @@ class Choice:
 
     Dispatch creates it once, before the input buffers are filled, and it travels with the batch;
     nothing downstream decides again. For an eager batch the descriptor holds its token count,
-    padded only to the plan's ``token_multiple``.
+    padded only to the plan's ``token_multiple``, and its number of active adapters.
 
     ``uniform_decode``: the batch runs as a decode step, with the decode query length in every row,
     padding rows included. ``padded_num_reqs``: its number of rows; None: the number of requests.

@@ -40,7 +40,7 @@ class Dispatcher:
         self._planned = frozenset(plan.entries)
         self._captured: set[PlanEntry] = set()
         self._refused: dict[PlanEntry, Reason] = {}
-        self._eager: dict[tuple[int, Reason, int], Choice] = {}
+        self._eager: dict[tuple[int, Reason, int, int], Choice] = {}
         self._lora_case_index = padding_table(plan.lora_cases)
         self._query_lens = frozenset(plan.decode_query_lens)
         # By query length of uniform decode batches (0: mixed), by whether attention blocks FULL;
@@ -66,15 +66,14 @@ class Dispatcher:
         query_len = max_query_len if is_decode else 0
         if num_loras >= len(self._lora_case_index):
             why = Reason.TOO_MANY_LORAS if self.plan.entries else Reason.MODE_NONE
-            return self._eager_choice(num_tokens, why, query_len)
+            return self._eager_choice(num_tokens, why, query_len, num_loras)
         answers = self._tables[query_len, blocked][self._lora_case_index[num_loras]]
         if num_tokens >= len(answers):
-            return self._eager_choice(
-                num_tokens, self._beyond_tables(query_len, blocked), query_len
-            )
+            why = self._beyond_tables(query_len, blocked)
+            return self._eager_choice(num_tokens, why, query_len, num_loras)
         answer = answers[num_tokens]
         if isinstance(answer, Reason):
-            return self._eager_choice(num_tokens, answer, query_len)
+            return self._eager_choice(num_tokens, answer, query_len, num_loras)
         limit = answer.padded_num_reqs
         if limit is not None and num_reqs > limit:
             raise BatchError(
@@ -207,14 +206,16 @@ class Dispatcher:
             return Reason.TOO_LARGE
         return self._no_graph_reason(blocked=blocked)
 
-    def _eager_choice(self, num_tokens: int, reason: Reason, query_len: int) -> Choice:
-        key = (num_tokens, reason, query_len)
+    def _eager_choice(
+        self, num_tokens: int, reason: Reason, query_len: int, num_loras: int
+    ) -> Choice:
+        key = (num_tokens, reason, query_len, num_loras)
         if key not in self._eager:
             padded = self.plan.padded_tokens(num_tokens)
             uniform = self.plan.is_uniform(padded, query_len)
             self._eager[key] = Choice(
                 mode=CUDAGraphMode.NONE,
-                descriptor=BatchDescriptor(padded),
+                descriptor=BatchDescriptor.eager(padded, num_loras),
                 reason=reason,
                 uniform_decode=uniform,
                 padded_num_reqs=padded // query_len if uniform else None,

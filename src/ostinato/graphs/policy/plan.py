@@ -174,6 +174,17 @@ class CapturePlan:
         return (0, *powers, self.max_loras) if self.max_loras else (0,)
 
     @cached_property
+    def mixed_lora_cases(self) -> tuple[int, ...]:
+        """The same for mixed batches; only 0, 1 and the maximum for whole graphs of other sizes.
+
+        These sizes go up to the largest batch, and such graphs take the longest to capture.
+        """
+        cases = self.lora_cases
+        if self.mode is not CUDAGraphMode.FULL_AND_FULL or self.mixed_sizes == self.sizes:
+            return cases
+        return tuple(sorted({*cases[:2], cases[-1]}))
+
+    @cached_property
     def digest(self) -> str:
         """A hash that is equal on two ranks exactly when their plans are."""
         fields = (
@@ -222,6 +233,8 @@ class CapturePlan:
         )
 
     def mixed_descriptor(self, num_tokens: int, num_loras: int) -> BatchDescriptor:
+        """The key for ``num_loras`` active adapters: that of the smallest case that holds them."""
+        num_loras = next(case for case in self.mixed_lora_cases if case >= num_loras)
         full = self.mode.mixed_mode() is CUDAGraphMode.FULL
         return BatchDescriptor(
             num_tokens,
@@ -249,7 +262,7 @@ class CapturePlan:
         if mode is CUDAGraphMode.NONE:
             return
         for size in reversed(self.mixed_sizes):
-            for num_loras in reversed(self.lora_cases):
+            for num_loras in reversed(self.mixed_lora_cases):
                 descriptor = self.mixed_descriptor(size, num_loras)
                 yield PlanEntry(mode=mode, descriptor=descriptor)
 
