@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ostinato.attention.base import AttentionBackend
 
 TASKS = ("auto", "generate", "embed", "classify")
+MAX_LORA_RANK = 256
 DTYPES = ("float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "numba")
 # On the CPU nothing tells how much memory may be used; on CUDA the remaining memory is used.
@@ -200,6 +201,13 @@ class EngineConfig:
         "it set this themselves.",
         cli=int,
     )
+    enable_lora: bool = option(
+        False, "Make room for LoRA adapters, which load_adapter loads at any time.", cli=bool
+    )
+    max_loras: int = option(
+        1, "Maximum adapters loaded at once, all of which one step may use.", cli=int
+    )
+    max_lora_rank: int = option(16, "Largest rank of an adapter.", cli=int)
     tune: Literal["auto", "off"] = option(
         "auto",
         "'auto': a model's first start on a GPU takes a few seconds to measure tile configs for "
@@ -263,6 +271,7 @@ class EngineConfig:
             )
         if self.task not in TASKS:
             raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {shown(self.task)}")
+        self._check_lora()
         if self.tune not in ("auto", "off"):
             raise ConfigError(f"tune must be 'auto' or 'off', got {shown(self.tune)}")
         if self.model == "":
@@ -283,6 +292,26 @@ class EngineConfig:
                 "attention must be the name of a backend or an object whose class derives from "
                 f"AttentionBackend, got {shown(self.attention)}, which {problem}"
             )
+
+    def _check_lora(self) -> None:
+        for name, default in (("max_loras", 1), ("max_lora_rank", 16)):
+            value = getattr(self, name)
+            check_positive_int(name, value)
+            if not self.enable_lora and value != default:
+                raise ConfigError(f"{name} is {value}, but enable_lora is off; turn it on")
+        if self.max_lora_rank > MAX_LORA_RANK:
+            raise ConfigError(
+                f"max_lora_rank is {self.max_lora_rank}; {MAX_LORA_RANK} is the largest"
+            )
+        if self.enable_lora and self.graphs.compile:
+            raise ConfigError(
+                f"compile={self.graphs.compile!r} does not support adapters; leave out one of "
+                "compile and enable_lora"
+            )
+
+    @property
+    def num_lora_slots(self) -> int:
+        return self.max_loras if self.enable_lora else 0
 
     def _check_parallel(self) -> None:
         check_positive_int("tensor_parallel_size", self.tensor_parallel_size)
@@ -307,6 +336,8 @@ class EngineConfig:
             )
         if self.graphs.compile:
             raise ConfigError(f"compile={self.graphs.compile!r} supports one device, not {ranks}")
+        if self.enable_lora:
+            raise ConfigError(f"enable_lora supports one device, not {ranks}")
         if self.graphs.eager_fallback:
             raise ConfigError(
                 f"eager_fallback supports one device, not {ranks}: a rank whose capture failed "

@@ -29,7 +29,7 @@ from ostinato.outputs import (
 )
 from ostinato.sampling_params import SamplingParams
 from ostinato.text.chat import Message, list_conversations, render_chat
-from ostinato.text.prompts import Prompt, list_params, list_prompts, read_prompt
+from ostinato.text.prompts import Prompt, list_adapters, list_params, list_prompts, read_prompt
 from ostinato.text.template_process import TemplateProcess
 
 if TYPE_CHECKING:
@@ -112,6 +112,7 @@ class LLM(Owner):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Complete all prompts, and return the results in the order of the prompts.
@@ -121,9 +122,11 @@ class LLM(Owner):
         per row; rows have no padding, so every element is a token.
 
         ``sampling_params``: one for all prompts, or a list with one per prompt; None: the defaults.
-        ``use_tqdm``: show a progress bar for long calls (None: as in ``show_progress``).
+        ``adapter``: the name of a loaded LoRA adapter, for all prompts, or a list with a name or
+        None per prompt. ``use_tqdm``: show a progress bar for long calls (None: as in
+        ``show_progress``).
         """
-        prepared = self._prepare(list_prompts(prompts), sampling_params)
+        prepared = self._prepare(list_prompts(prompts), sampling_params, adapter)
         return self._generate(*prepared, use_tqdm=use_tqdm)
 
     def _generate(
@@ -165,15 +168,17 @@ class LLM(Owner):
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
     ) -> TextStream:
         """Complete all prompts and yield the text of each step. Leaving the loop aborts the rest.
 
         Inside the loop this thread may generate too; other threads get ``ConcurrentUseError`` until
         it ends.
         """
-        _, requests = self._prepare(
-            list_prompts(prompts), sampling_params
-        )  # not at the first next()
+        _, requests = self._prepare(  # not at the first next()
+            list_prompts(prompts), sampling_params, adapter
+        )
         return TextStream(self.engine, requests)
 
     @one_thread()
@@ -182,6 +187,7 @@ class LLM(Owner):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | Sequence[str | None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several conversations, each a list of {"role": ..., "content": ...}.
@@ -190,7 +196,8 @@ class LLM(Owner):
         ``generate``.
         """
         prompts = [(name, self._render(each, name)) for name, each in list_conversations(messages)]
-        return self._generate(*self._prepare(prompts, sampling_params), use_tqdm=use_tqdm)
+        prepared = self._prepare(prompts, sampling_params, adapter)
+        return self._generate(*prepared, use_tqdm=use_tqdm)
 
     @one_thread()
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -200,6 +207,27 @@ class LLM(Owner):
     def _render(self, messages: Any, name: str = "messages") -> list[int]:
         engine = self.engine
         return render_chat(self._templates, engine.tokenizer, messages, engine.max_model_len, name)
+
+    # --- adapters ------------------------------------------------------------------------------
+
+    @one_thread()
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load the LoRA adapter in the directory ``path``, in PEFT's format, under this name.
+
+        Needs ``enable_lora``. An adapter of the same name is replaced: unfinished requests keep the
+        old one until they end, and its slot too. If this raises, nothing has changed.
+        """
+        self.engine.load_adapter(name, path)
+
+    @one_thread()
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Unfinished requests keep it until they end, and its slot too."""
+        self.engine.unload_adapter(name)
+
+    @property
+    def adapters(self) -> list[str]:
+        """The names of the loaded adapters."""
+        return self.engine.adapters.names
 
     # --- pooling -------------------------------------------------------------------------------
 
@@ -268,16 +296,18 @@ class LLM(Owner):
         self,
         prompts: list[tuple[str, Any]],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: str | Sequence[str | None] | None,
     ) -> tuple[list[RequestOutput], list[CheckedRequest]]:
         """Check all requests before any runs. Prompts come with their names in errors."""
         each_params = list_params(params, len(prompts))
+        adapters = list_adapters(adapter, len(prompts))
         outputs: list[RequestOutput] = []
         requests: list[CheckedRequest] = []
-        for (name, prompt), its_params in zip(prompts, each_params, strict=True):
+        for (name, prompt), its_params, adapter in zip(prompts, each_params, adapters, strict=True):
             text, token_ids = read_prompt(
                 name, prompt, self.engine.tokenizer, self.engine.max_model_len
             )
-            request = self.engine.check_request(token_ids, its_params, name=name)
+            request = self.engine.check_request(token_ids, its_params, name=name, adapter=adapter)
             requests.append(request)
             outputs.append(
                 RequestOutput(

@@ -9,7 +9,9 @@ _LEAVE_OUT = "omit it"
 GRAPH_OPTIONS = {
     "cudagraph_num_of_warmups": Foreign("write num_warmups"),
     "cudagraph_copy_inputs": Foreign("inputs are static buffers that the runner fills", (False,)),
-    "cudagraph_specialize_lora": Foreign("adapters are not supported at run time", (True, False)),
+    "cudagraph_specialize_lora": Foreign(
+        "batches without adapters have graphs of their own", (True,)
+    ),
     "use_inductor": Foreign("write compile=True for inductor, compile='eager' without"),
     "splitting_ops": Foreign("models are split at attention", (None,)),
     "level": Foreign("write compile=True to compile the model", (0, None)),
@@ -63,7 +65,9 @@ ENGINE_OPTIONS = {
     ),
     "quantization": Foreign("the checkpoint's config decides; " + _LEAVE_OUT, (None,)),
     "speculative_config": Foreign("speculative decoding is not supported yet", (None,)),
-    "enable_lora": Foreign("merge the adapter into the checkpoint first (PEFT)", (False,)),
+    "max_cpu_loras": Foreign("every loaded adapter is on the device; write max_loras", (None,)),
+    "lora_dtype": Foreign("adapters have the model's dtype", ("auto", None)),
+    "fully_sharded_loras": Foreign("adapters run on one device", (False,)),
     "hf_overrides": Foreign("edit a copy of the checkpoint's config.json", (None,)),
     "trust_remote_code": Foreign("code in a checkpoint is never executed", (False,)),
     "runner": Foreign("write task='embed' or task='classify'", ("auto", "generate")),

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from adapters import save_adapter
 from tiny_encoders import save_encoder
 from tiny_models import save_talking
 from transformers import AutoModelForSequenceClassification
@@ -107,8 +108,12 @@ def test_the_readme_is_short() -> None:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where snippets run: ``path/to/model`` is a checkpoint there, and others are for pooling."""
-    save_talking(tmp_path / "path/to/model", CHAT_TEMPLATE)
+    """Where snippets run: ``path/to/model`` is a checkpoint, ``path/to/adapter`` a LoRA of it.
+
+    Others there are for pooling.
+    """
+    model = save_talking(tmp_path / "path/to/model", CHAT_TEMPLATE)
+    save_adapter(tmp_path / "path/to/adapter", model)
     save_encoder(tmp_path / "path/to/encoder", tokenizer=True)
     classifier = AutoModelForSequenceClassification
     for name, num_labels in (("classifier", 2), ("cross-encoder", 1)):

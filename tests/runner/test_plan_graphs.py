@@ -66,6 +66,15 @@ def test_default_sizes_of_decode_and_of_mixed_batches() -> None:
     assert len(plan.entries) == len(decode) + len(mixed)
 
 
+def test_graphs_with_adapters_stay_bounded() -> None:
+    """Decode graphs for 0, 1, 2, 4 and 8 adapters; whole graphs of mixed batches for 0, 1, 8."""
+    without = plans_of().model
+    plan = plans_of(enable_lora=True, max_loras=8).model
+    assert (plan.sizes, plan.mixed_sizes) == (without.sizes, without.mixed_sizes)
+    assert len(sizes_of(plan, "decode, FULL")) == 5 * 35
+    assert len(sizes_of(plan, "mixed, FULL")) == 3 * 42
+
+
 @pytest.mark.parametrize(
     ("graphs", "sizes"),
     [({"capture_sizes": [3, 700]}, (3, 700)), ({"max_cudagraph_capture_size": 8}, (1, 2, 4, 8))],

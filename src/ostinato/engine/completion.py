@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from ostinato.lora.adapter_slots import LoadedAdapter
 from ostinato.outputs import CompletionOutput
 from ostinato.sampling_params import SamplingParams
-from ostinato.scheduling.request import Request
+from ostinato.scheduling.request import NO_LORA, Request
 from ostinato.text.detokenizer import Detokenizer
 
 NUM_SEEDS = 2**63
@@ -63,6 +64,7 @@ class CheckedRequest:
     seed: int
     stop_token_ids: frozenset[int]
     tokenizer: Any
+    adapter: LoadedAdapter | None = None
 
     def completion(self, index: int) -> Completion:
         """Create the sequence with this index."""
@@ -74,6 +76,8 @@ class CheckedRequest:
             max_total_tokens=self.max_total_tokens,
             seed=_nth_seed(self.seed, index),
             stop_token_ids=self.stop_token_ids,
+            lora_slot=NO_LORA if self.adapter is None else self.adapter.slot,
+            cache_salt=b"" if self.adapter is None else self.adapter.cache_salt,
             watched=bool(params.stop) or params.logprobs is not None,
         )
         return Completion(

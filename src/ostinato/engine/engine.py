@@ -7,11 +7,14 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
+from weakref import WeakSet
 
 import torch
 
 from ostinato.config import EngineConfig
+from ostinato.engine.adapters import EngineAdapters
 from ostinato.engine.completion import NUM_SEEDS, CheckedRequest, Completion
 from ostinato.engine.start import start
 from ostinato.engine.thread_use import ThreadUse, one_thread
@@ -64,7 +67,9 @@ class Engine(Owner):
             max_model_len=cache.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
         )
+        self.adapters = EngineAdapters(self.runner)
         self._completions: dict[str, Completion] = {}
+        self._submissions: WeakSet[Submission] = WeakSet()
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
         # Batches that may run before the host has read their tokens.
         self._num_ahead = 1 if config.overlaps_on(self.model.device) else 0
@@ -87,18 +92,23 @@ class Engine(Owner):
 
         Errors refer to the prompt as ``name``.
         """
-        request = self._check_request(list(prompt_token_ids), params, name)
+        request = self._check_request(list(prompt_token_ids), params, name, None)
         return [request.completion(index) for index in range(params.n)]
 
     @one_thread(is_part=True)
     def check_request(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, *, name: str = "the prompt"
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        name: str = "the prompt",
+        adapter: str | None = None,
     ) -> CheckedRequest:
-        """Check a request without creating its sequences yet."""
-        return self._check_request(list(prompt_token_ids), params, name)
+        """Check a request without creating its sequences yet. ``adapter``: the name of a LoRA."""
+        return self._check_request(list(prompt_token_ids), params, name, adapter)
 
     def _check_request(
-        self, prompt: list[int], params: SamplingParams, name: str
+        self, prompt: list[int], params: SamplingParams, name: str, adapter: str | None
     ) -> CheckedRequest:
         self._check_open()
         self._check_prompt(prompt, name)
@@ -115,7 +125,25 @@ class Engine(Owner):
             seed=self._seeds.randrange(NUM_SEEDS) if params.seed is None else params.seed,
             stop_token_ids=frozenset(params.stop_token_ids) | eos,
             tokenizer=self.tokenizer,
+            adapter=None if adapter is None else self.adapters.find(adapter),
         )
+
+    @one_thread(is_part=True)
+    def load_adapter(self, name: str, path: str | Path) -> None:
+        """Load the PEFT adapter in ``path`` as ``name``, or replace the one of that name."""
+        self._check_open()
+        self.adapters.load(name, path, in_use=self._slots_in_use())
+
+    @one_thread(is_part=True)
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Requests that use it go on; its slot is free when they have ended."""
+        self._check_open()
+        self.adapters.unload(name)
+
+    def _slots_in_use(self) -> set[int]:
+        """The slots of adapters that unfinished requests use, or will use."""
+        used = {completion.request.lora_slot for completion in self._completions.values()}
+        return used.union(*(each.lora_slots for each in self._submissions if each.num_left))
 
     @one_thread(is_part=True)
     def add(self, completion: Completion) -> None:
@@ -309,6 +337,8 @@ class Submission:
         )
         self.num_completions = sum(request.params.n for request in requests)
         self.num_left = self.num_completions
+        self.lora_slots = {each.adapter.slot for each in requests if each.adapter is not None}
+        engine._submissions.add(self)
         self._num_to_start = self.num_completions
         self._started: dict[Completion, int] = {}  # unfinished ones, with their prompts' numbers
         self._news: deque[Completion] = deque()

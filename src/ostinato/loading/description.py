@@ -85,8 +85,8 @@ def describe(path: Path) -> ModelDescription:
         raise ModelLoadError(f"{path} has no config.json; a model's directory needs one")
     if (path / "adapter_config.json").is_file():
         raise ModelLoadError(
-            f"{path} has an adapter_config.json: it is an adapter (LoRA) for another model, which "
-            "is not applied here; merge it into its model with peft and name the result"
+            f"{path} has an adapter_config.json: it is an adapter (LoRA) for another model; "
+            "name that model, with enable_lora=True, and load the adapter with load_adapter()"
         )
     fields = read_object(file)
     check_numbers(file, fields)

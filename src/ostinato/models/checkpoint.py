@@ -51,11 +51,14 @@ class TensorInfo:
 class Checkpoint:
     """The tensors of a directory of safetensors files. Keeps no file open."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, only: Path | None = None) -> None:
+        """``only``: the one file to read."""
         self.path = path
         self.tensors: dict[str, TensorInfo] = {}
         index = path / _INDEX
-        if index.is_file():
+        if only is not None:
+            placed, files = {}, [only]
+        elif index.is_file():
             placed = _read_index(index)
             files = sorted({path / file for file in placed.values()})
         else:

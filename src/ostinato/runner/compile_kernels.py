@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable, Iterator
 from importlib.util import find_spec
+from itertools import product
 
 import torch
 
@@ -95,12 +96,17 @@ def _entries(model: CausalLM, plan: CapturePlan) -> Iterator[PlanEntry]:
     largest = max((entry.descriptor.num_tokens for entry in plan.entries), default=1)
     measured = {plan.padded_tokens(size) for size in (plan.max_num_batched_tokens, largest)}
     whole = {
-        entry.descriptor.num_tokens
+        (entry.descriptor.num_tokens, entry.descriptor.has_lora)
         for entry in classes.values()
         if entry.mode is CUDAGraphMode.FULL and not entry.descriptor.uniform
     }
-    for num_tokens in sorted(measured - whole):
-        num_reqs = min(num_tokens, plan.max_num_seqs)
-        yield PlanEntry(
-            mode=CUDAGraphMode.PIECEWISE, descriptor=BatchDescriptor(num_tokens, num_reqs=num_reqs)
+    for num_tokens, num_loras in product(sorted(measured), sorted({0, plan.max_loras})):
+        if (num_tokens, num_loras > 0) in whole:
+            continue
+        descriptor = BatchDescriptor(
+            num_tokens,
+            num_reqs=min(num_tokens, plan.max_num_seqs),
+            has_lora=num_loras > 0,
+            num_active_loras=num_loras,
         )
+        yield PlanEntry(mode=CUDAGraphMode.PIECEWISE, descriptor=descriptor)

@@ -43,17 +43,17 @@ def kernels_of(num_ranks: int, entry: PlanEntry) -> tuple[int, ...]:
     GEMM kernels follow the row class, then powers of 2 up to ``MOST_ROWS``. Attention kernels,
     which pieces do not contain, follow powers of 2; but at some size, which depends on the model
     and the GPU, prompts get another one. A rank computes GEMMs for its share of a batch's tokens,
-    and attention for all of them.
+    and attention for all of them. Batches with adapters have kernels of their own.
     """
-    num_tokens = entry.descriptor.num_tokens
+    num_tokens, has_lora = entry.descriptor.num_tokens, entry.descriptor.has_lora
     num_rows = max(1, num_tokens // num_ranks)
     if entry.mode is not CUDAGraphMode.PIECEWISE:
         if not entry.descriptor.uniform and num_tokens <= _LARGEST_OWN_CLASS:
-            return (num_tokens,)
-        return next_power_of_2(num_tokens), next_power_of_2(num_rows)
+            return num_tokens, has_lora
+        return next_power_of_2(num_tokens), next_power_of_2(num_rows), has_lora
     if num_rows <= MAX_ROWS:
-        return (row_class(num_rows),)
-    return (next_power_of_2(min(num_rows, MOST_ROWS + 1)),)
+        return row_class(num_rows), has_lora
+    return next_power_of_2(min(num_rows, MOST_ROWS + 1)), has_lora
 
 
 def _samples(entry: PlanEntry) -> bool:

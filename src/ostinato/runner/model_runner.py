@@ -27,6 +27,7 @@ from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.lora.adapter_weights import AdapterWeights, Matrices
 from ostinato.models.base import CausalLM
 from ostinato.ops.sampling import sample_rows
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
@@ -85,12 +86,14 @@ class ModelRunner:
         name: str = "model",
         small: SmallBatchModel | None = None,
         agreement: Reducer | None = None,
+        adapters: AdapterWeights | None = None,
     ) -> None:
         _check_can_agree(agreement, graphs, small)
         self.model = model
         self.plan = plan
         self.cache = cache
         self.backend = backend
+        self.adapters = adapters
         self.memory = memory = StepMemory.allocate(model, plan, cache, backend)
         self.state, self.buffers, self.kv_cache = memory.state, memory.buffers, memory.kv_cache
         self.pool = GraphPool(model.device)
@@ -199,6 +202,15 @@ class ModelRunner:
             stream = torch.cuda.current_stream(self.model.device)
             self.memory.record_stream(stream)
             self.samplers.record_stream(stream)
+            if self.adapters is not None:
+                self.adapters.record_stream(stream)
+
+    @torch.inference_mode()
+    def load_adapter(self, slot: int, matrices: Matrices) -> None:
+        """Write an adapter to a slot that no request uses, behind all steps so far."""
+        assert self.adapters is not None, "checked by the engine"
+        self._follow_stream()
+        self.adapters.write(slot, matrices)
 
     def forget_rows(self) -> None:
         """Make the next decode step write its rows again. Call it after writing to the buffers."""
@@ -222,6 +234,8 @@ class ModelRunner:
             return members  # compared by value: ranks that agree build an equal choice every step
         graph = self._all_graphs[choice.model].decode_graph(choice)
         members = DecodeMembers.place(rows, choice, graph, self.memory, self.samplers)
+        if self.adapters is not None and choice.descriptor.has_lora:
+            self.adapters.set_rows(plan.lora_slots)
         self._members = members
         return members
 
@@ -265,6 +279,8 @@ class ModelRunner:
             [item.num_tokens for item in requests],
             [item.samples for item in requests],
         )
+        if self.adapters is not None and choice.descriptor.has_lora:
+            self.adapters.set_rows(plan.lora_slots, [item.num_tokens for item in requests])
         if choice.mode is CUDAGraphMode.FULL:
             return None
         self.memory.fill(num_reqs=padded_reqs, num_tokens=padded_tokens)
@@ -353,7 +369,7 @@ class ModelRunner:
             close_each((self.samplers.close, self.pool.close))
         finally:
             self.kv_cache.layers.clear()
-            self._members = None
+            self._members = self.adapters = None
             self._all_graphs.clear()
             if hasattr(self, "model"):
                 del self.model, self.graphs, self.small_graphs

@@ -7,6 +7,7 @@ buffers follow from both; and the graphs hold the addresses of all of them, so t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,9 @@ from ostinato.graphs.policy.modes import (
 )
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry, sequence_parallel_sizes, shift_sizes
 from ostinato.loading.load import LoadedModel, load_model
+from ostinato.lora.adapter_weights import AdapterWeights
 from ostinato.models.base import CausalLM
+from ostinato.models.native.decoder import Decoder
 from ostinato.ops.triton.compile_ahead import triton_starting
 from ostinato.runner.compile_kernels import compile_kernels
 from ostinato.runner.input_buffers import InputBuffers
@@ -38,6 +41,8 @@ from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
 
 if TYPE_CHECKING:
     from ostinato.parallel.rank_context import RankContext
+
+logger = logging.getLogger(__name__)
 
 # Driver memory of a captured graph for each layer, outside the pool; measured on an H200.
 _BYTES_PER_GRAPH_LAYER = 2**16
@@ -123,6 +128,7 @@ def plan_graphs(
         mixed_sizes=mixed_sizes,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_loras=config.num_lora_slots,
     )
     sp, threshold = config.ulysses_sequence_parallel_size, config.shift_parallel_threshold or 0
     if sp == 1:
@@ -158,6 +164,7 @@ def build_runner(
     backend = create_attention(config.attention, model.device)
     plans = plan_graphs(config, model.device, backend, selects_tokens=model.selects_tokens)
     plan = plans.model
+    adapters = _adapters(config, loaded, plan)  # before memory is measured
     if rank_context is not None:
         rank_context.check_same("the plan of the graphs", _digest(plans))
     else:
@@ -186,6 +193,7 @@ def build_runner(
         cache=cache,
         backend=backend,
         show_progress=config.show_progress,
+        **({} if adapters is None else {"adapters": adapters}),
         **_shifting(loaded, plans),
     )
     try:
@@ -196,6 +204,34 @@ def build_runner(
         name_the_remedy(error)
         raise
     return runner, plans.resolved
+
+
+def _adapters(
+    config: EngineConfig, loaded: LoadedModel, plan: CapturePlan
+) -> AdapterWeights | None:
+    """Room for the adapters of ``loaded``'s model, if they are enabled."""
+    if not config.enable_lora:
+        return None
+    model = loaded.model
+    if type(model) is not Decoder:
+        reason = loaded.generic_reason or "it is a SwiftKV model"
+        raise ConfigError(
+            f"enable_lora needs a dense model of the native decoder; this one is not: {reason}. "
+            "Merge the adapter into the checkpoint with PEFT (merge_and_unload)"
+        )
+    adapters = model.adapters = AdapterWeights(
+        model,
+        max_loras=config.max_loras,
+        max_rank=config.max_lora_rank,
+        max_num_tokens=plan.padded_tokens(plan.max_num_batched_tokens),
+    )
+    logger.info(
+        "room for %d adapters of rank %d takes %.3f GiB",
+        config.max_loras,
+        config.max_lora_rank,
+        adapters.num_bytes / 2**30,
+    )
+    return adapters
 
 
 def name_the_remedy(error: BaseException) -> None:
@@ -286,7 +322,12 @@ def activation_bytes(
     )
     entry = PlanEntry(
         mode=CUDAGraphMode.FULL,
-        descriptor=BatchDescriptor(num_tokens, num_reqs=min(num_tokens, plan.max_num_seqs)),
+        descriptor=BatchDescriptor(
+            num_tokens,
+            num_reqs=min(num_tokens, plan.max_num_seqs),
+            has_lora=plan.max_loras > 0,
+            num_active_loras=plan.max_loras,
+        ),
     )
     inputs = prepare_inputs_to_capture(
         entry, plan, buffers.tokens, max_model_len=cache.max_model_len
@@ -305,7 +346,8 @@ def activation_bytes(
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
     assert inputs.input_ids is not None
-    with set_forward_context(attn_metadata=metadata), model.few_layers():
+    context = set_forward_context(batch_descriptor=entry.descriptor, attn_metadata=metadata)
+    with context, model.few_layers():
         hidden = model.forward(inputs.input_ids, inputs.positions)
     model.compute_logits(hidden[: inputs.num_reqs])
     return torch.cuda.max_memory_allocated(model.device) - before

@@ -14,7 +14,6 @@ class PrefixReuse:
 
     def __init__(self, allocator: BlockAllocator) -> None:
         self._allocator = allocator
-        self._root = root_hash()
 
     def take(self, request: Request) -> list[int]:
         """Take and return the cached blocks that hold the request's prefix.
@@ -42,6 +41,6 @@ class PrefixReuse:
         """Compute missing hashes of the first ``num_blocks`` blocks."""
         hashes, size = request.block_hashes, self._allocator.block_size
         if num_blocks > len(hashes):
-            parent = hashes[-1] if hashes else self._root
+            parent = hashes[-1] if hashes else root_hash(request.cache_salt)
             tokens = request.token_ids(len(hashes) * size, num_blocks * size)
             hashes += block_hashes(parent, tokens, size)

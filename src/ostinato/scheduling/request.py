@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from ostinato.sampling_params import SamplingParams
+
+NO_LORA = -1  # the slot of requests without an adapter
+
+
+def num_active_loras(slots: Iterable[int]) -> int:
+    """The number of different adapters in these slots."""
+    return len({*slots} - {NO_LORA})
 
 
 class FinishReason(Enum):
@@ -29,6 +37,8 @@ class Request:
     ``max_total_tokens`` is the length at which it always ends: prompt plus max_tokens, or the
     engine's limit. ``stop_token_ids`` end it (end-of-sequence tokens included, unless ignored);
     they are part of the output. ``req_index`` is its row in the device state while it runs.
+    ``lora_slot`` is the slot of its adapter. Requests share blocks of the KV cache only with
+    requests of the same ``cache_salt``.
     """
 
     request_id: str
@@ -37,6 +47,8 @@ class Request:
     max_total_tokens: int
     seed: int = 0
     stop_token_ids: frozenset[int] = frozenset()
+    lora_slot: int = NO_LORA
+    cache_salt: bytes = b""
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

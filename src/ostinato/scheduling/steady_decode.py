@@ -16,7 +16,7 @@ import numpy as np
 
 from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.scheduling.block_allocator import BlockAllocator
-from ostinato.scheduling.request import Request
+from ostinato.scheduling.request import Request, num_active_loras
 from ostinato.scheduling.step_plan import DecodePlan, TokenEvent
 
 # Requests that start together complete their blocks together. Hashing all of them at once would
@@ -33,7 +33,8 @@ class SteadyDecode:
     def __init__(self, requests: list[Request], allocator: BlockAllocator) -> None:
         self.requests = requests
         self.num_reqs = len(requests)
-        self._shape = BatchShape(self.num_reqs, self.num_reqs, 1)
+        num_loras = num_active_loras(request.lora_slot for request in requests)
+        self._shape = BatchShape(self.num_reqs, self.num_reqs, 1, num_loras)
         self._allocator = allocator
         self._req_indices = np.array([request.req_index for request in requests], dtype=np.int64)
         self._outputs = [request.output_token_ids for request in requests]

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ostinato.graphs.policy.descriptor import BatchShape
-from ostinato.scheduling.request import Request, RequestStatus
+from ostinato.scheduling.request import Request, RequestStatus, num_active_loras
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -92,8 +92,14 @@ class SchedulePlan:
             self.num_tokens,
             len(self.requests),
             self.max_query_len,
+            num_active_loras(self.lora_slots),
             has_prompts=not self.is_decode,
         )
+
+    @property
+    def lora_slots(self) -> list[int]:
+        """The adapters' slots of the requests, in their order."""
+        return [item.request.lora_slot for item in self.requests]
 
     @cached_property
     def req_indices(self) -> list[int]:
@@ -133,6 +139,11 @@ class DecodePlan:
     @property
     def preempted(self) -> list[Request]:
         return []
+
+    @property
+    def lora_slots(self) -> list[int]:
+        """The adapters' slots of the requests, in their order."""
+        return [request.lora_slot for request in self.members]
 
     @cached_property
     def requests(self) -> list[ScheduledRequest]:

@@ -231,6 +231,24 @@ def list_params(params: Any, count: int) -> list[SamplingParams]:
     return list(params)
 
 
+def list_adapters(adapter: Any, count: int) -> list[str | None]:
+    """The name of the adapter, or None, of each of ``count`` prompts."""
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * count
+    if not isinstance(adapter, Sequence) or not all(
+        each is None or isinstance(each, str) for each in adapter
+    ):
+        raise RequestError(
+            "adapter is the name of a loaded adapter, or a list with a name or None per prompt, "
+            f"got {shown(adapter)}"
+        )
+    if len(adapter) != count:
+        raise RequestError(
+            f"{len(adapter)} adapters for {count} prompts; give one for each, or one for all"
+        )
+    return list(adapter)
+
+
 def check_num_tokens(
     name: str, num_tokens: int, max_model_len: int, *, num_generated: int = 1
 ) -> None:

@@ -29,7 +29,7 @@ from ostinato.models.native.layer import (
     norm_slot,
     run_layers,
 )
-from ostinato.models.native.layer_kernels import AnyKernels, LargeM, Plain, SmallM
+from ostinato.models.native.layer_kernels import Adapters, AnyKernels, LargeM, Plain, SmallM
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.ops.linear import Norm, linear
@@ -56,6 +56,7 @@ class Decoder(nn.Module, CausalLM):
         super().__init__()
         self.config = config
         self._exchange = exchange
+        self.adapters: Adapters | None = None
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_position = _checked_max_position(config, max_position)
@@ -103,6 +104,8 @@ class Decoder(nn.Module, CausalLM):
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         run = self._kernels(hidden, positions, all_positions)
+        if self.adapters is not None:
+            run = self.adapters.adapted(run, hidden.shape[0])
         return run_layers(self.decoder_layers(), hidden, run)
 
     def _kernels(
@@ -145,6 +148,14 @@ class Decoder(nn.Module, CausalLM):
         reorders = len(self.config.rotary.head_rows) > 1
         for slot in self._own_slots():
             yield rows.place(slot) if reorders else slot
+
+    def linear_slots(self) -> Iterator[tuple[nn.Linear, list[WeightSlot]]]:
+        """The linears of all layers, each with its tensors, as in ``weight_slots``."""
+        rows = WeightRows.whole(self.config)
+        reorders = len(self.config.rotary.head_rows) > 1
+        for index, layer in enumerate(self.decoder_layers()):
+            for module, slots in layer.linear_slots(f"model.layers.{index}"):
+                yield module, [rows.place(slot) if reorders else slot for slot in slots]
 
     def _own_slots(self) -> Iterator[WeightSlot]:
         """The same for a model that has all weights of the checkpoint."""

@@ -119,10 +119,10 @@ class DecoderLayer(nn.Module):
             x = run.output_norm(norm, x)
         return x if self._residual_scale == 1.0 else x * self._residual_scale
 
-    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
-        """The layer's tensors by their checkpoint names."""
-        config, names = self._config, self._config.names
-        head_dim, width = config.head_dim, self.down_proj.in_features
+    def linear_slots(self, prefix: str) -> Iterator[tuple[nn.Linear, list[WeightSlot]]]:
+        """The layer's linears, each with its tensors by their checkpoint names."""
+        names, head_dim = self._config.names, self._config.head_dim
+        width = self.down_proj.in_features
         queries, keys = (count * head_dim for count in self.head_counts)
         hidden = self.o_proj.out_features
         linears: list[tuple[nn.Linear, list[_RowRange]]] = [
@@ -139,7 +139,13 @@ class DecoderLayer(nn.Module):
             (self.down_proj, [(names.down, "down", hidden)]),
         ]
         for linear, row_ranges in linears:
-            yield from _linear_slots(prefix, linear, row_ranges)
+            yield linear, list(_linear_slots(prefix, linear, row_ranges))
+
+    def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """The layer's tensors by their checkpoint names."""
+        names, head_dim = self._config.names, self._config.head_dim
+        for _, slots in self.linear_slots(prefix):
+            yield from slots
         norms = (
             (names.attention_norm, self.attention_norm),
             (names.attention_output_norm, self.attention_output_norm),

@@ -241,3 +241,10 @@ class LargeM(_Fused[Tensor, Tensor]):
 
 
 AnyKernels = LayerKernels[Any, Any]
+
+
+class Adapters(Protocol):
+    """Adapters of a decoder's linears, for some rows of a batch."""
+
+    def adapted(self, run: AnyKernels, num_rows: int) -> AnyKernels:
+        """The kernels of the running batch: ``run`` itself if none of its rows has an adapter."""
