@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import Merged, save_adapter
+from tiny_models import save_talking
 
 from ostinato import LLM, SamplingParams, cli
 from ostinato.config import EngineConfig, GraphConfig
@@ -98,6 +100,25 @@ def test_generate_samples_with_a_seed(ostinato: Run, expected: list[int]) -> Non
     ]
     assert answers[0] == answers[1] != answers[2]
     assert answers[0][0]["token_ids"] != expected
+
+
+def test_generate_with_an_adapter(ostinato: Run, tmp_path: Path) -> None:
+    model = save_talking(tmp_path / "model", None)
+    adapter = save_adapter(tmp_path / "adapter", model)
+    command = ["generate", "1,2,3", "--model", str(model), "--device", "cpu", "--max-tokens", "6"]
+    answer = ostinato(*command, "--adapter", str(adapter), "--json").json
+    tokens = answer["outputs"][0]["token_ids"]
+    assert tokens == Merged(model, adapter).tokens(answer["prompt_token_ids"], 6)
+    assert tokens != ostinato(*command, "--json").json["outputs"][0]["token_ids"]
+
+
+def test_explain_with_adapters(ostinato: Run) -> None:
+    options = ["--device", "cpu", "--enable-lora", "--max-loras", "5"]
+    command = ["explain", "--tokens", "3", "--reqs", "3", *options, "--json"]
+    assert "num_active_loras=4" in ostinato(*command, "--adapters", "3").json["key"]
+    refused = ostinato(*command, "--adapters", "6")
+    assert refused.exit_code == 1
+    assert "the batch has 6 adapters, but at most 5 are" in refused.err
 
 
 # --- with a tokenizer -----------------------------------------------------------------------------
@@ -391,6 +412,20 @@ def test_bench_sampling(ostinato: Run) -> None:
         assert ostinato(*command, *wrong).exit_code == 1
     tiny = ostinato(*command, "--batch", "1", "--vocab-size", "3", "--history", "1", "--json").json
     assert all(row["same_tokens"] == 1 for row in tiny["rows"])  # fewer tokens than logprobs
+
+
+@pytest.mark.slow
+def test_bench_lora(ostinato: Run) -> None:
+    lengths = ["--prompt-len", "4", "--new-tokens", "16", "--repeats", "1", "--quiet"]
+    options = ["--batch", "1,3", "--adapters", "2", "--rank", "4", *lengths]
+    command = ["bench", "lora", *TINY, "--sizes", "1,4", *options]
+    answer = ostinato(*command, "--json").json
+    assert [row["batch"] for row in answer["rows"]] == [1, 3]
+    for row in answer["rows"]:
+        assert row["same_tokens_as"]["none active"]
+        assert set(row["seconds"]) == {"ostinato", "none active", "2 adapters"}
+    assert "rank 4" in ostinato(*command).out
+    assert ostinato(*command, "--adapters", "0").exit_code == 1
 
 
 THROUGHPUT = ["bench", "throughput", *TINY, "--num-requests", "3", "--scale", "0.01", "--quiet"]

@@ -85,7 +85,7 @@ def run(
     device = config.torch_device()
     if batches is None:
         batches = CUDA_BATCHES if device.type == "cuda" else CPU_BATCHES
-    _check_counts(batches, prompt_len=prompt_len, new_tokens=new_tokens, repeats=repeats)
+    check_counts(batches, prompt_len=prompt_len, new_tokens=new_tokens, repeats=repeats)
     check_names(baselines)
     window = Window(prompt_len=prompt_len, new_tokens=new_tokens, repeats=repeats)
     longest = window.longest
@@ -94,7 +94,7 @@ def run(
         _, budget = config.batch_limits(device)
         needed = longest_for(window.middle, batch=max(batches), max_num_batched_tokens=budget)
         longest = max(longest, needed)
-    config = _with_room(config, num_seqs=max(batches), length=longest)
+    config = with_room(config, num_seqs=max(batches), length=longest)
     bandwidth = measure_bandwidth(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # before the engine checks free memory
@@ -104,7 +104,7 @@ def run(
         subjects = {OURS: from_engine(llm), **others}
         vocab_size, runs = llm.engine.model.vocab_size, len(subjects) * (repeats + 1)
         with tqdm(total=len(batches) * runs, disable=not show_progress) as bar:
-            rows = [_measure(subjects, vocab_size, batch, window, bar) for batch in batches]
+            rows = [measure_batch(subjects, vocab_size, batch, window, bar) for batch in batches]
         if checkpoint(llm) is None:  # transformers' model has other weights
             for row in rows:
                 for same in (row["same_tokens_as"], row["agreement"]):
@@ -122,7 +122,8 @@ def run(
         }
 
 
-def _check_counts(batches: Sequence[int], **counts: int) -> None:
+def check_counts(batches: Sequence[int], **counts: int) -> None:
+    """Raise unless all are positive, and there are batches."""
     if not batches:
         raise ConfigError("no batch sizes to measure; give at least one")
     for batch in batches:
@@ -146,7 +147,7 @@ def _profiled(
     return [(batch, path) for batch in (batches if chosen is None else chosen)]
 
 
-def _with_room(config: EngineConfig, *, num_seqs: int, length: int) -> EngineConfig:
+def with_room(config: EngineConfig, *, num_seqs: int, length: int) -> EngineConfig:
     """Derive limits that were not given from the batches; limits that were given must suffice."""
     for name, limit, needed in (
         ("max_num_seqs", config.max_num_seqs, num_seqs),
@@ -199,9 +200,10 @@ def _floors(
     }
 
 
-def _measure(
+def measure_batch(
     subjects: dict[str, Generate], vocab_size: int, batch: int, window: Window, bar: Any
 ) -> dict[str, Any]:
+    """Measure the subjects in turns; the one called ``OURS`` is the one others are compared to."""
     # New tokens in every repetition: the prefix cache must not skip what the baselines compute.
     source = random.Random(batch)
 

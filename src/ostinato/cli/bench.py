@@ -137,6 +137,37 @@ def prefill(
 
 
 @app.command()
+@options.takes_model(without=("enable_lora", "max_loras", "max_lora_rank"))
+def lora(
+    *,
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
+    adapters: Annotated[int, typer.Option(help="Adapters in a batch, at most.")] = 8,
+    rank: Annotated[int, typer.Option(help="Their rank, in all linears.")] = 16,
+    prompt_len: Annotated[int, typer.Option(help="Tokens in each prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to measure over.")] = 128,
+    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 3,
+    config: EngineConfig,
+    as_json: options.Json = False,
+    output: Output = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Time per output token with LoRA adapters, against an engine without LoRA."""
+    from ostinato.bench.lora import run
+
+    results = run(
+        replace(config, show_progress=False),
+        batches=options.integers(batch, "--batch") or [],
+        adapters=adapters,
+        rank=rank,
+        prompt_len=prompt_len,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        show_progress=not quiet,
+    )
+    _report(results, tables.lora_tables, as_json, output)
+
+
+@app.command()
 def sampling(
     *,
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,64",

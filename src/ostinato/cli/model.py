@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,6 +33,9 @@ def generate(
     top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
     top_p: Annotated[float, typer.Option(help="In (0, 1].")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="Directory of a LoRA adapter, in PEFT's format.")
+    ] = None,
     config: EngineConfig,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -42,14 +46,19 @@ def generate(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
+    if adapter is not None:
+        config = replace(config, enable_lora=True)
     with _open(config, quiet=quiet or as_json) as llm:
+        name = None if adapter is None else str(adapter)
+        if name is not None:
+            llm.load_adapter(name, name)
         question: Any = [{"role": "user", "content": prompt}]
         asked = llm.render_chat(question) if chat else _as_prompt(llm, prompt)
         if as_json:
-            (result,) = llm.generate(asked, params)
+            (result,) = llm.generate(asked, params, adapter=name)
             sys.stdout.write(json.dumps(asdict(result)) + "\n")
             return
-        for delta in llm.stream(asked, params):
+        for delta in llm.stream(asked, params, adapter=name):
             sys.stdout.write(delta.text if llm.tokenizer else f"{delta.token_ids} ")
             sys.stdout.flush()
         sys.stdout.write("\n")
@@ -69,6 +78,11 @@ def capture(
                 "phase": report.entry.phase,
                 "num_tokens": report.entry.descriptor.num_tokens,
                 "num_reqs": report.entry.descriptor.num_reqs,
+                **(
+                    {"adapters": report.entry.descriptor.num_active_loras}
+                    if config.enable_lora
+                    else {}
+                ),
                 "graphs": report.num_graphs,
                 "nodes": llm.engine.runner.num_nodes(report.entry),
                 "bytes": report.num_bytes,
@@ -91,7 +105,7 @@ def capture(
 @options.takes_model(
     only=(
         *("device", "attention", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
-        *("mode", "capture_sizes", "max_cudagraph_capture_size"),
+        *("mode", "capture_sizes", "max_cudagraph_capture_size", "enable_lora", "max_loras"),
         *_RANKS,
     )
 )
@@ -102,6 +116,7 @@ def explain(
     max_query_len: Annotated[
         int | None, typer.Option(help="Most tokens in one request. Default: an even split.")
     ] = None,
+    adapters: Annotated[int, typer.Option(help="Different LoRA adapters in the batch.")] = 0,
     config: EngineConfig,
     as_json: options.Json = False,
 ) -> None:
@@ -113,6 +128,7 @@ def explain(
         num_tokens=tokens,
         num_reqs=reqs,
         max_query_len=max_query_len,
+        num_active_loras=adapters,
     )
     if as_json:
         sys.stdout.write(json.dumps(explanation) + "\n")

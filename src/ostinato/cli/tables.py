@@ -140,6 +140,21 @@ def prefill_tables(results: dict[str, Any]) -> list[RenderableType]:
     return [table]
 
 
+def lora_tables(results: dict[str, Any]) -> list[RenderableType]:
+    title = f"{results['model']}, {results['dtype']}, rank {results['rank']}"
+    table = _table(
+        title, "batch", "adapters", "time per\noutput token", "of the time\nwithout LoRA"
+    )
+    for row in results["rows"]:
+        for name, milliseconds in row["tpot_ms"].items():
+            share = row["speedup_over"].get(name, 1.0)
+            label = "no LoRA" if name == "ostinato" else name
+            table.add_row(str(row["batch"]), label, f"{milliseconds:.3f} ms", f"{share:.3f}")
+        for name, why in row["unusable"].items():
+            table.add_row(str(row["batch"]), name, why, "-")
+    return [table]
+
+
 def sampling_tables(results: dict[str, Any]) -> list[RenderableType]:
     title = f"Sampling from {results['vocab_size']} tokens"
     table = _table(title, "batch", "parameters", "ours", "torch", "speed-up", "same tokens")

@@ -15,7 +15,12 @@ from ostinato.runner.startup import plan_graphs
 
 
 def explain_batch(
-    config: EngineConfig, *, num_tokens: int, num_reqs: int, max_query_len: int | None = None
+    config: EngineConfig,
+    *,
+    num_tokens: int,
+    num_reqs: int,
+    max_query_len: int | None = None,
+    num_active_loras: int = 0,
 ) -> dict[str, Any]:
     """What dispatch chooses for one batch once the whole plan is captured."""
     if num_tokens < 1 or not 1 <= num_reqs <= num_tokens:
@@ -30,6 +35,11 @@ def explain_batch(
             f"max_query_len is {longest}, but the longest query of {num_reqs} requests with "
             f"{num_tokens} tokens has {least} to {num_tokens - num_reqs + 1}"
         )
+    if not 0 <= num_active_loras <= config.num_lora_slots:
+        raise BatchError(
+            f"the batch has {num_active_loras} adapters, but at most {config.num_lora_slots} are "
+            "loaded (enable_lora, max_loras)"
+        )
     device = config.torch_device()
     backend = create_attention(config.attention, device)
     swiftkv = config.swiftkv_layers is not None
@@ -38,7 +48,7 @@ def explain_batch(
     dispatcher = Dispatcher(plan)
     for entry in plan.entries:
         dispatcher.mark_captured(entry)
-    choice = dispatcher.dispatch(BatchShape(num_tokens, num_reqs, longest))
+    choice = dispatcher.dispatch(BatchShape(num_tokens, num_reqs, longest, num_active_loras))
     fits = num_tokens <= plan.max_num_batched_tokens and num_reqs <= plan.max_num_seqs
     limits = (
         f"a step takes at most {plan.max_num_batched_tokens} tokens (max_num_batched_tokens) and "
