@@ -1,0 +1,157 @@
+"""LoRA on CUDA: the kernels at real shapes in bfloat16; graphs against eager in a mixed batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato import LLM, GraphConfig, SamplingParams
+from ostinato.ops import lora
+from ostinato.ops.lora import NO_SLOT, NOT_ACTIVE, LoraRows, LoraWeights
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def made(
+    num_rows: int, inner: int, widths: tuple[int, ...], rank: int, num_slots: int
+) -> tuple[torch.Tensor, torch.Tensor, LoraWeights, LoraRows]:
+    like: dict[str, Any] = {"dtype": torch.bfloat16, "device": CUDA}
+    a = torch.randn(num_slots, len(widths) * rank, inner, **like) / inner**0.5
+    b = torch.randn(num_slots, sum(widths), rank, **like) / rank**0.5
+    x, y = torch.randn(num_rows, inner, **like), torch.randn(num_rows, sum(widths), **like)
+    slots = torch.randint(NO_SLOT, num_slots, (num_rows,), dtype=torch.int32, device=CUDA)
+    used = sorted(set(slots.tolist()) - {NO_SLOT})
+    padded = used + [NOT_ACTIVE] * (num_slots + 1 - len(used))
+    active = torch.tensor(padded, dtype=torch.int32, device=CUDA)
+    return x, y, LoraWeights(a, b, widths), LoraRows(slots, active)
+
+
+def expected(
+    y: torch.Tensor, x: torch.Tensor, weights: LoraWeights, rows: LoraRows
+) -> torch.Tensor:
+    """One adapter after the other, in float64."""
+    result, rank = y.double(), weights.rank
+    for slot in set(rows.slots.tolist()) - {NO_SLOT}:
+        mine, end = rows.slots == slot, 0
+        for part, width in enumerate(weights.widths):
+            columns = slice(end, end + width)
+            end += width
+            a = weights.a[slot, part * rank : (part + 1) * rank].double()
+            small = (x[mine].double() @ a.T).to(torch.bfloat16).double()  # as PEFT rounds it
+            result[mine, columns] += small @ weights.b[slot, columns].double().T
+    return result
+
+
+SHAPES = [(4096, (4096, 1024, 1024)), (4096, (4096,)), (14336, (4096,)), (2048, (100, 37))]
+
+
+@pytest.mark.parametrize("rank", [16, 64, 128, 256])
+@pytest.mark.parametrize(("inner", "widths"), SHAPES)
+@pytest.mark.parametrize("num_rows", [1, 3, 32, 64, 65, 1000])
+def test_kernels_at_real_shapes(
+    num_rows: int, inner: int, widths: tuple[int, ...], rank: int
+) -> None:
+    x, y, weights, rows = made(num_rows, inner, widths, rank, num_slots=8)
+    want = expected(y, x, weights, rows)
+    before = y.clone()
+    lora.expand(y, lora.shrink(x, weights, rows), weights, rows)
+    torch.testing.assert_close(y.double(), want, rtol=2**-7, atol=0.03)
+    without = rows.slots == NO_SLOT
+    assert torch.equal(y[without], before[without])
+
+
+@pytest.mark.parametrize("rank", [16, 64, 256])
+@pytest.mark.parametrize("widths", [(14336, 14336), (28672,)], ids=["two parts", "fused"])
+@pytest.mark.parametrize("num_rows", [1, 32, 200])
+def test_gated_at_real_shapes(num_rows: int, widths: tuple[int, ...], rank: int) -> None:
+    x, y, weights, rows = made(num_rows, 4096, widths, rank, num_slots=8)
+    gate, up = expected(y, x, weights, rows).chunk(2, dim=1)
+    got = lora.expand_gated(y, lora.shrink(x, weights, rows), weights, rows)
+    want = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(got.double(), want, rtol=2**-6, atol=0.05)
+
+
+# --- engines --------------------------------------------------------------------------------------
+
+NUM_ADAPTERS = 3
+PROMPTS = [[(7 * row + 3 * column) % 97 + 3 for column in range(8)] for row in range(8)]
+WANTED = ["0", None, "1", "2", "0", "1", None, "2"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def open_llm(mode: str) -> LLM:
+    """Batches of exactly 8 and 64 tokens are captured, so eager runs the same kernels."""
+    llm = LLM(
+        "tiny",
+        random_weights=True,
+        device="cuda",
+        dtype="bfloat16",
+        max_num_seqs=8,
+        max_model_len=64,
+        kv_cache_memory_bytes="64M",
+        enable_lora=True,
+        max_loras=NUM_ADAPTERS,
+        show_progress=False,
+        enable_prefix_caching=False,
+        graphs=GraphConfig(mode=mode, capture_sizes=None if mode == "NONE" else [8, 64]),
+    )
+    for number in range(NUM_ADAPTERS):
+        put_random(llm, str(number), seed=number)
+    return llm
+
+
+def put_random(llm: LLM, name: str, seed: int) -> None:
+    weights = llm.engine.runner.adapters
+    assert weights is not None
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        values = torch.randn(shape, generator=generator, device=CUDA) / shape[-1] ** 0.5
+        return values.to(weights.dtype)
+
+    matrices = {
+        module: (draw(8, target.inputs), draw(target.outputs, 8))
+        for module, target in weights.targets.items()
+    }
+    llm.engine.adapters.put(name, matrices)
+
+
+def tokens_of(llm: LLM, wanted: list[str | None]) -> list[list[int]]:
+    outputs = llm.generate(PROMPTS[: len(wanted)], GREEDY, adapter=wanted)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    "mode", ["PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL_AND_FULL"]
+)
+def test_graphs_are_eager_bit_by_bit(mode: str) -> None:
+    with open_llm("NONE") as eager:
+        want = tokens_of(eager, WANTED)
+        plain = tokens_of(eager, [None] * 8)
+    assert want[0] != plain[0]
+    with open_llm(mode) as llm:
+        assert tokens_of(llm, WANTED) == want
+        assert tokens_of(llm, [None] * 8) == plain
+        runner = llm.engine.runner
+        cases = {key.num_active_loras for key in runner.stats.replays}
+        assert cases == {0, NUM_ADAPTERS}
+
+
+def test_an_adapter_is_replaced_on_another_stream() -> None:
+    with open_llm("FULL_AND_PIECEWISE") as llm:
+        before = tokens_of(llm, ["0"] * 8)
+        second = tokens_of(llm, ["1"] * 8)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            put_random(llm, "0", seed=1)
+            assert tokens_of(llm, ["0"] * 8) == second
+        put_random(llm, "0", seed=0)
+        assert tokens_of(llm, ["0"] * 8) == before
