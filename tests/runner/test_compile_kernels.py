@@ -12,6 +12,7 @@ from ostinato import CapturePlan, CUDAGraphMode, GraphConfig
 from ostinato.attention import triton_paged
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.config import EngineConfig
+from ostinato.ops import lora
 from ostinato.ops.triton.launch import without_running
 from ostinato.runner import startup
 from ostinato.runner.compile_kernels import compile_kernels, request_kernels
@@ -51,17 +52,47 @@ def test_it_asks_for_every_kernel_of_a_capture(mode: str, monkeypatch: pytest.Mo
         show_progress=False,
         graphs=GraphConfig(mode=mode, capture_sizes=[1, 2, 4, 8, 16, 32]),
     )
+    captured, ahead = asked_for(config)
+    assert captured.kernels
+    assert captured.kernels <= ahead.kernels
+    # Besides those, only what a prompt of the largest step needs.
+    more = {name for name, _ in ahead.kernels - captured.kernels}
+    assert more <= {"rotary_store_kernel", "attend_kernel", "combine_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_AND_FULL"])
+def test_it_asks_for_the_kernels_of_adapters(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("shrink", "expand"):
+        monkeypatch.setattr(lora, f"torch_{name}", getattr(lora, f"triton_{name}"))
+    config = EngineConfig(
+        model="tiny",
+        random_weights=True,
+        device="cpu",
+        dtype="bfloat16",  # in float32 one kernel serves all sizes
+        max_num_seqs=64,
+        max_num_batched_tokens=128,
+        max_model_len=128,
+        kv_cache_memory_bytes=2**22,
+        show_progress=False,
+        enable_lora=True,
+        max_loras=3,
+        graphs=GraphConfig(mode=mode, capture_sizes=[1, 8, 16, 24, 32, 40, 64, 72]),
+    )
+    captured, ahead = asked_for(config)
+    assert {"lora_shrink_kernel", "lora_expand_kernel"} <= {name for name, _ in captured.kernels}
+    assert captured.kernels <= ahead.kernels
+
+
+def asked_for(config: EngineConfig) -> tuple[Asked, Asked]:
+    """The kernels of start-up, and of the pass that compiles ahead."""
     captured, ahead = Asked(), Asked()
     with without_running(captured):
         runner, _ = startup.build_runner(config, startup.load(config))
     with without_running(ahead):
         request_kernels(runner.model, runner.plan, runner.memory)
     runner.close()
-    assert captured.kernels
-    assert captured.kernels <= ahead.kernels
-    # Besides those, only what a prompt of the largest step needs.
-    more = {name for name, _ in ahead.kernels - captured.kernels}
-    assert more <= {"rotary_store_kernel", "attend_kernel", "combine_kernel"}
+    return captured, ahead
 
 
 def test_a_failure_is_logged_and_start_up_goes_on(
