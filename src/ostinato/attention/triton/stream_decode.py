@@ -37,6 +37,7 @@ from ostinato.attention.triton.hopper_pages import (
     mma_layout,
 )
 from ostinato.attention.triton.softmax import empty_parts
+from ostinato.attention.triton.stream_parts import combine_parts, part_of, store_rows
 from ostinato.attention.triton.tile_config import STREAM_GROUP
 from ostinato.ops.triton.counters import take_counters
 from ostinato.ops.triton.launch import launch, next_power_of_2, num_sms, overlap
@@ -240,88 +241,6 @@ def _attend(
 
 
 @gluon.jit
-def _store_rows(target, values, row_stride, GROUP: gl.constexpr, WIDTH: gl.constexpr):
-    """The first GROUP rows of ``values``."""
-    layout: gl.constexpr = values.type.layout
-    m = gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
-    e = gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
-    there = (m < GROUP)[:, None] & (e < WIDTH)[None, :]
-    place = target + ((m * row_stride)[:, None] + e[None, :])
-    gl.store(place, values.to(target.dtype.element_ty), mask=there)
-
-
-@gluon.constexpr_function
-def _power_of_2(number):
-    return 1 << (number - 1).bit_length()
-
-
-@gluon.constexpr_function
-def _parts_layout(num_parts, group, width):
-    """A thread has some columns of all parts and rows, so that all its loads are in flight."""
-    return gl.BlockedLayout(
-        [num_parts, group, max(width // 128, 1)], [1, 1, 32], [1, 1, 4], [2, 1, 0]
-    )
-
-
-@gluon.jit
-def _combine(
-    parts,
-    target,
-    row_stride,
-    first_program,
-    last_program,
-    GROUP: gl.constexpr,
-    VALUE_DIM: gl.constexpr,
-    VALUE_PAD: gl.constexpr,
-):
-    """The softmax over the parts of all programs that share a request and KV head."""
-    part_values, part_highest, part_total = parts
-    GROUP_PAD: gl.constexpr = _power_of_2(GROUP)
-    NUM: gl.constexpr = max(64 // GROUP_PAD // max(VALUE_PAD // 128, 1), 1)  # parts at a time
-    layout: gl.constexpr = _parts_layout(NUM, GROUP_PAD, VALUE_PAD)
-    rows_layout: gl.constexpr = gl.SliceLayout(2, layout)
-    values_layout: gl.constexpr = gl.SliceLayout(0, layout)
-    p = gl.arange(0, NUM, gl.SliceLayout(1, rows_layout))
-    g = gl.arange(0, GROUP_PAD, gl.SliceLayout(0, rows_layout))
-    e = gl.arange(0, VALUE_PAD, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    highest = gl.full([GROUP_PAD], float("-inf"), gl.float32, gl.SliceLayout(0, rows_layout))
-    total = gl.zeros([GROUP_PAD], gl.float32, gl.SliceLayout(0, rows_layout))
-    values = gl.zeros([GROUP_PAD, VALUE_PAD], gl.float32, values_layout)
-    for first in range(first_program, last_program + 1, NUM):
-        program = first + p
-        there = (program <= last_program)[:, None] & (g < GROUP)[None, :]
-        part = (_part_of(program, first_program) * GROUP)[:, None] + g[None, :]
-        peaks = gl.load(part_highest + part, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = gl.load(part_total + part, mask=there, other=0.0, cache_modifier=".cg")
-        sums = gl.load(
-            part_values + ((part * VALUE_DIM)[:, :, None] + e[None, None, :]),
-            mask=there[:, :, None] & (e < VALUE_DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_highest = gl.maximum(highest, gl.max(peaks, axis=0))
-        base = gl.where(new_highest == float("-inf"), 0.0, new_highest)  # rows of no head
-        weights = gl.exp2(peaks - base[None, :])
-        faded = gl.exp2(highest - base)
-        total = total * faded + gl.sum(totals * weights, axis=0)
-        faded = gl.convert_layout(faded, gl.SliceLayout(1, values_layout))
-        values = values * faded[:, None] + gl.sum(sums * weights[:, :, None], axis=0)
-        highest = new_highest
-    total = gl.convert_layout(total, gl.SliceLayout(1, values_layout))
-    values = values / gl.where(total > 0.0, total, 1.0)[:, None]
-    _store_rows(target, values, row_stride, GROUP, VALUE_DIM)
-
-
-@gluon.jit
-def _part_of(program, first_program):
-    """A program's part of what several share: the end of one such line, the beginning of another.
-
-    Those in the middle have the same part as those at the end.
-    """
-    return 2 * program + (program == first_program).to(gl.int32)
-
-
-@gluon.jit
 def _consume(
     batch,
     rows,
@@ -380,22 +299,22 @@ def _consume(
             total = gl.convert_layout(total, row_layout)
             target = out + token.to(gl.int64) * out_token_stride + head * GROUP * out_head_stride
             if num == count:
-                _store_rows(target, values / total[:, None], out_head_stride, GROUP, VALUE_DIM)
+                store_rows(target, values / total[:, None], out_head_stride, GROUP, VALUE_DIM)
             else:
                 start = (before + head * count).to(gl.int64)
                 first_program = (((start + 1) * num_programs - 1) // num_tiles).to(gl.int32)
                 last_program = (((start + count) * num_programs - 1) // num_tiles).to(gl.int32)
-                part = _part_of(program, first_program) * GROUP
+                part = part_of(program, first_program) * GROUP
                 factor = 1.0 if soft_cap is not None else scale * LOG2_E
                 peak = gl.convert_layout(highest * factor, row_layout)
                 gl.store(part_highest + part + r, peak, mask=r < GROUP)
                 gl.store(part_total + part + r, total, mask=r < GROUP)
-                _store_rows(part_values + part * VALUE_DIM, values, VALUE_DIM, GROUP, VALUE_DIM)
+                store_rows(part_values + part * VALUE_DIM, values, VALUE_DIM, GROUP, VALUE_DIM)
                 gl.thread_barrier()  # all threads have written before one counts the program
                 pair = counters + request * NUM_KV_HEADS + head
                 arrived = gl.atomic_add(pair, 1, sem="acq_rel", scope="gpu")
                 if arrived == last_program - first_program:
-                    _combine(
+                    combine_parts(
                         parts, target, out_head_stride, first_program, last_program,
                         GROUP, VALUE_DIM, VALUE_PAD,
                     )  # fmt: skip

@@ -25,7 +25,6 @@ from ostinato.attention.packed import PackedBatch, PackedSpec
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.models.checkpoint import Checkpoint
-from ostinato.models.finite_check import FiniteCheck
 from ostinato.models.hf.attention import DISCOVERY, AttentionCall, record_calls
 from ostinato.models.hf.experts import EXPERTS
 from ostinato.models.hf.head import head_of
@@ -95,20 +94,14 @@ class HFEncoder:
         model = load_weights(
             checkpoint,
             own_copy(config),
+            device=device,
             dtype=dtype,
             mapping=mapping,
             without_head=task == "embed",
             attn_implementation=PACKED,
             experts_implementation=EXPERTS,
-            trust_remote_code=False,
-            local_files_only=True,
             **options,
-        ).to(device)
-        finite = FiniteCheck()
-        for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point():
-                finite.add(name, tensor, dtype=tensor.dtype)
-        finite.verify(path)
+        )
         return cls(model, max_position=max_position)
 
     @classmethod

@@ -22,7 +22,6 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
-from ostinato.models.finite_check import FiniteCheck
 from ostinato.models.hf.attention import (
     ATTENTION,
     DISCOVERY,
@@ -96,17 +95,11 @@ class HFCausalLM(CausalLM):
         model = load_weights(
             checkpoint or Checkpoint(path),
             own_copy(config),
+            device=device,
             dtype=dtype,
             attn_implementation=ATTENTION,
             experts_implementation=EXPERTS,
-            trust_remote_code=False,
-            local_files_only=True,
-        ).to(device)
-        finite = FiniteCheck()
-        for name, tensor in model.state_dict().items():
-            if tensor.is_floating_point():
-                finite.add(name, tensor, dtype=tensor.dtype)
-        finite.verify(path)
+        )
         return cls(model, max_position=max_position)
 
     @classmethod

@@ -29,6 +29,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from ostinato import compat
 from ostinato.errors import ModelLoadError, OstinatoError
 from ostinato.models.checkpoint import FLOAT_TYPES, Checkpoint
+from ostinato.models.finite_check import FiniteCheck
 from ostinato.models.hf.modules import own_copy
 from ostinato.quoting import listed, said, shown
 
@@ -48,12 +49,13 @@ def load_weights(
     checkpoint: Checkpoint,
     config: PretrainedConfig,
     *,
+    device: torch.device,
     dtype: torch.dtype,
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING,
     without_head: bool = False,
     **options: Any,
 ) -> Any:
-    """A model of ``config`` on the CPU, with the weights of ``checkpoint`` and no others.
+    """A model of ``config`` with the weights of ``checkpoint``, all finite, and no others.
 
     ``mapping``: transformers' classes by config. ``without_head``: the checkpoint may hold a head
     for the model, which is not loaded. ``options`` go to transformers' ``from_pretrained``.
@@ -80,6 +82,8 @@ def load_weights(
                 ignore_mismatched_sizes=True,  # they raise below, by name
                 output_loading_info=True,
                 generation_config=GenerationConfig(),  # type: ignore[no-untyped-call]
+                trust_remote_code=False,
+                local_files_only=True,
                 **options,
             )
     except (OstinatoError, MemoryError):
@@ -96,6 +100,12 @@ def load_weights(
         _check_types(checkpoint, model)
     else:
         _check_shapes(checkpoint, model, model_class, config)
+    model = model.to(device)
+    finite = FiniteCheck()
+    for name, tensor in model.state_dict().items():
+        if tensor.is_floating_point():
+            finite.add(name, tensor, dtype=tensor.dtype)
+    finite.verify(checkpoint.path)
     return model
 
 
