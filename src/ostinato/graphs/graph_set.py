@@ -71,9 +71,10 @@ class GraphSet:
         self.report = CaptureReport()
         self._graphs: dict[BatchDescriptor, CapturedSize] = {}
         self._watched: WatchedState | None = None  # state that the callable refers to
-        # State that it writes in place: arguments by position, and other memory.
+        # State that it writes in place: arguments by position, and other memory, kept alive
+        # because graphs write it and so that no argument of a later call takes its number.
         self._written: set[int] = set()
-        self._written_state: frozenset[int] = frozenset()
+        self._written_state: dict[int, torch.Tensor] = {}
         self._read_state: frozenset[int] = frozenset()  # memory that it refers to
         # Results of trials.
         self._outputs: OutputLayout | None = None
@@ -278,7 +279,8 @@ class GraphSet:
             rehearsal.effects.restore()
         written = rehearsal.effects.written
         self._written |= set(self._layout.written_by(written))
-        self._written_state |= written - self._layout.storages
+        buffers = self._layout.storages
+        self._written_state |= {key: written[key] for key in written.keys() - buffers}
         if self._watched is not None:
             self.note_own_changes()
             self._watched.check()  # one size may have replaced state that other graphs read
@@ -321,7 +323,7 @@ class GraphSet:
         self._graphs.clear()
         self.dispatcher.reset()
         self._watched = None
-        self._written, self._written_state = set(), frozenset()
+        self._written, self._written_state = set(), {}
         self._read_state = frozenset()
         self._outputs = None
         self._trusted.clear()

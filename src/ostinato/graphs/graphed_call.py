@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -177,8 +177,8 @@ class CallLayout:
         self,
         values: Sequence[Any],
         written: Iterable[int],
-        written_state: frozenset[int],
-        read_state: frozenset[int],
+        written_state: Container[int],
+        read_state: Container[int],
     ) -> None:
         """Raise if arguments share memory with memory the callable writes, or are written and
         share memory with memory it reads.

@@ -843,6 +843,27 @@ def test_written_arguments_must_not_be_what_is_read_besides(device: torch.device
             fast(table)
 
 
+def constant(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tensor(1.0)
+
+
+def constant_changed_in_place(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor(2.0).mul_(3)
+
+
+@pytest.mark.parametrize("function", [constant, constant_changed_in_place])
+def test_tensors_that_a_call_makes_are_not_its_state(
+    function: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> None:
+    """Arguments of later calls may take the place of one that is gone."""
+    with torch.inference_mode(), graphed(function, sizes=[2, 4]) as fast:
+        alive = []
+        for call in range(100):
+            x = rows_of(1 + call % 4, device)
+            alive.append(x)
+            assert torch.equal(fast(x), function(x))
+
+
 def test_halves_of_one_tensor_may_both_be_written(device: torch.device) -> None:
     def function(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         k.add_(1)

@@ -18,6 +18,9 @@ from ostinato.errors import CaptureError
 from ostinato.graphs.capture.tree import tensors_in
 
 _CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
+_LIFT_FRESH = torch.ops.aten.lift_fresh.default
+# Declared as a write, but only autograd's view of the tensor changes. ``torch.tensor`` runs it.
+_WRITES_NO_MEMORY = frozenset({torch.ops.aten.detach_.default})
 
 # Operator names, without the trailing underscore of in-place variants. These combine integer rows:
 _SUMS = frozenset(
@@ -106,7 +109,9 @@ class EffectsProbe(TorchDispatchMode):
             self._computes_integers |= name in _SUMS and bool(together)
             self._computes_integers |= name in _ARITHMETIC and len(together) > 1
         result = func(*args, **kwargs)
-        given = {storage_id(tensor) for tensor in tensors_in((args, kwargs))}
+        # What torch.tensor copied from a Python value is new; from_numpy's memory is the array's.
+        fresh = func is _LIFT_FRESH and args[0].untyped_storage().resizable()
+        given = {storage_id(tensor) for tensor in tensors_in((args, kwargs)) if not fresh}
         for tensor in tensors_in(result):
             self.sees_floats |= tensor.is_floating_point() or tensor.is_complex()
             if (storage := storage_id(tensor)) not in given:
@@ -139,9 +144,12 @@ class EffectsProbe(TorchDispatchMode):
         return self._indexes and self._computes_integers
 
     @property
-    def written(self) -> frozenset[int]:
-        """Storages from outside the run that it wrote."""
-        return frozenset(self._before)
+    def written(self) -> dict[int, torch.Tensor]:
+        """Storages from outside the run that it wrote, in place.
+
+        Keep the tensors with their numbers: the number of a freed storage is given out again.
+        """
+        return {storage: memory for storage, (memory, _) in self._before.items()}
 
     def absorb(self, later: EffectsProbe) -> None:
         """Take over what a later run's probe saved, unless this probe saved it already."""
@@ -304,6 +312,8 @@ def _written(
 @cache
 def _written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
     """Positions and names of the arguments that an operator writes."""
+    if func in _WRITES_NO_MEMORY:
+        return ()
     # Batch norm in training mode updates its statistics without declaring it.
     unsaid = {"running_mean", "running_var"} if "batch_norm" in func.name() else set()
     return tuple(

@@ -78,7 +78,7 @@ class Rehearsal:
 
     def _check_makes_no_state(self, again: EffectsProbe) -> None:
         """Refuse state that a first run creates and later runs change: its start value is lost."""
-        for storage in again.written & self.effects.created:
+        for storage in again.written.keys() & self.effects.created:
             name = WatchedState(self._function).name_of(storage)
             if name is not None:
                 raise CaptureError(
@@ -88,7 +88,7 @@ class Rehearsal:
 
     def _check_writes_again(self, again: EffectsProbe) -> None:
         """Refuse state that only the first run writes: undoing that run would lose the write."""
-        for storage in self.effects.written - again.written:
+        for storage in self.effects.written.keys() - again.written.keys():
             name = WatchedState(self._function).name_of(storage)
             if name is None:
                 continue  # not the callable's state; for example, buffers of graphs inside it
