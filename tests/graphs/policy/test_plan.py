@@ -394,3 +394,24 @@ def test_phase_names() -> None:
     decode = PlanEntry(mode=FULL, descriptor=BatchDescriptor(4, num_reqs=4, uniform=True))
     assert mixed.phase == "mixed, PIECEWISE"
     assert decode.phase == "decode, FULL"
+
+
+def test_a_query_length_may_be_for_small_batches_only() -> None:
+    plan = CapturePlan.build(
+        CUDAGraphMode.FULL_DECODE_ONLY,
+        [1, 2, 4, 8, 16, 32],
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        decode_query_lens={1: 16, 5: 3, 2: 40},
+    )
+    assert plan.decode_max_reqs == (16, 16, 3)
+    sizes = {length: plan.decode_sizes_for(length) for length in plan.decode_query_lens}
+    assert sizes == {1: (1, 2, 4, 8, 16), 2: (2, 4, 8, 16, 32), 5: (5, 10, 15)}
+    assert plan.largest_decode_batch(5) == 15
+    with pytest.raises(ConfigError, match="most requests of a decode query length must be"):
+        CapturePlan.without_sizes(
+            CUDAGraphMode.FULL,
+            max_num_seqs=4,
+            max_num_batched_tokens=4,
+            decode_query_lens={1: 0},
+        )

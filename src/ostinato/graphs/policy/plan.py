@@ -11,7 +11,7 @@ import hashlib
 import logging
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -45,8 +45,9 @@ class CapturePlan:
 
     ``mode``: resolved. ``sizes``: padded numbers of tokens, sorted; ``mixed_sizes``: those of mixed
     batches, which are the same unless given apart. ``decode_query_lens``: tokens of each request in
-    uniform decode batches. ``max_num_seqs`` and ``max_num_batched_tokens``: most requests and
-    tokens of a batch. ``max_loras``: most active adapters. ``entries``: the graphs.
+    uniform decode batches, and ``decode_max_reqs`` the most requests of each. ``max_num_seqs`` and
+    ``max_num_batched_tokens``: most requests and tokens of a batch. ``max_loras``: most active
+    adapters. ``entries``: the graphs.
     ``token_multiple``: all sizes and batches, eager ones too, have a multiple of this number of
     tokens, because tokens are split evenly over ranks.
     """
@@ -54,6 +55,7 @@ class CapturePlan:
     mode: CUDAGraphMode
     sizes: tuple[int, ...]
     decode_query_lens: tuple[int, ...]
+    decode_max_reqs: tuple[int, ...]
     max_num_seqs: int
     max_num_batched_tokens: int
     max_loras: int
@@ -69,12 +71,13 @@ class CapturePlan:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        decode_query_lens: Iterable[int] = (1,),
+        decode_query_lens: Iterable[int] | Mapping[int, int] = (1,),
         max_loras: int = 0,
         mixed_sizes: Iterable[int] | None = None,
     ) -> CapturePlan:
         """Plan the graphs of a *resolved* mode (see ``resolve_mode``).
 
+        ``decode_query_lens`` may map each length to the most requests of batches with it.
         ``mixed_sizes``: for mixed batches, if they have separate graphs; None: ``sizes``. Sizes
         that get no decode graph are logged with the reason.
         """
@@ -111,7 +114,7 @@ class CapturePlan:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        decode_query_lens: Iterable[int] = (1,),
+        decode_query_lens: Iterable[int] | Mapping[int, int] = (1,),
         max_loras: int = 0,
     ) -> CapturePlan:
         """A plan that captures nothing, for ``with_sizes``."""
@@ -122,12 +125,18 @@ class CapturePlan:
             raise ConfigError("decode_query_lens is empty; use (1,) for decode without speculation")
         for query_len in listed:
             check_positive_int("decode query length", query_len)
+        lengths = tuple(sorted(set(listed)))
+        most = decode_query_lens if isinstance(decode_query_lens, Mapping) else {}
+        max_reqs = [min(most.get(length, max_num_seqs), max_num_seqs) for length in lengths]
+        for count in max_reqs:
+            check_positive_int("most requests of a decode query length", count)
         if type(max_loras) is not int or max_loras < 0:
             raise ConfigError(f"max_loras must be 0 or a positive integer, got {max_loras!r}")
         return cls(
             mode=CUDAGraphMode.parse(mode),
             sizes=(),
-            decode_query_lens=tuple(sorted(set(listed))),
+            decode_query_lens=lengths,
+            decode_max_reqs=tuple(max_reqs),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_loras=max_loras,
@@ -191,6 +200,7 @@ class CapturePlan:
             self.mode.value,
             self.sizes,
             self.decode_query_lens,
+            self.decode_max_reqs,
             self.max_num_seqs,
             self.max_num_batched_tokens,
             self.max_loras,
@@ -217,7 +227,11 @@ class CapturePlan:
 
     def largest_decode_batch(self, query_len: int) -> int:
         """Tokens of the largest batch of whole requests with ``query_len`` tokens each."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens // query_len) * query_len
+        return min(self._max_reqs(query_len), self.max_num_batched_tokens // query_len) * query_len
+
+    def _max_reqs(self, query_len: int) -> int:
+        limits = dict(zip(self.decode_query_lens, self.decode_max_reqs, strict=True))
+        return limits.get(query_len, self.max_num_seqs)
 
     def _decode_size(self, size: int, query_len: int) -> int:
         # Whole requests that also split evenly over ranks.
@@ -225,10 +239,16 @@ class CapturePlan:
         return -(-size // step) * step
 
     def decode_sizes_for(self, query_len: int) -> tuple[int, ...]:
+        sizes = [self._decode_size(size, query_len) for size in self.sizes]
+        limit = self._max_reqs(query_len)
+        if limit < self.max_num_seqs:  # its largest batch has a graph of just that size
+            largest = self._decode_size(limit * query_len, query_len)
+            sizes = [min(size, largest) for size in sizes]
+            limit = largest // query_len
         return decode_sizes(
-            [self._decode_size(size, query_len) for size in self.sizes],
+            sizes,
             query_len=query_len,
-            max_num_seqs=self.max_num_seqs,
+            max_num_seqs=limit,
             max_num_batched_tokens=self.max_num_batched_tokens,
         )
 
