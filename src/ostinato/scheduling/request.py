@@ -54,7 +54,8 @@ class Request:
     stop_reason: int | str | None = None
     output_token_ids: list[int] = field(default_factory=list)
     num_pending_tokens: int = 0  # sampled by steps that are still running
-    num_computed_tokens: int = 0  # by all steps started so far
+    num_pending_drafts: int = 0  # of those steps; each that is accepted is one token more
+    num_computed_tokens: int = 0  # by all steps started so far, without pending drafts
     num_cached_tokens: int = 0  # prompt tokens found in the cache at the first admission
     num_preemptions: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -68,7 +69,7 @@ class Request:
 
     @property
     def num_expected_tokens(self) -> int:
-        """The number of tokens once all started steps are done."""
+        """The number of tokens once all started steps are done, if they accept no drafts."""
         # Not by ``num_tokens``: this is read for every request of a step.
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 

@@ -4,7 +4,8 @@ Continuous batching, first come first served, with chunked prefill. It is bookke
 Python: it runs nothing and owns no device memory. Each step is ``schedule``, the model, then
 ``commit`` (or ``rollback``, if the model failed). Further steps may be scheduled before one is
 committed, since a step's start tells that a request gets a token, and only its end tells which. A
-request that turns out to have ended was in one step too many; that step's token is dropped.
+request that turns out to have ended was in one step too many; that step's token is dropped. How
+many tokens a step with drafts yields is known at its end too (``draft_steps``).
 
 The main invariant: every running request arrived before every waiting one. Only the oldest waiting
 request is admitted and only the youngest running one is preempted, so ``_running`` is always in
@@ -21,6 +22,7 @@ import numpy as np
 
 from ostinato.errors import ConfigError, SchedulingError
 from ostinato.scheduling.block_allocator import BlockAllocator
+from ostinato.scheduling.draft_steps import DraftSteps
 from ostinato.scheduling.prefix_cache import PrefixReuse
 from ostinato.scheduling.request import FinishReason, Request, RequestStatus
 from ostinato.scheduling.steady_decode import SteadyDecode
@@ -38,6 +40,7 @@ class Scheduler:
 
     A step computes at most ``max_num_batched_tokens`` tokens, and at most
     ``long_prefill_token_threshold`` of one request. ``max_model_len`` limits every request.
+    ``num_drafts``: drafts per request in a decode step, by its number of requests; empty: none.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         long_prefill_token_threshold: int | None = None,
+        num_drafts: Sequence[int] = (),
     ) -> None:
         chunk = (
             max_num_batched_tokens
@@ -81,6 +85,12 @@ class Scheduler:
         self._open: deque[StepPlan] = deque()  # scheduled but not committed, oldest first
         self._steady: SteadyDecode | None = None
         self._prefixes = PrefixReuse(allocator)
+        self.drafts = DraftSteps(
+            allocator,
+            num_drafts or (0,) * (max_num_seqs + 1),
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=max_model_len,
+        )
 
     @property
     def has_unfinished(self) -> bool:
@@ -168,6 +178,8 @@ class Scheduler:
             total = request.num_expected_tokens
             if total >= request.max_total_tokens:
                 continue  # its last token is pending
+            if request.num_computed_tokens + request.num_pending_drafts >= self.max_model_len:
+                continue  # it may be
             row = self._extend(request, total, budget, preempted)
             if row is None:
                 break
@@ -179,6 +191,8 @@ class Scheduler:
             row.request.num_computed_tokens = row.start + row.num_tokens
             row.request.num_pending_tokens += row.samples
         plan = SchedulePlan.of(rows, self.max_num_batched_tokens - budget, preempted)
+        if plan.is_decode and not preempted and (num_drafts := self.drafts.add_to(rows)):
+            plan = SchedulePlan.with_drafts(rows, num_drafts)
         if rows:
             self._open.append(plan)
             self._begin_steady()
@@ -202,7 +216,9 @@ class Scheduler:
             return []
         listed = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
         events = None if steady is None else steady.commit(listed)
-        if steady is None or events is None:
+        if plan.num_drafts:
+            events = self._commit_runs(plan.requests, listed, plan.num_drafts)
+        elif steady is None or events is None:
             self._end_steady()
             events = self._commit_each(plan.requests, listed)
         elif steady.completed:
@@ -223,6 +239,8 @@ class Scheduler:
             index += row.samples
             if request.status is finished:
                 continue
+            if row.samples and row.num_tokens == 1:
+                start = request.num_tokens - 1  # the row was planned before drafts were accepted
             end = start + row.num_tokens
             if start // block_size != end // block_size and row.holds_its_blocks:
                 self._prefixes.publish(request, start // block_size, end // block_size)
@@ -237,17 +255,37 @@ class Scheduler:
                 events.append(TokenEvent(request, token, index, ended))
         return events
 
+    def _commit_runs(
+        self, rows: Sequence[ScheduledRequest], tokens: Sequence[int], num_drafts: int
+    ) -> list[TokenEvent]:
+        """Commit a step with drafts: for each row all its tokens, and how many are accepted."""
+        events: list[TokenEvent] = []
+        query_len, finished = 1 + num_drafts, RequestStatus.FINISHED
+        for number, row in enumerate(rows):
+            if row.request.status is not finished:
+                first = number * (query_len + 1)
+                run = tokens[first : first + tokens[first + query_len]]
+                last = self.drafts.append(row, run, self._prefixes)
+                ended = self._end(row.request, last)
+                events.append(TokenEvent(row.request, last, number * query_len, ended))
+        return events
+
     def _begin_steady(self) -> None:
         """Enter the steady state, if all running requests are in the same open decode steps."""
         if self._waiting and len(self._running) < self.max_num_seqs:
             return
+        if self.drafts.num_drafts[len(self._running)]:
+            return  # how many tokens a step yields is not known in advance
         for plan in self._open:
-            if not plan.is_decode or len(plan.requests) != len(self._running):
+            if not plan.is_decode or len(plan.requests) != len(self._running) or plan.num_drafts:
                 return
             # Rows are in order of arrival, as the running requests are.
             for row, request in zip(plan.requests, self._running, strict=True):
                 if row.request is not request or not row.holds_its_blocks:
                     return
+        for request in self._running:
+            if len(request.block_ids) > self._blocks_for(request.num_computed_tokens):
+                return  # it has blocks left that were for drafts
         self._steady = SteadyDecode(list(self._running), self.allocator)
 
     def _end_steady(self) -> None:
@@ -276,6 +314,7 @@ class Scheduler:
             request.status = RequestStatus.WAITING
             request.num_computed_tokens = 0
             request.num_pending_tokens = 0
+            request.num_pending_drafts = 0
         self._waiting = OrderedDict(self._requests)
         self._running = []
         self._free_req_indices = list(range(self.max_num_seqs))
@@ -294,8 +333,9 @@ class Scheduler:
         if total - start > 1:
             end = min(total, start + budget, start + self._chunk)
         blocks: Sequence[int] = ()
-        if end > held * self.allocator.block_size:
-            needed = self._blocks_for(end) - held
+        most = end + request.num_pending_drafts
+        if most > held * self.allocator.block_size:
+            needed = self._blocks_for(most) - held
             while needed > self.allocator.num_free_blocks:
                 youngest = self._running.pop()
                 self._preempt(youngest)

@@ -22,7 +22,8 @@ class ScheduledRequest:
 
     ``new_blocks`` were added to its block table in this step, at index ``first_new_block``.
     ``is_new``: it was admitted in this step, so its whole row ``req_index`` must be written.
-    ``samples``: these are its last tokens, so the step samples a new one.
+    ``samples``: these are its last tokens, so the step samples a new one. With drafts, ``start`` is
+    the least that it can be: steps in flight may accept some.
     ``admission`` is its number of preemptions when scheduled: if that has grown when the step's
     result arrives, the request no longer holds the blocks that the step wrote to.
     """
@@ -38,6 +39,14 @@ class ScheduledRequest:
     admission: int
 
     @property
+    def max_seq_len(self) -> int:
+        """Most tokens of the request in the cache after this step.
+
+        Its own drafts, and those of steps in flight, may all be accepted.
+        """
+        return self.start + self.num_tokens + self.request.num_pending_drafts
+
+    @property
     def holds_its_blocks(self) -> bool:
         """Whether the request still has the blocks that this step wrote to."""
         request = self.request
@@ -46,7 +55,10 @@ class ScheduledRequest:
 
 @dataclass(slots=True)
 class TokenEvent:
-    """A request got a token. ``index`` is its position among the plan's sampled tokens."""
+    """A request got a token, or several by accepted drafts; ``token_id`` is the last.
+
+    ``index`` is the position of the first among the plan's sampled tokens, accepted or not.
+    """
 
     request: Request
     token_id: int
@@ -58,7 +70,8 @@ class TokenEvent:
 class SchedulePlan:
     """One step. Requests that sample after a single token come first, then all others.
 
-    ``preempted`` requests lost their rows and blocks; none of them is in ``requests``.
+    ``preempted`` requests lost their rows and blocks; none of them is in ``requests``. With
+    ``num_drafts``, every request computes its last token and as many drafts.
     """
 
     requests: list[ScheduledRequest]
@@ -66,6 +79,7 @@ class SchedulePlan:
     num_samples: int
     max_query_len: int
     preempted: list[Request]
+    num_drafts: int = 0
 
     @classmethod
     def of(
@@ -84,10 +98,21 @@ class SchedulePlan:
             preempted=preempted,
         )
 
+    @classmethod
+    def with_drafts(cls, rows: list[ScheduledRequest], num_drafts: int) -> SchedulePlan:
+        """Build the plan of these rows, which all have the same number of drafts."""
+        return cls(
+            requests=rows,
+            num_tokens=len(rows) * (1 + num_drafts),
+            num_samples=len(rows) * (2 + num_drafts),  # and how many of them are accepted
+            max_query_len=1 + num_drafts,
+            preempted=[],
+            num_drafts=num_drafts,
+        )
+
     @property
     def shape(self) -> BatchShape:
-        # A request that does not decode is in its prompt: without speculation, nothing else
-        # computes several tokens or samples none.
+        # A request that does not decode is in its prompt.
         return BatchShape(
             self.num_tokens,
             len(self.requests),
@@ -108,7 +133,9 @@ class SchedulePlan:
 
     @property
     def is_decode(self) -> bool:
-        """Whether every request computes one token and gets the next."""
+        """Whether every request computes its last token, and drafts perhaps, and gets the next."""
+        if self.num_drafts:
+            return True
         return self.max_query_len == 1 and self.num_samples == len(self.requests)
 
 
@@ -130,6 +157,7 @@ class DecodePlan:
     step: int = 0
 
     max_query_len = 1
+    num_drafts = 0
     is_decode = True
 
     @property
