@@ -33,6 +33,7 @@ def load_inputs_kernel(
     state_table_stride,
     table_stride,
     BLOCK_SIZE: tl.constexpr,
+    QUERY_LEN: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per row of the padded batch."""
@@ -45,17 +46,20 @@ def load_inputs_kernel(
     if row == 0:
         tl.store(query_start_loc, 0)
     if req_index != padding_req_index:
-        position = tl.load(num_computed + req_index)
+        first_position = tl.load(num_computed + req_index)
         its_blocks = state_block_table + req_index * state_table_stride
-        block = tl.load(its_blocks + position // BLOCK_SIZE).to(tl.int64)
-        token = tl.load(token_ids + req_index * token_ids_stride + position)
-        tl.store(input_ids + row, token.to(tl.int64))
-        tl.store(positions + row, position.to(tl.int64))
-        tl.store(seq_lens + row, position + 1)
-        tl.store(query_start_loc + row + 1, row + 1)  # real rows come first
-        tl.store(slot_mapping + row, block * BLOCK_SIZE + position % BLOCK_SIZE)
+        for index in tl.static_range(QUERY_LEN):
+            position = first_position + index
+            token = tl.load(token_ids + req_index * token_ids_stride + position)
+            block = tl.load(its_blocks + position // BLOCK_SIZE).to(tl.int64)
+            tl.store(input_ids + row * QUERY_LEN + index, token.to(tl.int64))
+            tl.store(positions + row * QUERY_LEN + index, position.to(tl.int64))
+            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+            tl.store(slot_mapping + row * QUERY_LEN + index, slot)
+        tl.store(seq_lens + row, first_position + QUERY_LEN)
+        tl.store(query_start_loc + row + 1, (row + 1) * QUERY_LEN)  # real rows come first
         target = block_table + row.to(tl.int64) * table_stride
-        used = position // BLOCK_SIZE + 1
+        used = (first_position + QUERY_LEN - 1) // BLOCK_SIZE + 1
         for first in range(0, used, WIDTH):
             entry = first + lane
             blocks = tl.load(its_blocks + entry, mask=entry < used)
@@ -66,11 +70,12 @@ def load_inputs_kernel(
             other = first + lane
             others = tl.load(req_indices + other, mask=other < num_rows, other=padding_req_index)
             count += tl.sum((others != padding_req_index).to(tl.int32), axis=0)
-        tl.store(input_ids + row, 0)
-        tl.store(positions + row, 0)
+        for index in tl.static_range(QUERY_LEN):
+            tl.store(input_ids + row * QUERY_LEN + index, 0)
+            tl.store(positions + row * QUERY_LEN + index, 0)
+            tl.store(slot_mapping + row * QUERY_LEN + index, -1)
         tl.store(seq_lens + row, 0)
-        tl.store(query_start_loc + row + 1, count)
-        tl.store(slot_mapping + row, -1)
+        tl.store(query_start_loc + row + 1, count * QUERY_LEN)
 
 
 @triton.jit(do_not_specialize=["padding_req_index", "num_rows"])
