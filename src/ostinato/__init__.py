@@ -39,6 +39,8 @@ _HOME = {
     "CUDAGraphWrapper": "graphs.wrapper",
     "default_sizes": "graphs.policy.sizes",
     "Dispatcher": "graphs.policy.dispatch",
+    "DraftModel": "speculative.options",
+    "EagleDrafts": "speculative.options",
     "eager_break": "graphs.capture.segments",
     "EmbeddingOutput": "outputs",
     "EngineConfig": "config",
@@ -54,12 +56,16 @@ _HOME = {
     "LLM": "llm",
     "Logprob": "outputs",
     "ModelLoadError": "errors",
+    "NgramDrafts": "speculative.options",
     "OstinatoError": "errors",
     "OutOfBlocksError": "errors",
     "PlanEntry": "graphs.policy.plan",
     "prepare_inputs_to_capture": "graphs.capture.capture_inputs",
     "PreparedBatch": "graphs.manager",
+    "Proposer": "speculative.proposer",
+    "ProposerContext": "speculative.proposer",
     "Reason": "graphs.policy.descriptor",
+    "ReplayedDrafts": "speculative.options",
     "ReplayMismatchError": "errors",
     "RequestError": "errors",
     "RequestOutput": "outputs",
@@ -68,6 +74,9 @@ _HOME = {
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
     "set_forward_context": "graphs.capture.context",
+    "Speculation": "speculative.options",
+    "SpeculationStats": "scheduling.draft_steps",
+    "SuffixDrafts": "speculative.options",
     "TextDelta": "outputs",
     "TokenBuffers": "graphs.capture.capture_inputs",
     "WeightOffloader": "graphs.capture.pool",
@@ -138,6 +147,15 @@ if TYPE_CHECKING:
     from ostinato.outputs import ScoreOutput as ScoreOutput
     from ostinato.outputs import TextDelta as TextDelta
     from ostinato.sampling_params import SamplingParams as SamplingParams
+    from ostinato.scheduling.draft_steps import SpeculationStats as SpeculationStats
+    from ostinato.speculative.options import DraftModel as DraftModel
+    from ostinato.speculative.options import EagleDrafts as EagleDrafts
+    from ostinato.speculative.options import NgramDrafts as NgramDrafts
+    from ostinato.speculative.options import ReplayedDrafts as ReplayedDrafts
+    from ostinato.speculative.options import Speculation as Speculation
+    from ostinato.speculative.options import SuffixDrafts as SuffixDrafts
+    from ostinato.speculative.proposer import Proposer as Proposer
+    from ostinato.speculative.proposer import ProposerContext as ProposerContext
 
 __all__ = ["__version__", *_HOME]
 

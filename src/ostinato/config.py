@@ -24,6 +24,7 @@ from ostinato.graphs.policy.sizes import (
 from ostinato.options import option, user_options
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.quoting import shown
+from ostinato.speculative.options import Speculation, parse_speculation
 
 if TYPE_CHECKING:
     import torch
@@ -208,6 +209,13 @@ class EngineConfig:
         1, "Maximum adapters loaded at once, all of which one step may use.", cli=int
     )
     max_lora_rank: int = option(16, "Largest rank of an adapter.", cli=int)
+    speculative: Speculation | str | None = option(
+        None,
+        "Speculative decoding: 'ngram' drafts the next tokens from the request's own text, "
+        "'suffix' from past output too; NgramDrafts(...) and SuffixDrafts(...) set how many. "
+        "Drafts save steps and do not change the output. None: no drafts.",
+        cli=str,
+    )
     tune: Literal["auto", "off"] = option(
         "auto",
         "'auto': a model's first start on a GPU takes a few seconds to measure tile configs for "
@@ -272,6 +280,7 @@ class EngineConfig:
         if self.task not in TASKS:
             raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {shown(self.task)}")
         self._check_lora()
+        object.__setattr__(self, "speculative", parse_speculation(self.speculative))
         if self.tune not in ("auto", "off"):
             raise ConfigError(f"tune must be 'auto' or 'off', got {shown(self.tune)}")
         if self.model == "":
@@ -334,6 +343,8 @@ class EngineConfig:
             raise ConfigError(
                 f"attention is an object, which cannot be sent to {ranks}; choose a backend by name"
             )
+        if self.speculative is not None:
+            raise ConfigError(f"speculative supports one device, not {ranks}; omit it")
         if self.graphs.compile:
             raise ConfigError(f"compile={self.graphs.compile!r} supports one device, not {ranks}")
         if self.enable_lora:
@@ -406,16 +417,46 @@ class EngineConfig:
             )
         return max_num_seqs, max_tokens
 
+    def num_drafts(self, device: torch.device) -> tuple[int, ...]:
+        """Drafts per request in a decode step, by its number of requests; empty: none."""
+        if self.speculative is None:
+            return ()
+        assert isinstance(self.speculative, Speculation), "parsed on construction"
+        return self.speculative.num_drafts(self.batch_limits(device)[0])
+
+    def decode_query_lens(self, device: torch.device) -> dict[int, int]:
+        """Tokens per request in decode steps, and most requests of steps with that number.
+
+        One token is always among them, for any number of requests.
+        """
+        max_num_seqs, max_tokens = self.batch_limits(device)
+        longest = {1: max_num_seqs}
+        for num_reqs, count in enumerate(self.num_drafts(device)):
+            if num_reqs and count:
+                longest[1 + count] = num_reqs
+        most = max(longest)
+        if most > max_tokens:
+            raise ConfigError(
+                f"speculative has {most - 1} drafts per request, but a step computes at most "
+                f"max_num_batched_tokens={max_tokens} tokens; lower num_tokens or raise the limit"
+            )
+        return longest
+
     def capture_sizes(self, device: torch.device) -> tuple[int, ...]:
         max_num_seqs, max_tokens = self.batch_limits(device)
         if self.graphs.capture_sizes is not None:
             return validate_sizes(self.graphs.capture_sizes, max_num_batched_tokens=max_tokens)
-        return default_sizes(
+        query_lens = self.decode_query_lens(device)
+        sizes = default_sizes(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_tokens,
+            decode_query_len=max(query_lens),
             largest=self.graphs.max_cudagraph_capture_size,
             device_type=device.type,
         )
+        # The largest batch with drafts needs no padding, which might not fit.
+        largest = (min(most, max_tokens // n) * n for n, most in query_lens.items() if n > 1)
+        return tuple(sorted({*sizes, *(size for size in largest if size <= sizes[-1])}))
 
     def mixed_capture_sizes(self, device: torch.device, sp: int = 1) -> tuple[int, ...] | None:
         """Default sizes of FULL_AND_FULL for mixed batches; None: the same as for decode batches.

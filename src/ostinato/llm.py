@@ -28,6 +28,7 @@ from ostinato.outputs import (
     ScoreOutput,
 )
 from ostinato.sampling_params import SamplingParams
+from ostinato.scheduling.draft_steps import SpeculationStats
 from ostinato.text.chat import Message, list_conversations, render_chat
 from ostinato.text.prompts import Prompt, list_adapters, list_params, list_prompts, read_prompt
 from ostinato.text.template_process import TemplateProcess
@@ -103,6 +104,11 @@ class LLM(Owner):
     def use(self) -> ThreadUse:
         """Tracks which thread is in the engine."""
         return self._running.use
+
+    @property
+    def speculation(self) -> SpeculationStats:
+        """What became of drafts so far (``speculative``): counts, and the acceptance length."""
+        return self.engine.scheduler.drafts.stats
 
     # --- generating ----------------------------------------------------------------------------
 

@@ -64,7 +64,9 @@ ENGINE_OPTIONS = {
         ("auto", "safetensors"),
     ),
     "quantization": Foreign("the checkpoint's config decides; " + _LEAVE_OUT, (None,)),
-    "speculative_config": Foreign("speculative decoding is not supported yet", (None,)),
+    "speculative_config": Foreign(
+        "write speculative='ngram' or 'suffix', or NgramDrafts(num_tokens=...)", (None,)
+    ),
     "max_cpu_loras": Foreign("every loaded adapter is on the device; write max_loras", (None,)),
     "lora_dtype": Foreign("adapters have the model's dtype", ("auto", None)),
     "fully_sharded_loras": Foreign("adapters run on one device", (False,)),

@@ -21,6 +21,8 @@ from ostinato.config import EngineConfig
 from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
 from ostinato.graphs.policy.modes import ModeName
+from ostinato.speculative.options import ReplayedDrafts
+from ostinato.speculative.replayed import ReplayProposer
 
 MAX_MODEL_LEN = 128
 ENGINES: list[tuple[str, ModeName | None]] = [
@@ -28,6 +30,7 @@ ENGINES: list[tuple[str, ModeName | None]] = [
     ("cpu", "FULL_AND_FULL"),
     *([("cuda", None)] if torch.cuda.is_available() else []),
 ]
+SPECULATING: list[tuple[str, ModeName | None]] = [*ENGINES, ("cpu", "PIECEWISE"), ("cpu", "FULL")]
 pytestmark = pytest.mark.gpu
 GARBAGE = 2**30  # no token, position, block or slot
 
@@ -101,6 +104,24 @@ def engines(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Engine]]:
         yield replaying, eager
 
 
+@pytest.fixture(scope="module", params=SPECULATING, ids=str)
+def speculating(
+    request: pytest.FixtureRequest,
+) -> Iterator[tuple[Engine, ReplayProposer, Engine]]:
+    """With drafts of which six in ten are right, once it knows the texts; and without graphs."""
+    device, mode = request.param
+    drafts = ReplayedDrafts(num_tokens={2: 5, 5: 3, 7: 0, 10: 1}, acceptance=0.6)
+    graphs = GraphConfig(mode=mode, capture_sizes=[1, 2, 4, 8, 16, 64])
+    with (
+        open_engine(device, graphs=graphs, async_scheduling=True, speculative=drafts) as engine,
+        open_engine(device, graphs=GraphConfig(mode="NONE"), async_scheduling=False) as eager,
+    ):
+        poison_every_step(engine)
+        proposer = engine.runner.memory.proposer
+        assert isinstance(proposer, ReplayProposer)
+        yield engine, proposer, eager
+
+
 def poison_every_step(engine: Engine) -> None:
     runner, run = engine.runner, engine.runner.run
     buffers = runner.buffers
@@ -111,6 +132,9 @@ def poison_every_step(engine: Engine) -> None:
             buffers.req_indices,
             buffers.query_lens,
             buffers.sampled,
+            buffers.draft_req_indices,
+            buffers.draft_lengths,
+            buffers.accepted,
             buffers.logits_indices,
             buffers.input_ids,
             buffers.tokens.positions,
@@ -165,6 +189,26 @@ def test_graphs_give_the_tokens_of_eager(
         assert_same_logprobs(output, eager_output, shorter)
 
 
+@pytest.mark.slow
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(workload=st.lists(arrivals, min_size=1, max_size=12))
+def test_drafts_do_not_change_the_tokens(
+    speculating: tuple[Engine, ReplayProposer, Engine], workload: list[Arrival]
+) -> None:
+    engine, proposer, eager = speculating
+    expected = run_workload(eager, workload)
+    proposer.texts = [each.request.all_token_ids for each in expected]
+    ours = run_workload(engine, workload)
+    for arrival, one, other in zip(workload, ours, expected, strict=True):
+        output, plain = one.output, other.output
+        shorter = min(len(output.token_ids), len(plain.token_ids))
+        if arrival.patience is None:
+            assert output.finish_reason == plain.finish_reason
+            assert shorter == max(len(output.token_ids), len(plain.token_ids))
+        assert output.token_ids[:shorter] == plain.token_ids[:shorter]
+        assert_same_logprobs(output, plain, shorter)
+
+
 def assert_same_logprobs(one: CompletionOutput, other: CompletionOutput, num_tokens: int) -> None:
     """Nearly: a step with other requests has another batch size, and rounds differently."""
     assert (one.logprobs is None) == (other.logprobs is None)
@@ -205,3 +249,19 @@ def test_preempted_requests_are_sampled_as_others(engines: tuple[Engine, Engine]
     assert any(completion.request.num_preemptions for completion in ours)
     for one, other in zip(ours, expected, strict=True):
         assert one.output.token_ids == other.output.token_ids
+
+
+def test_drafts_of_preempted_requests(speculating: tuple[Engine, ReplayProposer, Engine]) -> None:
+    """The cache holds fewer requests than run at first."""
+    engine, proposer, eager = speculating
+    workload = [
+        Arrival(prompt_of(80, 31 * n), SamplingParams(temperature=0, max_tokens=40), n % 3, None)
+        for n in range(10)
+    ]
+    expected = run_workload(eager, workload)
+    proposer.texts = [each.request.all_token_ids for each in expected]
+    engine.scheduler.drafts.stats.reset()
+    ours = run_workload(engine, workload)
+    assert [each.output.token_ids for each in ours] == [each.output.token_ids for each in expected]
+    assert any(each.request.num_preemptions for each in ours)
+    assert engine.scheduler.drafts.stats.num_accepted > 50

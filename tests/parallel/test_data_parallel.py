@@ -12,7 +12,7 @@ import pytest
 import torch
 from parallel_llm import assert_block_0_untouched, poison
 
-from ostinato import GraphConfig, SamplingParams
+from ostinato import GraphConfig, NgramDrafts, SamplingParams
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.config import EngineConfig
 from ostinato.errors import BatchError, ConfigError
@@ -24,7 +24,8 @@ from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.parallel.comm import NoComm
 from ostinato.runner import startup
-from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
+from ostinato.runner.model_runner import ModelRunner
+from ostinato.runner.small_batch_model import SmallBatchModel
 from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.request import Request
 from ostinato.scheduling.scheduler import Scheduler
@@ -285,4 +286,14 @@ def test_what_is_refused() -> None:
             backend=runner.backend,
             small=small,
             agreement=NoComm(),
+        )
+    with pytest.raises(ConfigError, match="speculative decoding does not work with 1 ranks"):
+        ModelRunner(
+            loaded.model,
+            runner.plan,
+            graphs=GraphConfig(mode="NONE"),
+            cache=runner.cache,
+            backend=runner.backend,
+            agreement=NoComm(),
+            speculation=NgramDrafts(),
         )

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato import CapturePlan, CUDAGraphMode, GraphConfig
+from ostinato import CapturePlan, CUDAGraphMode, GraphConfig, SuffixDrafts
 from ostinato.attention import triton_paged
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.config import EngineConfig
-from ostinato.ops import lora
+from ostinato.ops import decode_state, drafts, lora
 from ostinato.ops.triton.launch import without_running
-from ostinato.runner import startup
+from ostinato.runner import decode_step, draft_sampling, startup
 from ostinato.runner.compile_kernels import compile_kernels, request_kernels
+from ostinato.speculative import look_up
 
 triton = pytest.importorskip("triton")
 
@@ -81,6 +82,34 @@ def test_it_asks_for_the_kernels_of_adapters(mode: str, monkeypatch: pytest.Monk
     )
     captured, ahead = asked_for(config)
     assert {"lora_shrink_kernel", "lora_expand_kernel"} <= {name for name, _ in captured.kernels}
+    assert captured.kernels <= ahead.kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_AND_FULL"])
+def test_it_asks_for_the_kernels_of_drafts(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(look_up, "look_up_drafts", drafts.triton_look_up_drafts)
+    monkeypatch.setattr(draft_sampling, "accept_drafts", drafts.triton_accept_drafts)
+    load = decode_state.triton_load_decode_inputs
+    monkeypatch.setattr(decode_step, "load_decode_inputs", load)
+    config = EngineConfig(
+        model="tiny",
+        random_weights=True,
+        device="cpu",
+        dtype="bfloat16",
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        max_model_len=128,
+        kv_cache_memory_bytes=2**22,
+        show_progress=False,
+        speculative=SuffixDrafts(num_tokens={2: 6, 8: 2}),
+        graphs=GraphConfig(mode=mode, capture_sizes=[1, 8, 16, 32]),
+    )
+    captured, ahead = asked_for(config)
+    for name in ("find_match_kernel", "write_drafts_kernel", "accept_drafts_kernel"):
+        assert name in {kernel for kernel, _ in captured.kernels}
+    query_lens = {dict(constants).get("QUERY_LEN") for _, constants in captured.kernels}
+    assert query_lens >= {1, 3, 7}
     assert captured.kernels <= ahead.kernels
 
 

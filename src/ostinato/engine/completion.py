@@ -42,11 +42,16 @@ class Completion:
             self.news.append(self)
 
     def read_text(self, *, final: bool = False) -> str | None:
-        """Decode the tokens added since the last call; return the stop string found, if any."""
+        """Decode the tokens added since the last call; return the stop string found, if any.
+
+        Tokens after the one that completes a stop string are dropped: a step may add several.
+        """
         detokenizer = self.detokenizer
         if detokenizer is None:
             return None
         found = detokenizer.read(self.output.token_ids, self.request.params.min_tokens)
+        if found is not None:
+            del self.output.token_ids[detokenizer.num_read :]
         if final and found is None:
             detokenizer.finish()
         self.output.text = detokenizer.text

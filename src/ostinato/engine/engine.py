@@ -66,6 +66,7 @@ class Engine(Owner):
             max_num_batched_tokens=plan.max_num_batched_tokens,
             max_model_len=cache.max_model_len,
             long_prefill_token_threshold=config.long_prefill_token_threshold,
+            num_drafts=config.num_drafts(self.model.device),
         )
         self.adapters = EngineAdapters(self.runner)
         self._completions: dict[str, Completion] = {}
@@ -244,22 +245,25 @@ class Engine(Owner):
             if completion.finished:
                 del self._completions[request.request_id]
                 ended.append(completion)
+                self.runner.learn(completion.output.token_ids)
             completion.tell()
         return ended
 
     def _take_in(self, completion: Completion, event: TokenEvent, result: StepResult) -> None:
-        """Update a completion's logprobs, text and end for a token already in its list."""
+        """Update a completion's logprobs, text and end for tokens already in its list."""
         request, output = completion.request, completion.output
-        if output.logprobs is not None:
-            row = result.logprobs(event.index, request.params.logprobs or 0)
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + row[0][1]
-            output.logprobs.append(
-                {
-                    token: Logprob(logprob=value, decoded_token=self._decode_token(token))
-                    for token, value in row
-                }
-            )
         found = completion.read_text(final=event.finished)
+        if output.logprobs is not None:
+            num_new = len(output.token_ids) - len(output.logprobs)
+            for index in range(event.index, event.index + num_new):
+                row = result.logprobs(index, request.params.logprobs or 0)
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + row[0][1]
+                output.logprobs.append(
+                    {
+                        token: Logprob(logprob=value, decoded_token=self._decode_token(token))
+                        for token, value in row
+                    }
+                )
         if found is not None:
             if not event.finished:
                 self.scheduler.finish(request, FinishReason.STOP, stop_reason=found)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
 from ostinato.attention.base import AttentionSpec
+from ostinato.errors import ConfigError
 
 
 class CausalLM(Protocol):
@@ -46,6 +47,16 @@ class CausalLM(Protocol):
         for the other tokens.
         """
         return False
+
+    def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
+        """From now on, copy the input of some layers to ``states``, by layer, in every forward.
+
+        Each is [at least T, hidden_size]. Set before the first forward is captured.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} does not give out the hidden states of its layers; models of "
+            "the native decoder do"
+        )
 
     def few_layers(self) -> AbstractContextManager[None]:
         """Inside, the model skips layers that are like others, if it can tell which are.

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Hashable, Iterator
 from importlib.util import find_spec
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,6 +26,9 @@ from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.model_graphs import kernels_of, prepare_batch
 from ostinato.runner.step_memory import StepMemory
 
+if TYPE_CHECKING:
+    from ostinato.speculative.options import Speculation
+
 logger = logging.getLogger(__name__)
 
 
@@ -36,6 +40,7 @@ def compile_kernels(
     block_size: int,
     max_model_len: int | None,
     show_progress: bool,
+    speculation: Speculation | None = None,
 ) -> None:
     """Compile the kernels of every graph of ``plan``, and of the largest step; CUDA only.
 
@@ -48,7 +53,8 @@ def compile_kernels(
     )
     try:
         with compiling_ahead(show_progress=show_progress):
-            request_kernels(model, plan, StepMemory.allocate(model, plan, cache, backend))
+            memory = StepMemory.allocate(model, plan, cache, backend, speculation)
+            request_kernels(model, plan, memory)
     except Exception as error:
         logger.warning(
             "kernels are compiled one after another, because asking for them ahead failed (%s: %s)",
@@ -76,7 +82,8 @@ def request_kernels(model: CausalLM, plan: CapturePlan, memory: StepMemory) -> N
                 slot_mapping=batch.slot_mapping,
             ):
                 if inputs.uniform_decode:
-                    decode_step(model, model.forward, memory.state, memory.buffers, inputs.num_reqs)
+                    query_len = plan.query_len_of(entry.descriptor)
+                    decode_step(model, model.forward, memory, inputs.num_reqs, query_len)
                 else:
                     assert inputs.input_ids is not None
                     hidden = model.forward(inputs.input_ids, inputs.positions)

@@ -11,7 +11,7 @@ from ostinato.graphs.policy.descriptor import Choice
 from ostinato.runner.filtered_rows import FilteredRows
 from ostinato.runner.sampler_graphs import SamplerGraph, SamplerGraphs
 from ostinato.runner.step_memory import StepMemory
-from ostinato.scheduling.step_plan import IntArray
+from ostinato.scheduling.step_plan import IntArray, StepPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,8 +19,9 @@ class DecodeMembers:
     """The requests of a decode batch; reused from step to step.
 
     ``graph``: of the whole step, if there is one. If a request needs the full sampler, ``sampler``
-    runs behind that graph, and ``filtered`` behind a step without it. ``sampled`` [num_reqs] and
-    ``logprobs`` (None: not wanted) are where their tokens are written.
+    runs behind that graph, and ``filtered`` behind a step without it. ``sampled`` [num_reqs], or
+    ``accepted`` tokens as in ``Drafts``, flat, and ``logprobs`` (None: not wanted) are where their
+    tokens are written.
     """
 
     req_indices: list[int] | IntArray
@@ -31,34 +32,56 @@ class DecodeMembers:
     sampled: torch.Tensor
     logprobs: tuple[torch.Tensor, torch.Tensor] | None
 
+    def hold(self, plan: StepPlan, choice: Choice) -> bool:
+        """Whether they are the requests of this step, which runs as chosen."""
+        rows = plan.req_indices
+        if self.choice != choice:  # by value: ranks that agree build an equal choice every step
+            return False
+        if self.req_indices is rows:
+            return True
+        # Steps with drafts are not planned as a steady state, but are seldom different.
+        return (
+            plan.num_drafts > 0
+            and self.req_indices == rows
+            and not any(item.is_new for item in plan.requests)
+        )
+
     @classmethod
     def place(
         cls,
         rows: list[int] | IntArray,
+        query_len: int,
         choice: Choice,
         graph: FullGraph | None,
         memory: StepMemory,
         samplers: SamplerGraphs,
     ) -> DecodeMembers:
-        """Write the requests in ``rows`` to the buffers, padded as chosen."""
+        """Write the requests in ``rows`` to the buffers, padded as chosen.
+
+        Each of them has ``query_len`` tokens in the step.
+        """
         req_indices = rows if isinstance(rows, list) else rows.tolist()
         buffers, parameters = memory.buffers, memory.state.sampling
         num_reqs = len(req_indices)
-        buffers.set_rows(req_indices, choice.padded_num_tokens)
+        assert choice.padded_num_reqs is not None, "it is a decode batch"
+        buffers.set_rows(req_indices, choice.padded_num_reqs)
         sampler = filtered = logprobs = None
         if graph is None:
-            filtered = FilteredRows.among(req_indices, memory.state)
+            filtered = FilteredRows.among(req_indices, memory.state, query_len)
         elif parameters.filtered_rows(req_indices):
             features = parameters.features(req_indices)
-            sampler = samplers.graph(graph, features)
+            sampler = samplers.graph(graph, features, query_len)
             if features.num_logprobs >= 0:
-                logprobs = samplers.logprobs(num_reqs)
+                logprobs = samplers.logprobs(num_reqs * query_len)
+        sampled = buffers.sampled[:num_reqs]
+        if query_len > 1:
+            sampled = buffers.accepted[: num_reqs * (query_len + 1)]
         return cls(
             req_indices=rows,
             choice=choice,
             graph=graph,
             sampler=sampler,
             filtered=filtered,
-            sampled=buffers.sampled[:num_reqs],
+            sampled=sampled,
             logprobs=logprobs,
         )

@@ -1,5 +1,8 @@
 """A decode step that never leaves the device: inputs from the state, forward, sample, state.
 
+With drafts, a step computes Q tokens of each request: its last one and Q - 1 drafts
+(``draft_sampling``).
+
 Everything it reads and writes has a fixed address, so a FULL graph captures the whole step, and the
 host replays step n + 1 before it has read the tokens of step n. When other requests join or leave,
 the only cost is one small copy: the rows of the requests.
@@ -13,20 +16,20 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.models.base import CausalLM
-from ostinato.ops.decode_state import (
-    DecodeInputs,
-    DecodeState,
-    load_decode_inputs,
-    store_decode_outputs,
-)
+from ostinato.ops.decode_state import DecodeInputs, load_decode_inputs, store_decode_outputs
 from ostinato.ops.sampling import sample_rows
-from ostinato.runner.input_buffers import InputBuffers
-from ostinato.runner.request_state import RequestState
+from ostinato.runner.draft_sampling import (
+    decode_rows,
+    observe_step,
+    propose_drafts,
+    sample_drafts,
+)
+from ostinato.runner.step_memory import StepMemory
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeOutput:
-    """``token_ids`` [R] int64, sampled by temperature alone, and their ``logits`` [R, V]."""
+    """``token_ids`` [R * Q] int64, sampled by temperature alone; ``logits`` [R * Q, V]."""
 
     token_ids: torch.Tensor
     logits: torch.Tensor
@@ -35,34 +38,35 @@ class DecodeOutput:
 def decode_step(
     model: CausalLM,
     forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    state: RequestState,
-    buffers: InputBuffers,
+    memory: StepMemory,
     num_reqs: int,
+    query_len: int = 1,
 ) -> DecodeOutput:
-    """Compute one token for each of the first ``num_reqs`` rows of ``buffers``, padding included.
+    """Compute ``query_len`` tokens of each of the first ``num_reqs`` rows, padding included.
 
     ``forward`` is the model's forward, or its piecewise form. Attention reads the batch from the
     forward context, whose tensors are views of ``buffers``.
     """
-    tokens = buffers.tokens
-    rows = DecodeState(
-        buffers.req_indices[:num_reqs],
-        state.num_computed,
-        state.token_ids,
-        state.block_table,
-        state.padding_req_index,
-        buffers.block_size,
-    )
+    state, buffers = memory.state, memory.buffers
+    tokens, num_tokens = buffers.tokens, num_reqs * query_len
+    rows = decode_rows(state, buffers, num_reqs, query_len)
     inputs = DecodeInputs(
-        buffers.input_ids[:num_reqs],
-        tokens.positions[:num_reqs],
+        buffers.input_ids[:num_tokens],
+        tokens.positions[:num_tokens],
         tokens.seq_lens[:num_reqs],
         tokens.query_start_loc[: num_reqs + 1],
         tokens.block_tables[0][:num_reqs],
-        tokens.slot_mappings[0, :num_reqs],
+        tokens.slot_mappings[0, :num_tokens],
     )
+    if query_len > 1 or memory.drafts_read_all:
+        propose_drafts(memory, rows)
     load_decode_inputs(rows, inputs)
-    logits = model.compute_logits(forward(inputs.input_ids, inputs.positions))
+    hidden = forward(inputs.input_ids, inputs.positions)
+    observe_step(memory, rows)
+    logits = model.compute_logits(hidden)
+    if query_len > 1:
+        sampled = sample_drafts(memory, rows, logits)
+        return DecodeOutput(token_ids=sampled, logits=logits)
     sampled, parameters = buffers.sampled[:num_reqs], state.sampling
     # With n tokens in the cache, the next one is at position n.
     sample_rows(

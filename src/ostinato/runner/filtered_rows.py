@@ -25,8 +25,14 @@ class FilteredRows:
     features: SamplingFeatures
 
     @classmethod
-    def among(cls, req_indices: Sequence[int], state: RequestState) -> FilteredRows | None:
-        """The filtered rows of a batch of the requests in ``req_indices``; None if it has none."""
+    def among(
+        cls, req_indices: Sequence[int], state: RequestState, query_len: int = 1
+    ) -> FilteredRows | None:
+        """The filtered rows of a batch of the requests in ``req_indices``; None if it has none.
+
+        Each request has ``query_len`` rows.
+        """
+        req_indices = [index for index in req_indices for _ in range(query_len)]
         positions = state.sampling.filtered_rows(req_indices)
         if not positions:
             return None

@@ -8,6 +8,7 @@ on the padded size alone, so FULL graphs contain that.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ import torch
 from ostinato.attention.base import AttentionBackend, AttentionMetadata
 from ostinato.attention.selected import last_tokens
 from ostinato.graphs.capture.capture_inputs import TokenBuffers
+from ostinato.ops.decode_state import DecodeState
 from ostinato.runner.kv_cache import CacheSize, KVCache
 from ostinato.runner.request_state import RequestState
 
@@ -22,11 +24,36 @@ PADDING_SLOT_MAPPING = -1
 NOT_SELECTED = -1
 
 
+class Drafts(NamedTuple):
+    """A decode batch of R rows with Q tokens each, the last one and drafts.
+
+    ``lengths`` [R * Q] int32: tokens of the request up to each. ``sampled`` [R * Q]: what follows
+    each. ``accepted`` [R, Q + 1]: the same and how many of them count, as ``accept_drafts`` writes
+    it. All but ``lengths`` are int64.
+    """
+
+    req_indices: torch.Tensor
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    lengths: torch.Tensor
+    sampled: torch.Tensor
+    accepted: torch.Tensor
+
+
 class InputBuffers:
-    """The inputs of every batch, at fixed addresses. Padding has no slot, length 0, valid ids."""
+    """The inputs of every batch, at fixed addresses. Padding has no slot, length 0, valid ids.
+
+    ``max_query_len``: most tokens of a request in a decode batch.
+    """
 
     def __init__(
-        self, *, max_num_seqs: int, max_num_tokens: int, cache: CacheSize, device: torch.device
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        cache: CacheSize,
+        device: torch.device,
+        max_query_len: int = 1,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -38,7 +65,13 @@ class InputBuffers:
         self.req_indices, self.query_lens, self._last_tokens, self._sampling = (
             each[:max_num_seqs] for each in self._from_host
         )
-        self.sampled = zeros(max_num_seqs)
+        most_sampled = max_num_seqs * max_query_len
+        self.sampled = zeros(most_sampled)
+        # By token, of decode batches with drafts.
+        with_drafts = most_sampled if max_query_len > 1 else 0
+        self.draft_req_indices = zeros(with_drafts)
+        self.draft_lengths = zeros(with_drafts, dtype=torch.int32)
+        self.accepted = zeros(with_drafts + max_num_seqs if with_drafts else 0)
         self.logits_indices = zeros(max_num_seqs)
         self._padding_req_index = max_num_seqs  # the state's last row
         self.tokens = TokenBuffers(
@@ -56,6 +89,19 @@ class InputBuffers:
     def input_ids(self) -> torch.Tensor:
         assert self.tokens.input_ids is not None
         return self.tokens.input_ids
+
+    def drafts(self, rows: DecodeState) -> Drafts:
+        """The buffers of a decode batch with drafts."""
+        num_reqs, query_len = rows.req_indices.shape[0], rows.query_len
+        count = num_reqs * query_len
+        return Drafts(
+            req_indices=self.draft_req_indices[:count],
+            input_ids=self.input_ids[:count],
+            positions=self.tokens.positions[:count],
+            lengths=self.draft_lengths[:count],
+            sampled=self.sampled[:count],
+            accepted=self.accepted[: count + num_reqs].view(num_reqs, query_len + 1),
+        )
 
     def reset(self) -> None:
         """Fill all rows with padding for a capture, which must not write to the KV cache."""

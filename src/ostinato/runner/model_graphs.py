@@ -41,16 +41,18 @@ def kernels_of(num_ranks: int, entry: PlanEntry) -> tuple[int, ...]:
     """A key that is equal for entries that launch the same kernels.
 
     GEMM kernels follow the row class, then powers of 2 up to ``MOST_ROWS``. Attention kernels,
-    which pieces do not contain, follow powers of 2; but at some size, which depends on the model
-    and the GPU, prompts get another one. A rank computes GEMMs for its share of a batch's tokens,
-    and attention for all of them. Batches with adapters have kernels of their own.
+    which pieces do not contain, follow powers of 2 and the query length of decode batches; but at
+    some size, which depends on the model and the GPU, prompts get another one. A rank computes
+    GEMMs for its share of a batch's tokens, and attention for all of them. Batches with adapters
+    have kernels of their own.
     """
     num_tokens, has_lora = entry.descriptor.num_tokens, entry.descriptor.has_lora
     num_rows = max(1, num_tokens // num_ranks)
     if entry.mode is not CUDAGraphMode.PIECEWISE:
         if not entry.descriptor.uniform and num_tokens <= _LARGEST_OWN_CLASS:
             return num_tokens, has_lora
-        return next_power_of_2(num_tokens), next_power_of_2(num_rows), has_lora
+        query_len = entry.descriptor.query_len or 0
+        return next_power_of_2(num_tokens), next_power_of_2(num_rows), query_len, has_lora
     if num_rows <= MAX_ROWS:
         return row_class(num_rows), has_lora
     return next_power_of_2(min(num_rows, MOST_ROWS + 1)), has_lora
@@ -72,9 +74,8 @@ def prepare_batch(
     # A request cannot have more tokens than this, where its block table ends.
     inputs.seq_lens.clamp_(max=max_model_len)
     # Attention runs eagerly between pieces, now for this batch and later for others.
-    uniform = entry.descriptor.uniform or (
-        entry.mode is CUDAGraphMode.PIECEWISE and inputs.num_reqs == inputs.num_tokens
-    )
+    single = inputs.num_reqs == inputs.num_tokens
+    uniform = single and (entry.descriptor.uniform or entry.mode is CUDAGraphMode.PIECEWISE)
     across = None
     if num_ranks is not None:
         across = torch.full((num_ranks,), inputs.num_tokens, dtype=torch.int32)
@@ -154,16 +155,19 @@ class ModelGraphs:
     ) -> DecodeOutput:
         """Run a decode step without such a graph: eagerly, or in pieces."""
         padded, in_pieces = choice.padded_num_tokens, choice.mode is CUDAGraphMode.PIECEWISE
+        num_reqs = choice.padded_num_reqs
+        assert num_reqs is not None, "a decode batch has as many rows as it is padded to"
+        query_len = padded // num_reqs
         if in_pieces and self._memory.selects:
             # The pieces were captured for mixed batches, and read the selected tokens.
             self._memory.buffers.select_all_tokens(padded)
         metadata = self._memory.metadata(
-            num_reqs=padded,
+            num_reqs=num_reqs,
             num_tokens=padded,
-            max_query_len=1,
+            max_query_len=query_len,
             max_seq_len=self._memory.cache.max_model_len,
             selected=in_pieces,
-            uniform_decode=True,
+            uniform_decode=query_len == 1,
         )
         with set_forward_context(
             choice.mode,
@@ -171,7 +175,7 @@ class ModelGraphs:
             attn_metadata=metadata,
             num_tokens_across_dp=num_tokens_across_dp,
         ):
-            return self._decode(padded)
+            return self._decode(num_reqs, query_len)
 
     def hidden_states(
         self,
@@ -198,9 +202,8 @@ class ModelGraphs:
             hidden = self.piecewise(buffers.input_ids[:padded], buffers.tokens.positions[:padded])
         return hidden[:num_tokens]
 
-    def _decode(self, num_reqs: int) -> DecodeOutput:
-        memory = self._memory
-        return decode_step(self._head, self.piecewise, memory.state, memory.buffers, num_reqs)
+    def _decode(self, num_reqs: int, query_len: int) -> DecodeOutput:
+        return decode_step(self._head, self.piecewise, self._memory, num_reqs, query_len)
 
     # --- capture -------------------------------------------------------------------------------
 
@@ -230,7 +233,7 @@ class ModelGraphs:
 
     def _forward(self, inputs: CaptureInputs) -> torch.Tensor | DecodeOutput:
         if inputs.uniform_decode:
-            return self._decode(inputs.num_reqs)
+            return self._decode(inputs.num_reqs, inputs.max_query_len)
         assert inputs.input_ids is not None
         if self.plan.mode.mixed_mode() is not CUDAGraphMode.FULL:
             return self.piecewise(inputs.input_ids, inputs.positions)

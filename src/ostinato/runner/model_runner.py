@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,6 +33,7 @@ from ostinato.models.base import CausalLM
 from ostinato.ops.sampling import sample_rows
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.parallel.agreement import Reducer
+from ostinato.runner import draft_sampling
 from ostinato.runner.autocast import without_autocast
 from ostinato.runner.decode_members import DecodeMembers
 from ostinato.runner.decode_step import DecodeOutput
@@ -39,28 +41,19 @@ from ostinato.runner.filtered_rows import FilteredRows
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.sampler_graphs import SamplerGraphs, SamplerLaunch
+from ostinato.runner.small_batch_model import SmallBatchModel, check_can_agree
 from ostinato.runner.step_memory import StepMemory
 from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogits, StepResult
 from ostinato.scheduling.step_plan import DecodePlan, SchedulePlan, StepPlan
+
+if TYPE_CHECKING:
+    from ostinato.speculative.options import Speculation
 
 logger = logging.getLogger(__name__)
 
 # Memory of a decode step beside its logits: hidden states, and what the sampler needs.
 _BESIDE_LOGITS = 8 * 2**20
 _NO_WORK = SchedulePlan.of([], 0, [])
-
-
-@dataclass(frozen=True, kw_only=True)
-class SmallBatchModel:
-    """Another form of the model, for batches of up to ``threshold`` tokens before padding.
-
-    It stores keys and values in the same layout as the first, and uses the first's head.
-    """
-
-    model: CausalLM
-    plan: CapturePlan
-    threshold: int
-    name: str
 
 
 class ModelRunner:
@@ -87,14 +80,15 @@ class ModelRunner:
         small: SmallBatchModel | None = None,
         agreement: Reducer | None = None,
         adapters: AdapterWeights | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
-        _check_can_agree(agreement, graphs, small)
+        check_can_agree(agreement, graphs, small, speculation)
         self.model = model
         self.plan = plan
         self.cache = cache
         self.backend = backend
         self.adapters = adapters
-        self.memory = memory = StepMemory.allocate(model, plan, cache, backend)
+        self.memory = memory = StepMemory.allocate(model, plan, cache, backend, speculation)
         self.state, self.buffers, self.kv_cache = memory.state, memory.buffers, memory.kv_cache
         self.pool = GraphPool(model.device)
         forms = [(model, plan, name)]
@@ -122,11 +116,11 @@ class ModelRunner:
             None if agreement is None else AgreedDispatch(agreement, plan, self.graphs.dispatch)
         )
         self.samplers = SamplerGraphs(
-            memory, self.pool, vocab_size=model.vocab_size, max_num_reqs=plan.max_num_seqs
+            memory, self.pool, vocab_size=model.vocab_size, max_num_rows=len(self.buffers.sampled)
         )
         self._members: DecodeMembers | None = None
         self.on_logits: LogitsObserver | None = None
-        self.results = ResultRing(plan.max_num_seqs, model.device)
+        self.results = ResultRing(max(plan.max_num_seqs, len(self.buffers.accepted)), model.device)
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
@@ -150,8 +144,11 @@ class ModelRunner:
             choice, across = agreed.choice, agreed.num_tokens_across_dp
         if type(plan) is not DecodePlan or plan.new_blocks:
             self.state.update(plan)
+            draft_sampling.admit_requests(self.memory, plan)
         self.stats.record(choice, plan.num_tokens)
         if not choice.uniform_decode:
+            if plan.num_drafts:
+                return self._run_drafts(plan, choice)
             return self._run_mixed(plan, choice, across)
         members, rows = self._members, plan.req_indices
         if members is None or members.req_indices is not rows or members.choice is not choice:
@@ -167,6 +164,8 @@ class ModelRunner:
             self.samplers.run(members.sampler)
         if members.filtered is None:
             return self.results.send(members.sampled, members.logprobs)
+        if plan.num_drafts:
+            return self._sample_drafts_again(members.filtered, plan, logits)
         req_indices, seq_lens = self.buffers.req_indices, self.buffers.tokens.seq_lens
         return self._sample_again(members.filtered, members.sampled, logits, req_indices, seq_lens)
 
@@ -220,7 +219,9 @@ class ModelRunner:
     def _show_logits(self, plan: StepPlan, logits: torch.Tensor) -> None:
         """Pass the logits to the observer. Further rows of ``logits`` are padding."""
         if self.on_logits is not None:
-            names = [item.request.request_id for item in plan.requests if item.samples]
+            rows = range(1 + plan.num_drafts)
+            requests = [item.request for item in plan.requests if item.samples]
+            names = [request.request_id for request in requests for _ in rows]
             self.on_logits(SampledLogits(request_ids=names, logits=logits[: len(names)]))
 
     @without_autocast
@@ -229,13 +230,16 @@ class ModelRunner:
 
     def _set_members(self, plan: StepPlan, choice: Choice) -> DecodeMembers:
         """Put the rows of a decode batch into the buffers, and find its graph."""
-        members, rows = self._members, plan.req_indices
-        if members is not None and members.req_indices is rows and members.choice == choice:
-            return members  # compared by value: ranks that agree build an equal choice every step
-        graph = self._all_graphs[choice.model].decode_graph(choice)
-        members = DecodeMembers.place(rows, choice, graph, self.memory, self.samplers)
+        members = self._members
+        if members is not None and members.hold(plan, choice):
+            return members
+        graph, length = self._all_graphs[choice.model].decode_graph(choice), plan.max_query_len
+        members = DecodeMembers.place(
+            plan.req_indices, length, choice, graph, self.memory, self.samplers
+        )
         if self.adapters is not None and choice.descriptor.has_lora:
-            self.adapters.set_rows(plan.lora_slots)
+            slots = plan.lora_slots
+            self.adapters.set_rows(slots, [length] * len(slots) if length > 1 else None)
         self._members = members
         return members
 
@@ -243,11 +247,20 @@ class ModelRunner:
     def _run_mixed(self, plan: StepPlan, choice: Choice, across: torch.Tensor | None) -> StepResult:
         """Run a batch with prompts; the host passes the number of tokens of each request."""
         self.forget_rows()
-        graphs, state = self._all_graphs[choice.model], self.state
-        metadata = self._fill(plan, choice)
+        graphs, metadata = self._all_graphs[choice.model], self._fill(plan, choice)
         hidden = graphs.hidden_states(choice, metadata, plan.num_tokens, across)
         if choice.mode is not CUDAGraphMode.FULL:
             self.memory.advance(len(plan.requests))
+        result = self._sample_mixed(plan, hidden)
+        if self.memory.drafts_read_all:
+            draft_sampling.read_step(
+                self.memory, self._metadata(plan, len(plan.requests), plan.num_tokens)
+            )
+        return result
+
+    def _sample_mixed(self, plan: StepPlan, hidden: torch.Tensor) -> StepResult:
+        """Sample after the last tokens of requests, where these are their last."""
+        state = self.state
         sampling = [item.req_index for item in plan.requests if item.samples]
         if not sampling:
             return StepResult()
@@ -267,6 +280,41 @@ class ModelRunner:
             return self.results.send(token_ids)
         return self._sample_again(filtered, token_ids, logits, req_indices, lengths)
 
+    @without_autocast
+    def _run_drafts(self, plan: StepPlan, choice: Choice) -> StepResult:
+        """Run a decode batch with drafts as a mixed batch: it has no graph for its query length."""
+        self.forget_rows()
+        memory, graphs = self.memory, self._all_graphs[choice.model]
+        req_indices, query_len = list(plan.req_indices), plan.max_query_len
+        self.buffers.set_rows(req_indices, len(req_indices))
+        rows = draft_sampling.decode_rows(self.state, self.buffers, len(req_indices), query_len)
+        draft_sampling.propose_drafts(memory, rows)
+        hidden = graphs.hidden_states(choice, self._fill(plan, choice), plan.num_tokens)
+        draft_sampling.observe_step(memory, rows)
+        logits = self.model.compute_logits(hidden)
+        self._show_logits(plan, logits)
+        draft_sampling.sample_drafts(memory, rows, logits)
+        filtered = FilteredRows.among(req_indices, self.state, query_len)
+        if filtered is None:
+            return self.results.send(self.buffers.drafts(rows).accepted.flatten())
+        return self._sample_drafts_again(filtered, plan, logits)
+
+    @without_autocast
+    def _sample_drafts_again(
+        self, filtered: FilteredRows, plan: StepPlan, logits: torch.Tensor
+    ) -> StepResult:
+        """``_sample_again`` for a batch with drafts."""
+        self.samplers.stats.launches[SamplerLaunch.NO_DECODE_GRAPH] += 1
+        num_reqs, query_len = len(plan.requests), plan.max_query_len
+        rows = draft_sampling.decode_rows(self.state, self.buffers, num_reqs, query_len)
+        accepted, logprobs = draft_sampling.sample_again(self.memory, rows, logits, filtered)
+        return self.results.send(accepted, logprobs, filtered.positions)
+
+    def learn(self, token_ids: Sequence[int]) -> None:
+        """A request has ended with this output: drafts for others may come from it."""
+        if self.memory.proposer is not None:
+            self.memory.proposer.learn(token_ids)
+
     def _fill(self, plan: StepPlan, choice: Choice) -> AttentionMetadata | None:
         """Fill the buffers with a batch, padded as chosen; without requests it is all padding.
 
@@ -284,11 +332,16 @@ class ModelRunner:
         if choice.mode is CUDAGraphMode.FULL:
             return None
         self.memory.fill(num_reqs=padded_reqs, num_tokens=padded_tokens)
+        return self._metadata(plan, padded_reqs, padded_tokens)
+
+    def _metadata(self, plan: StepPlan, num_reqs: int, num_tokens: int) -> AttentionMetadata:
+        """The batch in the buffers as attention sees it, padded or not."""
+        most = max((item.max_seq_len for item in plan.requests), default=1)
         return self.memory.metadata(
-            num_reqs=padded_reqs,
-            num_tokens=padded_tokens,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
             max_query_len=max(plan.max_query_len, 1),
-            max_seq_len=max((item.start + item.num_tokens for item in requests), default=1),
+            max_seq_len=min(most, self.cache.max_model_len),
             selected=True,
             uniform_decode=False,
         )
@@ -370,24 +423,8 @@ class ModelRunner:
         finally:
             self.kv_cache.layers.clear()
             self._members = self.adapters = None
+            if self.memory.proposer is not None:
+                self.memory.proposer.close()
             self._all_graphs.clear()
             if hasattr(self, "model"):
                 del self.model, self.graphs, self.small_graphs
-
-
-def _check_can_agree(
-    agreement: Reducer | None, graphs: GraphConfig, small: SmallBatchModel | None
-) -> None:
-    if agreement is None:
-        return
-    ranks = f"{agreement.size} ranks that step together"
-    if graphs.eager_fallback:
-        raise ConfigError(
-            f"eager_fallback does not work with {ranks}: a rank that lacks a graph cannot run the "
-            "mode they agree on; leave it off"
-        )
-    if small is not None:
-        raise ConfigError(
-            f"a {small.name} for small batches does not work with {ranks}: they would run "
-            "different models"
-        )

@@ -33,6 +33,7 @@ from ostinato.ops.logprobs import write_requested_logprobs
 from ostinato.ops.resampling import resample_rows
 from ostinato.ops.triton.launch import next_power_of_2
 from ostinato.runner.autocast import without_autocast
+from ostinato.runner.draft_sampling import accept_again, decode_rows, restore_drafts
 from ostinato.runner.step_memory import StepMemory
 from ostinato.sampling.sampler import SamplingFeatures
 from ostinato.sampling_params import MAX_LOGPROBS
@@ -90,9 +91,10 @@ class SamplerStats:
 class SamplerGraph:
     """The sampler of one kind, on the logits of one decode graph."""
 
-    def __init__(self, logits: torch.Tensor, kind: SamplerKind) -> None:
+    def __init__(self, logits: torch.Tensor, kind: SamplerKind, query_len: int) -> None:
         self.logits = logits
         self.kind = kind
+        self.query_len = query_len
         self.tape: Tape | None = None
         self.why_launched = SamplerLaunch.NOT_CAPTURED
         self.has_run = False
@@ -101,16 +103,16 @@ class SamplerGraph:
 class SamplerGraphs:
     """Owns the sampler graphs of all decode graphs in ``decode_pool``, which run over ``memory``.
 
-    ``max_num_reqs``: most rows of a decode graph.
+    ``max_num_rows``: most rows of a decode graph's logits.
     """
 
     def __init__(
-        self, memory: StepMemory, decode_pool: GraphPool, *, vocab_size: int, max_num_reqs: int
+        self, memory: StepMemory, decode_pool: GraphPool, *, vocab_size: int, max_num_rows: int
     ) -> None:
         self.stats = SamplerStats()
         self._memory = memory
         self._vocab_size = vocab_size
-        self._max_num_reqs = max_num_reqs
+        self._max_num_rows = max_num_rows
         self._graphs: dict[tuple[int, SamplerKind], SamplerGraph] = {}
         self._pool: GraphPool | None = None
         self._reserved_bytes = 0
@@ -122,12 +124,14 @@ class SamplerGraphs:
         """Memory of the graphs captured so far."""
         return 0 if self._pool is None else self._pool.num_bytes
 
-    def graph(self, decode: FullGraph, features: SamplingFeatures) -> SamplerGraph:
+    def graph(
+        self, decode: FullGraph, features: SamplingFeatures, query_len: int = 1
+    ) -> SamplerGraph:
         """The sampler for a batch with these features, behind ``decode``; captures nothing."""
         kind = SamplerKind.of(features)
         key = decode.tape.serial, kind
         if key not in self._graphs:
-            self._graphs[key] = SamplerGraph(decode.output.logits, kind)
+            self._graphs[key] = SamplerGraph(decode.output.logits, kind, query_len)
         return self._graphs[key]
 
     def run(self, graph: SamplerGraph) -> None:
@@ -139,19 +143,19 @@ class SamplerGraphs:
             self._pool.replay(graph.tape)
             self.stats.replays += 1
 
-    def logprobs(self, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def logprobs(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where ``run`` writes tokens and their log-probabilities, for each row as many as wanted.
 
-        Both [num_reqs, width]; valid until the next step.
+        Both [num_rows, width]; valid until the next step.
         """
         if self._logprobs is None:
-            shape = self._max_num_reqs, 1 + min(MAX_LOGPROBS, self._vocab_size)
+            shape = self._max_num_rows, 1 + min(MAX_LOGPROBS, self._vocab_size)
             device = self._memory.device
             with torch.inference_mode(False):
                 tokens = torch.zeros(shape, dtype=torch.int64, device=device)
                 self._logprobs = tokens, torch.zeros(shape, device=device)
         tokens, values = self._logprobs
-        return tokens[:num_reqs], values[:num_reqs]
+        return tokens[:num_rows], values[:num_rows]
 
     # --- capture -------------------------------------------------------------------------------
 
@@ -188,7 +192,7 @@ class SamplerGraphs:
     def _reserve(self, graph: SamplerGraph) -> None:
         """Reserve memory that smaller graphs can share; by powers of 2, as larger ones come."""
         assert self._pool is not None
-        num_rows = min(next_power_of_2(graph.logits.shape[0]), self._max_num_reqs)
+        num_rows = min(next_power_of_2(graph.logits.shape[0]), self._max_num_rows)
         copies = 8 * self._vocab_size if graph.kind.changes else 0
         num_bytes = num_rows * (copies + _BYTES_PER_ROW)
         if num_bytes > self._reserved_bytes:
@@ -198,16 +202,25 @@ class SamplerGraphs:
     def _sample(self, graph: SamplerGraph) -> None:
         """All of it at fixed addresses. Padding rows have a request that uses nothing."""
         logits, kind = graph.logits, graph.kind
-        num_reqs = logits.shape[0]
-        state, buffers = self._memory.state, self._memory.buffers
-        req_indices, tokens = buffers.req_indices[:num_reqs], buffers.sampled[:num_reqs]
-        lengths, tables = buffers.tokens.seq_lens[:num_reqs], state.sampling.tables
+        num_rows, memory = logits.shape[0], self._memory
+        state, buffers = memory.state, memory.buffers
+        tables, tokens = state.sampling.tables, buffers.sampled[:num_rows]
+        rows = decode_rows(state, buffers, num_rows // graph.query_len, graph.query_len)
+        if graph.query_len == 1:
+            req_indices, lengths = rows.req_indices, buffers.tokens.seq_lens[:num_rows]
+        else:
+            drafts = buffers.drafts(rows)
+            req_indices, lengths = drafts.req_indices, drafts.lengths
         if kind.filters:
+            if graph.query_len > 1:
+                restore_drafts(memory, rows)
             resample_rows(
                 logits, req_indices, lengths, tables, kind.changes, state.token_ids, tokens
             )
+            if graph.query_len > 1:
+                accept_again(memory, rows)
         if kind.logprobs:
-            token_ids, values = self.logprobs(num_reqs)
+            token_ids, values = self.logprobs(num_rows)
             write_requested_logprobs(logits, tokens, req_indices, tables.ints, values, token_ids)
 
     # --- ownership -----------------------------------------------------------------------------

@@ -37,10 +37,12 @@ from ostinato.ops.triton.compile_ahead import triton_starting
 from ostinato.runner.compile_kernels import compile_kernels
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
-from ostinato.runner.model_runner import ModelRunner, SmallBatchModel
+from ostinato.runner.model_runner import ModelRunner
+from ostinato.runner.small_batch_model import SmallBatchModel
 
 if TYPE_CHECKING:
     from ostinato.parallel.rank_context import RankContext
+    from ostinato.speculative.options import Speculation
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +120,10 @@ def plan_graphs(
         requested = _default_mode(config, device, backend)
     assert isinstance(requested, CUDAGraphMode)
     # Every model calls attention through ``attend``, where its graphs can be split.
-    resolved = resolve_mode(requested, backend.support, piecewise_available=True)
+    query_lens = config.decode_query_lens(device)
+    resolved = resolve_mode(
+        requested, backend.support, decode_query_len=max(query_lens), piecewise_available=True
+    )
     sizes = () if resolved.mode is CUDAGraphMode.NONE else config.capture_sizes(device)
     separate = resolved.mode is CUDAGraphMode.FULL_AND_FULL
     mixed_sizes = config.mixed_capture_sizes(device) if separate else None
@@ -128,6 +133,7 @@ def plan_graphs(
         mixed_sizes=mixed_sizes,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        decode_query_lens=query_lens,
         max_loras=config.num_lora_slots,
     )
     sp, threshold = config.ulysses_sequence_parallel_size, config.shift_parallel_threshold or 0
@@ -161,6 +167,7 @@ def build_runner(
 ) -> tuple[ModelRunner, ResolvedMode]:
     """Compile kernels, size the KV cache, allocate everything, capture the graphs."""
     model = loaded.model
+    speculation = _load_speculation(config, model)
     backend = create_attention(config.attention, model.device)
     plans = plan_graphs(config, model.device, backend, selects_tokens=model.selects_tokens)
     plan = plans.model
@@ -175,8 +182,10 @@ def build_runner(
             block_size=config.block_size,
             max_model_len=config.max_model_len,
             show_progress=config.show_progress,
+            speculation=speculation,
         )
-    per_block = bytes_per_block(model.attention_specs, config.block_size, model.dtype)
+    specs = [*model.attention_specs, *(speculation.attention_specs if speculation else ())]
+    per_block = bytes_per_block(specs, config.block_size, model.dtype)
     budget = kv_cache_budget(config, model, plans, backend)
     cache = size_cache(
         budget if rank_context is None else rank_context.least(budget),
@@ -195,6 +204,7 @@ def build_runner(
         show_progress=config.show_progress,
         **({} if adapters is None else {"adapters": adapters}),
         **_shifting(loaded, plans),
+        **({} if speculation is None else {"speculation": speculation}),
     )
     try:
         runner.compile_model()
@@ -232,6 +242,35 @@ def _adapters(
         adapters.num_bytes / 2**30,
     )
     return adapters
+
+
+def _load_speculation(config: EngineConfig, model: CausalLM) -> Speculation | None:
+    """The source of drafts, with its weights if it has any."""
+    speculation = config.speculative
+    if speculation is None:
+        return None
+    assert not isinstance(speculation, str), "parsed on construction"
+    if model.selects_tokens:
+        raise ConfigError(
+            "speculative does not work with SwiftKV models, which compute one token per request "
+            "in their late layers; omit it"
+        )
+    load = partial(
+        load_model,
+        device=model.device,
+        dtype=model.dtype,
+        max_position=config.max_model_len,
+        show_progress=config.show_progress,
+        tokenizer=False,
+    )
+    with triton_starting(model.device):
+        speculation = speculation.load(model, load)
+    if speculation.aux_hidden_state_layers and config.graphs.compile:
+        raise ConfigError(
+            f"{type(config.speculative).__name__} reads hidden states inside the model, which a "
+            f"compiled model does not give out; omit compile={config.graphs.compile!r}"
+        )
+    return speculation
 
 
 def name_the_remedy(error: BaseException) -> None:
@@ -349,5 +388,6 @@ def activation_bytes(
     context = set_forward_context(batch_descriptor=entry.descriptor, attn_metadata=metadata)
     with context, model.few_layers():
         hidden = model.forward(inputs.input_ids, inputs.positions)
-    model.compute_logits(hidden[: inputs.num_reqs])
+    num_sampled = inputs.num_reqs * plan.decode_query_lens[-1]
+    model.compute_logits(hidden[:num_sampled])
     return torch.cuda.max_memory_allocated(model.device) - before

@@ -5,24 +5,31 @@ All models that serve the same requests share it, and their graphs hold its addr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from ostinato.attention.base import AttentionBackend, AttentionMetadata
+from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from ostinato.graphs.capture.tree import tensors_in
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.models.base import CausalLM
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache
 from ostinato.runner.request_state import RequestState
+from ostinato.speculative.proposer import Proposer, ProposerContext
+
+if TYPE_CHECKING:
+    from ostinato.speculative.options import Speculation
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMemory:
     """Owned by the runner. ``cache`` is the size of ``kv_cache``, which ``backend`` reads.
 
-    ``selects``: the models skip some layers for all but the selected tokens.
+    ``selects``: the models skip some layers for all but the selected tokens. ``proposer`` writes
+    drafts into ``state``, if there are any.
     """
 
     state: RequestState
@@ -31,32 +38,75 @@ class StepMemory:
     cache: CacheSize
     backend: AttentionBackend
     selects: bool = False
+    proposer: Proposer | None = None
 
     @classmethod
     def allocate(
-        cls, model: CausalLM, plan: CapturePlan, cache: CacheSize, backend: AttentionBackend
+        cls,
+        model: CausalLM,
+        plan: CapturePlan,
+        cache: CacheSize,
+        backend: AttentionBackend,
+        speculation: Speculation | None = None,
     ) -> StepMemory:
         """Allocate for the batches of ``plan``, and the keys and values of ``model``."""
-        device = model.device
+        device, max_query_len = model.device, plan.decode_query_lens[-1]
+        state = RequestState(max_num_seqs=plan.max_num_seqs, cache=cache, device=device)
+
+        def new_kv_cache(specs: Sequence[AttentionSpec]) -> KVCache:
+            return KVCache(
+                specs,
+                num_blocks=cache.num_blocks,
+                block_size=cache.block_size,
+                dtype=model.dtype,
+                device=device,
+            )
+
+        proposer = None
+        if speculation is not None:
+            max_num_tokens = plan.padded_tokens(plan.max_num_batched_tokens)
+            aux = {
+                layer: torch.zeros(
+                    (max_num_tokens, model.hidden_size), dtype=model.dtype, device=device
+                )
+                for layer in speculation.aux_hidden_state_layers
+            }
+            if aux:
+                model.set_aux_hidden_states(aux)
+            proposer = speculation.build(
+                ProposerContext(
+                    device=device,
+                    num_rows=plan.max_num_seqs + 1,
+                    max_model_len=cache.max_model_len,
+                    blocks_per_request=cache.blocks_per_request,
+                    max_num_drafts=max_query_len - 1,
+                    vocab_size=model.vocab_size,
+                    sampling=state.sampling,
+                    backend=backend,
+                    new_kv_cache=lambda specs: new_kv_cache(specs).layers,
+                    aux_hidden_states=tuple(aux.values()),
+                )
+            )
         return cls(
-            state=RequestState(max_num_seqs=plan.max_num_seqs, cache=cache, device=device),
+            state=state,
             buffers=InputBuffers(
                 max_num_seqs=plan.max_num_seqs,
                 max_num_tokens=plan.padded_tokens(plan.max_num_batched_tokens),
                 cache=cache,
                 device=device,
+                max_query_len=max_query_len,
             ),
-            kv_cache=KVCache(
-                model.attention_specs,
-                num_blocks=cache.num_blocks,
-                block_size=cache.block_size,
-                dtype=model.dtype,
-                device=device,
-            ),
+            kv_cache=new_kv_cache(model.attention_specs),
             cache=cache,
             backend=backend,
             selects=model.selects_tokens,
+            proposer=proposer,
         )
+
+    @property
+    def drafts_read_all(self) -> bool:
+        """Whether what proposes drafts must see every token."""
+        return self.proposer is not None and self.proposer.reads_all_tokens
 
     @property
     def device(self) -> torch.device:
@@ -69,6 +119,8 @@ class StepMemory:
         """
         state, sampling, buffers = vars(self.state), vars(self.state.sampling), vars(self.buffers)
         for tensor in tensors_in((state, sampling, buffers, self.kv_cache.layers)):
+            tensor.record_stream(stream)
+        for tensor in () if self.proposer is None else self.proposer.tensors():
             tensor.record_stream(stream)
 
     def fill(self, *, num_reqs: int, num_tokens: int) -> None:

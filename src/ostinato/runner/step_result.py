@@ -21,8 +21,9 @@ from ostinato.scheduling.step_plan import IntArray
 class SampledLogits:
     """The ``logits`` [N, V] that one step samples from, without padding rows.
 
-    Row i belongs to request ``request_ids[i]``. Biases, penalties and temperature are not applied
-    yet. The next step may overwrite them, so use them on the current stream, or clone them.
+    Row i belongs to request ``request_ids[i]``; with drafts, a request has a row for its last token
+    and one for each draft. Biases, penalties and temperature are not applied yet. The next step may
+    overwrite them, so use them on the current stream, or clone them.
     """
 
     request_ids: Sequence[str]

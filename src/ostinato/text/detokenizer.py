@@ -23,6 +23,7 @@ class Detokenizer:
     """The text of one completion.
 
     ``text`` can be shown; it only grows. ``add`` returns the stop string that ended it, if any.
+    ``num_read``: tokens taken from the list given to ``read``.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
@@ -32,7 +33,7 @@ class Detokenizer:
         self._stop = stop_strings(tuple(params.stop)) if params.stop else None
         self._state = 0  # of the search for stop strings
         self._include_stop = params.include_stop_str_in_output
-        self._num_read = 0  # of the list given to read()
+        self.num_read = 0
         self._decoded = ""  # all final text, stop strings or not
         self._window: list[int] = []  # the last tokens, which are decoded again with each new one
         self._taken = 0  # characters of the window's text that are in _decoded
@@ -44,8 +45,8 @@ class Detokenizer:
 
         A stop string counts if the token that completes it is at least the ``min_tokens``-th.
         """
-        for number in range(self._num_read, len(token_ids)):
-            self._num_read = number + 1
+        for number in range(self.num_read, len(token_ids)):
+            self.num_read = number + 1
             found = self.add(token_ids[number], check_stop=number + 1 >= min_tokens)
             if found is not None:
                 return found

@@ -9,7 +9,7 @@ between the families.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -79,6 +79,7 @@ class Decoder(nn.Module, CausalLM):
                 config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
             )
         )
+        self._aux: dict[int, torch.Tensor] = {}
         # In the precision of the states that it scales, as in the models that have one.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         # float32 for every dtype: bfloat16 cannot represent a position such as 100,001.
@@ -106,7 +107,7 @@ class Decoder(nn.Module, CausalLM):
         run = self._kernels(hidden, positions, all_positions)
         if self.adapters is not None:
             run = self.adapters.adapted(run, hidden.shape[0])
-        return run_layers(self.decoder_layers(), hidden, run)
+        return run_layers(self.decoder_layers(), hidden, run, self._aux)
 
     def _kernels(
         self, hidden: torch.Tensor, positions: torch.Tensor, all_positions: torch.Tensor
@@ -118,6 +119,15 @@ class Decoder(nn.Module, CausalLM):
         # GEMMs that are summed over ranks cannot add the residual.
         kernels = SmallM if few and not self._exchange.sums else LargeM
         return kernels(self.rotary_table, all_positions)
+
+    def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
+        for layer in states:
+            if not 0 <= layer < len(self.layers):
+                raise ConfigError(
+                    f"aux_hidden_state_layers has {layer}, but the model's layers are 0 to "
+                    f"{len(self.layers) - 1}"
+                )
+        self._aux = dict(states)
 
     def _runs_fused(self, hidden: torch.Tensor) -> bool:
         # Compilers fuse by themselves.

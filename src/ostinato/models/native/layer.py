@@ -6,7 +6,7 @@ The strategy (``layer_kernels.py``) decides which kernels run it, and what they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
@@ -168,11 +168,18 @@ _RowRange = tuple[str, Role, int]  # of a fused linear: the name of its tensor, 
 
 
 def run_layers(
-    layers: Iterable[DecoderLayer], hidden: torch.Tensor, run: AnyKernels
+    layers: Iterable[DecoderLayer],
+    hidden: torch.Tensor,
+    run: AnyKernels,
+    aux: Mapping[int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Run ``hidden`` through ``layers``."""
+    """Run ``hidden`` through ``layers``; copy the input of those in ``aux`` there."""
     stream: list[Any] = [hidden, None]
     for layer in layers:  # handed over, not kept here: a layer's values end with their last reader
+        if aux and layer.spec.layer in aux:
+            hidden = run.add(*stream)
+            aux[layer.spec.layer][: hidden.shape[0]].copy_(hidden)
+            stream = [hidden, None]
         stream += layer.forward(stream.pop(0), stream.pop(0), run)
     return run.add(*stream)
 

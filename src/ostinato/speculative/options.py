@@ -1,0 +1,237 @@
+"""The options of speculative decoding: a class for each source of drafts.
+
+``LLM(speculative=...)`` takes an object of one of them, or its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.policy.sizes import check_positive_int
+from ostinato.options import option, user_options
+from ostinato.quoting import shown
+
+if TYPE_CHECKING:
+    from ostinato.attention.base import AttentionSpec
+    from ostinato.loading.load import LoadedModel
+    from ostinato.models.base import CausalLM
+    from ostinato.speculative.proposer import Proposer, ProposerContext
+
+_NUM_TOKENS_HELP = (
+    "Drafts per request and step. By batch size: {8: 4, 32: 2} means 4 in steps of up to 8 "
+    "requests, 2 in steps of up to 32, and none in larger ones."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """Where drafts come from, and how many. Derive from it for drafts of your own.
+
+    ``num_tokens``: drafts per request and step; or by batch size, as in {8: 4, 32: 2}: 4 in steps
+    of up to 8 requests, 2 in steps of up to 32, and none in larger ones.
+    """
+
+    num_tokens: int | Mapping[int, int] = option(4, _NUM_TOKENS_HELP)
+
+    def __post_init__(self) -> None:
+        counts = self.num_tokens
+        if not isinstance(counts, Mapping):
+            check_positive_int("num_tokens", counts)
+            return
+        if not counts:
+            raise ConfigError("num_tokens is empty; give at least one batch size, as in {8: 4}")
+        for num_reqs, count in counts.items():
+            check_positive_int("a batch size in num_tokens", num_reqs)
+            if type(count) is not int or count < 0:
+                raise ConfigError(
+                    f"num_tokens has {shown(count)} drafts for batches of up to {num_reqs} "
+                    "requests; write an integer of at least 0"
+                )
+
+    @property
+    def attention_specs(self) -> Sequence[AttentionSpec]:
+        """Layers whose keys and values are cached for drafts, once it is loaded."""
+        return ()
+
+    @property
+    def aux_hidden_state_layers(self) -> Sequence[int]:
+        """Layers of the model whose inputs it reads, once it is loaded; 0 is the first."""
+        return ()
+
+    def load(self, model: CausalLM, load: Callable[..., LoadedModel]) -> Speculation:
+        """Load weights for drafts of ``model``, if it has any.
+
+        ``load(name, random_weights=..., seed=...)`` loads a model, with its dtype and device.
+        """
+        return self
+
+    def build(self, context: ProposerContext) -> Proposer:
+        """Allocate what it needs on the device. Called on what ``load`` returns."""
+        raise NotImplementedError(f"{type(self).__name__} must define build()")
+
+    def num_drafts(self, max_num_seqs: int) -> tuple[int, ...]:
+        """Drafts per request, by the number of requests in a step, from 0 on."""
+        counts = self.num_tokens
+        if not isinstance(counts, Mapping):
+            counts = {max_num_seqs: counts}
+        sizes = sorted(counts)
+        table = []
+        for num_reqs in range(max_num_seqs + 1):
+            size = next((size for size in sizes if num_reqs <= size), None)
+            table.append(0 if size is None else counts[size])
+        return tuple(table)
+
+
+def _check_match(min_match: int, max_match: int) -> None:
+    check_positive_int("min_match", min_match)
+    check_positive_int("max_match", max_match)
+    if min_match > max_match:
+        raise ConfigError(
+            f"min_match {min_match} is above max_match {max_match}, so nothing could ever match"
+        )
+
+
+@user_options(example="num_tokens")
+@dataclass(frozen=True, kw_only=True)
+class NgramDrafts(Speculation):
+    """Drafts from the request's own tokens: what followed its last tokens the last time."""
+
+    min_match: int = option(1, "Last tokens that must be found again, at least.")
+    max_match: int = option(4, "Last tokens to compare; the longest match counts.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_match(self.min_match, self.max_match)
+
+    def build(self, context: ProposerContext) -> Proposer:
+        from ostinato.speculative.look_up import LookUpProposer
+
+        return LookUpProposer(
+            context, min_match=self.min_match, max_match=self.max_match, history_len=0
+        )
+
+
+@user_options(example="num_tokens")
+@dataclass(frozen=True, kw_only=True)
+class SuffixDrafts(Speculation):
+    """Drafts from the request's own tokens and the output of past requests."""
+
+    min_match: int = option(1, "Last tokens that must be found again, at least.")
+    max_match: int = option(32, "Last tokens to compare; the longest match counts.")
+    history_len: int = option(65536, "Tokens of past output to search; the oldest are dropped.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_match(self.min_match, self.max_match)
+        check_positive_int("history_len", self.history_len)
+
+    def build(self, context: ProposerContext) -> Proposer:
+        from ostinato.speculative.look_up import LookUpProposer
+
+        return LookUpProposer(
+            context,
+            min_match=self.min_match,
+            max_match=self.max_match,
+            history_len=self.history_len,
+        )
+
+
+@user_options(example="model")
+@dataclass(frozen=True, kw_only=True)
+class DraftModel(Speculation):
+    """Drafts of a smaller model with the same tokens. It has a KV cache of its own."""
+
+    model: str = option("", "Directory or hub name of a checkpoint, or the name of a shape.")
+    random_weights: bool = option(False, "Seeded random weights for a named shape.")
+    seed: int = option(0, "Seed of random weights.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.model, str | Path) or not str(self.model):
+            raise ConfigError(
+                f"DraftModel needs the name of a model, got {shown(self.model)}; write "
+                "DraftModel(model=...)"
+            )
+
+    def load(self, model: CausalLM, load: Callable[..., LoadedModel]) -> Speculation:
+        from ostinato.speculative.draft_model import LoadedDraftModel
+
+        loaded = load(str(self.model), random_weights=self.random_weights, seed=self.seed)
+        return LoadedDraftModel(num_tokens=self.num_tokens, model=loaded.model)
+
+
+@user_options(example="model")
+@dataclass(frozen=True, kw_only=True)
+class EagleDrafts(Speculation):
+    """Drafts of an EAGLE-3 head, which reads hidden states of the model."""
+
+    model: str = option("", "Directory or hub name of the head's checkpoint, in safetensors.")
+    layers: Sequence[int] | None = option(
+        None, "Layers of the model whose inputs it reads. None: 2, the middle one, and n - 3."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.model, str | Path) or not str(self.model):
+            raise ConfigError(
+                f"EagleDrafts needs the name of a head, got {shown(self.model)}; write "
+                "EagleDrafts(model=...)"
+            )
+
+    def load(self, model: CausalLM, load: Callable[..., LoadedModel]) -> Speculation:
+        from ostinato.loading.locate import find_model
+        from ostinato.speculative.eagle import LoadedEagle
+        from ostinato.speculative.eagle_head import EagleHead
+
+        head = EagleHead(find_model(str(self.model), show_progress=False), model)
+        count = len(model.attention_specs)
+        layers = (2, count // 2, count - 3) if self.layers is None else tuple(self.layers)
+        if len(set(layers)) != len(layers) or len(layers) != head.num_fused:
+            raise ConfigError(
+                f"the head reads {head.num_fused} different layers of a model with {count}, "
+                f"and layers is {list(layers)}; write EagleDrafts(layers=...)"
+            )
+        return LoadedEagle(num_tokens=self.num_tokens, head=head, layers=layers)
+
+
+@user_options(example="texts")
+@dataclass(frozen=True, kw_only=True)
+class ReplayedDrafts(Speculation):
+    """Drafts that are right at a set rate, from outputs known in advance: for measurements."""
+
+    texts: Sequence[Sequence[int]] = option(
+        (),
+        "Token ids of prompts with the output that follows. A request replays the first text "
+        "that begins with its prompt; without one its drafts are wrong.",
+    )
+    acceptance: float = option(1.0, "Probability of each draft to be that of the text.")
+    seed: int = option(0, "Seed of the choice of wrong drafts.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.acceptance, int | float) or not 0 <= self.acceptance <= 1:
+            raise ConfigError(f"acceptance must be in [0, 1], got {shown(self.acceptance)}")
+
+    def build(self, context: ProposerContext) -> Proposer:
+        from ostinato.speculative.replayed import ReplayProposer
+
+        return ReplayProposer(context, texts=self.texts, acceptance=self.acceptance, seed=self.seed)
+
+
+METHODS: dict[str, type[Speculation]] = {"ngram": NgramDrafts, "suffix": SuffixDrafts}
+
+
+def parse_speculation(value: object) -> Speculation | None:
+    """Options as given by the user: an object, the name of a method, or None."""
+    if value is None or isinstance(value, Speculation):
+        return value
+    if isinstance(value, str) and value in METHODS:
+        return METHODS[value]()
+    raise ConfigError(
+        f"speculative must be {', '.join(map(repr, METHODS))}, or an object such as "
+        f"NgramDrafts(num_tokens=4), got {shown(value)}"
+    )
