@@ -86,6 +86,16 @@ def test_generate_streams(ostinato: Run, expected: list[int], mode: str) -> None
     assert "it/s" not in result.err
 
 
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_generate_with_drafts(ostinato: Run, expected: list[int], method: str) -> None:
+    result = ostinato(
+        "generate", PROMPT, *TINY, "--max-tokens", "6", "--speculative", method, "--json"
+    )
+    assert result.json["outputs"][0]["token_ids"] == expected
+    refused = ostinato("generate", PROMPT, *TINY, "--speculative", "magic")
+    assert "speculative must be 'ngram', 'suffix'" in refused.err
+
+
 def test_generate_shows_progress_apart_from_the_text(ostinato: Run) -> None:
     result = ostinato("generate", PROMPT, *TINY, "--max-tokens", "1", "--sizes", "1,2")
     assert "decode, FULL" in result.err
@@ -228,6 +238,13 @@ def test_explain_a_graph(ostinato: Run) -> None:
     assert (answer["runs"], answer["padded_to"], answer["padding"]) == ("FULL graph", 8, 3)
     assert answer["reason"] == "uniform decode batch with a captured graph"
     assert answer["captured_sizes"] == [1, 8]
+
+
+def test_explain_a_step_with_drafts(ostinato: Run) -> None:
+    batch = ["--tokens", "10", "--reqs", "2", "--device", "cpu", "--sizes", "1,8,16"]
+    answer = ostinato("explain", *batch, "--speculative", "ngram", "--json").json
+    assert (answer["runs"], answer["padded_to"]) == ("FULL graph", 10)
+    assert "query_len=5" in answer["key"]
 
 
 @pytest.mark.parametrize(
@@ -426,6 +443,25 @@ def test_bench_lora(ostinato: Run) -> None:
         assert set(row["seconds"]) == {"ostinato", "none active", "2 adapters"}
     assert "rank 4" in ostinato(*command).out
     assert ostinato(*command, "--adapters", "0").exit_code == 1
+
+
+@pytest.mark.slow
+def test_bench_spec(ostinato: Run) -> None:
+    options = ["--batch", "1,2", "--num-tokens", "3", "--acceptance", "1.0", "--repeats", "1"]
+    lengths = ["--prompt-len", "8", "--new-tokens", "40"]
+    command = ["bench", "spec", *TINY[:-2], *options, *lengths]
+    answer = ostinato(*command, "--json").json
+    assert [row["batch"] for row in answer["rows"]] == [1, 2]
+    for row in answer["rows"]:
+        per_step = {name: cell["tokens_per_step"] for name, cell in row["subjects"].items()}
+        assert per_step == {
+            "no drafts": 1,
+            "never right": 1,
+            "100% right": pytest.approx(4, abs=0.3),
+        }
+        assert row["subjects"]["no drafts"]["speedup"] == 1
+    assert "3 drafts per request" in ostinato(*command).out
+    assert "acceptance must be in [0, 1], got 2.0" in ostinato(*command, "--acceptance", "2").err
 
 
 THROUGHPUT = ["bench", "throughput", *TINY, "--num-requests", "3", "--scale", "0.01", "--quiet"]

@@ -192,6 +192,37 @@ def sampling(
 
 
 @app.command()
+@options.takes_model(without=("speculative", "max_num_seqs", "max_model_len"))
+def spec(
+    *,
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1",
+    num_tokens: Annotated[int, typer.Option(help="Drafts per request and step.")] = 4,
+    acceptance: Annotated[
+        str, typer.Option(help="Rates at which drafts are right, each from 0 to 1.")
+    ] = "1.0,0.7",
+    prompt_len: Annotated[int, typer.Option(help="Tokens in each prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to measure over.")] = 256,
+    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 5,
+    config: EngineConfig,
+    as_json: options.Json = False,
+    output: Output = None,
+) -> None:
+    """Tokens per second with drafts right at set rates, and never right, against no drafts."""
+    from ostinato.bench.spec import run
+
+    results = run(
+        replace(config, show_progress=False),
+        batches=options.integers(batch, "--batch") or [],
+        num_tokens=num_tokens,
+        acceptances=options.numbers(acceptance, "--acceptance"),
+        prompt_len=prompt_len,
+        new_tokens=new_tokens,
+        repeats=repeats,
+    )
+    _report(results, tables.spec_tables, as_json, output)
+
+
+@app.command()
 @options.takes_model()
 def throughput(
     *,

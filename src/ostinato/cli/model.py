@@ -105,7 +105,8 @@ def capture(
 @options.takes_model(
     only=(
         *("device", "attention", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
-        *("mode", "capture_sizes", "max_cudagraph_capture_size", "enable_lora", "max_loras"),
+        *("mode", "capture_sizes", "max_cudagraph_capture_size", "speculative"),
+        *("enable_lora", "max_loras"),
         *_RANKS,
     )
 )

@@ -88,3 +88,11 @@ def integers(text: str | None, option: str) -> list[int] | None:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"{option} takes integers separated by commas, got {text!r}") from None
+
+
+def numbers(text: str, option: str) -> list[float]:
+    """Parse a comma-separated list of numbers."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"{option} takes numbers separated by commas, got {text!r}") from None

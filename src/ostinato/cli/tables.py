@@ -171,6 +171,24 @@ def sampling_tables(results: dict[str, Any]) -> list[RenderableType]:
     return [table]
 
 
+def spec_tables(results: dict[str, Any]) -> list[RenderableType]:
+    title = f"{results['model']}, {results['dtype']}, {results['num_tokens']} drafts per request"
+    table = _table(
+        title, "batch", "what", "tokens\nper step", "tokens/s", "times\nno drafts", "of ideal"
+    )
+    for row in results["rows"]:
+        for name, cell in row["subjects"].items():
+            table.add_row(
+                str(row["batch"]),
+                name,
+                f"{cell['tokens_per_step']:.2f}",
+                f"{cell['tokens_per_s']:,.0f}",
+                f"{cell['speedup']:.2f}x",
+                f"{cell['of_ideal']:.0%}",
+            )
+    return [table]
+
+
 def throughput_tables(results: dict[str, Any]) -> list[RenderableType]:
     arrival = "all at once" if results["rate"] is None else f"{results['rate']:g} requests/s"
     title = f"{results['model']}, {results['dtype']}, {results['mode']}, {arrival}"
