@@ -190,7 +190,7 @@ def test_all_options_are_explained(heading: str, options: Any) -> None:
 
 
 SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "src").rglob("*.py")}
-PLANNED = ("server/", "speculative/")  # folders that ARCHITECTURE.md reserves a place for
+PLANNED = ("server/",)  # folders that ARCHITECTURE.md reserves a place for
 INTERNALS = ["ARCHITECTURE.md", *(page for page in PAGES if "internals" in page)]
 
 
