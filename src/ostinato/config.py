@@ -19,6 +19,7 @@ from ostinato.graphs.policy.sizes import (
     check_positive_int,
     default_mixed_sizes,
     default_sizes,
+    default_vision_sizes,
     validate_sizes,
 )
 from ostinato.options import option, user_options
@@ -62,6 +63,11 @@ class GraphConfig:
         "Token counts to capture graphs for. None: the default ladder of the device and the mode.",
         cli=str,
     )
+    vision_capture_sizes: Sequence[int] | None = option(
+        None,
+        "Numbers of image patches to capture graphs of the vision encoder for, in models that take "
+        "images; [] for none. None: the default ladder of the device.",
+    )
     max_cudagraph_capture_size: int | None = option(
         None, "The end of the default ladder. Excludes capture_sizes.", cli=int
     )
@@ -86,6 +92,11 @@ class GraphConfig:
         if self.capture_sizes is not None:
             sizes = validate_sizes(self.capture_sizes, max_num_batched_tokens=None)
             object.__setattr__(self, "capture_sizes", sizes)
+        if self.vision_capture_sizes is not None:
+            given = self.vision_capture_sizes
+            none = isinstance(given, list | tuple) and not given
+            sizes = () if none else validate_sizes(given, max_num_batched_tokens=None)
+            object.__setattr__(self, "vision_capture_sizes", sizes)
         if self.max_cudagraph_capture_size is not None:
             check_positive_int("max_cudagraph_capture_size", self.max_cudagraph_capture_size)
             if self.capture_sizes is not None:
@@ -457,6 +468,14 @@ class EngineConfig:
         # The largest batch with drafts needs no padding, which might not fit.
         largest = (min(most, max_tokens // n) * n for n, most in query_lens.items() if n > 1)
         return tuple(sorted({*sizes, *(size for size in largest if size <= sizes[-1])}))
+
+    def vision_capture_sizes(self, device: torch.device) -> tuple[int, ...]:
+        """Numbers of patches to capture the vision encoder for."""
+        if self.graphs.mode is CUDAGraphMode.NONE:
+            return ()
+        if self.graphs.vision_capture_sizes is not None:
+            return tuple(self.graphs.vision_capture_sizes)
+        return default_vision_sizes(device.type)
 
     def mixed_capture_sizes(self, device: torch.device, sp: int = 1) -> tuple[int, ...] | None:
         """Default sizes of FULL_AND_FULL for mixed batches; None: the same as for decode batches.

@@ -30,6 +30,7 @@ from ostinato.outputs import (
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.draft_steps import SpeculationStats
 from ostinato.text.chat import Message, list_conversations, render_chat
+from ostinato.text.image_parts import take_images
 from ostinato.text.prompts import Prompt, list_adapters, list_params, list_prompts, read_prompt
 from ostinato.text.template_process import TemplateProcess
 
@@ -127,6 +128,10 @@ class LLM(Owner):
         device. For several prompts, pass a list of these, or a 2-D array or tensor with one prompt
         per row; rows have no padding, so every element is a token.
 
+        A model that takes images takes {"prompt": text, "images": [...]}, or "prompt_token_ids",
+        with one placeholder in the prompt for each image: a ``PIL.Image``, an array or tensor of
+        uint8 pixels [height, width, 3], or a data URL.
+
         ``sampling_params``: one for all prompts, or a list with one per prompt; None: the defaults.
         ``adapter``: the name of a loaded LoRA adapter, for all prompts, or a list with a name or
         None per prompt. ``use_tqdm``: show a progress bar for long calls (None: as in
@@ -198,21 +203,35 @@ class LLM(Owner):
     ) -> list[RequestOutput]:
         """Answer one or several conversations, each a list of {"role": ..., "content": ...}.
 
-        The content is text, or a list of text parts, which are joined as lines. All else is as in
-        ``generate``.
+        The content is text, or a list of text parts, which are joined as lines. For a model that
+        takes images, parts may be images: {"type": "image", "image": ...}, as in ``generate``, or
+        {"type": "image_url", "image_url": {"url": "data:..."}}. All else is as in ``generate``.
         """
-        prompts = [(name, self._render(each, name)) for name, each in list_conversations(messages)]
+        conversations = list_conversations(messages)
+        prompts = [(name, self._conversation(each, name)) for name, each in conversations]
         prepared = self._prepare(prompts, sampling_params, adapter)
         return self._generate(*prepared, use_tqdm=use_tqdm)
 
     @one_thread()
     def render_chat(self, messages: Sequence[Message]) -> list[int]:
-        """The token ids of a conversation, up to the start of the answer."""
-        return self._render(messages)
+        """The token ids of a conversation, up to the start of the answer.
 
-    def _render(self, messages: Any, name: str = "messages") -> list[int]:
+        Each image is one placeholder.
+        """
+        return self._render(messages, "messages")[0]
+
+    def _conversation(self, messages: Any, name: str) -> Prompt:
+        token_ids, images = self._render(messages, name)
+        return {"prompt_token_ids": token_ids, "images": images} if images else token_ids
+
+    def _render(self, messages: Any, name: str) -> tuple[list[int], list[Any] | None]:
+        """The token ids of a conversation, and its images; None: the model takes none."""
         engine = self.engine
-        return render_chat(self._templates, engine.tokenizer, messages, engine.max_model_len, name)
+        images: list[Any] | None = [] if engine.images.are_taken else None
+        token_ids = render_chat(
+            self._templates, engine.tokenizer, messages, engine.max_model_len, name, images
+        )
+        return token_ids, images
 
     # --- adapters ------------------------------------------------------------------------------
 
@@ -310,10 +329,14 @@ class LLM(Owner):
         outputs: list[RequestOutput] = []
         requests: list[CheckedRequest] = []
         for (name, prompt), its_params, adapter in zip(prompts, each_params, adapters, strict=True):
+            prompt, images = take_images(name, prompt)
             text, token_ids = read_prompt(
                 name, prompt, self.engine.tokenizer, self.engine.max_model_len
             )
-            request = self.engine.check_request(token_ids, its_params, name=name, adapter=adapter)
+            token_ids, placed = self.engine.images.place(name, token_ids, images)
+            request = self.engine.check_request(
+                token_ids, its_params, name=name, adapter=adapter, images=placed
+            )
             requests.append(request)
             outputs.append(
                 RequestOutput(

@@ -75,6 +75,8 @@ ENGINE_OPTIONS = {
     "runner": Foreign("write task='embed' or task='classify'", ("auto", "generate")),
     "convert": Foreign("write task='embed' or task='classify'", ("auto", "none")),
     "override_pooler_config": Foreign("write embed(pooling=..., normalize=...)", (None,)),
+    "limit_mm_per_prompt": Foreign("max_model_len limits the images of a prompt", (None,)),
+    "mm_processor_kwargs": Foreign("edit the checkpoint's preprocessor_config.json", (None,)),
     # Tokenizers and downloads.
     "tokenizer": Foreign("the checkpoint's tokenizer is used; put its files there", (None,)),
     "tokenizer_mode": Foreign("the checkpoint's tokenizer is used", ("auto",)),

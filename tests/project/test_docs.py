@@ -19,6 +19,7 @@ import yaml
 from adapters import save_adapter
 from tiny_encoders import save_encoder
 from tiny_models import save_talking
+from tiny_vision import save_vision_model
 from transformers import AutoModelForSequenceClassification
 from typer.main import get_command
 
@@ -107,7 +108,9 @@ def test_the_readme_is_short() -> None:
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Path:
     """Where snippets run: ``path/to/model`` is a checkpoint, ``path/to/adapter`` a LoRA of it.
 
     Others there are for pooling.
@@ -119,6 +122,8 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, num_labels in (("classifier", 2), ("cross-encoder", 1)):
         path = tmp_path / "path/to" / name
         save_encoder(path, auto=classifier, tokenizer=True, num_labels=num_labels)
+    if "images.md" in request.node.name:
+        save_vision_model(tmp_path / "path/to/vision-model", "qwen3_vl")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

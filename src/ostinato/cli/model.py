@@ -73,9 +73,17 @@ def capture(
 ) -> None:
     """Capture a model's graphs, and show each one: key, nodes, bytes, milliseconds."""
     with _open(config, quiet=quiet or as_json) as llm:
+        runner = llm.engine.runner
+        reports = [
+            (report, report.entry.phase, runner.num_nodes(report.entry))
+            for report in runner.capture_report.entries
+        ]
+        if runner.images is not None:
+            encoder = runner.images.vision.capture_report.entries
+            reports += [(report, "patches, PIECEWISE", None) for report in encoder]
         rows = [
             {
-                "phase": report.entry.phase,
+                "phase": phase,
                 "num_tokens": report.entry.descriptor.num_tokens,
                 "num_reqs": report.entry.descriptor.num_reqs,
                 **(
@@ -84,11 +92,11 @@ def capture(
                     else {}
                 ),
                 "graphs": report.num_graphs,
-                "nodes": llm.engine.runner.num_nodes(report.entry),
+                "nodes": nodes,
                 "bytes": report.num_bytes,
                 "ms": round(report.seconds * 1e3, 2),
             }
-            for report in llm.engine.runner.capture_report.entries
+            for report, phase, nodes in reports
         ]
         resolved = llm.engine.resolved_mode
     if as_json:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ostinato.lora.adapter_slots import LoadedAdapter
 from ostinato.outputs import CompletionOutput
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.request import NO_LORA, Request
 from ostinato.text.detokenizer import Detokenizer
+
+if TYPE_CHECKING:
+    from ostinato.vision.prompt_images import PromptImages
 
 NUM_SEEDS = 2**63
 
@@ -70,6 +73,7 @@ class CheckedRequest:
     stop_token_ids: frozenset[int]
     tokenizer: Any
     adapter: LoadedAdapter | None = None
+    images: PromptImages | None = None
 
     def completion(self, index: int) -> Completion:
         """Create the sequence with this index."""
@@ -83,6 +87,8 @@ class CheckedRequest:
             stop_token_ids=self.stop_token_ids,
             lora_slot=NO_LORA if self.adapter is None else self.adapter.slot,
             cache_salt=b"" if self.adapter is None else self.adapter.cache_salt,
+            contents=() if self.images is None else self.images.contents,
+            images=self.images,
             watched=bool(params.stop) or params.logprobs is not None,
         )
         return Completion(

@@ -16,6 +16,7 @@ import torch
 from ostinato.config import EngineConfig
 from ostinato.engine.adapters import EngineAdapters
 from ostinato.engine.completion import NUM_SEEDS, CheckedRequest, Completion
+from ostinato.engine.images import EngineImages
 from ostinato.engine.start import start
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import ClosedError, RequestError
@@ -33,6 +34,8 @@ from ostinato.text.prompts import check_num_tokens, check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from ostinato.vision.prompt_images import PromptImages
 
 
 class Engine(Owner):
@@ -69,6 +72,7 @@ class Engine(Owner):
             num_drafts=config.num_drafts(self.model.device),
         )
         self.adapters = EngineAdapters(self.runner)
+        self.images = EngineImages(loaded, max_tokens=self.max_model_len)
         self._completions: dict[str, Completion] = {}
         self._submissions: WeakSet[Submission] = WeakSet()
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
@@ -104,12 +108,21 @@ class Engine(Owner):
         *,
         name: str = "the prompt",
         adapter: str | None = None,
+        images: PromptImages | None = None,
     ) -> CheckedRequest:
-        """Check a request without creating its sequences yet. ``adapter``: the name of a LoRA."""
-        return self._check_request(list(prompt_token_ids), params, name, adapter)
+        """Check a request without creating its sequences yet. ``adapter``: the name of a LoRA.
+
+        ``images``: those of the prompt, as ``self.images.place`` returned both.
+        """
+        return self._check_request(list(prompt_token_ids), params, name, adapter, images)
 
     def _check_request(
-        self, prompt: list[int], params: SamplingParams, name: str, adapter: str | None
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        name: str,
+        adapter: str | None,
+        images: PromptImages | None = None,
     ) -> CheckedRequest:
         self._check_open()
         self._check_prompt(prompt, name)
@@ -127,6 +140,7 @@ class Engine(Owner):
             stop_token_ids=frozenset(params.stop_token_ids) | eos,
             tokenizer=self.tokenizer,
             adapter=None if adapter is None else self.adapters.find(adapter),
+            images=images,
         )
 
     @one_thread(is_part=True)

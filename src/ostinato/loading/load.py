@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ostinato.loading.description import ModelConfig
+    from ostinato.models.hf.model import HFCausalLM
     from ostinato.parallel.rank_context import RankContext
     from ostinato.parallel.sharded_decoder import ShardedDecoder
 
@@ -164,11 +165,10 @@ class _Build:
         self, path: Path | None, described: ModelDescription, seed: int
     ) -> Sequence[CausalLM]:
         if described.generic_reason is not None:
-            from ostinato.models.hf.model import HFCausalLM
-
             with errors_named((path or Path()) / "config.json"):
-                model = HFCausalLM.from_config(
-                    as_hf(described.config),
+                hf_config = as_hf(described.config)
+                model = _hf_class(hf_config).from_config(
+                    hf_config,
                     device=self.device,
                     dtype=self.dtype,
                     seed=seed,
@@ -191,13 +191,12 @@ class _Build:
     def from_files(self, path: Path, described: ModelDescription) -> Sequence[CausalLM]:
         checkpoint = Checkpoint(path)
         if described.generic_reason is not None:
-            from ostinato.models.hf.model import HFCausalLM
-
             self._check_fit(str(path), checkpoint.num_elements() * self.dtype.itemsize)
             with errors_named(path / "config.json"):
-                model = HFCausalLM.from_pretrained(
+                hf_config = as_hf(described.config)
+                model = _hf_class(hf_config).from_pretrained(
                     path,
-                    config=as_hf(described.config),
+                    config=hf_config,
                     device=self.device,
                     dtype=self.dtype,
                     max_model_len=self.max_position,
@@ -270,6 +269,17 @@ def as_hf(config: ModelConfig) -> PretrainedConfig:
     return config.to_hf() if isinstance(config, RawConfig) else config
 
 
+def _hf_class(config: PretrainedConfig) -> type[HFCausalLM]:
+    """The class that runs a model of ``config`` through transformers' modules."""
+    from ostinato.models.hf.vision_language import HFVisionLM, takes_images
+
+    if takes_images(config):
+        return HFVisionLM
+    from ostinato.models.hf.model import HFCausalLM
+
+    return HFCausalLM
+
+
 def _bytes_of(models: Sequence[Decoder]) -> int:
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     once = {id(tensor): tensor for tensor in tensors}  # models may share layers
@@ -339,6 +349,8 @@ def _tokenizer_class(path: Path) -> str | None:
 def _eos_token_ids(path: Path | None, config: ModelConfig, vocab_size: int) -> frozenset[int]:
     """The tokens that end a sequence. A config may name some that the model does not have."""
     where, stated = "config.json", getattr(config, "eos_token_id", None)
+    if stated is None and hasattr(config, "get_text_config"):  # of a model that takes images
+        stated = getattr(config.get_text_config(), "eos_token_id", None)
     file = None if path is None else path / "generation_config.json"
     if file is not None and file.is_file():
         fields = read_object(file)

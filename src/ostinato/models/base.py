@@ -27,7 +27,10 @@ class CausalLM(Protocol):
     device: torch.device
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, hidden_size] of tokens ``input_ids`` [T] at ``positions`` [T]."""
+        """Hidden states [T, hidden_size] of tokens ``input_ids`` [T] at ``positions`` [T].
+
+        With M-RoPE, ``positions`` is [3, T].
+        """
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size], in float32 or the model's dtype, of states [B, hidden_size]."""
@@ -38,6 +41,14 @@ class CausalLM(Protocol):
     def num_token_ranks(self) -> int:
         """The number of ranks that the tokens of a batch are split over."""
         return 1
+
+    @property
+    def uses_mrope(self) -> bool:
+        """Whether a token has three positions: in time, by height and by width (M-RoPE).
+
+        Such a model may take images, and is then a ``VisionLM``.
+        """
+        return False
 
     @property
     def selects_tokens(self) -> bool:

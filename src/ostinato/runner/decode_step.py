@@ -52,7 +52,7 @@ def decode_step(
     rows = decode_rows(state, buffers, num_reqs, query_len)
     inputs = DecodeInputs(
         buffers.input_ids[:num_tokens],
-        tokens.positions[:num_tokens],
+        buffers.token_numbers[:num_tokens],
         tokens.seq_lens[:num_reqs],
         tokens.query_start_loc[: num_reqs + 1],
         tokens.block_tables[0][:num_reqs],
@@ -61,7 +61,12 @@ def decode_step(
     if query_len > 1 or memory.drafts_read_all:
         propose_drafts(memory, rows)
     load_decode_inputs(rows, inputs)
-    hidden = forward(inputs.input_ids, inputs.positions)
+    if buffers.position_offsets is not None:
+        owners = rows.req_indices
+        if query_len > 1:
+            owners = owners.unsqueeze(1).expand(num_reqs, query_len).flatten()
+        buffers.set_positions(state, owners, num_tokens)
+    hidden = forward(inputs.input_ids, tokens.positions[..., :num_tokens])
     observe_step(memory, rows)
     logits = model.compute_logits(hidden)
     if query_len > 1:

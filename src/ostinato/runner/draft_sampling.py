@@ -54,7 +54,7 @@ def read_step(memory: StepMemory, metadata: AttentionMetadata) -> None:
     if memory.proposer is not None and memory.drafts_read_all:
         buffers, num_tokens = memory.buffers, metadata.slot_mapping.shape[0]
         rows = decode_rows(memory.state, buffers, metadata.seq_lens.shape[0], 1)
-        ids, positions = buffers.input_ids[:num_tokens], buffers.tokens.positions[:num_tokens]
+        ids, positions = buffers.input_ids[:num_tokens], buffers.token_numbers[:num_tokens]
         memory.proposer.read(rows, ids, positions, metadata)
 
 
@@ -62,7 +62,7 @@ def observe_step(memory: StepMemory, rows: DecodeState) -> None:
     """Tell what proposes drafts which tokens the model has computed, if it must know."""
     if memory.proposer is not None and memory.drafts_read_all:
         num_tokens = rows.req_indices.shape[0] * rows.query_len
-        memory.proposer.observe(rows, memory.buffers.tokens.positions[:num_tokens])
+        memory.proposer.observe(rows, memory.buffers.token_numbers[:num_tokens])
 
 
 def sample_drafts(memory: StepMemory, rows: DecodeState, logits: torch.Tensor) -> torch.Tensor:

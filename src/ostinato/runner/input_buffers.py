@@ -54,6 +54,7 @@ class InputBuffers:
         cache: CacheSize,
         device: torch.device,
         max_query_len: int = 1,
+        mrope: bool = False,
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -79,9 +80,13 @@ class InputBuffers:
             seq_lens=zeros(max_num_seqs, dtype=torch.int32),
             block_tables=[zeros(max_num_seqs, cache.blocks_per_request, dtype=torch.int32)],
             slot_mappings=zeros(1, max_num_tokens),
-            positions=zeros(max_num_tokens),
+            positions=zeros(3, max_num_tokens) if mrope else zeros(max_num_tokens),
             input_ids=zeros(max_num_tokens),
         )
+        # With M-RoPE: each token's number in its sequence, and what else is added to its positions
+        # (0 unless the step has images).
+        self.token_numbers = zeros(max_num_tokens) if mrope else self.tokens.positions
+        self.position_offsets = zeros(3, max_num_tokens) if mrope else None
         self.token_range = torch.arange(max_num_tokens, device=device, dtype=torch.int32)
         self.reset()
 
@@ -97,7 +102,7 @@ class InputBuffers:
         return Drafts(
             req_indices=self.draft_req_indices[:count],
             input_ids=self.input_ids[:count],
-            positions=self.tokens.positions[:count],
+            positions=self.token_numbers[:count],
             lengths=self.draft_lengths[:count],
             sampled=self.sampled[:count],
             accepted=self.accepted[: count + num_reqs].view(num_reqs, query_len + 1),
@@ -114,6 +119,7 @@ class InputBuffers:
             tokens.seq_lens,
             *tokens.block_tables,
             tokens.positions,
+            self.token_numbers,
             self.input_ids,
         ):
             buffer.zero_()
@@ -175,13 +181,22 @@ class InputBuffers:
         owner = owner.clamp_(max=num_reqs - 1)
         offset = (index - starts[owner]).masked_fill_(is_padding, 0)
         position = (computed[owner] + offset).to(torch.int64)
-        tokens.positions[:num_tokens].copy_(position)
+        self.token_numbers[:num_tokens].copy_(position)
+        if self.position_offsets is not None:
+            self.set_positions(state, rows[owner], num_tokens)
+            tokens.positions[:, :num_tokens] += self.position_offsets[:, :num_tokens]
         self.input_ids[:num_tokens].copy_(state.token_ids[rows[owner], position])
         block = table[owner, position // self.block_size].to(torch.int64)
         slot = block * self.block_size + position % self.block_size
         tokens.slot_mappings[0, :num_tokens].copy_(
             slot.masked_fill_(is_padding, PADDING_SLOT_MAPPING)
         )
+
+    def set_positions(self, state: RequestState, rows: torch.Tensor, num_tokens: int) -> None:
+        """Set the three positions of tokens of ``rows``, by their numbers, for M-RoPE."""
+        assert state.rope_delta is not None
+        position = self.token_numbers[:num_tokens] + state.rope_delta[rows]
+        self.tokens.positions[:, :num_tokens].copy_(position)
 
     def set_rows(self, req_indices: Sequence[int], num_reqs: int) -> None:
         """Set the rows of a decode batch: ``req_indices``, then padding up to ``num_reqs`` rows."""

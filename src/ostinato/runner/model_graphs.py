@@ -199,7 +199,8 @@ class ModelGraphs:
             attn_metadata=metadata,
             num_tokens_across_dp=num_tokens_across_dp,
         ):
-            hidden = self.piecewise(buffers.input_ids[:padded], buffers.tokens.positions[:padded])
+            positions = buffers.tokens.positions[..., :padded]
+            hidden = self.piecewise(buffers.input_ids[:padded], positions)
         return hidden[:num_tokens]
 
     def _decode(self, num_reqs: int, query_len: int) -> DecodeOutput:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +49,7 @@ from ostinato.scheduling.step_plan import DecodePlan, SchedulePlan, StepPlan
 
 if TYPE_CHECKING:
     from ostinato.speculative.options import Speculation
+    from ostinato.vision.image_inputs import ImageInputs
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class ModelRunner:
         agreement: Reducer | None = None,
         adapters: AdapterWeights | None = None,
         speculation: Speculation | None = None,
+        images: ImageInputs | None = None,
     ) -> None:
         check_can_agree(agreement, graphs, small, speculation)
         self.model = model
@@ -88,6 +91,7 @@ class ModelRunner:
         self.cache = cache
         self.backend = backend
         self.adapters = adapters
+        self.images = images
         self.memory = memory = StepMemory.allocate(model, plan, cache, backend, speculation)
         self.state, self.buffers, self.kv_cache = memory.state, memory.buffers, memory.kv_cache
         self.pool = GraphPool(model.device)
@@ -203,6 +207,8 @@ class ModelRunner:
             self.samplers.record_stream(stream)
             if self.adapters is not None:
                 self.adapters.record_stream(stream)
+            if self.images is not None:
+                self.images.record_stream(stream)
 
     @torch.inference_mode()
     def load_adapter(self, slot: int, matrices: Matrices) -> None:
@@ -247,8 +253,10 @@ class ModelRunner:
     def _run_mixed(self, plan: StepPlan, choice: Choice, across: torch.Tensor | None) -> StepResult:
         """Run a batch with prompts; the host passes the number of tokens of each request."""
         self.forget_rows()
-        graphs, metadata = self._all_graphs[choice.model], self._fill(plan, choice)
-        hidden = graphs.hidden_states(choice, metadata, plan.num_tokens, across)
+        graphs = self._all_graphs[choice.model]
+        with self._images_of(plan):
+            metadata = self._fill(plan, choice)
+            hidden = graphs.hidden_states(choice, metadata, plan.num_tokens, across)
         if choice.mode is not CUDAGraphMode.FULL:
             self.memory.advance(len(plan.requests))
         result = self._sample_mixed(plan, hidden)
@@ -314,6 +322,13 @@ class ModelRunner:
         """A request has ended with this output: drafts for others may come from it."""
         if self.memory.proposer is not None:
             self.memory.proposer.learn(token_ids)
+
+    def _images_of(self, plan: StepPlan) -> AbstractContextManager[None]:
+        """Inside, the model and the inputs have the images of the batch."""
+        offsets = self.buffers.position_offsets
+        if self.images is None or offsets is None:
+            return nullcontext()
+        return self.images.placed(plan.requests, offsets)
 
     def _fill(self, plan: StepPlan, choice: Choice) -> AttentionMetadata | None:
         """Fill the buffers with a batch, padded as chosen; without requests it is all padding.
@@ -419,10 +434,11 @@ class ModelRunner:
     def close(self) -> None:
         """Drop the graphs, their memory, the KV cache and the models. Closing twice is harmless."""
         try:
-            close_each((self.samplers.close, self.pool.close))
+            images = () if self.images is None else (self.images.close,)
+            close_each((self.samplers.close, self.pool.close, *images))
         finally:
             self.kv_cache.layers.clear()
-            self._members = self.adapters = None
+            self._members = self.adapters = self.images = None
             if self.memory.proposer is not None:
                 self.memory.proposer.close()
             self._all_graphs.clear()

@@ -20,10 +20,13 @@ class RequestState:
 
     ``token_ids`` [rows, max_model_len + 1]: prompt and output, plus the token sampled at the
     length limit. ``num_computed`` [rows]: tokens in the KV cache, and so the position of the next
-    one. ``block_table`` [rows, blocks].
+    one. ``block_table`` [rows, blocks]. ``rope_delta`` [rows]: by how much a request's positions
+    differ from its numbers of tokens, after its images; None without M-RoPE.
     """
 
-    def __init__(self, *, max_num_seqs: int, cache: CacheSize, device: torch.device) -> None:
+    def __init__(
+        self, *, max_num_seqs: int, cache: CacheSize, device: torch.device, mrope: bool = False
+    ) -> None:
         self.padding_req_index = max_num_seqs
         self.device = device
 
@@ -33,6 +36,7 @@ class RequestState:
         self.token_ids = zeros(cache.max_model_len + 1)
         self.num_computed = zeros()
         self.block_table = zeros(cache.blocks_per_request)
+        self.rope_delta = zeros() if mrope else None
         self.sampling = SamplingState(max_num_seqs + 1, device)
 
     def update(self, plan: StepPlan) -> None:
@@ -60,6 +64,9 @@ class RequestState:
         blocks = torch.tensor(request.block_ids, dtype=torch.int32)
         self.block_table[req_index, : len(blocks)].copy_(blocks, non_blocking=True)
         self.num_computed[req_index].fill_(item.start)
+        if self.rope_delta is not None:
+            delta = 0 if request.images is None else request.images.rope_delta
+            self.rope_delta[req_index].fill_(delta)
         self.sampling.write(req_index, request)
 
     def _append_blocks(self, entries: IntArray) -> None:

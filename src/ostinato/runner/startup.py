@@ -43,6 +43,7 @@ from ostinato.runner.small_batch_model import SmallBatchModel
 if TYPE_CHECKING:
     from ostinato.parallel.rank_context import RankContext
     from ostinato.speculative.options import Speculation
+    from ostinato.vision.image_inputs import ImageInputs
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +173,7 @@ def build_runner(
     plans = plan_graphs(config, model.device, backend, selects_tokens=model.selects_tokens)
     plan = plans.model
     adapters = _adapters(config, loaded, plan)  # before memory is measured
+    images = _images(config, model, plans)
     if rank_context is not None:
         rank_context.check_same("the plan of the graphs", _digest(plans))
     else:
@@ -186,7 +188,8 @@ def build_runner(
         )
     specs = [*model.attention_specs, *(speculation.attention_specs if speculation else ())]
     per_block = bytes_per_block(specs, config.block_size, model.dtype)
-    budget = kv_cache_budget(config, model, plans, backend)
+    reserved = 0 if images is None else images.reserved_bytes
+    budget = kv_cache_budget(config, model, plans, backend, reserved=reserved)
     cache = size_cache(
         budget if rank_context is None else rank_context.least(budget),
         bytes_per_block=per_block,
@@ -203,6 +206,7 @@ def build_runner(
         backend=backend,
         show_progress=config.show_progress,
         **({} if adapters is None else {"adapters": adapters}),
+        **({} if images is None else {"images": images}),
         **_shifting(loaded, plans),
         **({} if speculation is None else {"speculation": speculation}),
     )
@@ -273,6 +277,24 @@ def _load_speculation(config: EngineConfig, model: CausalLM) -> Speculation | No
     return speculation
 
 
+def _images(config: EngineConfig, model: CausalLM, plans: GraphPlans) -> ImageInputs | None:
+    """What a model that takes images needs beside its runner, with the encoder's graphs."""
+    if not model.uses_mrope:
+        return None
+    if config.graphs.compile:
+        raise ConfigError(
+            f"compile={config.graphs.compile!r} does not support models that take images; leave it "
+            "out"
+        )
+    from ostinato.vision.startup import build_image_inputs
+
+    try:
+        return build_image_inputs(config, model, plans.model)
+    except BaseException as error:
+        name_the_remedy(error)
+        raise
+
+
 def name_the_remedy(error: BaseException) -> None:
     """Add a remedy to the error of a capture that failed in the model's code."""
     if not (isinstance(error, CaptureError) and isinstance(error.__cause__, CaptureError)):
@@ -300,9 +322,17 @@ def _shifting(loaded: LoadedModel, plans: GraphPlans) -> dict[str, Any]:
 
 
 def kv_cache_budget(
-    config: EngineConfig, model: CausalLM, plans: GraphPlans, backend: AttentionBackend
+    config: EngineConfig,
+    model: CausalLM,
+    plans: GraphPlans,
+    backend: AttentionBackend,
+    *,
+    reserved: int = 0,
 ) -> int:
-    """Bytes for the KV cache: as configured, or the CUDA memory left by weights, steps, graphs."""
+    """Bytes for the KV cache: as configured, or the CUDA memory left by weights, steps, graphs.
+
+    ``reserved``: bytes that something else will allocate.
+    """
     if config.kv_cache_memory_bytes is not None:
         return int(config.kv_cache_memory_bytes)
     if model.device.type != "cuda":
@@ -310,7 +340,7 @@ def kv_cache_budget(
     plan = plans.model
     most = plan.padded_tokens(plan.max_num_batched_tokens)
     # Also where every batch has a graph: the largest one is warmed up before its capture allocates.
-    eager = activation_bytes(model, plan, most, config, backend)
+    eager = activation_bytes(model, plan, most, config, backend) + reserved
     graphs = 0
     # A second model captures into the same pool, and its activations are no larger.
     entries = [*plan.entries, *(plans.shift.entries if plans.shift is not None else ())]
@@ -358,6 +388,7 @@ def activation_bytes(
         max_num_tokens=plan.padded_tokens(plan.max_num_batched_tokens),
         cache=cache,
         device=model.device,
+        mrope=model.uses_mrope,
     )
     entry = PlanEntry(
         mode=CUDAGraphMode.FULL,

@@ -51,7 +51,8 @@ class StepMemory:
     ) -> StepMemory:
         """Allocate for the batches of ``plan``, and the keys and values of ``model``."""
         device, max_query_len = model.device, plan.decode_query_lens[-1]
-        state = RequestState(max_num_seqs=plan.max_num_seqs, cache=cache, device=device)
+        mrope, max_num_seqs = model.uses_mrope, plan.max_num_seqs
+        state = RequestState(max_num_seqs=max_num_seqs, cache=cache, device=device, mrope=mrope)
 
         def new_kv_cache(specs: Sequence[AttentionSpec]) -> KVCache:
             return KVCache(
@@ -95,6 +96,7 @@ class StepMemory:
                 cache=cache,
                 device=device,
                 max_query_len=max_query_len,
+                mrope=mrope,
             ),
             kv_cache=new_kv_cache(model.attention_specs),
             cache=cache,

@@ -24,13 +24,21 @@ def root_hash(salt: bytes = b"") -> bytes:
     return blake2b(salt, digest_size=HASH_BYTES).digest()
 
 
-def block_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
-    """The hashes of full blocks with these tokens, the first after the block ``parent``."""
+def block_hashes(
+    parent: bytes, token_ids: Sequence[int], block_size: int, contents: Sequence[bytes] = ()
+) -> Iterator[bytes]:
+    """The hashes of full blocks with these tokens, the first after the block ``parent``.
+
+    ``contents``: what is in each block besides its tokens; none: nothing in any.
+    """
     # Parents and tokens have fixed widths, so different chains give different bytes.
     tokens = array("q", token_ids)
     data, width = tokens.tobytes(), block_size * tokens.itemsize
-    for start in range(0, len(data), width):
-        parent = blake2b(parent + data[start : start + width], digest_size=HASH_BYTES).digest()
+    for index, start in enumerate(range(0, len(data), width)):
+        content = parent + data[start : start + width]
+        if contents:
+            content += contents[index]
+        parent = blake2b(content, digest_size=HASH_BYTES).digest()
         yield parent
 
 

@@ -43,4 +43,16 @@ class PrefixReuse:
         if num_blocks > len(hashes):
             parent = hashes[-1] if hashes else root_hash(request.cache_salt)
             tokens = request.token_ids(len(hashes) * size, num_blocks * size)
-            hashes += block_hashes(parent, tokens, size)
+            contents: list[bytes] = []
+            if request.contents:
+                contents = [
+                    _content(request, i * size, size) for i in range(len(hashes), num_blocks)
+                ]
+            hashes += block_hashes(parent, tokens, size, contents)
+
+
+def _content(request: Request, start: int, size: int) -> bytes:
+    """The digests of all contents that tokens of the block at ``start`` stand for."""
+    return b"".join(
+        each.digest for each in request.contents if each.start < start + size and start < each.stop
+    )

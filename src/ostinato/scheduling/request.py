@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any, NamedTuple
 
 from ostinato.sampling_params import SamplingParams
 
@@ -14,6 +15,14 @@ NO_LORA = -1  # the slot of requests without an adapter
 def num_active_loras(slots: Iterable[int]) -> int:
     """The number of different adapters in these slots."""
     return len({*slots} - {NO_LORA})
+
+
+class Content(NamedTuple):
+    """What tokens ``start`` to ``stop`` of a prompt stand for, if their ids do not say it."""
+
+    start: int
+    stop: int
+    digest: bytes
 
 
 class FinishReason(Enum):
@@ -38,7 +47,8 @@ class Request:
     engine's limit. ``stop_token_ids`` end it (end-of-sequence tokens included, unless ignored);
     they are part of the output. ``req_index`` is its row in the device state while it runs.
     ``lora_slot`` is the slot of its adapter. Requests share blocks of the KV cache only with
-    requests of the same ``cache_salt``.
+    requests of the same ``cache_salt``, and only if the ``contents`` of their tokens are the same.
+    ``images``: those of the prompt, for the runner.
     """
 
     request_id: str
@@ -49,6 +59,8 @@ class Request:
     stop_token_ids: frozenset[int] = frozenset()
     lora_slot: int = NO_LORA
     cache_salt: bytes = b""
+    contents: Sequence[Content] = ()  # of fixed-length digests, in order
+    images: Any = None
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

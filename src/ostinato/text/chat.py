@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from ostinato.errors import RequestError
 from ostinato.quoting import said, shown
+from ostinato.text.image_parts import image_of, is_image_part
 from ostinato.text.prompts import check_text, encode
 from ostinato.text.template_process import TemplateProcess
 
@@ -29,10 +30,15 @@ def render_chat(
     messages: Any,
     max_model_len: int,
     name: str = "messages",
+    images: list[Any] | None = None,
 ) -> list[int]:
-    """The token ids of a conversation, up to the start of the answer."""
+    """The token ids of a conversation, up to the start of the answer.
+
+    Its images are appended to ``images``, and the tokens have a placeholder for each; None: the
+    model takes none.
+    """
     _check_list(name, messages)
-    plain = [_plain(f"{name}[{number}]", each) for number, each in enumerate(messages)]
+    plain = [_plain(f"{name}[{number}]", each, images) for number, each in enumerate(messages)]
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise RequestError(
             "this model has no chat template, so it cannot take messages; use generate()"
@@ -81,8 +87,11 @@ def _check_list(name: str, messages: Any) -> None:
         )
 
 
-def _plain(name: str, message: Any) -> dict[str, Any]:
-    """A message with its content as text, which is what templates of text models read."""
+def _plain(name: str, message: Any, images: list[Any] | None) -> dict[str, Any]:
+    """A message with its content as text, which is what templates of text models read.
+
+    With images, the content stays a list, without them.
+    """
     if not isinstance(message, Mapping):
         raise RequestError(
             f'{name} must be a message, such as {{"role": "user", "content": "..."}}, got '
@@ -93,13 +102,26 @@ def _plain(name: str, message: Any) -> dict[str, Any]:
         what = f"has the role {shown(role)}" if "role" in message else "has no role"
         raise RequestError(f"{name} {what}; give one that the model knows, such as 'user'")
     check_text(f"{name}['role']", role)
-    content = message.get("content")
+    content: Any = message.get("content")
     if content is None and message.get("tool_calls"):
         return dict(message)  # an answer that only calls tools
-    return {**message, "content": _text(f"{name}['content']", content, "content" in message)}
+    name = f"{name}['content']"
+    if images is not None and _is_list(content) and any(map(is_image_part, content)):
+        parts = enumerate(content)
+        listed = [_shown_part(f"{name}[{number}]", part, images) for number, part in parts]
+        return {**message, "content": listed}
+    return {**message, "content": _text(name, content, "content" in message, images is not None)}
 
 
-def _text(name: str, content: Any, given: bool) -> str:
+def _shown_part(name: str, part: Any, images: list[Any]) -> dict[str, str]:
+    """A part as a template sees it; an image is appended to ``images``."""
+    if is_image_part(part):
+        images.append(image_of(name, part))
+        return {"type": "image"}
+    return {"type": "text", "text": _part(name, part, takes_images=True)}
+
+
+def _text(name: str, content: Any, given: bool, takes_images: bool) -> str:
     if not given:
         raise RequestError(f"{name} is missing; give the text of the message, '' if it has none")
     if isinstance(content, str):
@@ -110,15 +132,19 @@ def _text(name: str, content: Any, given: bool) -> str:
             f"{name} must be text, or a list of text parts, got {shown(content)}; give the text of "
             "the message, '' if it has none"
         )
-    return "\n".join(_part(f"{name}[{number}]", part) for number, part in enumerate(content))
+    return "\n".join(
+        _part(f"{name}[{number}]", part, takes_images=takes_images)
+        for number, part in enumerate(content)
+    )
 
 
-def _part(name: str, part: Any) -> str:
+def _part(name: str, part: Any, *, takes_images: bool) -> str:
     kind: Any = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(part, Mapping) and kind != "text":
         what = f"is a part of type {shown(kind)}" if "type" in part else "is a part without a type"
+        taken = "text and images" if takes_images else "text"
         raise RequestError(
-            f'{name} {what}; this model takes text only: {{"type": "text", "text": "..."}}'
+            f'{name} {what}; this model takes {taken} only: {{"type": "text", "text": "..."}}'
         )
     text = part.get("text") if isinstance(part, Mapping) else part
     if not isinstance(text, str):

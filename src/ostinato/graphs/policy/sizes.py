@@ -63,6 +63,17 @@ def default_mixed_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
     return (*(size for size in ladder if size < max_num_batched_tokens), max_num_batched_tokens)
 
 
+def default_vision_sizes(device_type: str) -> tuple[int, ...]:
+    """Numbers of image patches: powers of 2, and from 1,024 on the numbers half-way between them.
+
+    On a GPU, an image of 896 x 896 pixels, in patches of 14 x 14, has the largest. On the CPU
+    larger ones are compute-bound.
+    """
+    if device_type == "cpu":
+        return (64, 256)
+    return (64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096)
+
+
 def validate_sizes(sizes: Iterable[int], *, max_num_batched_tokens: int | None) -> tuple[int, ...]:
     """Sort and de-duplicate a user's list. An unusable size raises; none is dropped silently."""
     if isinstance(sizes, (str, bytes)) or not isinstance(sizes, Iterable):

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError
@@ -47,7 +47,6 @@ from ostinato.models.hf.support import (
 )
 from ostinato.models.hf.weights import check_size, load_weights
 
-_AUTO: Any = AutoModelForCausalLM  # has no types
 _NUM_PROBE_TOKENS = 16
 
 
@@ -57,6 +56,11 @@ class HFCausalLM(CausalLM):
     ``forward`` and ``compute_logits`` read nothing on the host, so they can be captured, unless the
     model's code does; then the capture raises and names the operation.
     """
+
+    # transformers' classes, and what they are called in errors.
+    auto: ClassVar[Any] = AutoModelForCausalLM
+    mapping: ClassVar[Any] = MODEL_FOR_CAUSAL_LM_MAPPING
+    kind: ClassVar[str] = "causal language model"
 
     def __init__(self, model: Any, *, max_position: int) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -90,13 +94,14 @@ class HFCausalLM(CausalLM):
 
         ``max_model_len``: the longest sequence that will be run; None: the model's limit.
         """
-        check_config(config)
+        check_config(config, cls.mapping, cls.kind)
         max_position = longest_sequence(config, max_model_len)
         model = load_weights(
             checkpoint or Checkpoint(path),
             own_copy(config),
             device=device,
             dtype=dtype,
+            mapping=cls.mapping,
             attn_implementation=ATTENTION,
             experts_implementation=EXPERTS,
         )
@@ -114,13 +119,13 @@ class HFCausalLM(CausalLM):
         most_bytes: int | None = None,
     ) -> HFCausalLM:
         """A model of ``config`` with random weights on ``device``, of at most ``most_bytes``."""
-        check_config(config)
+        check_config(config, cls.mapping, cls.kind)
         max_position = longest_sequence(config, max_model_len)
-        check_size(_AUTO, config, most_bytes, dtype)
+        check_size(cls.auto, config, most_bytes, dtype)
         generators = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=generators), torch.device(device):
             torch.manual_seed(seed)
-            model = _AUTO.from_config(
+            model = cls.auto.from_config(
                 own_copy(config),
                 dtype=dtype,
                 attn_implementation=ATTENTION,
