@@ -57,6 +57,7 @@ _HOME = {
     "Logprob": "outputs",
     "ModelLoadError": "errors",
     "NgramDrafts": "speculative.options",
+    "OffloadConfig": "offload.offload_config",
     "OstinatoError": "errors",
     "OutOfBlocksError": "errors",
     "PlanEntry": "graphs.policy.plan",
@@ -139,6 +140,7 @@ if TYPE_CHECKING:
     from ostinato.graphs.wrapper import CUDAGraphOptions as CUDAGraphOptions
     from ostinato.graphs.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
     from ostinato.llm import LLM as LLM
+    from ostinato.offload.offload_config import OffloadConfig as OffloadConfig
     from ostinato.outputs import ClassificationOutput as ClassificationOutput
     from ostinato.outputs import CompletionOutput as CompletionOutput
     from ostinato.outputs import EmbeddingOutput as EmbeddingOutput

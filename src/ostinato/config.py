@@ -22,6 +22,7 @@ from ostinato.graphs.policy.sizes import (
     default_vision_sizes,
     validate_sizes,
 )
+from ostinato.offload.offload_config import OffloadConfig
 from ostinato.options import option, user_options
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.quoting import shown
@@ -227,6 +228,14 @@ class EngineConfig:
         "Drafts save steps and do not change the output. None: no drafts.",
         cli=str,
     )
+    offload: OffloadConfig | None = option(
+        None,
+        "OffloadConfig(group=..., offloaded=..., prefetch=...): the last layers of every group "
+        "keep their weights in host memory and are copied to the device while others run, for "
+        "models larger than the device's memory. None: all weights stay on the device. On the "
+        "command line: group,offloaded,prefetch.",
+        cli=str,
+    )
     tune: Literal["auto", "off"] = option(
         "auto",
         "'auto': a model's first start on a GPU takes a few seconds to measure tile configs for "
@@ -292,6 +301,7 @@ class EngineConfig:
             raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {shown(self.task)}")
         self._check_lora()
         object.__setattr__(self, "speculative", parse_speculation(self.speculative))
+        self._check_offload()
         if self.tune not in ("auto", "off"):
             raise ConfigError(f"tune must be 'auto' or 'off', got {shown(self.tune)}")
         if self.model == "":
@@ -329,6 +339,21 @@ class EngineConfig:
                 "compile and enable_lora"
             )
 
+    def _check_offload(self) -> None:
+        if self.offload is None:
+            return
+        if not isinstance(self.offload, OffloadConfig):
+            raise ConfigError(
+                f"offload must be an OffloadConfig, got {shown(self.offload)}; write "
+                "offload=OffloadConfig(group=4, offloaded=1, prefetch=1)"
+            )
+        if self.graphs.compile:
+            raise ConfigError(
+                f"compile={self.graphs.compile!r} does not support offload; leave out one of them"
+            )
+        if self.swiftkv_layers is not None:
+            raise ConfigError("offload does not support SwiftKV; leave out swiftkv_layers or it")
+
     @property
     def num_lora_slots(self) -> int:
         return self.max_loras if self.enable_lora else 0
@@ -360,6 +385,11 @@ class EngineConfig:
             raise ConfigError(f"compile={self.graphs.compile!r} supports one device, not {ranks}")
         if self.enable_lora:
             raise ConfigError(f"enable_lora supports one device, not {ranks}")
+        if self.offload is not None:
+            raise ConfigError(
+                f"offload supports one device, not {ranks}; leave it out if the weights fit on "
+                "these, or raise tensor_parallel_size"
+            )
         if self.graphs.eager_fallback:
             raise ConfigError(
                 f"eager_fallback supports one device, not {ranks}: a rank whose capture failed "

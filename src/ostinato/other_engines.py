@@ -34,7 +34,11 @@ ENGINE_OPTIONS = {
     "swap_space": Foreign(
         "requests that do not fit are recomputed, not swapped out; " + _LEAVE_OUT, (0,)
     ),
-    "cpu_offload_gb": Foreign("weights stay on the device; use more ranks", (0,)),
+    "cpu_offload_gb": Foreign("write offload=OffloadConfig(group=..., offloaded=...)", (0,)),
+    "offload_config": Foreign("write offload=OffloadConfig(...)", (None,)),
+    "offload_group_size": Foreign("write offload=OffloadConfig(group=...)", (0,)),
+    "offload_num_in_group": Foreign("write offload=OffloadConfig(offloaded=...)", (0,)),
+    "offload_prefetch_step": Foreign("write offload=OffloadConfig(prefetch=...)", (0,)),
     "kv_cache_dtype": Foreign("the KV cache has the model's dtype", ("auto",)),
     "num_gpu_blocks_override": Foreign("write kv_cache_memory_bytes", (None,)),
     "enable_chunked_prefill": Foreign(

@@ -15,6 +15,7 @@ from ostinato.cli.layouts import Layouts, parse_layouts
 from ostinato.cli.results import write_results
 from ostinato.config import EngineConfig
 from ostinato.errors import MeasurementError
+from ostinato.offload.offload_config import OffloadConfig
 
 app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
@@ -165,6 +166,41 @@ def lora(
         show_progress=not quiet,
     )
     _report(results, tables.lora_tables, as_json, output)
+
+
+@app.command()
+@options.takes_model(without=("offload",))
+def offload(
+    *,
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8",
+    group: Annotated[int, typer.Option(help="Layers in a group.")] = 2,
+    offloaded: Annotated[int, typer.Option(help="Layers of a group in host memory.")] = 1,
+    prefetch: Annotated[int, typer.Option(help="Offloaded layers that are copied ahead.")] = 1,
+    plain: Annotated[
+        bool, typer.Option(help="Also measure an engine without offload, if the model fits.")
+    ] = True,
+    prompt_len: Annotated[int, typer.Option(help="Tokens in each prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to measure over.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 3,
+    config: EngineConfig,
+    as_json: options.Json = False,
+    output: Output = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Time per output token with layers in host memory, against the time of their copies."""
+    from ostinato.bench.offload import run
+
+    results = run(
+        replace(config, show_progress=False),
+        batches=options.integers(batch, "--batch") or [],
+        offload=OffloadConfig(group=group, offloaded=offloaded, prefetch=prefetch),
+        plain=plain,
+        prompt_len=prompt_len,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        show_progress=not quiet,
+    )
+    _report(results, tables.offload_tables, as_json, output)
 
 
 @app.command()

@@ -12,6 +12,7 @@ import typer
 
 from ostinato.config import EngineConfig, GraphConfig
 from ostinato.errors import ConfigError
+from ostinato.offload.offload_config import OffloadConfig
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
@@ -50,6 +51,8 @@ def takes_model(
             if "capture_sizes" in graphs:
                 graphs["capture_sizes"] = integers(graphs["capture_sizes"], "--sizes")
             engine = {each.name: values.pop(each.name) for each in of_engine}
+            if engine.get("offload") is not None:
+                engine["offload"] = OffloadConfig.parse(engine["offload"])
             command(config=EngineConfig(**engine, graphs=GraphConfig(**graphs)), **values)
 
         # typer reads a command's options from these.

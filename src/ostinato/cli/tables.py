@@ -155,6 +155,27 @@ def lora_tables(results: dict[str, Any]) -> list[RenderableType]:
     return [table]
 
 
+def offload_tables(results: dict[str, Any]) -> list[RenderableType]:
+    title = f"{results['model']}, {results['dtype']}, {results['mode']}"
+    columns = ("time per\noutput token", "of the time\nof the copies", "of the time\nwithout")
+    table = _table(title, "batch", "", *columns)
+    for row in results["rows"]:
+        for name, milliseconds in row["tpot_ms"].items():
+            ratio = f"{milliseconds / results['copies_ms']:.3f}"
+            label, of_plain = name, ""
+            if name == "ostinato":
+                label, of_plain = "offload", f"{row['of_plain']:.2f}" if "of_plain" in row else ""
+            table.add_row(str(row["batch"]), label, f"{milliseconds:.3f} ms", ratio, of_plain)
+        for name, why in row["unusable"].items():
+            table.add_row(str(row["batch"]), name, why, "-")
+    copies = Text(
+        f"The copies of a step alone: {results['host_bytes'] / 2**30:.3f} GiB in "
+        f"{results['copies_ms']:.3f} ms, {results['bytes_per_s'] / 1e9:.1f} GB/s; "
+        f"{results['slot_bytes'] / 2**30:.3f} GiB of slots on the device"
+    )
+    return [table, copies]
+
+
 def sampling_tables(results: dict[str, Any]) -> list[RenderableType]:
     title = f"Sampling from {results['vocab_size']} tokens"
     table = _table(title, "batch", "parameters", "ours", "torch", "speed-up", "same tokens")

@@ -35,6 +35,8 @@ from ostinato.models.native.shapes import draw_weights
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder
 from ostinato.models.weight_slot import WeightSlot
+from ostinato.offload.offload_config import OffloadConfig
+from ostinato.offload.prefetch import PrefetchOffloader, offload_bytes
 from ostinato.quoting import is_failure, said, shown
 
 if TYPE_CHECKING:
@@ -103,6 +105,7 @@ def load_model(
     rank_context: RankContext | None = None,
     tokenizer: bool = True,
     swiftkv_layers: int | None = None,
+    offload: OffloadConfig | None = None,
 ) -> LoadedModel:
     """Load the model called ``name``; None is the embedded default.
 
@@ -111,10 +114,11 @@ def load_model(
     ``rank_context``, only this rank's part of the model is loaded; a rank that sees no text does
     not need the ``tokenizer``. ``swiftkv_layers`` turns a plain model into a SwiftKV model: all
     layers after that number compute keys and values from the output of the last one before them.
+    ``offload``: which layers keep their weights in host memory.
     """
     if dtype not in _DTYPES:
         raise ConfigError(f"weights can be {', '.join(map(str, _DTYPES))}, not {dtype}")
-    build = _Build(device, dtype, max_position, show_progress, free_memory, rank_context)
+    build = _Build(device, dtype, max_position, show_progress, free_memory, rank_context, offload)
     path: Path | None
     if random_weights:
         path, described = describe_shape(name or _DEFAULT_SHAPE)
@@ -124,6 +128,8 @@ def load_model(
     _check_can_split(rank_context, described.generic_reason)
     if swiftkv_layers is not None:
         described = described.as_swiftkv(swiftkv_layers)
+    if offload is not None:
+        _check_can_offload(described)
     if random_weights or path is None:
         model, *shift = build.random(path, described, seed)
     else:
@@ -150,6 +156,17 @@ def _check_can_split(rank_context: RankContext | None, generic_reason: str | Non
         )
 
 
+def _check_can_offload(described: ModelDescription) -> None:
+    reason = described.generic_reason
+    if reason is None and isinstance(described.native_config, SwiftKVConfig):
+        reason = "it is a SwiftKV model"
+    if reason is not None:
+        raise ConfigError(
+            f"offload needs a dense model of the native decoder; this one is not: {reason}. Leave "
+            "it out, and use a smaller dtype or a GPU with more memory if the model does not fit"
+        )
+
+
 @dataclass(frozen=True)
 class _Build:
     """Builds a model from its config: a list of one, or of a rank's parts."""
@@ -160,6 +177,7 @@ class _Build:
     show_progress: bool
     free_memory: FreeMemory
     rank_context: RankContext | None
+    offload: OffloadConfig | None
 
     def random(
         self, path: Path | None, described: ModelDescription, seed: int
@@ -177,7 +195,7 @@ class _Build:
                 )
             return [model]
         config = described.native_config
-        self._check_fit("the model", _bytes_of(self._decoders(config, "meta")))
+        self._check_decoders_fit("the model", self._decoders(config, "meta"))
         if self.rank_context is not None:
             from ostinato.parallel.sharded_models import draw_sharded_weights
 
@@ -186,6 +204,7 @@ class _Build:
             return parts
         models = self._decoders(config, self.device)
         draw_weights(models[0], seed)
+        _bind_slots(models)
         return models
 
     def from_files(self, path: Path, described: ModelDescription) -> Sequence[CausalLM]:
@@ -211,13 +230,16 @@ class _Build:
         for plan in plans:
             ignored = [_HEAD] if plan.lm_head is None else []
             checkpoint.check(plan.weight_slots(), ignored=[*ignored, *plan.ignored_names()])
-        self._check_fit(str(path), _bytes_of(plans))
+        self._check_decoders_fit(str(path), plans)
         models = self._decoders(config, self.device)
         read: set[tuple[str, int]] = set()  # models may share layers
         for decoder in models:
             slots = [slot for slot in decoder.weight_slots() if _place_of(slot) not in read]
             read.update(map(_place_of, slots))
-            checkpoint.copy_into(slots, self.device, show_progress=self.show_progress)
+            for device in dict.fromkeys(slot.target.device for slot in slots):
+                own = [slot for slot in slots if slot.target.device == device]
+                checkpoint.copy_into(own, device, show_progress=self.show_progress)
+        _bind_slots(models)
         return models
 
     def _decoders(self, config: NativeConfig, device: torch.device | str) -> Sequence[Decoder]:
@@ -227,7 +249,15 @@ class _Build:
         dtype, max_position = self.dtype, self.max_position
         if isinstance(config, SwiftKVConfig):
             return [SwiftKVDecoder(config, device=device, dtype=dtype, max_position=max_position)]
-        return [Decoder(config, device=device, dtype=dtype, max_position=max_position)]
+        offloader = None
+        if self.offload is not None and device.type != "meta":
+            layers = self.offload.layers_of(config.num_layers)
+            offloader = PrefetchOffloader(layers, self.offload.prefetch, device)
+        return [
+            Decoder(
+                config, device=device, dtype=dtype, max_position=max_position, offloader=offloader
+            )
+        ]
 
     def _parts(
         self, config: NativeConfig, device: torch.device, rank_context: RankContext
@@ -244,8 +274,26 @@ class _Build:
             config, rank_context, device=device, dtype=dtype, max_position=max_position
         )
 
+    def _check_decoders_fit(self, what: str, plans: Sequence[Decoder]) -> None:
+        """``plans``: the models, on ``meta``."""
+        needed = _bytes_of(plans)
+        if self.offload is not None:
+            in_host, in_slots = offload_bytes(list(plans[0].decoder_layers()), self.offload)
+            if self.device.type != "cpu":
+                needed -= in_host
+                host, part = torch.device("cpu"), f"the offloaded part of {what}"
+                check_fit(part, in_host, host, self.dtype, self.free_memory)
+            needed += in_slots
+        self._check_fit(what, needed)
+
     def _check_fit(self, what: str, needed: int) -> None:
         check_fit(what, needed, self.device, self.dtype, self.free_memory)
+
+
+def _bind_slots(models: Sequence[Decoder]) -> None:
+    for model in models:
+        if isinstance(model.offloader, PrefetchOffloader):
+            model.offloader.bind_slots()
 
 
 def check_fit(

@@ -10,6 +10,7 @@ import torch
 
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError
+from ostinato.graphs.capture.pool import WeightOffloader
 
 
 class CausalLM(Protocol):
@@ -36,6 +37,8 @@ class CausalLM(Protocol):
         """Logits [B, vocab_size], in float32 or the model's dtype, of states [B, hidden_size]."""
 
     # --- optional features ------------------------------------------------------------------------
+
+    offloader: WeightOffloader | None = None  # copies weights to the device during a forward
 
     @property
     def num_token_ranks(self) -> int:

@@ -286,6 +286,8 @@ def _check_options(config: EngineConfig) -> None:
         raise ConfigError("swiftkv_layers is for models that generate; leave it out")
     if config.speculative is not None:
         raise ConfigError("speculative is for models that generate; leave it out")
+    if config.offload is not None:
+        raise ConfigError("offload is for models that generate; leave it out")
     if config.enable_lora:
         raise ConfigError(
             "enable_lora is for models that generate; merge the adapter into the checkpoint with "

@@ -94,7 +94,7 @@ class ModelRunner:
         self.images = images
         self.memory = memory = StepMemory.allocate(model, plan, cache, backend, speculation)
         self.state, self.buffers, self.kv_cache = memory.state, memory.buffers, memory.kv_cache
-        self.pool = GraphPool(model.device)
+        self.pool = GraphPool(model.device, offloader=model.offloader)
         forms = [(model, plan, name)]
         if small is not None:
             forms.append((small.model, small.plan, small.name))
@@ -438,7 +438,7 @@ class ModelRunner:
             close_each((self.samplers.close, self.pool.close, *images))
         finally:
             self.kv_cache.layers.clear()
-            self._members = self.adapters = self.images = None
+            self._members = self.adapters = self.images = self.pool.offloader = None
             if self.memory.proposer is not None:
                 self.memory.proposer.close()
             self._all_graphs.clear()

@@ -68,6 +68,7 @@ def load(
             rank_context=rank_context,
             tokenizer=tokenizer,
             swiftkv_layers=config.swiftkv_layers,
+            offload=config.offload,
         )
 
 

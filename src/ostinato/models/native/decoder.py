@@ -10,7 +10,7 @@ between the families.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 import torch
@@ -24,6 +24,7 @@ from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.layer import (
     DecoderLayer,
+    LayerOffloader,
     empty_linear,
     empty_norm,
     norm_slot,
@@ -41,7 +42,8 @@ class Decoder(nn.Module, CausalLM):
     """A ``CausalLM``. Its parameters hold no values until they are loaded or drawn.
 
     ``max_position`` limits the RoPE table to the sequences that will be run; the default is the
-    model's limit. The device may be ``meta``, to count parameters without memory.
+    model's limit. The device may be ``meta``, to count parameters without memory. ``offloader``
+    keeps the weights of some layers elsewhere until they run.
     """
 
     def __init__(
@@ -52,10 +54,12 @@ class Decoder(nn.Module, CausalLM):
         dtype: torch.dtype,
         max_position: int | None = None,
         exchange: Exchange = ALONE,
+        offloader: LayerOffloader | None = None,
     ) -> None:
         super().__init__()
         self.config = config
         self._exchange = exchange
+        self.offloader: LayerOffloader | None = offloader
         self.adapters: Adapters | None = None
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
@@ -67,10 +71,12 @@ class Decoder(nn.Module, CausalLM):
             config.hidden_size,
             _weight=torch.empty(config.vocab_size, config.hidden_size, device=device, dtype=dtype),
         ).requires_grad_(False)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, device=device, dtype=dtype, exchange=exchange)
-            for layer in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList()
+        for number in range(config.num_layers):
+            layer = DecoderLayer(config, number, device=device, dtype=dtype, exchange=exchange)
+            if offloader is not None:
+                offloader.place(layer)  # before the next one takes memory on the device
+            self.layers.append(layer)
         self.norm = empty_norm(config, config.hidden_size, device=device, dtype=dtype)
         self.lm_head = (
             None
@@ -107,7 +113,11 @@ class Decoder(nn.Module, CausalLM):
         run = self._kernels(hidden, positions, all_positions)
         if self.adapters is not None:
             run = self.adapters.adapted(run, hidden.shape[0])
-        return run_layers(self.decoder_layers(), hidden, run, self._aux)
+        layers = self.decoder_layers()
+        if self.offloader is None:
+            return run_layers(layers, hidden, run, self._aux)
+        with closing(self.offloader.over(layers)) as with_weights:
+            return run_layers(with_weights, hidden, run, self._aux)
 
     def _kernels(
         self, hidden: torch.Tensor, positions: torch.Tensor, all_positions: torch.Tensor

@@ -6,15 +6,16 @@ The strategy (``layer_kernels.py``) decides which kernels run it, and what they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ostinato.attention.base import AttentionSpec
+from ostinato.graphs.capture.pool import WeightOffloader
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.layer_kernels import AnyKernels, Linear
@@ -164,6 +165,16 @@ class DecoderLayer(nn.Module):
                 yield WeightSlot(f"{prefix}.{name}.weight", target, shape)
 
 
+class LayerOffloader(WeightOffloader, Protocol):
+    """Keeps the weights of some layers in host memory."""
+
+    def place(self, layer: DecoderLayer) -> None:
+        """Take a new layer's parameters off the device, if it is one of these."""
+
+    def over(self, layers: Iterable[DecoderLayer]) -> Generator[DecoderLayer, None, None]:
+        """The layers in order, each with its weights in place until the next one is asked for."""
+
+
 _RowRange = tuple[str, Role, int]  # of a fused linear: the name of its tensor, its role, its rows
 
 
@@ -180,7 +191,7 @@ def run_layers(
             hidden = run.add(*stream)
             aux[layer.spec.layer][: hidden.shape[0]].copy_(hidden)
             stream = [hidden, None]
-        stream += layer.forward(stream.pop(0), stream.pop(0), run)
+        stream += run.finish(*layer.forward(stream.pop(0), stream.pop(0), run))
     return run.add(*stream)
 
 

@@ -79,6 +79,12 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
     def add(self, x: Delta | Tensor, residual: Tensor | None) -> Tensor:
         """The sum of both."""
 
+    def finish(
+        self, x: Delta | Tensor, residual: Tensor | None
+    ) -> tuple[Delta | Tensor, Tensor | None]:
+        """The same after a layer, in a form that needs none of the layer's weights any more."""
+        return x, residual
+
 
 class Plain(LayerKernels[Tensor, Tensor]):
     """Plain torch operators: the reference, and the code that torch.compile sees.
@@ -199,6 +205,11 @@ class SmallM(_Fused[PendingNorm | Tensor, PendingGemm | Tensor]):
 
     def output(self, projection: Linear, x: Tensor) -> PendingGemm:
         return PendingGemm(projection, x)
+
+    def finish(
+        self, x: PendingGemm | Tensor, residual: Tensor | None
+    ) -> tuple[PendingGemm | Tensor, Tensor | None]:
+        return (self.add(x, residual), None) if isinstance(x, PendingGemm) else (x, residual)
 
     def add(self, x: PendingGemm | Tensor, residual: Tensor | None) -> Tensor:
         if isinstance(x, PendingGemm):

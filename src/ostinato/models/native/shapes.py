@@ -160,4 +160,8 @@ def draw_parameters(module: nn.Module, generator: torch.Generator) -> None:
             elif name == "bias":
                 parameter.zero_()
             else:
-                parameter.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
+                here = parameter.device.type == generator.device.type  # else in host memory
+                drawn = parameter if here else torch.empty_like(parameter, device=generator.device)
+                drawn.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
+                if not here:
+                    parameter.copy_(drawn)
