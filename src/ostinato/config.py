@@ -131,6 +131,11 @@ class GraphConfig:
 @user_options(
     name="LLM",
     example="device",
+    aliases={
+        "tensor_parallel": "tensor_parallel_size",
+        "data_parallel": "data_parallel_size",
+        "decode_context_parallel": "decode_context_parallel_size",
+    },
     foreign=other_engines.ENGINE_OPTIONS,
 )
 @dataclass(frozen=True)
@@ -254,6 +259,26 @@ class EngineConfig:
         "None: no batch does.",
         cli=int,
     )
+    decode_context_parallel_size: int = option(
+        1,
+        "Number of tensor-parallel ranks that share out the tokens of the KV cache, instead of all "
+        "storing the same KV heads. Divides tensor_parallel_size.",
+        cli=int,
+    )
+    dcp_kv_cache_interleave_size: int = option(
+        1, "Consecutive tokens that such a rank stores before it is the next one's turn.", cli=int
+    )
+    data_parallel_size: int = option(
+        1,
+        "Number of replicas of the model, each on its own ranks. Requests are spread over them.",
+        cli=int,
+    )
+    data_parallel_lockstep: bool = option(
+        False,
+        "Replicas run the same graph in every step, and padding if they have no work. Only models "
+        "whose replicas exchange tokens need this.",
+        cli=bool,
+    )
     rank_timeout_s: float = option(
         30.0,
         "Seconds after which a rank that died or keeps the others waiting in a step ends all.",
@@ -361,6 +386,7 @@ class EngineConfig:
     def _check_parallel(self) -> None:
         check_positive_int("tensor_parallel_size", self.tensor_parallel_size)
         check_positive_int("ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size)
+        check_positive_int("data_parallel_size", self.data_parallel_size)
         timeout = self.rank_timeout_s
         if not isinstance(timeout, (int, float)) or not timeout > 0:
             raise ConfigError(f"rank_timeout_s must be a positive number, got {timeout!r}")
@@ -372,9 +398,12 @@ class EngineConfig:
                     "ulysses_sequence_parallel_size is 1, so no tokens are split; raise it or omit "
                     "the threshold"
                 )
-        if self.layout.world_size == 1:
+        if self.data_parallel_lockstep:
+            self._check_lockstep()
+        self._check_context_parallel()
+        if self.world_size == 1:
             return
-        ranks = f"{self.layout.world_size} ranks"
+        ranks = f"{self.world_size} ranks"
         if not isinstance(self.attention, str):
             raise ConfigError(
                 f"attention is an object, which cannot be sent to {ranks}; choose a backend by name"
@@ -383,12 +412,15 @@ class EngineConfig:
             raise ConfigError(f"speculative supports one device, not {ranks}; omit it")
         if self.graphs.compile:
             raise ConfigError(f"compile={self.graphs.compile!r} supports one device, not {ranks}")
-        if self.enable_lora:
-            raise ConfigError(f"enable_lora supports one device, not {ranks}")
         if self.offload is not None:
             raise ConfigError(
                 f"offload supports one device, not {ranks}; leave it out if the weights fit on "
                 "these, or raise tensor_parallel_size"
+            )
+        if self.enable_lora and self.layout.world_size > 1:
+            raise ConfigError(
+                f"enable_lora supports one rank per replica, not {self.layout.world_size}; leave "
+                "out tensor_parallel_size and ulysses_sequence_parallel_size"
             )
         if self.graphs.eager_fallback:
             raise ConfigError(
@@ -401,10 +433,58 @@ class EngineConfig:
                 f"{self.device.partition(':')[0]!r}, and each rank takes the device of its number"
             )
 
+    def _check_lockstep(self) -> None:
+        if self.data_parallel_size == 1:
+            raise ConfigError(
+                "data_parallel_lockstep is on, but data_parallel_size is 1; raise it, or leave "
+                "lockstep off"
+            )
+        if self.shift_parallel_threshold is not None:
+            raise ConfigError(
+                f"shift_parallel_threshold {self.shift_parallel_threshold} does not work with "
+                "data_parallel_lockstep: replicas would run different models; leave one of them out"
+            )
+
+    def _check_context_parallel(self) -> None:
+        dcp, turn = self.decode_context_parallel_size, self.dcp_kv_cache_interleave_size
+        check_positive_int("decode_context_parallel_size", dcp)
+        check_positive_int("dcp_kv_cache_interleave_size", turn)
+        if self.block_size % turn:
+            raise ConfigError(
+                f"dcp_kv_cache_interleave_size {turn} does not divide block_size {self.block_size}"
+            )
+        if dcp == 1:
+            return
+        if self.tensor_parallel_size % dcp or self.ulysses_sequence_parallel_size > 1:
+            raise ConfigError(
+                f"decode_context_parallel_size {dcp} must divide tensor_parallel_size, which is "
+                f"{self.tensor_parallel_size}, and does not work with "
+                "ulysses_sequence_parallel_size"
+            )
+        if self.attention not in ("auto", "torch"):
+            raise ConfigError(
+                f"attention {self.attention!r} does not work with decode_context_parallel_size "
+                f"{dcp}, which has its own; leave it out"
+            )
+        if self.swiftkv_layers is not None:
+            raise ConfigError(
+                f"swiftkv_layers does not work with decode_context_parallel_size {dcp}; leave one "
+                "of them out"
+            )
+
     @property
     def layout(self) -> ParallelLayout:
-        """The ranks that the model runs on."""
-        return ParallelLayout(sp=self.ulysses_sequence_parallel_size, tp=self.tensor_parallel_size)
+        """The ranks that one replica of the model runs on."""
+        return ParallelLayout(
+            sp=self.ulysses_sequence_parallel_size,
+            tp=self.tensor_parallel_size,
+            dcp=self.decode_context_parallel_size,
+        )
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of all replicas."""
+        return self.layout.world_size * self.data_parallel_size
 
     def torch_device(self) -> torch.device:
         import torch

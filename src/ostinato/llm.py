@@ -47,7 +47,8 @@ class LLM(Owner):
     while one is in a call or has a stream open, others get ``ConcurrentUseError``.
 
     It runs on ``tensor_parallel_size`` x ``ulysses_sequence_parallel_size`` ranks, one GPU each, or
-    processes on the CPU. In a plain process it starts the other ranks itself. Under ``torchrun``
+    processes on the CPU, and on as many again for each further replica (``data_parallel_size``). In
+    a plain process it starts the other ranks itself. Under ``torchrun``
     every rank runs the script and makes the same calls, and every rank gets the results. There the
     number of ranks must match, and the network between them must be trusted: messages are neither
     encrypted nor signed.
@@ -382,7 +383,11 @@ def _start(config: EngineConfig) -> Engine | PoolingEngine:
             show_progress=config.show_progress,
         )
     if task == "generate":
-        return Engine(config)
+        if config.data_parallel_size == 1:
+            return Engine(config)
+        from ostinato.engine.replica_engine import ReplicaEngine  # needs torch.distributed
+
+        return ReplicaEngine(config)
     from ostinato.pooling.engine import PoolingEngine  # transformers' modules take long to import
 
     return PoolingEngine(config, task)

@@ -235,7 +235,7 @@ def test_after_close(model: Path, tmp_path: Path) -> None:
         ({"enable_lora": False, "max_loras": 4}, "max_loras is 4, but enable_lora is off"),
         ({"enable_lora": False, "max_lora_rank": 4}, "max_lora_rank is 4, but enable_lora is off"),
         ({"graphs": GraphConfig(compile=True)}, "compile=True does not support adapters"),
-        ({"tensor_parallel_size": 2}, "enable_lora supports one device, not 2 ranks"),
+        ({"tensor_parallel_size": 2}, "enable_lora supports one rank per replica, not 2; leave"),
         ({"task": "embed"}, "enable_lora is for models that generate; merge the adapter"),
         ({"task": "classify"}, "enable_lora is for models that generate; merge the adapter"),
         ({"swiftkv_layers": 1}, "enable_lora needs a dense model .*: it is a SwiftKV model"),

@@ -36,6 +36,57 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "eager_fallback supports one device, not 4 ranks",
     ),
     (
+        {"decode_context_parallel_size": 0},
+        "decode_context_parallel_size must be a positive integer, got 0",
+    ),
+    (
+        {"dcp_kv_cache_interleave_size": 3},
+        "dcp_kv_cache_interleave_size 3 does not divide block_size 16",
+    ),
+    (
+        {"decode_context_parallel_size": 2},
+        "decode_context_parallel_size 2 must divide tensor_parallel_size, which is 1",
+    ),
+    (
+        {
+            "tensor_parallel_size": 2,
+            "decode_context_parallel_size": 2,
+            "ulysses_sequence_parallel_size": 2,
+        },
+        "decode_context_parallel_size 2 must divide tensor_parallel_size, which is 2, and does not "
+        "work with ulysses_sequence_parallel_size",
+    ),
+    (
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "attention": "numba"},
+        "attention 'numba' does not work with decode_context_parallel_size 2",
+    ),
+    (
+        {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "swiftkv_layers": 1},
+        "swiftkv_layers does not work with decode_context_parallel_size 2",
+    ),
+    ({"data_parallel_size": 0}, "data_parallel_size must be a positive integer, got 0"),
+    (
+        {"data_parallel_lockstep": True},
+        "data_parallel_lockstep is on, but data_parallel_size is 1",
+    ),
+    (
+        {
+            "data_parallel_size": 2,
+            "data_parallel_lockstep": True,
+            "ulysses_sequence_parallel_size": 2,
+            "shift_parallel_threshold": 8,
+        },
+        "shift_parallel_threshold 8 does not work with data_parallel_lockstep",
+    ),
+    (
+        {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_lora": True},
+        "enable_lora supports one rank per replica, not 2",
+    ),
+    (
+        {"data_parallel_size": 2, "graphs": GraphConfig(compile=True)},
+        "compile=True supports one device, not 2 ranks",
+    ),
+    (
         {"tensor_parallel_size": 2, "device": "cuda:1"},
         "device 'cuda:1' names one device, but there are 2 ranks; write 'cuda'",
     ),
@@ -54,6 +105,8 @@ def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ConfigError, match="needs 2 GPUs, but torch finds 1"):
         LLM("tiny", random_weights=True, device="cuda", tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="x data_parallel_size 2 needs 2 GPUs, but torch finds 1"):
+        LLM("tiny", random_weights=True, device="cuda", data_parallel_size=2)
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [("3", "0"), ("1", "0")])

@@ -316,6 +316,7 @@ def test_a_limit_that_was_not_given_adapts_to_the_longest_prompt(tmp_path: Path)
     [
         ({"max_model_len": 65}, "max_model_len 65 exceeds the model's limit of 64"),
         ({"tensor_parallel_size": 2}, "run on one rank, not 2"),
+        ({"data_parallel_size": 3}, "run on one rank, not 3"),
         ({"swiftkv_layers": 1}, "swiftkv_layers is for models that generate"),
         ({"speculative": "ngram"}, "speculative is for models that generate"),
     ],

@@ -20,6 +20,8 @@ from ostinato.ranks.plan_message import (
     Kind,
     PlanDecoder,
     PlanEncoder,
+    ReplicaEncoder,
+    message_of_replica,
     to_bytes,
     to_words,
 )
@@ -27,7 +29,7 @@ from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.request_state import RequestState
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.block_allocator import BlockAllocator
-from ostinato.scheduling.request import Request
+from ostinato.scheduling.request import NO_LORA, Request
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import DecodePlan, ScheduledRequest, SchedulePlan, StepPlan
 
@@ -180,6 +182,61 @@ def test_a_steady_state_may_be_joined_at_any_step() -> None:
 def test_a_plan_without_the_one_before_is_refused() -> None:
     with pytest.raises(CollectiveError, match="refers to an earlier plan that did not arrive"):
         PlanDecoder().decode(Kind.DECODE_AGAIN, np.empty(0, dtype=np.int64))
+
+
+def replica_plans() -> list[StepPlan]:
+    """A plan with two adapters, none, and one without."""
+    plans = []
+    for numbers in ((0, 1), (), (2,)):
+        scheduler = Scheduler(
+            BlockAllocator(CACHE.num_blocks, CACHE.block_size),
+            max_num_seqs=2,
+            max_num_batched_tokens=32,
+            max_model_len=CACHE.max_model_len,
+        )
+        for number in numbers:
+            added = request(number, 5 + number, 20, plain=True)
+            scheduler.add(dataclasses.replace(added, lora_slot=(3, 1, NO_LORA)[number]))
+        plans.append(scheduler.schedule())
+    return plans
+
+
+def test_every_replica_finds_its_plan() -> None:
+    plans = replica_plans()
+    kind, words = ReplicaEncoder(3).encode(plans)
+    assert kind is Kind.REPLICAS
+    assert message_of_replica(words, 1)[0] is Kind.IDLE
+    for replica in (0, 2):
+        arrived = PlanDecoder().decode(*message_of_replica(words, replica))
+        assert seen_by_a_runner(arrived) == seen_by_a_runner(plans[replica])
+        assert arrived.lora_slots == plans[replica].lora_slots
+
+
+def test_a_steady_state_keeps_its_adapters() -> None:
+    scheduler = Scheduler(
+        BlockAllocator(CACHE.num_blocks, CACHE.block_size),
+        max_num_seqs=2,
+        max_num_batched_tokens=16,
+        max_model_len=CACHE.max_model_len,
+    )
+    scheduler.add(dataclasses.replace(request(0, 5, 20, plain=True), lora_slot=2))
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    for step in range(4):
+        plan = scheduler.schedule()
+        arrived = decoder.decode(*encoder.encode(plan))
+        assert isinstance(arrived, DecodePlan) == (step > 1)
+        assert (arrived.shape, arrived.lora_slots) == (plan.shape, [2])
+        scheduler.commit(plan, [7])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], [1], [7, 0, 1, 5], [7, 0, 99, 0], [7, 0, 5, 0], [7, 0, 6, 0], [7, 9, 7, 0]],
+    ids=str,
+)
+def test_a_message_without_a_replicas_plan_is_refused(words: list[int]) -> None:
+    with pytest.raises(CollectiveError, match="words has no plan of replica 1"):
+        message_of_replica(np.array(words, dtype=np.int64), 1)
 
 
 class Exploit:

@@ -202,6 +202,11 @@ def test_text_models_refuse_images(tmp_path: Path) -> None:
             "only models of the native decoder run on several ranks",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            {"data_parallel_size": 2},
+            "models that take images run on one device, not on 2 ranks",
+            marks=pytest.mark.slow,
+        ),
         (
             {"graphs": GraphConfig(compile="eager")},
             "compile='eager' does not support models that take images",

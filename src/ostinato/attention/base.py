@@ -59,6 +59,9 @@ class AttentionMetadata:
     replayed with any. ``uniform_decode``: request r has token r and no other, or none and no keys,
     in this batch and in every other that a graph of it is replayed with; as dispatch chose.
 
+    ``dcp_local_seq_lens`` [R] int32: keys of each request that this rank stores, and
+    ``slot_mapping`` is -1 for the others' tokens; None: this rank stores all.
+
     ``logits_indices`` [S] int64: the tokens whose hidden states will be read, each at most once;
     -1 for padding. None: all tokens. Models may skip the last layers of the others.
 
@@ -78,6 +81,7 @@ class AttentionMetadata:
     backend: AttentionBackend
     logits_indices: torch.Tensor | None = None
     uniform_decode: bool = False
+    dcp_local_seq_lens: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         num_reqs, num_tokens = self.seq_lens.shape[0], self.slot_mapping.shape[0]

@@ -27,7 +27,7 @@ def store_kv(spec: AttentionSpec, key: torch.Tensor, value: torch.Tensor) -> Non
     """
     metadata: AttentionMetadata = get_forward_context().attn_metadata
     key_cache, value_cache = metadata.kv_caches[spec.layer]
-    _store_kv(key, value, key_cache, value_cache, metadata.slot_mapping)
+    store_in_slots(key, value, key_cache, value_cache, metadata.slot_mapping)
 
 
-_store_kv = define(_SCHEMA, cpu=store_kv_cpu, cuda=store_kv_cuda)
+store_in_slots = define(_SCHEMA, cpu=store_kv_cpu, cuda=store_kv_cuda)

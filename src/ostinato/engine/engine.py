@@ -17,6 +17,7 @@ from ostinato.config import EngineConfig
 from ostinato.engine.adapters import EngineAdapters
 from ostinato.engine.completion import NUM_SEEDS, CheckedRequest, Completion
 from ostinato.engine.images import EngineImages
+from ostinato.engine.replica_stats import ReplicaStats
 from ostinato.engine.start import start
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import ClosedError, RequestError
@@ -27,7 +28,7 @@ from ostinato.quoting import shown
 from ostinato.runner.step_result import StepResult
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.block_allocator import BlockAllocator
-from ostinato.scheduling.request import FinishReason
+from ostinato.scheduling.request import FinishReason, Request
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import StepPlan, TokenEvent
 from ostinato.text.prompts import check_num_tokens, check_token_ids
@@ -57,9 +58,22 @@ class Engine(Owner):
         self.eos_token_ids = loaded.eos_token_ids
         self.runner, self.resolved_mode = started.runner, started.resolved_mode
         self.sharing = started.sharing
-        cache, plan = self.runner.cache, self.runner.plan
-        self.max_model_len = cache.max_model_len
-        self.scheduler = Scheduler(
+        self.max_model_len = self.runner.cache.max_model_len
+        self.scheduler = self._new_scheduler()
+        self.adapters = EngineAdapters(self.runner)
+        self.images = EngineImages(loaded, max_tokens=self.max_model_len)
+        self._completions: dict[str, Completion] = {}
+        self._submissions: WeakSet[Submission] = WeakSet()
+        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        # Batches that may run before the host has read their tokens.
+        self._num_ahead = 1 if config.overlaps_on(self.model.device) else 0
+        self._seeds = random.Random(config.seed)
+        self._numbers = itertools.count()
+        self._closed = False
+
+    def _new_scheduler(self) -> Scheduler:
+        config, cache, plan = self.config, self.runner.cache, self.runner.plan
+        return Scheduler(
             BlockAllocator(
                 cache.num_blocks,
                 cache.block_size,
@@ -71,16 +85,6 @@ class Engine(Owner):
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             num_drafts=config.num_drafts(self.model.device),
         )
-        self.adapters = EngineAdapters(self.runner)
-        self.images = EngineImages(loaded, max_tokens=self.max_model_len)
-        self._completions: dict[str, Completion] = {}
-        self._submissions: WeakSet[Submission] = WeakSet()
-        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
-        # Batches that may run before the host has read their tokens.
-        self._num_ahead = 1 if config.overlaps_on(self.model.device) else 0
-        self._seeds = random.Random(config.seed)
-        self._numbers = itertools.count()
-        self._closed = False
 
     @property
     def model_config(self) -> PretrainedConfig:
@@ -178,7 +182,7 @@ class Engine(Owner):
     def _abort(self, completion: Completion) -> None:
         request = completion.request
         if self._completions.pop(request.request_id, None) is not None:
-            self.scheduler.abort(request.request_id)
+            self._scheduler_of(request).abort(request.request_id)
             completion.read_text(final=True)
             completion.output.finish_reason = FinishReason.ABORT.value
             completion.tell()
@@ -186,6 +190,21 @@ class Engine(Owner):
     @property
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
+
+    def _scheduler_of(self, request: Request) -> Scheduler:
+        return self.scheduler
+
+    def _num_to_start(self) -> int:
+        """How many sequences to add now, of any number that wait outside the engine."""
+        # The scheduler admits at most max_num_seqs at once. Every new request ends the steady
+        # decode state, so start them in bursts.
+        most = self.scheduler.max_num_seqs
+        return 0 if self.scheduler.num_waiting >= most else 2 * most
+
+    @one_thread(is_part=True)
+    def replica_stats(self) -> list[ReplicaStats]:
+        """Counts of each replica of the model; ``sum`` adds them up."""
+        return [ReplicaStats.of(self.scheduler, self.runner.stats.counts)]
 
     def _check_prompt(self, prompt: list[int], name: str) -> None:
         check_token_ids(name, prompt, self.model.vocab_size, self.tokenizer)
@@ -280,7 +299,8 @@ class Engine(Owner):
                 )
         if found is not None:
             if not event.finished:
-                self.scheduler.finish(request, FinishReason.STOP, stop_reason=found)
+                scheduler = self._scheduler_of(request)
+                scheduler.finish(request, FinishReason.STOP, stop_reason=found)
             else:
                 request.finish_reason, request.stop_reason = FinishReason.STOP, found
         self._close(completion)
@@ -373,12 +393,7 @@ class Submission:
 
     def _start_some(self) -> None:
         """Start as many sequences as the engine may admit in its next steps."""
-        scheduler = self._engine.scheduler
-        # The scheduler admits at most max_num_seqs at once. Every new request ends the steady
-        # decode state, so start them in bursts.
-        if scheduler.num_waiting >= scheduler.max_num_seqs:
-            return
-        for number, request, index in islice(self._to_start, 2 * scheduler.max_num_seqs):
+        for number, request, index in islice(self._to_start, self._engine._num_to_start()):
             self._num_to_start -= 1
             completion = request.completion(index)
             completion.news = self._news

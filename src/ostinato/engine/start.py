@@ -20,7 +20,7 @@ def start(config: EngineConfig) -> Started:
 
     A process starts one engine at a time; a second thread waits.
     """
-    if config.layout.world_size > 1:
+    if config.world_size > 1:
         from ostinato.ranks.start import start_ranks
 
         return start_ranks(config)

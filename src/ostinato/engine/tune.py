@@ -70,7 +70,7 @@ def tune_at_start(config: EngineConfig, model: CausalLM) -> None:
     Not on several ranks: a rank that measured something else would round differently. They use
     what is known, and for ranks that split tokens ``ostinato tune`` can measure it before.
     """
-    if config.tune != "auto" or config.layout.world_size > 1:
+    if config.tune != "auto" or config.world_size > 1:
         return
     if not isinstance(model, Decoder) or not has_kernels(model.device, model.dtype):
         return

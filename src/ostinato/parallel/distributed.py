@@ -123,6 +123,22 @@ class DistributedComm(Owner):
         self._open()
         dist.broadcast(tensor, src=self.ranks[0], group=self._group)
 
+    def send(self, tensor: Tensor, index: int) -> dist.Work:
+        """Start to send ``tensor``, which is contiguous, to a member. Not for graphs.
+
+        Waiting for the returned work waits until that member has received it; keep ``tensor`` until
+        then.
+        """
+        self._open()
+        work = dist.isend(tensor, dst=self.ranks[index], group=self._group)
+        assert work is not None, "this rank is a member"
+        return work
+
+    def receive(self, tensor: Tensor, index: int) -> None:
+        """Wait for what a member sends next, of the same size as ``tensor``."""
+        self._open()
+        dist.recv(tensor, src=self.ranks[index], group=self._group)
+
     def wait_for_all(self, timeout_s: float) -> None:
         """Return when all members have called this; raise if they do not in time. gloo only."""
         self._open()

@@ -19,14 +19,25 @@ from ostinato.errors import ConfigError
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The ranks of one replica. Groups are tuples of ranks whose order is significant."""
+    """The ranks of one replica. Groups are tuples of ranks whose order is significant.
+
+    ``dcp``: the number of tensor-parallel ranks, all with the same KV heads, that share out the
+    tokens of the KV cache.
+    """
 
     sp: int = 1
     tp: int = 1
+    dcp: int = 1
 
     def __post_init__(self) -> None:
         _check_count("sequence parallel size (sp)", self.sp, least=1)
         _check_count("tensor parallel size (tp)", self.tp, least=1)
+        _check_count("decode context parallel size (dcp)", self.dcp, least=1)
+        if self.dcp > 1 and (self.sp > 1 or self.tp % self.dcp):
+            raise ConfigError(
+                f"decode context parallel size (dcp) {self.dcp} must divide the tensor parallel "
+                f"size (tp), which is {self.tp}, and sp must be 1, not {self.sp}"
+            )
 
     @property
     def world_size(self) -> int:
@@ -51,6 +62,12 @@ class ParallelLayout:
         """The ranks of equal ``t``, ordered by ``s``: they exchange tokens for heads and back."""
         _, t = self.coordinates(rank)
         return tuple(self.rank_of(s, t) for s in range(self.sp))
+
+    def context_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share out the tokens of the KV cache, in the order of their heads."""
+        _, t = self.coordinates(rank)
+        first = t - t % self.dcp
+        return tuple(range(first, first + self.dcp))
 
     @property
     def shift_group(self) -> tuple[int, ...]:
@@ -108,6 +125,7 @@ class HeadLayout:
             )
         world = self.layout.world_size
         if self._deals_evenly(world):
+            self._check_context_groups()
             return
         sizes = f"sp={self.layout.sp} x tp={self.layout.tp} = {world} ranks"
         if self.num_heads % world:
@@ -122,6 +140,17 @@ class HeadLayout:
             f"{what}; with num_heads={self.num_heads} and num_kv_heads={self.num_kv_heads}, "
             f"sp x tp can be {', '.join(map(str, works))}"
         )
+
+    def _check_context_groups(self) -> None:
+        world, dcp = self.layout.world_size, self.layout.dcp
+        for i in range(0, world, dcp):
+            if self.kv_heads(i) != self.kv_heads(i + dcp - 1):
+                most = max(1, world // self.num_kv_heads)
+                raise ConfigError(
+                    f"decode_context_parallel_size {dcp} splits the keys of ranks that hold the "
+                    f"same KV heads, but with {self.num_kv_heads} KV heads on {world} ranks only "
+                    f"{most} do; use a divisor of {most}, or more ranks"
+                )
 
     def query_heads(self, i: int) -> range:
         """The query heads of block i."""

@@ -20,7 +20,9 @@ CommOf: TypeAlias = Callable[[Sequence[int]], Comm]
 class RankContext:
     """One rank of a layout. ``everyone`` is the group of all ranks, in order, for CPU tensors.
 
-    ``threshold`` is the largest batch that the shift model runs; 0 if there is no shift model.
+    There may be several replicas of the layout: ``rank`` is the rank in this one, and ``everyone``
+    the ranks of all. ``is_whole``: the model is not split. ``threshold`` is the largest batch that
+    the shift model runs; 0 if there is no shift model.
     """
 
     layout: ParallelLayout
@@ -29,6 +31,7 @@ class RankContext:
     comm_of: CommOf
     everyone: Comm
     threshold: int = 0
+    is_whole: bool = False
 
     def check_same(self, name: str, value: str) -> None:
         """Raise on every rank unless ``value`` is the same on all. ``name`` is for the error."""

@@ -118,13 +118,7 @@ def weights_fingerprint(model: CausalLM, path: Path | None) -> str:
     It covers the model's dimensions, and the name, shape and first row of every tensor of a
     checkpoint. Random weights, which have no ``path``, follow from dimensions and seed.
     """
-    assert isinstance(model, ShardedDecoder), "no other model is sharded"
-    stated = {
-        field.name: getattr(model.shard.config, field.name) for field in fields(DecoderConfig)
-    }
-    stated["early_layers"] = model.shard.num_layers  # of a SwiftKV model
-    del stated["rotary"]  # computed, so its last bit may differ between machines
-    digest = hashlib.sha256(repr(stated).encode())
+    digest = hashlib.sha256(repr(_dimensions(model)).encode())
     if path is not None:
         checkpoint = Checkpoint(path)
         rows = {
@@ -134,3 +128,14 @@ def weights_fingerprint(model: CausalLM, path: Path | None) -> str:
             digest.update(f"{name} {checkpoint.tensors[name].shape} {row.dtype}".encode())
             digest.update(row.float().numpy().tobytes())
     return digest.hexdigest()
+
+
+def _dimensions(model: CausalLM) -> dict[str, object]:
+    if not isinstance(model, ShardedDecoder):  # each rank has all of it
+        return {"vocab_size": model.vocab_size, "layers": model.attention_specs}
+    stated = {
+        field.name: getattr(model.shard.config, field.name) for field in fields(DecoderConfig)
+    }
+    stated["early_layers"] = model.shard.num_layers  # of a SwiftKV model
+    del stated["rotary"]  # computed, so its last bit may differ between machines
+    return stated

@@ -273,10 +273,11 @@ class PoolingEngine(Owner):
 
 def _check_options(config: EngineConfig) -> None:
     """Raise for options that only models that generate have."""
-    if config.layout.world_size > 1:
+    if config.world_size > 1:
         raise ConfigError(
-            f"models that embed or classify run on one rank, not {config.layout.world_size}; leave "
-            "out tensor_parallel_size and ulysses_sequence_parallel_size, and start one LLM per GPU"
+            f"models that embed or classify run on one rank, not {config.world_size}; leave out "
+            "tensor_parallel_size, ulysses_sequence_parallel_size and data_parallel_size, and "
+            "start one LLM per GPU"
         )
     if config.graphs.compile:
         raise ConfigError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Sequence
 from enum import IntEnum
 from functools import lru_cache
 from typing import TypeAlias
@@ -20,7 +21,7 @@ import numpy as np
 from ostinato.errors import CollectiveError
 from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.sampling_params import SamplingParams
-from ostinato.scheduling.request import Request
+from ostinato.scheduling.request import Request, num_active_loras
 from ostinato.scheduling.step_plan import (
     DecodePlan,
     IntArray,
@@ -38,10 +39,17 @@ class Kind(IntEnum):
     DECODE_AGAIN = 3  # the next plan of the same steady state
     RESULT = 4  # what a call on rank 0 returned or raised
     CLOSE = 5
+    REPLICAS = 6  # a step of all replicas: STEP, DECODE, DECODE_AGAIN or IDLE for each
+    IDLE = 7  # no plan
+    SEND_RESULTS = 8  # rank 0 waits for the results of the last step
+    ADAPTER = 9  # the weights of a LoRA adapter
+    SEND_COUNTS = 10  # rank 0 waits for what other replicas counted
 
 
 Message: TypeAlias = tuple[Kind, IntArray]
 _DEFAULTS = vars(SamplingParams())
+_OF_REPLICA = (Kind.STEP, Kind.DECODE, Kind.DECODE_AGAIN, Kind.IDLE)
+_NOTHING = np.empty(0, dtype=np.int64)
 
 
 class PlanEncoder:
@@ -63,6 +71,38 @@ class PlanEncoder:
         return Kind.DECODE, np.concatenate((count, plan.req_indices, starts, blocks))
 
 
+class ReplicaEncoder:
+    """On rank 0: encodes the plans of all replicas as one message, which all ranks get."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._encoders = [PlanEncoder() for _ in range(num_replicas)]
+
+    def encode(self, plans: Sequence[StepPlan]) -> Message:
+        parts: list[IntArray] = []
+        for encoder, plan in zip(self._encoders, plans, strict=True):
+            kind, words = encoder.encode(plan) if plan.num_tokens else (Kind.IDLE, _NOTHING)
+            parts += (np.array([kind, len(words)], dtype=np.int64), words)
+        return Kind.REPLICAS, np.concatenate(parts)
+
+
+def message_of_replica(words: IntArray, replica: int) -> Message:
+    """The message of one replica in one for all; raise ``CollectiveError`` if it is not there."""
+    reader = _Reader(words)
+    try:
+        for _ in range(replica):
+            reader.take(1)
+            reader.take_list()
+        kind = Kind(*reader.take(1))
+        if kind not in _OF_REPLICA:
+            raise ValueError(f"it is {kind.name}")
+        return kind, np.array(reader.take_list(), dtype=np.int64)
+    except (LookupError, ValueError) as error:
+        raise CollectiveError(
+            f"a message of {len(words)} words has no plan of replica {replica} "
+            f"({type(error).__name__}: {error}); all ranks must run the same version"
+        ) from error
+
+
 def _step_words(plan: SchedulePlan) -> IntArray:
     words = [plan.num_tokens, plan.num_samples, plan.max_query_len, len(plan.requests)]
     for row in plan.requests:
@@ -76,7 +116,7 @@ def _step_words(plan: SchedulePlan) -> IntArray:
 
 def _add_request(words: list[int], request: Request) -> None:
     """Add what the runner needs to write a request's row."""
-    words.append(request.seed)
+    words += (request.seed, request.lora_slot)
     for ids in (
         request.prompt_token_ids,
         request.output_token_ids,
@@ -122,16 +162,18 @@ class PlanDecoder:
             starts = words[count + 1 : 2 * count + 1].copy()
             blocks = words[2 * count + 1 :]
             members = [self._requests[index] for index in req_indices.tolist()]
+            num_loras = num_active_loras(request.lora_slot for request in members)
+            shape = BatchShape(count, count, 1, num_loras)
         elif self._last is None:
             raise CollectiveError("a plan refers to an earlier plan that did not arrive")
         else:
             last = self._last
             members, req_indices, starts = last.members, last.req_indices, last.starts + 1
-            blocks = words
+            blocks, shape = words, last.shape
         triples = [(row, index, block) for row, index, block in blocks.reshape(-1, 3).tolist()]
         self._last = DecodePlan(
             num_tokens=len(members),
-            shape=BatchShape(len(members), len(members), 1),
+            shape=shape,
             members=members,
             req_indices=req_indices,
             starts=starts,
@@ -170,7 +212,7 @@ class PlanDecoder:
 
 
 def _read_request(reader: _Reader) -> Request:
-    (seed,) = reader.take(1)
+    seed, lora_slot = reader.take(2)
     prompt, output, blocks, stop = (reader.take_list() for _ in range(4))
     return Request(
         request_id=reader.take_bytes().decode(),
@@ -179,6 +221,7 @@ def _read_request(reader: _Reader) -> Request:
         max_total_tokens=0,
         seed=seed,
         stop_token_ids=frozenset(stop),
+        lora_slot=lora_slot,
         output_token_ids=output,
         block_ids=blocks,
     )

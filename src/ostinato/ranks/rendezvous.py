@@ -78,6 +78,8 @@ def _join_ranks(config: EngineConfig, *, owns_group: bool) -> World:
         config.layout,
         device,
         store,
+        num_replicas=config.data_parallel_size,
+        lockstep=config.data_parallel_lockstep,
         threshold=config.shift_parallel_threshold or 0,
         timeout_s=config.rank_timeout_s,
         on_close=dist.destroy_process_group if owns_group else lambda: None,
@@ -85,13 +87,17 @@ def _join_ranks(config: EngineConfig, *, owns_group: bool) -> World:
 
 
 def _check_world_size(config: EngineConfig, found: int, source: str) -> None:
-    layout = config.layout
-    if found != layout.world_size:
+    if found != config.world_size:
         raise ConfigError(
-            f"tensor_parallel_size {layout.tp} x ulysses_sequence_parallel_size {layout.sp} needs "
-            f"{layout.world_size} ranks, but this world has {found} ({source}); start "
-            f"{layout.world_size} ranks, or change the settings"
+            f"{_sizes(config)} needs {config.world_size} ranks, but this world has {found} "
+            f"({source}); start {config.world_size} ranks, or change the settings"
         )
+
+
+def _sizes(config: EngineConfig) -> str:
+    layout, replicas = config.layout, config.data_parallel_size
+    sizes = f"tensor_parallel_size {layout.tp} x ulysses_sequence_parallel_size {layout.sp}"
+    return sizes if replicas == 1 else f"{sizes} x data_parallel_size {replicas}"
 
 
 def _device(config: EngineConfig, local_rank: int) -> torch.device:
@@ -101,7 +107,7 @@ def _device(config: EngineConfig, local_rank: int) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise ConfigError(
             f"no GPU is left for rank {local_rank} of this machine: torch finds "
-            f"{torch.cuda.device_count()}, but {config.layout.world_size} ranks need one each"
+            f"{torch.cuda.device_count()}, but {config.world_size} ranks need one each"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -115,7 +121,7 @@ def _start_ranks(config: EngineConfig) -> World:
     _check_devices(config)
     with _local_interface(), _group_gone_if_it_fails():
         ranks = _Ranks(config)
-        _num_started = config.layout.world_size
+        _num_started = config.world_size
         try:
             ranks.start()
             return _join_started(config, 0, _device(config, 0), ranks.store, ranks)
@@ -171,7 +177,7 @@ def _join_started(
             "gloo",
             store=PrefixStore("groups", _client(store)),
             rank=rank,
-            world_size=config.layout.world_size,
+            world_size=config.world_size,
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:
@@ -192,6 +198,8 @@ def _join_started(
         config.layout,
         device,
         PrefixStore("watchdog", _client(store)),
+        num_replicas=config.data_parallel_size,
+        lockstep=config.data_parallel_lockstep,
         threshold=config.shift_parallel_threshold or 0,
         timeout_s=config.rank_timeout_s,
         symmetric=False,
@@ -209,12 +217,10 @@ def _client(store: Store) -> Store:
 
 
 def _check_devices(config: EngineConfig) -> None:
-    size = config.layout.world_size
+    size = config.world_size
     if config.torch_device().type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(
-            f"tensor_parallel_size {config.tensor_parallel_size} x ulysses_sequence_parallel_size "
-            f"{config.ulysses_sequence_parallel_size} needs {size} GPUs, but torch finds "
-            f"{torch.cuda.device_count()}"
+            f"{_sizes(config)} needs {size} GPUs, but torch finds {torch.cuda.device_count()}"
         )
 
 
@@ -222,7 +228,7 @@ def _threads_of_a_rank(config: EngineConfig) -> int | None:
     """Threads per rank: CPU ranks share the cores. None leaves the number to torch."""
     if config.torch_device().type != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return None
-    return max(1, torch.get_num_threads() // config.layout.world_size)
+    return max(1, torch.get_num_threads() // config.world_size)
 
 
 class _Ranks(RankProcesses):
@@ -237,7 +243,7 @@ class _Ranks(RankProcesses):
         self._num_threads = _threads_of_a_rank(config)
         if self._num_threads is not None:
             environment["OMP_NUM_THREADS"] = str(self._num_threads)
-        super().__init__(config.layout.world_size, environment)
+        super().__init__(config.world_size, environment)
         self._config = config
         self._own_threads = torch.get_num_threads()
         self._store: TCPStore | None = _local_store()

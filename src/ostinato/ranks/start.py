@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from functools import partial
 
 from ostinato.config import EngineConfig
+from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import ResolvedMode
 from ostinato.loading.load import LoadedModel
 from ostinato.parallel.sharded_models import weights_fingerprint
@@ -42,6 +43,11 @@ def start_rank(config: EngineConfig, world: World) -> tuple[LoadedModel, ModelRu
     config = replace(config, show_progress=config.show_progress and world.is_first)
     kind: type[RankRunner] = LeadingRunner if world.is_first else FollowingRunner
     try:
+        if config.enable_lora and world.symmetric:
+            raise ConfigError(
+                "enable_lora needs ranks that LLM starts itself; leave out torchrun, and write "
+                f"data_parallel_size={config.data_parallel_size} in a plain process"
+            )
         with world.together():
             for field in fields(config):
                 if field.name not in _OWN:
@@ -54,7 +60,8 @@ def start_rank(config: EngineConfig, world: World) -> tuple[LoadedModel, ModelRu
                     loaded.model, None if config.random_weights else loaded.path
                 )
             world.rank_context.check_same("the weights", fingerprint)
-            make = partial(kind, world=world)
+            num_ahead = 1 if config.overlaps_on(world.device) else 0
+            make = partial(kind, world=world, num_ahead=num_ahead)
             runner, resolved = startup.build_runner(config, loaded, world.rank_context, make)
         assert isinstance(runner, RankRunner), "make_runner returns one"
         runner.begin()

@@ -6,21 +6,37 @@ sent: all ranks have the same logits, and sampling noise is a function of seed a
 ranks sample the same tokens and write them to their own state, where the next step finds them. A
 sharded LM head is gathered, which makes logits bitwise equal; with tensor parallelism of 1 each
 rank computes them in full, which gives equal results on GPUs of the same model.
+
+With several replicas, rank 0 has a scheduler for each. One message carries the plans of all, every
+rank runs that of its replica, and the results of other replicas are sent back
+(``replica_results.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load, save
 
 from ostinato.errors import SchedulingError
 from ostinato.graphs.capture.pool import GraphPool
-from ostinato.ranks.plan_message import Kind, PlanDecoder, PlanEncoder, to_bytes
+from ostinato.lora.adapter_weights import Matrices
+from ostinato.ranks.plan_message import (
+    Kind,
+    PlanDecoder,
+    PlanEncoder,
+    ReplicaEncoder,
+    message_of_replica,
+    to_bytes,
+    to_words,
+)
+from ostinato.ranks.replica_results import RemoteResult, ResultReceiver, ResultSender
 from ostinato.ranks.world import World, uninterrupted
 from ostinato.runner.model_runner import ModelRunner
 from ostinato.runner.step_result import ResultRing, StepResult
@@ -30,16 +46,25 @@ _NOTHING = np.empty(0, dtype=np.int64)
 
 
 class RankRunner(ModelRunner):
-    """One rank's runner in ``world``. After ``begin``, closing it leaves the world."""
+    """One rank's runner in ``world``. After ``begin``, closing it leaves the world.
 
-    def __init__(self, *args: Any, world: World, **options: Any) -> None:
-        super().__init__(*args, **options)
+    ``num_ahead``: how many steps are started before the results of a step are read.
+    """
+
+    def __init__(self, *args: Any, world: World, num_ahead: int = 0, **options: Any) -> None:
+        super().__init__(*args, agreement=world.replica_agreement, **options)
         self._world = world
+        self._num_ahead = num_ahead
         self._leave: Callable[[], object] = lambda: None
 
     def begin(self) -> None:
         """All ranks are ready. From now on a runner that is garbage-collected leaves the world."""
         self._leave = weakref.finalize(self, _leave, self._world, self.pool)
+
+    def _run_no_plan(self) -> None:
+        """Take part in a step of other replicas, if all step together."""
+        if self._world.replica_agreement is not None:
+            self.run_idle()
 
     def close(self) -> None:
         try:
@@ -54,13 +79,68 @@ class LeadingRunner(RankRunner):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._encoder = PlanEncoder()
+        world = self._world
+        self._replicas = ReplicaEncoder(world.num_replicas)
+        self._receivers = [
+            ResultReceiver(world.control, replica * world.layout.world_size)
+            for replica in range(1, world.num_replicas)
+        ]
+        self._num_steps = self._num_flushed = 0  # of all replicas
 
     def run(self, plan: StepPlan) -> StepResult:
+        assert not self._receivers, "replicas run together, by run_replicas"
         # A step started on one rank must finish on all, or the ranks are out of step for good.
         with uninterrupted(), self._world.together():
             self._world.progress.announce()
             self._world.channel.send(*self._encoder.encode(plan))
             return _AwaitedResult(super().run(plan), self._world)
+
+    def run_replicas(self, plans: Sequence[StepPlan]) -> list[StepResult]:
+        """Run a step of all replicas: one plan for each, which may be empty for some."""
+        with uninterrupted(), self._world.together():
+            step = self._num_steps = self._num_steps + 1
+            for receiver in self._receivers:  # unread results of steps that were rolled back
+                receiver.receive_up_to(step - self._num_ahead - 1)
+            self._world.progress.announce()
+            self._world.channel.send(*self._replicas.encode(plans))
+            others: list[StepResult] = []
+            for receiver, plan in zip(self._receivers, plans[1:], strict=True):
+                result = RemoteResult(step, plan.num_samples, partial(self._receive, receiver))
+                receiver.expect(result)
+                others.append(result)
+            if plans[0].num_tokens:
+                return [_AwaitedResult(super().run(plans[0]), self._world), *others]
+            self._run_no_plan()
+            return [StepResult(), *others]
+
+    def _receive(self, receiver: ResultReceiver, step: int) -> None:
+        with uninterrupted(), self._world.together(processes=False):
+            if self._num_flushed < step and self._num_steps < step + self._num_ahead:
+                self._world.progress.announce()
+                self._world.channel.send(Kind.SEND_RESULTS, _NOTHING)
+                self._num_flushed = self._num_steps
+            receiver.receive_up_to(step)
+            self._world.check(processes=False)
+
+    def replica_counts(self) -> list[Sequence[int]]:
+        """``DispatchStats.counts`` of every replica."""
+        with uninterrupted(), self._world.together():
+            self._world.progress.announce()
+            self._world.channel.send(Kind.SEND_COUNTS, _NOTHING)
+            self._num_flushed = self._num_steps
+            others = [receiver.receive_counts() for receiver in self._receivers]
+            return [self.stats.counts, *others]
+
+    def load_adapter(self, slot: int, matrices: Matrices) -> None:
+        tensors = {}
+        for name, pair in matrices.items():
+            for part, tensor in zip("ab", pair, strict=True):
+                tensors[f"{part} {name}"] = tensor.contiguous()
+        with uninterrupted(), self._world.together():
+            self._world.progress.announce()
+            words = np.concatenate(([slot], to_words(save(tensors))))
+            self._world.channel.send(Kind.ADAPTER, words)
+            super().load_adapter(slot, matrices)
 
 
 class _AwaitedResult(StepResult):
@@ -95,7 +175,12 @@ class FollowingRunner(RankRunner):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._decoder = PlanDecoder()
-        self.results = _NoResults(self.plan.max_num_seqs, self.model.device)
+        world = self._world
+        self._sender: ResultSender | None = None
+        if world.replica and not world.rank_in_replica:
+            self._sender = ResultSender(world.control, self._num_ahead)
+        else:
+            self.results = _NoResults(self.plan.max_num_seqs, self.model.device)
 
     def run(self, plan: StepPlan) -> StepResult:
         raise SchedulingError(
@@ -113,7 +198,39 @@ class FollowingRunner(RankRunner):
                     return None
                 if kind is Kind.RESULT:
                     return to_bytes(words)
-                super().run(self._decoder.decode(kind, words))
+                self._follow(kind, words)
+
+    def _follow(self, kind: Kind, words: IntArray) -> None:
+        sender = self._sender
+        if kind is Kind.ADAPTER:
+            self._write_adapter(words)
+        elif kind is Kind.SEND_RESULTS:
+            if sender is not None:
+                sender.flush()
+        elif kind is Kind.SEND_COUNTS:
+            if sender is not None:
+                sender.send_counts(self.stats.counts)
+        else:
+            if kind is Kind.REPLICAS:
+                kind, words = message_of_replica(words, self._world.replica)
+            result = self._run_message(kind, words)
+            if sender is not None:
+                sender.add(result)
+
+    def _run_message(self, kind: Kind, words: IntArray) -> StepResult | None:
+        """Run this replica's part of a step; returns None if it samples nothing."""
+        if kind is Kind.IDLE:
+            self._run_no_plan()
+            return None
+        plan = self._decoder.decode(kind, words)
+        result = super().run(plan)
+        return result if plan.num_samples else None
+
+    def _write_adapter(self, words: IntArray) -> None:
+        tensors = load(to_bytes(words[1:]))
+        names = [name[2:] for name in tensors if name.startswith("a ")]
+        matrices = {name: (tensors[f"a {name}"], tensors[f"b {name}"]) for name in names}
+        self.load_adapter(int(words[0]), matrices)
 
 
 def _leave(world: World, pool: GraphPool) -> None:

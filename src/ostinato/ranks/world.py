@@ -44,10 +44,12 @@ class World:
     fails, everything is closed, including ``on_close``.
 
     Args:
-        layout: The number of ranks, and how the model is split over them.
+        layout: The number of ranks of a replica, and how the model is split over them.
         device: This rank's device.
         store: A separate client for the watchdog. It needs keys that are the same on all ranks and
             used by no other code, before or after.
+        num_replicas: The number of replicas. Ranks of one replica are consecutive.
+        lockstep: Connect the ranks that have the same part of different replicas.
         threshold: The largest batch of the shift model; 0 for none.
         timeout_s: How long a rank may show no sign of life, or keep others waiting in a step,
             before it counts as failed.
@@ -64,6 +66,8 @@ class World:
         device: torch.device,
         store: Store,
         *,
+        num_replicas: int = 1,
+        lockstep: bool = False,
         threshold: int = 0,
         timeout_s: float = 30.0,
         symmetric: bool = True,
@@ -73,7 +77,9 @@ class World:
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
         self.layout = layout
+        self.num_replicas = num_replicas
         self.rank = dist.get_rank()
+        self.replica, self.rank_in_replica = divmod(self.rank, layout.world_size)
         self.device = device
         self.symmetric = symmetric
         self._timeout_s = timeout_s
@@ -86,46 +92,63 @@ class World:
         self._process = os.getpid()
         self._control: DistributedComm | None = None
         self._comms: dict[tuple[int, ...], DistributedComm] = {}
+        self.replica_agreement: DistributedComm | None = None
         self._aborts: dict[tuple[int, ...], threading.Thread] = {}
         self.progress = Progress(self._num_calls)  # of the main thread
         self._watchdog = Watchdog(
             timeout_s,
             self.rank,
             store,
-            world_size=layout.world_size,
+            world_size=layout.world_size * num_replicas,
             store_rank=0,
             progress=self.progress,
             on_failure=self._rescue,
         )
         try:
             with self.together():
-                everyone = self._make_groups()
+                everyone = self._make_groups(lockstep)
         except BaseException:
             self.close()
             raise
         self.channel = Channel(everyone if steps is None else steps, self.progress)
         self.rank_context = RankContext(
             layout=layout,
-            rank=self.rank,
+            rank=self.rank_in_replica,
             device=device,
             comm_of=self._comm_of,
             everyone=everyone,
             threshold=threshold,
+            is_whole=layout.world_size == 1,
         )
 
-    def _make_groups(self) -> DistributedComm:
+    def _make_groups(self, lockstep: bool) -> DistributedComm:
         """Connect this rank to the others; return the group of all ranks."""
-        layout = self.layout
-        ranks = tuple(range(layout.world_size))
+        layout, own = self.layout, self.rank_in_replica
+        ranks = range(layout.world_size * self.num_replicas)
         everyone = self._control = DistributedComm(ranks, "cpu", timeout_s=_FOREVER_S)
         for group in (
-            layout.tensor_group(self.rank),
-            layout.sequence_group(self.rank),
+            layout.tensor_group(own),
+            layout.sequence_group(own),
             layout.shift_group,  # with TP and SP, late SwiftKV layers always need it
+            layout.context_group(own),
         ):
             if len(group) > 1 and group not in self._comms:
-                self._comms[group] = DistributedComm(group, self.device)
+                self._comms[group] = DistributedComm(self._in_world(group), self.device)
+        if lockstep:
+            peers = ranks[own :: layout.world_size]
+            self.replica_agreement = DistributedComm(peers, "cpu", timeout_s=_FOREVER_S)
         return everyone
+
+    def _in_world(self, group: Sequence[int]) -> list[int]:
+        """The ranks of the world that have these ranks in this replica."""
+        first = self.replica * self.layout.world_size
+        return [first + rank for rank in group]
+
+    @property
+    def control(self) -> DistributedComm:
+        """The group of all ranks, for CPU tensors."""
+        assert self._control is not None, "made at the start"
+        return self._control
 
     @property
     def is_first(self) -> bool:
@@ -136,8 +159,10 @@ class World:
         return self._failure is not None
 
     def _num_calls(self) -> int:
-        """A count that is equal on all ranks that are equally far, whatever groups they are in."""
-        return sum(comm.num_calls for comm in tuple(self._comms.values()))
+        """A count that is equal on all ranks of a replica that are equally far."""
+        agreement = self.replica_agreement
+        agreed = 0 if agreement is None else agreement.num_calls
+        return agreed + sum(comm.num_calls for comm in tuple(self._comms.values()))
 
     def _comm_of(self, ranks: Sequence[int]) -> Comm:
         group = tuple(ranks)
@@ -276,7 +301,7 @@ class World:
             deadline = time.monotonic() + _GOODBYE_S
             for thread in self._aborts.values():
                 thread.join(max(0.0, deadline - time.monotonic()))
-        for comm in (*self._comms.values(), self._control):
+        for comm in (*self._comms.values(), self.replica_agreement, self._control):
             if comm is not None:
                 with contextlib.suppress(Exception):
                     comm.close()

@@ -61,6 +61,7 @@ def decode_step(
     if query_len > 1 or memory.drafts_read_all:
         propose_drafts(memory, rows)
     load_decode_inputs(rows, inputs)
+    buffers.keep_own_part(num_reqs=num_reqs, num_tokens=num_tokens)
     if buffers.position_offsets is not None:
         owners = rows.req_indices
         if query_len > 1:

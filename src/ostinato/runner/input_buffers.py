@@ -60,6 +60,7 @@ class InputBuffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self.block_size = cache.block_size
+        self._part, self._block_slots = cache.part, cache.block_slots
         # By request: its row and its tokens; by request that samples: its last token and its row.
         # Each begins at a multiple of 16 bytes, for which kernels are compiled.
         self._from_host = zeros(4, max_num_seqs + max_num_seqs % 2)
@@ -82,6 +83,7 @@ class InputBuffers:
             slot_mappings=zeros(1, max_num_tokens),
             positions=zeros(3, max_num_tokens) if mrope else zeros(max_num_tokens),
             input_ids=zeros(max_num_tokens),
+            dcp_local_seq_lens=zeros(max_num_seqs, dtype=torch.int32) if cache.part else None,
         )
         # With M-RoPE: each token's number in its sequence, and what else is added to its positions
         # (0 unless the step has images).
@@ -123,6 +125,8 @@ class InputBuffers:
             self.input_ids,
         ):
             buffer.zero_()
+        if tokens.dcp_local_seq_lens is not None:
+            tokens.dcp_local_seq_lens.zero_()
         tokens.slot_mappings.fill_(PADDING_SLOT_MAPPING)
         self.logits_indices.fill_(NOT_SELECTED)
 
@@ -191,6 +195,17 @@ class InputBuffers:
         tokens.slot_mappings[0, :num_tokens].copy_(
             slot.masked_fill_(is_padding, PADDING_SLOT_MAPPING)
         )
+        self.keep_own_part(num_reqs=num_reqs, num_tokens=num_tokens)
+
+    def keep_own_part(self, *, num_reqs: int, num_tokens: int) -> None:
+        """If ranks share out the KV cache, keep only the slots of this rank's tokens."""
+        if self._part is None:
+            return
+        tokens = self.tokens
+        slots, local = tokens.slot_mappings[0, :num_tokens], tokens.dcp_local_seq_lens
+        assert local is not None, "allocated for a part"
+        slots.copy_(self._part.local_slots(slots, self._block_slots))
+        local[:num_reqs].copy_(self._part.local_seq_lens(tokens.seq_lens[:num_reqs]))
 
     def set_positions(self, state: RequestState, rows: torch.Tensor, num_tokens: int) -> None:
         """Set the three positions of tokens of ``rows``, by their numbers, for M-RoPE."""
@@ -232,6 +247,7 @@ class InputBuffers:
         selects before or after this call. Otherwise the states of all tokens will be.
         """
         tokens = self.tokens
+        local = tokens.dcp_local_seq_lens
         return AttentionMetadata(
             query_start_loc=tokens.query_start_loc[: num_reqs + 1],
             seq_lens=tokens.seq_lens[:num_reqs],
@@ -243,6 +259,7 @@ class InputBuffers:
             backend=backend,
             logits_indices=self.logits_indices[:num_reqs] if selected else None,
             uniform_decode=uniform_decode,
+            dcp_local_seq_lens=None if local is None else local[:num_reqs],
         )
 
 

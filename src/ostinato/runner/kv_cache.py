@@ -10,6 +10,7 @@ import torch
 
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError
+from ostinato.parallel.context_part import ContextPart
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +23,20 @@ def bytes_per_block(specs: Sequence[AttentionSpec], block_size: int, dtype: torc
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSize:
-    """The number of blocks, including the reserved block 0, and the longest request."""
+    """The number of blocks, including the reserved block 0, and the longest request.
+
+    A block has ``block_size`` tokens. With a ``part``, this rank stores only some of them.
+    """
 
     num_blocks: int
     block_size: int
     max_model_len: int
+    part: ContextPart | None = None
+
+    @property
+    def block_slots(self) -> int:
+        """Tokens of a block that are stored here."""
+        return self.block_size if self.part is None else self.block_size // self.part.size
 
     @property
     def blocks_per_request(self) -> int:
@@ -41,8 +51,11 @@ def size_cache(
     model_limit: int,
     max_model_len: int | None,
     max_num_seqs: int,
+    part: ContextPart | None = None,
 ) -> CacheSize:
     """Choose the number of blocks for ``budget`` bytes, at most what all requests can use.
+
+    ``block_size``: tokens of a block that are stored here; with a ``part`` other ranks store more.
 
     A ``max_model_len`` set by the user must fit; otherwise the longest that fits is used and
     logged.
@@ -51,6 +64,7 @@ def size_cache(
         raise ConfigError(
             f"max_model_len {max_model_len} exceeds the model's limit of {model_limit}; lower it"
         )
+    block_size *= 1 if part is None else part.size
     affordable = budget // bytes_per_block
     wanted = max_model_len or model_limit
     needed = -(-wanted // block_size) + 1
@@ -72,7 +86,10 @@ def size_cache(
         )
     useful = max_num_seqs * -(-wanted // block_size) + 1
     return CacheSize(
-        num_blocks=min(affordable, useful), block_size=block_size, max_model_len=wanted
+        num_blocks=min(affordable, useful),
+        block_size=block_size,
+        max_model_len=wanted,
+        part=part,
     )
 
 

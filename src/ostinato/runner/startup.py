@@ -34,6 +34,8 @@ from ostinato.lora.adapter_weights import AdapterWeights
 from ostinato.models.base import CausalLM
 from ostinato.models.native.decoder import Decoder
 from ostinato.ops.triton.compile_ahead import triton_starting
+from ostinato.parallel.context_parallel import ContextParallelAttention
+from ostinato.parallel.context_part import ContextPart
 from ostinato.runner.compile_kernels import compile_kernels
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
@@ -65,7 +67,7 @@ def load(
             seed=config.seed,
             max_position=config.max_model_len,
             show_progress=config.show_progress,
-            rank_context=rank_context,
+            rank_context=None if rank_context is None or rank_context.is_whole else rank_context,
             tokenizer=tokenizer,
             swiftkv_layers=config.swiftkv_layers,
             offload=config.offload,
@@ -170,14 +172,14 @@ def build_runner(
     """Compile kernels, size the KV cache, allocate everything, capture the graphs."""
     model = loaded.model
     speculation = _load_speculation(config, model)
-    backend = create_attention(config.attention, model.device)
+    backend = _attention(config, model, rank_context)
     plans = plan_graphs(config, model.device, backend, selects_tokens=model.selects_tokens)
     plan = plans.model
     adapters = _adapters(config, loaded, plan)  # before memory is measured
     images = _images(config, model, plans)
     if rank_context is not None:
         rank_context.check_same("the plan of the graphs", _digest(plans))
-    else:
+    if rank_context is None or rank_context.is_whole:
         compile_kernels(
             model,
             plan,
@@ -198,6 +200,7 @@ def build_runner(
         model_limit=model.max_position,
         max_model_len=config.max_model_len,
         max_num_seqs=plan.max_num_seqs,
+        part=_part_of(backend),
     )
     runner = make(
         model,
@@ -219,6 +222,25 @@ def build_runner(
         name_the_remedy(error)
         raise
     return runner, plans.resolved
+
+
+def _attention(
+    config: EngineConfig, model: CausalLM, rank_context: RankContext | None
+) -> AttentionBackend:
+    """The attention backend, connected to the ranks that share out the KV cache, if any do."""
+    if rank_context is None or rank_context.layout.dcp == 1:
+        return create_attention(config.attention, model.device)
+    if model.selects_tokens:
+        raise ConfigError(
+            "decode_context_parallel_size does not support SwiftKV models; leave it out"
+        )
+    group = rank_context.layout.context_group(rank_context.rank)
+    comm = rank_context.comm_of(group)
+    return ContextParallelAttention(comm, config.dcp_kv_cache_interleave_size)
+
+
+def _part_of(backend: AttentionBackend) -> ContextPart | None:
+    return backend.part if isinstance(backend, ContextParallelAttention) else None
 
 
 def _adapters(
@@ -286,6 +308,11 @@ def _images(config: EngineConfig, model: CausalLM, plans: GraphPlans) -> ImageIn
         raise ConfigError(
             f"compile={config.graphs.compile!r} does not support models that take images; leave it "
             "out"
+        )
+    if config.world_size > 1:
+        raise ConfigError(
+            f"models that take images run on one device, not on {config.world_size} ranks; leave "
+            "out data_parallel_size"
         )
     from ostinato.vision.startup import build_image_inputs
 
@@ -372,10 +399,12 @@ def activation_bytes(
     backend: AttentionBackend,
 ) -> int:
     """The peak memory of an eager step of ``num_tokens``, including logits."""
+    part = _part_of(backend)
     cache = CacheSize(
         num_blocks=1,
-        block_size=config.block_size,
+        block_size=config.block_size if part is None else config.block_size * part.size,
         max_model_len=config.max_model_len or model.max_position,
+        part=part,
     )
     kv_cache = KVCache(
         model.attention_specs,

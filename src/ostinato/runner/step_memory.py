@@ -58,7 +58,7 @@ class StepMemory:
             return KVCache(
                 specs,
                 num_blocks=cache.num_blocks,
-                block_size=cache.block_size,
+                block_size=cache.block_slots,
                 dtype=model.dtype,
                 device=device,
             )

@@ -41,6 +41,14 @@ class _Buffer(NamedTuple):
     arrived: torch.cuda.Event | None
 
 
+class AllLogprobs(NamedTuple):
+    """The tokens and their logprobs [rows, 1 + most] of the rows with these numbers."""
+
+    rows: Sequence[int]
+    tokens: np.ndarray[Any, Any]
+    values: np.ndarray[Any, Any]
+
+
 class StepResult:
     """The results of one step, being copied to the host; reading them waits for that step alone.
 
@@ -91,6 +99,14 @@ class StepResult:
         index = row if self._row_of is None else self._row_of[row]
         tokens, values = (array[index, : 1 + num_top].tolist() for array in self._logprobs)
         return list(zip(tokens, values, strict=True))
+
+    def all_logprobs(self) -> AllLogprobs | None:
+        """The logprobs of all rows that have some, once ``token_ids`` has returned."""
+        if not self._logprob_copies:
+            return None
+        tokens, values = (copy.numpy() for copy in self._logprob_copies)
+        rows = range(len(tokens)) if self._filtered_rows is None else self._filtered_rows
+        return AllLogprobs(rows, tokens, values)
 
 
 class ResultRing:

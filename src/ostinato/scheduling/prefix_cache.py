@@ -20,14 +20,21 @@ class PrefixReuse:
 
         At least one token is left to compute, because cached tokens give no logits.
         """
+        blocks = self._match(request)
+        self._allocator.take(blocks)
+        return blocks
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """How many of the request's first tokens are in cached blocks now."""
+        return len(self._match(request)) * self._allocator.block_size
+
+    def _match(self, request: Request) -> list[int]:
         allocator = self._allocator
         if not allocator.enable_prefix_caching:
             return []
         shareable = (request.num_tokens - 1) // allocator.block_size
         self._extend_hashes(request, shareable)
-        blocks = allocator.match_prefix(request.block_hashes[:shareable])
-        allocator.take(blocks)
-        return blocks
+        return allocator.match_prefix(request.block_hashes[:shareable])
 
     def publish(self, request: Request, first: int, stop: int) -> None:
         """Make a request's newly completed blocks ``first`` to ``stop`` reusable."""

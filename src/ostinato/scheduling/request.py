@@ -48,7 +48,8 @@ class Request:
     they are part of the output. ``req_index`` is its row in the device state while it runs.
     ``lora_slot`` is the slot of its adapter. Requests share blocks of the KV cache only with
     requests of the same ``cache_salt``, and only if the ``contents`` of their tokens are the same.
-    ``images``: those of the prompt, for the runner.
+    ``images``: those of the prompt, for the runner. ``replica`` is the replica of the model that
+    runs it.
     """
 
     request_id: str
@@ -73,6 +74,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of full blocks hashed so far
     req_index: int | None = None
+    replica: int = 0
     watched: bool = False  # report every token, not only the end
 
     @property

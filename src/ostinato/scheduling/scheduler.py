@@ -109,6 +109,11 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_unfinished_tokens(self) -> int:
+        """The tokens of all waiting and running requests, outputs so far included."""
+        return sum(request.num_tokens for request in self._requests.values())
+
     def add(self, request: Request) -> None:
         """Queue a new request behind all others."""
         name, prompt_len = request.request_id, len(request.prompt_token_ids)

@@ -290,6 +290,11 @@ class DispatchStats:
         return self.eager.total()
 
     @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Replayed batches, eager batches, replayed tokens, padding tokens."""
+        return self.hits, self.misses, self.replayed_tokens, self.padding_tokens
+
+    @property
     def padding_fraction(self) -> float:
         """The fraction of replayed rows that was padding."""
         total = self.replayed_tokens + self.padding_tokens

@@ -1,0 +1,102 @@
+"""``ReplicaEngine``: an engine that runs several replicas of a model side by side.
+
+Each replica has its own ranks, KV cache and scheduler. A step sends all their plans, then reads all
+their results, so replicas compute at the same time. A request stays in the replica that it was
+placed in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import astuple
+
+from ostinato.config import EngineConfig
+from ostinato.engine.completion import Completion
+from ostinato.engine.engine import Engine
+from ostinato.engine.replica_stats import ReplicaStats
+from ostinato.engine.thread_use import one_thread
+from ostinato.errors import SchedulingError
+from ostinato.ranks.steps import LeadingRunner
+from ostinato.runner.step_result import StepResult
+from ostinato.scheduling.placement import Placement
+from ostinato.scheduling.request import Request
+from ostinato.scheduling.scheduler import Scheduler
+from ostinato.scheduling.step_plan import StepPlan
+
+
+class ReplicaEngine(Engine):
+    """An engine for ``data_parallel_size`` replicas; ``schedulers`` has one scheduler for each."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        others = [self._new_scheduler() for _ in range(1, config.data_parallel_size)]
+        self.schedulers = [self.scheduler, *others]
+        self._placement = Placement(self.schedulers)
+        self._steps_in_flight: deque[list[tuple[StepPlan, StepResult]]] = deque()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return any(scheduler.has_unfinished for scheduler in self.schedulers)
+
+    @one_thread(is_part=True)
+    def replica_stats(self) -> list[ReplicaStats]:
+        """Counts of each replica of the model; ``sum`` adds them up."""
+        return [ReplicaStats(*each) for each in self.sharing.call(self._count)]
+
+    def _count(self) -> list[tuple[int, ...]]:
+        counts = self._leader().replica_counts()
+        return [
+            astuple(ReplicaStats.of(scheduler, its_counts))
+            for scheduler, its_counts in zip(self.schedulers, counts, strict=True)
+        ]
+
+    def _scheduler_of(self, request: Request) -> Scheduler:
+        return self.schedulers[request.replica]
+
+    def _num_to_start(self) -> int:
+        most = sum(scheduler.max_num_seqs for scheduler in self.schedulers)
+        num_waiting = sum(scheduler.num_waiting for scheduler in self.schedulers)
+        return 0 if num_waiting >= most else 2 * most
+
+    def _add(self, completion: Completion) -> None:
+        self._check_open()
+        request = completion.request
+        request.replica = self._placement.choose(request)
+        self._completions[request.request_id] = completion
+        self._scheduler_of(request).add(request)
+
+    def _step(self) -> list[Completion]:
+        self._check_open()
+        steps = self._steps_in_flight
+        try:
+            plans = [scheduler.schedule() for scheduler in self.schedulers]
+            has_work = any(plan.num_tokens for plan in plans)
+            if has_work:
+                results = self._leader().run_replicas(plans)
+                steps.append(list(zip(plans, results, strict=True)))
+            if not steps or (has_work and len(steps) <= self._num_ahead):
+                return []
+            step = steps.popleft()
+            tokens = [result.token_ids() for _, result in step]  # of all, before any is applied
+            events = [
+                scheduler.commit(plan, sampled)
+                for scheduler, (plan, _), sampled in zip(self.schedulers, step, tokens, strict=True)
+            ]
+        except BaseException:
+            steps.clear()
+            for scheduler in self.schedulers:
+                scheduler.rollback()
+            self._end_unheard_of()
+            raise
+        self._placement.loads = None  # requests have grown
+        ended: list[Completion] = []
+        for its_events, (_, result) in zip(events, step, strict=True):
+            ended += self._emit(its_events, result)
+        return ended
+
+    def _leader(self) -> LeadingRunner:
+        if not isinstance(self.runner, LeadingRunner):
+            raise SchedulingError(
+                "only rank 0 takes requests; call generate or stream, on all ranks"
+            )
+        return self.runner
