@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_llm import Outcome, blocks_of, run_llm
+from parallel_llm import LIMITS, Outcome, blocks_of, params, prompts, run_llm
 from sharded_steps import config_of
 from transformers import AutoModelForCausalLM
 from workers import GlooPool
+
+from ostinato import LLM
 
 pytestmark = pytest.mark.slow
 
@@ -75,3 +77,17 @@ def test_tokens_equal_those_of_one_process(
         if mode != "NONE":
             assert ("base", "FULL") in outcome.steps
     assert outcomes[0].num_preemptions > 0
+
+
+def with_replicas(path: str) -> list[list[int]]:
+    sizes = {f"{kind}_parallel_size": 2 for kind in ("tensor", "decode_context", "data")}
+    with LLM(path, **(LIMITS | {"rank_timeout_s": 5.0} | sizes)) as llm:
+        outputs = llm.generate(prompts(), params())
+        return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_each_replica_splits_its_own_cache(
+    gloo_pool: GlooPool, reference: Callable[[int], tuple[str, Outcome]]
+) -> None:
+    path, expected = reference(1)
+    assert gloo_pool.run(with_replicas, path, world_size=4) == [expected.tokens] * 4

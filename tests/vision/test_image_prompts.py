@@ -27,7 +27,8 @@ from tiny_vision import (
 
 from ostinato import LLM, CUDAGraphMode, ReplayedDrafts, SamplingParams
 from ostinato.graphs.policy.dispatch import DispatchStats
-from ostinato.models.hf.vision_language import HFVisionLM
+from ostinato.models.hf.vision_language import VisionLM
+from ostinato.models.native.decoder import Decoder
 from ostinato.scheduling.step_plan import StepPlan
 
 MODES = ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE", "FULL_AND_FULL"]
@@ -72,8 +73,8 @@ def vision_stats(llm: LLM) -> DispatchStats:
     return images.vision.stats
 
 
-def model_of(llm: LLM) -> HFVisionLM:
-    assert isinstance(llm.engine.model, HFVisionLM)
+def model_of(llm: LLM) -> VisionLM:
+    assert isinstance(llm.engine.model, VisionLM)
     return llm.engine.model
 
 
@@ -85,6 +86,7 @@ def test_tokens_are_those_of_transformers(
 ) -> None:
     path, _, expected = saved(name)
     with open_vision(path, mode, device=str(device)) as llm:
+        assert isinstance(llm.engine.model, Decoder)  # the native one
         assert tokens_of(llm, PROMPTS, NUM_TOKENS) == expected  # together
         for prompt, tokens in zip(PROMPTS, expected, strict=True):
             assert tokens_of(llm, [prompt], NUM_TOKENS) == [tokens]
@@ -92,9 +94,25 @@ def test_tokens_are_those_of_transformers(
             assert (stats.hits > 0) == (mode != "NONE")
 
 
-def test_mixtures_of_experts(saved: Callable[[str], Saved]) -> None:
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_FULL"])
+@pytest.mark.parametrize("name", [*CONFIGS, "qwen3_vl_moe"])
+def test_language_models_by_transformers_modules(
+    name: str, mode: str, saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those with experts are; here the others too."""
+    module = "ostinato.models.hf.vision_language"
+    monkeypatch.setattr(f"{module}.native_config", lambda config: None)
+    path, _, expected = saved(name)
+    with open_vision(path, mode) as llm:
+        assert not isinstance(llm.engine.model, Decoder)
+        assert tokens_of(llm, PROMPTS, NUM_TOKENS) == expected
+
+
+def test_experts_run_by_transformers_modules(saved: Callable[[str], Saved]) -> None:
     path, _, expected = saved("qwen3_vl_moe")
-    with open_vision(path) as llm:
+    with open_vision(path, "NONE") as llm:
+        assert not isinstance(llm.engine.model, Decoder)
         assert tokens_of(llm, PROMPTS, NUM_TOKENS) == expected
 
 

@@ -80,7 +80,7 @@ def capture(
         ]
         if runner.images is not None:
             encoder = runner.images.vision.capture_report.entries
-            reports += [(report, "patches, PIECEWISE", None) for report in encoder]
+            reports += [(report, "image, PIECEWISE", None) for report in encoder]
         rows = [
             {
                 "phase": phase,

@@ -21,10 +21,10 @@ class EngineImages:
         self._reader: ImageReader | None = None
         if loaded.model.uses_mrope:
             # transformers' modules take long to import.
-            from ostinato.models.hf.vision_language import HFVisionLM
+            from ostinato.models.hf.vision_language import VisionLM
             from ostinato.vision.image_reader import ImageReader
 
-            assert isinstance(loaded.model, HFVisionLM), "no other model uses M-RoPE"
+            assert isinstance(loaded.model, VisionLM), "no other model uses M-RoPE"
             self._reader = ImageReader(loaded.model, loaded.path)
 
     @property

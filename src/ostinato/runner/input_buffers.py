@@ -188,7 +188,9 @@ class InputBuffers:
         self.token_numbers[:num_tokens].copy_(position)
         if self.position_offsets is not None:
             self.set_positions(state, rows[owner], num_tokens)
-            tokens.positions[:, :num_tokens] += self.position_offsets[:, :num_tokens]
+            positions = tokens.positions[:, :num_tokens]
+            positions += self.position_offsets[:, :num_tokens]
+            positions.clamp_(min=0)  # padding has the delta of a request, and no offsets
         self.input_ids[:num_tokens].copy_(state.token_ids[rows[owner], position])
         block = table[owner, position // self.block_size].to(torch.int64)
         slot = block * self.block_size + position % self.block_size

@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ostinato.models.hf.vision_language import HFVisionLM, ImageRows
+from ostinato.models.hf.image_rows import ImageRows
+from ostinato.models.hf.vision_language import VisionLM
 from ostinato.scheduling.step_plan import ScheduledRequest
 from ostinato.vision.prompt_images import ImagePatches, PromptImages
 from ostinato.vision.vision_runner import VisionRunner
@@ -38,14 +39,16 @@ class ImageInputs:
 
     def __init__(
         self,
-        model: HFVisionLM,
+        model: VisionLM,
         runner: VisionRunner,
         *,
         max_num_tokens: int,
         max_cached_tokens: int,
     ) -> None:
         self.vision = runner
-        self._target = model.images = ImageRows(model.vision, max_num_tokens)
+        self._target = model.images = ImageRows(
+            model.vision, max_num_tokens, model.attention_specs[0].head_dim
+        )
         self._max_cached = max_cached_tokens
         self._cache: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # least recent first
         self._row_bytes = model.vision.width * model.dtype.itemsize
@@ -117,7 +120,7 @@ class ImageInputs:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell torch that steps run on ``stream``, as in ``StepMemory``."""
-        for tensor in (self._target.rows, self._target.is_image, *self._cache.values()):
+        for tensor in (*vars(self._target).values(), *self._cache.values()):
             tensor.record_stream(stream)
 
     def close(self) -> None:

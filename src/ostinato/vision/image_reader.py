@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from ostinato.errors import RequestError
 from ostinato.models.hf.vision import HFVisionEncoder
-from ostinato.models.hf.vision_language import HFVisionLM
+from ostinato.models.hf.vision_language import VisionLM
 from ostinato.quoting import is_failure, said, shown
 from ostinato.vision.prompt_images import ImagePatches, PromptImages, place_images
 
@@ -33,7 +34,7 @@ _DATA_URL = re.compile(r"data:image/[a-zA-Z0-9.+-]+;base64,")
 class ImageReader:
     """Reads the images of prompts for ``model``, with the image processor in ``path``."""
 
-    def __init__(self, model: HFVisionLM, path: Path | None) -> None:
+    def __init__(self, model: VisionLM, path: Path | None) -> None:
         self._encoder = model.vision
         self._dtype = model.dtype
         self._image_token_id = model.image_token_id
@@ -118,7 +119,7 @@ def _pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise RequestError("images need Pillow: pip install pillow") from error
+        raise RequestError("images need Pillow: pip install 'ostinato[images]'") from error
     return Image
 
 
@@ -162,7 +163,9 @@ def _decoded(name: str, url: str) -> Any:
 
     try:
         data = base64.b64decode(url[prefix.end() :], validate=True)
-        picture = pillow.open(io.BytesIO(data), formats=_FORMATS)
+        with warnings.catch_warnings():  # about large images, which are refused below
+            warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
+            picture = pillow.open(io.BytesIO(data), formats=_FORMATS)
         if picture.width * picture.height > _MAX_PIXELS:
             raise _too_large(name, picture.width, picture.height)
         return ImageOps.exif_transpose(picture)

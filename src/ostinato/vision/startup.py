@@ -5,7 +5,7 @@ from __future__ import annotations
 from ostinato.config import EngineConfig
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.models.base import CausalLM
-from ostinato.models.hf.vision_language import HFVisionLM
+from ostinato.models.hf.vision_language import VisionLM
 from ostinato.vision.image_inputs import ImageInputs
 from ostinato.vision.vision_runner import VisionRunner
 
@@ -15,7 +15,7 @@ _KEPT_STEPS = 2
 
 def build_image_inputs(config: EngineConfig, model: CausalLM, plan: CapturePlan) -> ImageInputs:
     """Capture the encoder's graphs, and allocate for the steps of ``plan``."""
-    assert isinstance(model, HFVisionLM), "no other model uses M-RoPE"
+    assert isinstance(model, VisionLM), "no other model uses M-RoPE"
     runner = VisionRunner(
         model.vision,
         config.vision_capture_sizes(model.device),

@@ -87,7 +87,7 @@ class HFCausalLM(CausalLM):
         dtype: torch.dtype,
         max_model_len: int | None = None,
         checkpoint: Checkpoint | None = None,
-    ) -> HFCausalLM:
+    ) -> CausalLM:
         """Load the safetensors checkpoint in the directory ``path``.
 
         ``checkpoint``: the same, if its headers were read already.
@@ -96,15 +96,7 @@ class HFCausalLM(CausalLM):
         """
         check_config(config, cls.mapping, cls.kind)
         max_position = longest_sequence(config, max_model_len)
-        model = load_weights(
-            checkpoint or Checkpoint(path),
-            own_copy(config),
-            device=device,
-            dtype=dtype,
-            mapping=cls.mapping,
-            attn_implementation=ATTENTION,
-            experts_implementation=EXPERTS,
-        )
+        model = cls._read(checkpoint or Checkpoint(path), config, device=device, dtype=dtype)
         return cls(model, max_position=max_position)
 
     @classmethod
@@ -117,22 +109,49 @@ class HFCausalLM(CausalLM):
         seed: int,
         max_model_len: int | None = None,
         most_bytes: int | None = None,
-    ) -> HFCausalLM:
+    ) -> CausalLM:
         """A model of ``config`` with random weights on ``device``, of at most ``most_bytes``."""
         check_config(config, cls.mapping, cls.kind)
         max_position = longest_sequence(config, max_model_len)
         check_size(cls.auto, config, most_bytes, dtype)
+        model = cls._draw(config, device=device, dtype=dtype, seed=seed)
+        return cls(model, max_position=max_position)
+
+    @classmethod
+    def _read(
+        cls,
+        checkpoint: Checkpoint,
+        config: PretrainedConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> Any:
+        """transformers' model with the weights of ``checkpoint``."""
+        return load_weights(
+            checkpoint,
+            own_copy(config),
+            device=device,
+            dtype=dtype,
+            mapping=cls.mapping,
+            attn_implementation=ATTENTION,
+            experts_implementation=EXPERTS,
+        )
+
+    @classmethod
+    def _draw(
+        cls, config: PretrainedConfig, *, device: torch.device, dtype: torch.dtype, seed: int
+    ) -> Any:
+        """transformers' model with random weights."""
         generators = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=generators), torch.device(device):
             torch.manual_seed(seed)
-            model = cls.auto.from_config(
+            return cls.auto.from_config(
                 own_copy(config),
                 dtype=dtype,
                 attn_implementation=ATTENTION,
                 experts_implementation=EXPERTS,
                 trust_remote_code=False,
             )
-        return cls(model, max_position=max_position)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden_size], after the final norm."""

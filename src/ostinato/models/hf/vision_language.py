@@ -1,14 +1,16 @@
-"""Runs Qwen2-VL, Qwen2.5-VL and Qwen3-VL by transformers' modules, on a flat row of tokens.
+"""Image-and-text models: Qwen2-VL, Qwen2.5-VL and Qwen3-VL.
 
-The language model runs as any other (``HFCausalLM``), with three positions for each token. Tokens
-of images take their embeddings, and what is added to the states after the first layers (DeepStack),
+Where the native decoder can run the language model, it does (``NativeVisionLM``). Others (MoE) run
+by transformers' modules, as any other model, with three positions for each token. Tokens of images
+take their embeddings, and what is added to the states after the first layers (DeepStack),
 from ``ImageRows``: static buffers, so graphs of mixed batches contain the choice between them and
 the embeddings of text. Whole decode graphs have no images and do not read them.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from transformers import (
@@ -18,27 +20,20 @@ from transformers import (
 )
 
 from ostinato.graphs.capture.context import get_forward_context
+from ostinato.models.base import CausalLM
+from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.hf.image_rows import ImageRows, add_where
 from ostinato.models.hf.model import HFCausalLM
+from ostinato.models.hf.native_vision import NativeVisionLM, native_config
+from ostinato.models.hf.support import check_config
 from ostinato.models.hf.vision import HFVisionEncoder
+from ostinato.models.hf.weights import check_size
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
 
 def takes_images(config: PretrainedConfig) -> bool:
     return config.model_type in VISION_MODELS
-
-
-class ImageRows:
-    """The rows of image tokens in the running batch, at fixed addresses.
-
-    ``rows`` [T, width]: as the vision encoder returns them, where ``is_image`` [T, 1]; other rows
-    are never used. Outside of steps with images, ``is_image`` is False everywhere.
-    """
-
-    def __init__(self, encoder: HFVisionEncoder, max_num_tokens: int) -> None:
-        device = encoder.device
-        self.rows = torch.zeros((max_num_tokens, encoder.width), dtype=encoder.dtype, device=device)
-        self.is_image = torch.zeros((max_num_tokens, 1), dtype=torch.bool, device=device)
 
 
 class HFVisionLM(HFCausalLM):
@@ -58,7 +53,62 @@ class HFVisionLM(HFCausalLM):
         self.image_token_id: int = model.config.image_token_id
         if self.vision.num_levels > 1:
             # transformers' own indexes by a mask, and a graph cannot contain that.
-            self._decoder._deepstack_process = _add_where
+            self._decoder._deepstack_process = add_where
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: Path,
+        *,
+        config: PretrainedConfig,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_model_len: int | None = None,
+        checkpoint: Checkpoint | None = None,
+    ) -> CausalLM:
+        """As any other model; on the native decoder, if that can run its language model."""
+        native = native_config(config)
+        if native is None:
+            return super().from_pretrained(
+                path,
+                config=config,
+                device=device,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                checkpoint=checkpoint,
+            )
+        check_config(config, cls.mapping, cls.kind)
+        # On the CPU: the device needs no memory for a second copy.
+        on_cpu = torch.device("cpu")
+        model = cls._read(checkpoint or Checkpoint(path), config, device=on_cpu, dtype=dtype)
+        return NativeVisionLM.take_over(model, native, device=device, max_position=max_model_len)
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PretrainedConfig,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        seed: int,
+        max_model_len: int | None = None,
+        most_bytes: int | None = None,
+    ) -> CausalLM:
+        """The same with random weights."""
+        native = native_config(config)
+        if native is None:
+            return super().from_config(
+                config,
+                device=device,
+                dtype=dtype,
+                seed=seed,
+                max_model_len=max_model_len,
+                most_bytes=most_bytes,
+            )
+        check_config(config, cls.mapping, cls.kind)
+        check_size(cls.auto, config, most_bytes, dtype)
+        model = cls._draw(config, device=device, dtype=dtype, seed=seed)
+        return NativeVisionLM.take_over(model, native, device=device, max_position=max_model_len)
 
     @property
     def uses_mrope(self) -> bool:
@@ -90,7 +140,4 @@ class HFVisionLM(HFCausalLM):
         return logits.float()
 
 
-def _add_where(hidden: torch.Tensor, is_image: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """``hidden`` [1, T, H] plus ``rows`` [T, H] at the tokens of images, ``is_image`` [T, 1]."""
-    # Between two tensors: a scalar would be copied to the device, which a graph cannot contain.
-    return torch.where(is_image, hidden + rows, hidden)
+VisionLM: TypeAlias = HFVisionLM | NativeVisionLM

@@ -120,15 +120,23 @@ class Decoder(nn.Module, CausalLM):
             return run_layers(with_weights, hidden, run, self._aux)
 
     def _kernels(
-        self, hidden: torch.Tensor, positions: torch.Tensor, all_positions: torch.Tensor
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        all_positions: torch.Tensor,
+        table: torch.Tensor | None = None,
     ) -> AnyKernels:
-        """Choose the kernels that run the layers for these rows, by shapes and device alone."""
+        """Choose the kernels that run the layers for these rows, by shapes and device alone.
+
+        ``table``: what positions are rows of; None: the model's RoPE table.
+        """
+        table = self.rotary_table if table is None else table
         if not self._runs_fused(hidden):
-            return Plain(self.rotary_table, positions, self.dtype)
+            return Plain(table, positions, self.dtype)
         few = hidden.shape[0] <= MAX_ROWS and self.dtype is not torch.float32
         # GEMMs that are summed over ranks cannot add the residual.
         kernels = SmallM if few and not self._exchange.sums else LargeM
-        return kernels(self.rotary_table, all_positions)
+        return kernels(table, all_positions)
 
     def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
         for layer in states:
