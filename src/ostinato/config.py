@@ -131,11 +131,7 @@ class GraphConfig:
 @user_options(
     name="LLM",
     example="device",
-    aliases={
-        "tensor_parallel": "tensor_parallel_size",
-        "data_parallel": "data_parallel_size",
-        "decode_context_parallel": "decode_context_parallel_size",
-    },
+    aliases={"data_parallel": "data_parallel_size"},
     foreign=other_engines.ENGINE_OPTIONS,
 )
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 WORKERS = 4
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0  # of a machine where much else runs
 GRACE_S = 5.0  # for the other ranks, once one has failed: they may be stuck in a collective with it
 
 

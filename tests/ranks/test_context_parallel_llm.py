@@ -48,7 +48,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple
         (1, 2, 2, 4, "FULL", {"async_scheduling": True}),
         (2, 4, 2, 2, "FULL_AND_FULL", {}),
         (1, 4, 4, 1, "FULL_AND_PIECEWISE", {}),
-        (1, 4, 4, 2, "NONE", {}),
     ],
 )
 def test_tokens_equal_those_of_one_process(
@@ -81,7 +80,7 @@ def test_tokens_equal_those_of_one_process(
 
 def with_replicas(path: str) -> list[list[int]]:
     sizes = {f"{kind}_parallel_size": 2 for kind in ("tensor", "decode_context", "data")}
-    with LLM(path, **(LIMITS | {"rank_timeout_s": 5.0} | sizes)) as llm:
+    with LLM(path, **(LIMITS | {"rank_timeout_s": 20.0} | sizes)) as llm:
         outputs = llm.generate(prompts(), params())
         return [output.outputs[0].token_ids for output in outputs]
 

@@ -25,7 +25,7 @@ from ostinato.errors import ConfigError, RequestError, SchedulingError
 
 pytestmark = pytest.mark.slow
 
-LORA: dict[str, Any] = {**LIMITS, "enable_lora": True, "max_loras": 2, "rank_timeout_s": 4.0}
+LORA: dict[str, Any] = {**LIMITS, "enable_lora": True, "max_loras": 2, "rank_timeout_s": 20.0}
 GRAPHS = GraphConfig(capture_sizes=[1, 2, 4, 12])
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 SEEDED = [replace(each, seed=seed) for seed, each in enumerate(params())]
@@ -262,7 +262,7 @@ class Outcome:
 
 
 def run_replicas(path: str, options: dict[str, Any]) -> Outcome:
-    with LLM(path, **(LIMITS | {"rank_timeout_s": 5.0} | options)) as llm:
+    with LLM(path, **(LIMITS | {"rank_timeout_s": 20.0} | options)) as llm:
         engine = llm.engine
         assert isinstance(engine, ReplicaEngine)
         poison(engine.runner)
@@ -307,10 +307,7 @@ def expected(checkpoint: Path) -> list[list[int]]:
     ("replicas", "tp", "options"),
     [
         (2, 1, {"async_scheduling": True}),
-        (2, 1, {"data_parallel_lockstep": True}),
-        (4, 1, {"data_parallel_lockstep": True, "async_scheduling": True}),
-        (2, 2, {"async_scheduling": True}),
-        (2, 2, {"data_parallel_lockstep": True}),
+        (2, 2, {"data_parallel_lockstep": True, "async_scheduling": True}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else str(value),
 )
@@ -358,7 +355,7 @@ def test_any_model_has_replicas(gloo_pool: GlooPool, tmp_path: Path) -> None:
 def in_lockstep(path: str) -> list[tuple[str, list[int]]]:
     """The mode of each step on this rank, idle ones included, and the sizes on all."""
     options = {"data_parallel_size": 2, "data_parallel_lockstep": True, "graphs": GRAPHS}
-    with LLM(path, **(LIMITS | {"rank_timeout_s": 5.0} | options)) as llm:
+    with LLM(path, **(LIMITS | {"rank_timeout_s": 20.0} | options)) as llm:
         agreed: Any = llm.engine.runner._agreed
         step, steps = agreed.step, []
 
@@ -388,7 +385,7 @@ def test_all_replicas_run_the_same_graphs(gloo_pool: GlooPool, checkpoint: Path)
 
 def refused(path: str, options: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        LLM(path, **(LIMITS | {"rank_timeout_s": 5.0} | options))
+        LLM(path, **(LIMITS | {"rank_timeout_s": 20.0} | options))
     return str(caught.value)
 
 
