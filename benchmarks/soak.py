@@ -4,13 +4,19 @@ Requests are drawn from a set of distinct ones. First a third engine answers eac
 Then two engines serve them together: in random order, with shared prefixes, aborts, and a KV cache
 so small that requests are preempted. At the end the first engine answers some of them alone again.
 Tokens, finish reasons and log-probabilities are compared with the solo run; an aborted request must
-be a prefix of it. Uses float32, because half precision rounds differently in batches of another
-size.
+be a prefix of it, and every block must be free in the end. Uses float32, because half precision
+rounds differently in batches of another size.
+
+With ``--adapters``, requests have LoRA adapters, more than fit at once, which are loaded, replaced
+and unloaded all the while. With ``--speculative``, the two engines draft tokens, and the third does
+not. With ``--images``, the model is a checkpoint that takes images.
 
     PYTHONPATH=src python benchmarks/soak.py --output result.json
     PYTHONPATH=src python benchmarks/soak.py --device cpu --requests 200
+    PYTHONPATH=src python benchmarks/soak.py --adapters 5 --speculative suffix
+    PYTHONPATH=src python benchmarks/soak.py --model DIRECTORY --checkpoint --images
 
-Exits with 1 if anything differs, or if nothing was aborted, preempted or reused.
+Exits with 1 if anything differs, or if nothing was aborted, preempted or reused, or accepted.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -29,18 +36,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save_file
 
 from ostinato import GraphConfig, SamplingParams
 from ostinato.config import EngineConfig
 from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
+from ostinato.errors import ConfigError
 
 MAX_MODEL_LEN = 192
 MAX_PROMPT = 96
 MAX_NEW_TOKENS = 48
 LOGPROB_TOLERANCE = 1e-3  # float32, a few layers, other batch sizes
 SHOWN_DIFFERENCES = 20
+MAX_LORAS = 2
+LORA_RANK = 4
+NUM_PICTURES = 12
 
 
 @dataclass(frozen=True)
@@ -49,6 +62,8 @@ class Question:
 
     prompt: list[int]
     params: SamplingParams
+    adapter: str | None = None
+    images: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,6 +96,9 @@ class Tally:
     preemptions: int = 0
     prefix_hits: int = 0
     steps: int = 0
+    adapters_loaded: int = 0
+    drafts_accepted: int = 0
+    with_images: int = 0
     differences: int = 0
     shown: list[dict[str, Any]] = field(default_factory=list)
     error: BaseException | None = None
@@ -121,19 +139,125 @@ def draw_params(source: random.Random, vocab_size: int) -> SamplingParams:
     return SamplingParams(**options)
 
 
-def draw_questions(source: random.Random, count: int, vocab_size: int) -> list[Question]:
+def draw_questions(
+    source: random.Random, count: int, engine: Engine, adapters: Sequence[str]
+) -> list[Question]:
     """Distinct requests; half of the prompts share a prefix with others."""
+    vocab_size, config = engine.model.vocab_size, engine.model_config
+    of_images = [getattr(config, name, None) for name in _PLACEHOLDERS]
+    words = [token for token in range(vocab_size) if token not in of_images]
+    pictures = [draw_picture(source) for _ in range(NUM_PICTURES)]
 
     def tokens(most: int) -> list[int]:
-        return [source.randrange(vocab_size) for _ in range(source.randint(1, most))]
+        return [source.choice(words) for _ in range(source.randint(1, most))]
 
     prefixes = [tokens(MAX_PROMPT // 2) for _ in range(max(1, count // 20))]
     questions = []
     for _ in range(count):
         shared = source.choice(prefixes) if source.random() < 0.5 else []
-        prompt = shared + tokens(MAX_PROMPT - len(shared))
-        questions.append(Question(prompt, draw_params(source, vocab_size)))
+        prompt, images = shared + tokens(MAX_PROMPT - len(shared)), []
+        if engine.images.are_taken and source.random() < 0.5:
+            images = source.choices(pictures, k=source.randint(1, 2))
+            at = source.randint(0, len(prompt) - 1)
+            # vision_start, image, vision_end of each
+            prompt[at:at] = [t for _ in images for t in of_images[:3] if t is not None]
+        params = draw_params(source, vocab_size)
+        adapter = source.choice([None, *adapters])
+        questions.append(Question(prompt, params, adapter, tuple(images)))
     return questions
+
+
+_PLACEHOLDERS = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
+
+
+def draw_picture(source: random.Random) -> Any:
+    """Random pixels; two in three pictures have one of two common sizes."""
+    size = source.choice([(16, 24), (32, 32), (source.randint(8, 48), source.randint(8, 48))])
+    pixels = np.random.default_rng(source.randrange(2**32)).integers(0, 256, (*size, 3))
+    return pixels.astype(np.uint8)
+
+
+# --- adapters -------------------------------------------------------------------------------------
+
+
+def write_adapters(directory: Path, engine: Engine, count: int) -> dict[str, Path]:
+    """Random adapters of all of a layer's linears, by name."""
+    config = engine.model_config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    hidden, inner = config.hidden_size, config.intermediate_size
+    queries, keys = (
+        heads * head_dim for heads in (config.num_attention_heads, config.num_key_value_heads)
+    )
+    shapes = {  # inputs, outputs
+        "self_attn.q_proj": (hidden, queries),
+        "self_attn.k_proj": (hidden, keys),
+        "self_attn.v_proj": (hidden, keys),
+        "self_attn.o_proj": (queries, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    paths = {}
+    for number in range(count):
+        torch.manual_seed(number)
+        tensors = {}
+        for layer in range(config.num_hidden_layers):
+            for name, (inputs, outputs) in shapes.items():
+                prefix = f"base_model.model.model.layers.{layer}.{name}"
+                tensors[f"{prefix}.lora_A.weight"] = torch.randn(LORA_RANK, inputs) * inputs**-0.5
+                tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, LORA_RANK) * 0.3
+        path = paths[f"adapter-{number}"] = directory / f"adapter-{number}"
+        path.mkdir()
+        save_file(tensors, path / "adapter_model.safetensors")
+        targets = sorted(name.rpartition(".")[2] for name in shapes)
+        settings = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": 8, "target_modules": targets}
+        (path / "adapter_config.json").write_text(json.dumps(settings))
+    return paths
+
+
+class Shelf:
+    """The adapters of an engine, of which ``MAX_LORAS`` are loaded at a time."""
+
+    def __init__(self, engine: Engine, paths: dict[str, Path], seed: int) -> None:
+        self.num_loaded = 0
+        self._engine = engine
+        self._paths = paths
+        self._source = random.Random(seed)
+        self._loaded: list[str] = []
+
+    def fetch(self, name: str | None, in_use: Sequence[str | None] = ()) -> bool:
+        """Load an adapter, in the place of one that no request uses; False if there is none."""
+        if name is None:
+            return True
+        if name in self._loaded:
+            if self._source.random() < 0.05:
+                self._replace(name, in_use)
+            return True
+        if len(self._loaded) == MAX_LORAS:
+            idle = [each for each in self._loaded if each not in in_use]
+            if not idle:
+                return False
+            gone = self._source.choice(idle)
+            self._engine.unload_adapter(gone)
+            self._loaded.remove(gone)
+        self._load(name)
+        return True
+
+    def _replace(self, name: str, in_use: Sequence[str | None]) -> None:
+        """Load it again. While requests use it, that takes a slot more, which there may not be."""
+        if name in in_use and len(self._loaded) == MAX_LORAS:
+            try:
+                self._load(name)
+            except ConfigError:
+                return
+            raise RuntimeError(f"{name} was replaced without a slot for its requests")
+        self._load(name)
+
+    def _load(self, name: str) -> None:
+        self._engine.load_adapter(name, self._paths[name])
+        self.num_loaded += 1
+        if name not in self._loaded:
+            self._loaded.append(name)
 
 
 # --- one engine -----------------------------------------------------------------------------------
@@ -155,13 +279,22 @@ def open_engine(args: argparse.Namespace, **changed: Any) -> Engine:
         "async_scheduling": True,
         "show_progress": False,
     }
+    if args.adapters:
+        options |= {"enable_lora": True, "max_loras": MAX_LORAS, "max_lora_rank": LORA_RANK}
     return Engine(EngineConfig(**{**options, **changed}))
 
 
-def answer_alone(engine: Engine, question: Question) -> list[Answer]:
+def completions_of(engine: Engine, question: Question) -> list[Completion]:
+    prompt, images = engine.images.place("the prompt", question.prompt, question.images)
+    request = engine.check_request(prompt, question.params, adapter=question.adapter, images=images)
+    return [request.completion(index) for index in range(question.params.n)]
+
+
+def answer_alone(engine: Engine, question: Question, shelf: Shelf) -> list[Answer]:
     """Each sequence of one request, with nothing else in the engine."""
     answers = []
-    for completion in engine.prepare_request(question.prompt, question.params):
+    shelf.fetch(question.adapter)
+    for completion in completions_of(engine, question):
         engine.add(completion)
         while not completion.finished:
             engine.step()
@@ -178,9 +311,11 @@ class Crowd:
         questions: Sequence[Question],
         expected: Sequence[Sequence[Answer]],
         numbers: Sequence[int],
+        shelf: Shelf,
         seed: int,
     ) -> None:
         self.tally = Tally()
+        self.shelf = shelf
         self._engine = engine
         self._questions = questions
         self._expected = expected
@@ -200,18 +335,39 @@ class Crowd:
                     self.tally.steps += 1
                     for completion in self._engine.step():
                         self._finish(completion, aborted=False)
+                while self._engine.has_unfinished:  # steps of aborted requests
+                    self._engine.step()
+                self._check_blocks()
+            self.tally.adapters_loaded = self.shelf.num_loaded
+            self.tally.drafts_accepted = self._engine.scheduler.drafts.stats.num_accepted
         except BaseException as error:
             self.tally.error = error
 
+    def _check_blocks(self) -> None:
+        allocator = self._engine.scheduler.allocator
+        held = allocator.num_blocks - 1 - allocator.num_free_blocks  # block 0 is for padding
+        if held:
+            raise RuntimeError(f"{held} blocks are held after the last request")
+
     def _admit(self) -> None:
+        misses = 0
         while self._queue and len(self._running) < self._most:
-            number = self._queue.popleft()
+            number = self._queue[0]
             question = self._questions[number]
+            in_use = [self._questions[entry[1]].adapter for entry in self._running.values()]
+            if not self.shelf.fetch(question.adapter, in_use):
+                self._queue.rotate(-1)  # others go first, until its adapter finds a place
+                misses += 1
+                if misses >= len(self._queue):
+                    return
+                continue
+            self._queue.popleft()
             patience = self._source.randint(0, 60) if self._source.random() < 0.15 else None
-            for completion in self._engine.prepare_request(question.prompt, question.params):
+            for completion in completions_of(self._engine, question):
                 self._engine.add(completion)
                 self._running[id(completion)] = [completion, number, patience]
             self.tally.requests += 1
+            self.tally.with_images += bool(question.images)
 
     def _abort_some(self) -> None:
         for entry in list(self._running.values()):
@@ -259,29 +415,42 @@ def say(text: str, started: float) -> None:
     print(f"{time.perf_counter() - started:7.1f} s  {text}", flush=True)
 
 
-def soak(args: argparse.Namespace) -> dict[str, Any]:
-    """Run everything; return the findings."""
+def soak(args: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Run everything; return the findings. Adapters are written to ``directory``."""
     started = time.perf_counter()
     source = random.Random(args.seed)
     with open_engine(args) as alone:
-        device, vocab_size = alone.model.device, alone.model.vocab_size
-        questions = draw_questions(source, args.distinct, vocab_size)
+        device = alone.model.device
+        paths = write_adapters(directory, alone, args.adapters) if args.adapters else {}
+        questions = draw_questions(source, args.distinct, alone, list(paths))
         say(f"{len(questions)} distinct requests, each alone first", started)
-        expected = [answer_alone(alone, question) for question in questions]
+        shelf = Shelf(alone, paths, args.seed)
+        expected = [answer_alone(alone, question, shelf) for question in questions]
     say(f"{sum(len(a.tokens) for row in expected for a in row)} tokens alone", started)
     # Another block size and other graphs, so that the engines' steps differ.
     graphs = GraphConfig(mode="FULL", capture_sizes=[4, 24, 96])
-    with open_engine(args) as first, open_engine(args, block_size=16, graphs=graphs) as second:
+    drafts = {"speculative": args.speculative}
+    with (
+        open_engine(args, **drafts) as first,
+        open_engine(args, block_size=16, graphs=graphs, **drafts) as second,
+    ):
         numbers = [source.randrange(len(questions)) for _ in range(args.requests)]
         crowds = [
-            Crowd(engine, questions, expected, numbers[index::2], args.seed + index)
+            Crowd(
+                engine,
+                questions,
+                expected,
+                numbers[index::2],
+                Shelf(engine, paths, args.seed + index),
+                args.seed + index,
+            )
             for index, engine in enumerate((first, second))
         ]
         run_at_once(crowds, device, args.requests, started)
         again = Tally()
         for number in source.sample(range(len(questions)), min(50, len(questions))):
             again.requests += 1
-            answers = answer_alone(first, questions[number])
+            answers = answer_alone(first, questions[number], crowds[0].shelf)
             for got, wanted in zip(answers, expected[number], strict=True):
                 compare(again, number, got, wanted, aborted=False)
         say(f"{again.requests} requests alone again: {again.differences} differ", started)
@@ -312,7 +481,10 @@ def run_at_once(crowds: list[Crowd], device: torch.device, total: int, started: 
 def report(
     args: argparse.Namespace, device: torch.device, tallies: list[Tally], started: float
 ) -> dict[str, Any]:
-    counted = ("requests", "sequences", "tokens", "aborted", "preemptions", "prefix_hits", "steps")
+    counted = (
+        *("requests", "sequences", "tokens", "aborted", "preemptions", "prefix_hits", "steps"),
+        *("adapters_loaded", "drafts_accepted", "with_images"),
+    )
     counts = {name: sum(getattr(tally, name) for tally in tallies[:2]) for name in counted}
     cuda = device.type == "cuda"
     return {
@@ -338,6 +510,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--model", default="tiny", help="a shape, or a checkpoint's directory")
     parser.add_argument("--checkpoint", action="store_true", help="the model is a checkpoint")
+    parser.add_argument("--adapters", type=int, default=0, help="distinct LoRA adapters")
+    parser.add_argument("--speculative", choices=["ngram", "suffix"], help="where drafts come from")
+    parser.add_argument("--images", action="store_true", help="the model takes images")
     parser.add_argument("--max-num-seqs", type=int, default=32)
     parser.add_argument(
         "--kv-cache-memory-bytes", default="640K", help="small, so that some must wait"
@@ -355,12 +530,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
-    result = soak(args)
+    with tempfile.TemporaryDirectory() as directory:
+        result = soak(args, Path(directory))
     if args.output is not None:
         args.output.write_text(json.dumps(result, indent=2) + "\n")
     shown = {name: value for name, value in result.items() if name != "first_differences"}
     print(json.dumps(shown, indent=2))
-    idle = [name for name in ("aborted", "preemptions", "prefix_hits") if not result[name]]
+    wanted = ["aborted", "preemptions", "prefix_hits"]
+    wanted += ["adapters_loaded"] if args.adapters else []
+    wanted += ["drafts_accepted"] if args.speculative else []
+    wanted += ["with_images"] if args.images else []
+    idle = [name for name in wanted if not result[name]]
     if idle:
         print(f"nothing was tested of: {', '.join(idle)}; ask for more requests")
     for difference in result["first_differences"]:

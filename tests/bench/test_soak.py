@@ -30,12 +30,21 @@ def test_a_small_soak_on_the_cpu_finds_no_difference(
 ) -> None:
     path = tmp_path / "soak.json"
     options = ["--requests", "90", "--distinct", "12", "--kv-cache-memory-bytes", "320K"]
+    options += ["--adapters", "3", "--speculative", "suffix"]
     assert soak.main(["--device", "cpu", *options, "--output", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["requests"] == 90
     assert result["differences"] == 0
     assert result["alone_again"] == 12
-    assert min(result[name] for name in ("aborted", "preemptions", "prefix_hits", "steps")) > 0
+    counts = (
+        "aborted",
+        "preemptions",
+        "prefix_hits",
+        "steps",
+        "adapters_loaded",
+        "drafts_accepted",
+    )
+    assert min(result[name] for name in counts) > 0
     assert "90 of 90 requests" in capsys.readouterr().out
 
 
