@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato import LLM, DraftModel, NgramDrafts, ReplayedDrafts, SamplingParams, SuffixDrafts
 from ostinato.models.native.decoder import Decoder
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 PROMPTS = [[1, 2, 3, 1, 2], list(range(10, 75)), [7]]
 PARAMS = SamplingParams(temperature=0, max_tokens=61, ignore_eos=True)

@@ -15,6 +15,7 @@ PARTS = (GEMM, ATTENTION, SMALL, COPIES, GAPS)
 
 # Our kernels, in ``ops/triton`` and ``attention/triton``; a test finds any missing here.
 KERNELS = {
+    "accept_drafts_kernel": SMALL,
     "attend_kernel": ATTENTION,
     "best_kept_kernel": SMALL,
     "best_of_all_kernel": SMALL,
@@ -25,6 +26,7 @@ KERNELS = {
     "count_tokens_kernel": SMALL,
     "decode_kernel": ATTENTION,
     "find_cutoff_kernel": SMALL,
+    "find_match_kernel": SMALL,
     "histogram_kernel": SMALL,
     "load_inputs_kernel": SMALL,
     "logit_range_kernel": SMALL,
@@ -44,6 +46,7 @@ KERNELS = {
     "stream_decode_kernel": ATTENTION,
     "tile_kernel": GEMM,
     "top_logprobs_kernel": SMALL,
+    "write_drafts_kernel": SMALL,
 }
 # Other kernels: the first match wins. Inductor names a fused kernel after everything in it, GEMMs
 # included, so it comes first; attention comes before GEMMs, since its kernels use CUTLASS too.
