@@ -224,6 +224,7 @@ class Shelf:
         self._paths = paths
         self._source = random.Random(seed)
         self._loaded: list[str] = []
+        self._leaving: str | None = None  # gets no more requests, so that another finds a place
 
     def fetch(self, name: str | None, in_use: Sequence[str | None] = ()) -> bool:
         """Load an adapter, in the place of one that no request uses; False if there is none."""
@@ -232,14 +233,18 @@ class Shelf:
         if name in self._loaded:
             if self._source.random() < 0.05:
                 self._replace(name, in_use)
-            return True
+            if name == self._leaving and name not in in_use:
+                self._leaving = None  # no other has asked for its place
+            return name != self._leaving
         if len(self._loaded) == MAX_LORAS:
             idle = [each for each in self._loaded if each not in in_use]
             if not idle:
+                self._leaving = self._leaving or self._source.choice(self._loaded)
                 return False
-            gone = self._source.choice(idle)
+            gone = self._leaving if self._leaving in idle else self._source.choice(idle)
             self._engine.unload_adapter(gone)
             self._loaded.remove(gone)
+            self._leaving = None
         self._load(name)
         return True
 
