@@ -73,6 +73,8 @@ class Script:
             text=True,
             cwd=cwd,
             env=os.environ | dict([self._mark.split("=")]),
+            # A test run under nohup ignores hang-ups, and so would what it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
         )
 
     def wait_for(self, line: str) -> str:
