@@ -1,0 +1,161 @@
+"""Checks of options that depend on each other, for ``EngineConfig``: each raises ConfigError."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.policy.sizes import check_positive_int
+from ostinato.offload.offload_config import OffloadConfig
+from ostinato.quoting import shown
+
+if TYPE_CHECKING:
+    from ostinato.config.engine_config import EngineConfig
+
+MAX_LORA_RANK = 256
+ATTENTION_BACKENDS = ("auto", "torch", "triton", "numba")
+
+
+def check_attention(config: EngineConfig) -> None:
+    """The name of a backend, or an object that is one."""
+    if isinstance(config.attention, str):
+        if config.attention not in ATTENTION_BACKENDS:
+            known = ", ".join(ATTENTION_BACKENDS)
+            raise ConfigError(f"unknown attention {config.attention!r}; choose one of {known}")
+        return
+    needed = ("name", "support", "forward", "forward_qkv")
+    missing = [each for each in needed if not hasattr(config.attention, each)]
+    if missing or isinstance(config.attention, type):
+        problem = f"has no {', '.join(missing)}" if missing else "is a class: pass an instance"
+        raise ConfigError(
+            "attention must be the name of a backend or an object whose class derives from "
+            f"AttentionBackend, got {shown(config.attention)}, which {problem}"
+        )
+
+
+def check_lora(config: EngineConfig) -> None:
+    """Adapters."""
+    for name, default in (("max_loras", 1), ("max_lora_rank", 16)):
+        value = getattr(config, name)
+        check_positive_int(name, value)
+        if not config.enable_lora and value != default:
+            raise ConfigError(f"{name} is {value}, but enable_lora is off; turn it on")
+    if config.max_lora_rank > MAX_LORA_RANK:
+        raise ConfigError(
+            f"max_lora_rank is {config.max_lora_rank}; {MAX_LORA_RANK} is the largest"
+        )
+    if config.enable_lora and config.graphs.compile:
+        raise ConfigError(
+            f"compile={config.graphs.compile!r} does not support adapters; leave out one of "
+            "compile and enable_lora"
+        )
+
+
+def check_offload(config: EngineConfig) -> None:
+    """Weights in host memory."""
+    if config.offload is None:
+        return
+    if not isinstance(config.offload, OffloadConfig):
+        raise ConfigError(
+            f"offload must be an OffloadConfig, got {shown(config.offload)}; write "
+            "offload=OffloadConfig(group=4, offloaded=1, prefetch=1)"
+        )
+    if config.graphs.compile:
+        raise ConfigError(
+            f"compile={config.graphs.compile!r} does not support offload; leave out one of them"
+        )
+    if config.swiftkv_layers is not None:
+        raise ConfigError("offload does not support SwiftKV; leave out swiftkv_layers or it")
+
+
+def check_parallel(config: EngineConfig) -> None:
+    """Several ranks, and what does not work on them."""
+    check_positive_int("tensor_parallel_size", config.tensor_parallel_size)
+    check_positive_int("ulysses_sequence_parallel_size", config.ulysses_sequence_parallel_size)
+    check_positive_int("data_parallel_size", config.data_parallel_size)
+    timeout = config.rank_timeout_s
+    if not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ConfigError(f"rank_timeout_s must be a positive number, got {timeout!r}")
+    if config.shift_parallel_threshold is not None:
+        check_positive_int("shift_parallel_threshold", config.shift_parallel_threshold)
+        if config.ulysses_sequence_parallel_size == 1:
+            raise ConfigError(
+                f"shift_parallel_threshold is {config.shift_parallel_threshold}, but "
+                "ulysses_sequence_parallel_size is 1, so no tokens are split; raise it or omit "
+                "the threshold"
+            )
+    if config.data_parallel_lockstep:
+        _check_lockstep(config)
+    _check_context_parallel(config)
+    if config.world_size == 1:
+        return
+    ranks = f"{config.world_size} ranks"
+    if not isinstance(config.attention, str):
+        raise ConfigError(
+            f"attention is an object, which cannot be sent to {ranks}; choose a backend by name"
+        )
+    if config.speculative is not None:
+        raise ConfigError(f"speculative supports one device, not {ranks}; omit it")
+    if config.graphs.compile:
+        raise ConfigError(f"compile={config.graphs.compile!r} supports one device, not {ranks}")
+    if config.offload is not None:
+        raise ConfigError(
+            f"offload supports one device, not {ranks}; leave it out if the weights fit on "
+            "these, or raise tensor_parallel_size"
+        )
+    if config.enable_lora and config.layout.world_size > 1:
+        raise ConfigError(
+            f"enable_lora supports one rank per replica, not {config.layout.world_size}; leave "
+            "out tensor_parallel_size and ulysses_sequence_parallel_size"
+        )
+    if config.graphs.eager_fallback:
+        raise ConfigError(
+            f"eager_fallback supports one device, not {ranks}: a rank whose capture failed "
+            "would leave the others waiting in the middle of theirs"
+        )
+    if ":" in config.device:
+        raise ConfigError(
+            f"device {config.device!r} names one device, but there are {ranks}; write "
+            f"{config.device.partition(':')[0]!r}, and each rank takes the device of its number"
+        )
+
+
+def _check_lockstep(config: EngineConfig) -> None:
+    if config.data_parallel_size == 1:
+        raise ConfigError(
+            "data_parallel_lockstep is on, but data_parallel_size is 1; raise it, or leave "
+            "lockstep off"
+        )
+    if config.shift_parallel_threshold is not None:
+        raise ConfigError(
+            f"shift_parallel_threshold {config.shift_parallel_threshold} does not work with "
+            "data_parallel_lockstep: replicas would run different models; leave one of them out"
+        )
+
+
+def _check_context_parallel(config: EngineConfig) -> None:
+    dcp, turn = config.decode_context_parallel_size, config.dcp_kv_cache_interleave_size
+    check_positive_int("decode_context_parallel_size", dcp)
+    check_positive_int("dcp_kv_cache_interleave_size", turn)
+    if config.block_size % turn:
+        raise ConfigError(
+            f"dcp_kv_cache_interleave_size {turn} does not divide block_size {config.block_size}"
+        )
+    if dcp == 1:
+        return
+    if config.tensor_parallel_size % dcp or config.ulysses_sequence_parallel_size > 1:
+        raise ConfigError(
+            f"decode_context_parallel_size {dcp} must divide tensor_parallel_size, which is "
+            f"{config.tensor_parallel_size}, and does not work with "
+            "ulysses_sequence_parallel_size"
+        )
+    if config.attention not in ("auto", "torch"):
+        raise ConfigError(
+            f"attention {config.attention!r} does not work with decode_context_parallel_size "
+            f"{dcp}, which has its own; leave it out"
+        )
+    if config.swiftkv_layers is not None:
+        raise ConfigError(
+            f"swiftkv_layers does not work with decode_context_parallel_size {dcp}; leave one "
+            "of them out"
+        )
