@@ -522,3 +522,8 @@ def test_drafts_by_batch_size() -> None:
     drafts: Sequence[int] = NgramDrafts(num_tokens={4: 3, 2: 5, 6: 0}).num_drafts(8)
     assert drafts == (5, 5, 5, 3, 3, 0, 0, 0, 0)
     assert NgramDrafts(num_tokens=2).num_drafts(3) == (2, 2, 2, 2)
+
+
+def test_a_source_of_drafts_that_makes_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Speculation has no build"):
+        LLM("tiny", random_weights=True, device="cpu", speculative=Speculation())

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ _NUM_TOKENS_HELP = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Speculation(ABC):
+class Speculation:
     """Where drafts come from, and how many. Derive from it for drafts of your own.
 
     ``num_tokens``: drafts per request and step; or by batch size, as in {8: 4, 32: 2}: 4 in steps
@@ -70,9 +69,12 @@ class Speculation(ABC):
         """
         return self
 
-    @abstractmethod
     def build(self, context: ProposerContext) -> Proposer:
         """Allocate what it needs on the device. Called on what ``load`` returns."""
+        raise ConfigError(
+            f"{type(self).__name__} has no build(), which makes its proposer; define it, or "
+            "return from load() an object that has one"
+        )
 
     def num_drafts(self, max_num_seqs: int) -> tuple[int, ...]:
         """Drafts per request, by the number of requests in a step, from 0 on."""
