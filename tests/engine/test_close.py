@@ -46,18 +46,26 @@ def used():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
+def exhaust(sizes, errors):
+    hog = None
+    for size in sizes:
+        try:
+            while size:
+                hog = hog, bytearray(size)
+            while True:
+                hog = hog, None, None, None
+        except MemoryError as error:
+            errors[next(slots)] = error  # freed, it would leave room for an object or two
+
 # Nothing below takes memory, not even an integer: failures must be those of close().
-sizes = [2**n for n in range(20, 3, -1) if 2**n >= smallest]
+sizes = [2**n for n in range(20, 3, -1) if 2**n >= smallest] + [0] * (smallest == 16)
+errors, slots = [None] * len(sizes), iter(range(len(sizes)))
 unlimited = 2 * (resource.RLIM_INFINITY,)
-before, hog = used(), None
+close = closed.close  # a bound method is an object
+before = used()
 resource.setrlimit(resource.RLIMIT_AS, (before, resource.RLIM_INFINITY))
-for size in sizes:
-    try:
-        while True:
-            hog = hog, bytearray(size)
-    except MemoryError:
-        pass
-closed.close()
+exhaust(sizes, errors)
+close()
 resource.setrlimit(resource.RLIMIT_AS, unlimited)
 sys.stdout.write(f"{before - used()}")
 sys.stdout.flush()

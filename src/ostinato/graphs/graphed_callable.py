@@ -305,7 +305,9 @@ class GraphedCallable(Owner, Generic[P, R]):
         if self._closed:
             return
         self._closed = True
-        self.forget()
+        # Not self.forget(): with a __getattr__, that makes an object, and there may be no memory
+        # left for one.
+        GraphedCallable.forget(self)
 
     def forget(self) -> None:
         """Drop graphs, buffers and, if it is ours, the pool; the next call starts from scratch."""
