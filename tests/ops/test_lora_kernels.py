@@ -71,7 +71,7 @@ def expected(
     slots=st.lists(st.integers(NO_SLOT, 3), min_size=1, max_size=70),
     inner=st.integers(1, 1100),
     widths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
-    rank=st.sampled_from([16, 32]),
+    rank=st.sampled_from([16, 32, 256]),
     dtype=st.sampled_from([torch.float32, torch.float16]),
     spare=st.integers(0, 2),
 )

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+LARGE_TILE = tl.constexpr(4096)  # values of a tile of small results
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def lora_shrink_kernel(
@@ -75,9 +77,13 @@ def _sum_of_splits(
     """[BLOCK_M, RANK] of a part; zeros for rows that are not ``wanted``."""
     place = small + (row[:, None] * PARTS + part) * RANK + tl.arange(0, RANK)[None, :]
     total = tl.load(place, mask=wanted[:, None], other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        step = split * num_rows * PARTS * RANK
-        total += tl.load(place + step, mask=wanted[:, None], other=0.0)
+    step = num_rows * PARTS * RANK
+    if RANK <= 64 or row.shape[0] * RANK < LARGE_TILE:  # all splits are in flight at once
+        for split in tl.static_range(1, SPLITS):
+            total += tl.load(place + split * step, mask=wanted[:, None], other=0.0)
+    else:  # they would not fit into registers
+        for split in tl.range(1, SPLITS, loop_unroll_factor=3):
+            total += tl.load(place + split * step, mask=wanted[:, None], other=0.0)
     return total
 
 
