@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from ostinato import CapturePlan, CUDAGraphMode, GraphConfig, SuffixDrafts
+from ostinato import CapturePlan, CUDAGraphMode, DraftModel, GraphConfig, SuffixDrafts
 from ostinato.attention import triton_paged
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.config import EngineConfig
@@ -111,6 +113,53 @@ def test_it_asks_for_the_kernels_of_drafts(mode: str, monkeypatch: pytest.Monkey
     query_lens = {dict(constants).get("QUERY_LEN") for _, constants in captured.kernels}
     assert query_lens >= {1, 3, 7}
     assert captured.kernels <= ahead.kernels
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_AND_FULL"])
+def test_it_asks_for_the_kernels_of_a_draft_model(mode: str, tmp_path: Path) -> None:
+    """A draft model reads prompts too, with kernels for its own heads."""
+    LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+    ).save_pretrained(tmp_path)
+    config = EngineConfig(
+        model="tiny",
+        random_weights=True,
+        device="cpu",
+        dtype="bfloat16",
+        attention=TritonPagedAttention(),
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=128,
+        kv_cache_memory_bytes=2**22,
+        show_progress=False,
+        speculative=DraftModel(model=str(tmp_path), random_weights=True, num_tokens=2),
+        graphs=GraphConfig(mode=mode, capture_sizes=[4, 12, 32]),
+    )
+    read, ahead = Asked(), Asked()
+    runner, _ = startup.build_runner(config, startup.load(config))
+    memory = runner.memory
+    metadata = memory.metadata(
+        num_reqs=4,
+        num_tokens=64,
+        max_query_len=16,
+        max_seq_len=128,
+        selected=False,
+        uniform_decode=False,
+    )
+    with without_running(read):
+        draft_sampling.read_step(memory, metadata)
+    with without_running(ahead):
+        request_kernels(runner.model, runner.plan, memory)
+    runner.close()
+    assert "attend_kernel" in {name for name, _ in read.kernels}
+    assert read.kernels <= ahead.kernels
 
 
 def asked_for(config: EngineConfig) -> tuple[Asked, Asked]:

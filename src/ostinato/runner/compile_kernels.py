@@ -22,6 +22,7 @@ from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.models.base import CausalLM
 from ostinato.ops.triton.compile_ahead import can_compile_ahead, compiling_ahead
 from ostinato.runner.decode_step import decode_step
+from ostinato.runner.draft_sampling import read_step
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.model_graphs import kernels_of, prepare_batch
 from ostinato.runner.step_memory import StepMemory
@@ -88,6 +89,7 @@ def request_kernels(model: CausalLM, plan: CapturePlan, memory: StepMemory) -> N
                     assert inputs.input_ids is not None
                     hidden = model.forward(inputs.input_ids, inputs.positions)
                     model.compute_logits(hidden[: inputs.num_reqs])
+                    read_step(memory, batch.attn_metadata)  # by a draft model
 
 
 def _entries(model: CausalLM, plan: CapturePlan) -> Iterator[PlanEntry]:
