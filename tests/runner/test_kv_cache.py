@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,15 +13,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
 
-from ostinato import ConfigError, GraphConfig
+from ostinato import ConfigError, DraftModel, GraphConfig
 from ostinato.attention.base import AttentionSpec
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.config import EngineConfig
+from ostinato.graphs.capture.tree import tensors_in
+from ostinato.loading.load import load_model
 from ostinato.runner import startup
 from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
 from ostinato.runner.startup import kv_cache_budget, plan_graphs
 
+CPU = torch.device("cpu")
 # Two layers that differ, with values narrower than keys.
 SPECS = [
     AttentionSpec(layer=0, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, scale=1.0),
@@ -170,3 +178,67 @@ def test_graphs_of_mixed_batches_take_memory_for_their_outputs(
     # The same number of graphs; the largest has 64 tokens.
     assert budgets["FULL_AND_PIECEWISE"] < budgets["NONE"] - 64_000
     assert budgets["FULL_AND_FULL"] == budgets["FULL_AND_PIECEWISE"] - 64 * 32 * 2
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the bytes of tensors made inside, as torch does on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tensors_in((args, kwargs))}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in given:
+                self.count(storage.nbytes())
+                weakref.finalize(storage, self.count, -storage.nbytes())
+        return result
+
+    def count(self, num_bytes: int) -> None:
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+
+    def reset(self, _device: torch.device) -> None:
+        self.peak = self.now
+
+
+@pytest.mark.slow
+def test_a_draft_model_needs_memory_to_read_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = 8192
+    sizes = {"hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    LlamaConfig(
+        vocab_size=512, intermediate_size=wide, num_hidden_layers=1, **sizes
+    ).save_pretrained(tmp_path)
+    drafts = DraftModel(model=str(tmp_path), random_weights=True, num_tokens=2)
+    config = EngineConfig(
+        model="tiny",
+        random_weights=True,
+        device="cpu",
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        max_model_len=128,
+        speculative=drafts,
+    )
+    model = startup.load(config).model
+    backend, load = TorchPagedAttention(), partial(load_model, device=CPU, dtype=torch.float32)
+    plan = plan_graphs(config, CPU, backend, selects_tokens=False).model
+    live = LiveMemory()
+    for name, measured in (
+        ("reset_peak_memory_stats", live.reset),
+        ("memory_allocated", lambda _: live.now),
+        ("max_memory_allocated", lambda _: live.peak),
+    ):
+        monkeypatch.setattr(torch.cuda, name, measured)
+    with live:
+        alone, both = (
+            startup.activation_bytes(model, plan, 64, config, backend, speculation)
+            for speculation in (None, drafts.load(model, load))
+        )
+    gate_and_up = 64 * 2 * wide * 4
+    assert alone < gate_and_up
+    assert gate_and_up < both < 3 * gate_and_up

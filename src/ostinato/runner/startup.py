@@ -37,10 +37,11 @@ from ostinato.ops.triton.compile_ahead import triton_starting
 from ostinato.parallel.context_parallel import ContextParallelAttention
 from ostinato.parallel.context_part import ContextPart
 from ostinato.runner.compile_kernels import compile_kernels
-from ostinato.runner.input_buffers import InputBuffers
-from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
+from ostinato.runner.draft_sampling import read_step
+from ostinato.runner.kv_cache import CacheSize, bytes_per_block, size_cache
 from ostinato.runner.model_runner import ModelRunner
 from ostinato.runner.small_batch_model import SmallBatchModel
+from ostinato.runner.step_memory import StepMemory
 
 if TYPE_CHECKING:
     from ostinato.parallel.rank_context import RankContext
@@ -192,7 +193,9 @@ def build_runner(
     specs = [*model.attention_specs, *(speculation.attention_specs if speculation else ())]
     per_block = bytes_per_block(specs, config.block_size, model.dtype)
     reserved = 0 if images is None else images.reserved_bytes
-    budget = kv_cache_budget(config, model, plans, backend, reserved=reserved)
+    budget = kv_cache_budget(
+        config, model, plans, backend, reserved=reserved, speculation=speculation
+    )
     cache = size_cache(
         budget if rank_context is None else rank_context.least(budget),
         bytes_per_block=per_block,
@@ -356,6 +359,7 @@ def kv_cache_budget(
     backend: AttentionBackend,
     *,
     reserved: int = 0,
+    speculation: Speculation | None = None,
 ) -> int:
     """Bytes for the KV cache: as configured, or the CUDA memory left by weights, steps, graphs.
 
@@ -368,7 +372,7 @@ def kv_cache_budget(
     plan = plans.model
     most = plan.padded_tokens(plan.max_num_batched_tokens)
     # Also where every batch has a graph: the largest one is warmed up before its capture allocates.
-    eager = activation_bytes(model, plan, most, config, backend) + reserved
+    eager = activation_bytes(model, plan, most, config, backend, speculation) + reserved
     graphs = 0
     # A second model captures into the same pool, and its activations are no larger.
     entries = [*plan.entries, *(plans.shift.entries if plans.shift is not None else ())]
@@ -397,8 +401,12 @@ def activation_bytes(
     num_tokens: int,
     config: EngineConfig,
     backend: AttentionBackend,
+    speculation: Speculation | None = None,
 ) -> int:
-    """The peak memory of an eager step of ``num_tokens``, including logits."""
+    """The peak memory of an eager step of ``num_tokens``, including logits.
+
+    With ``speculation``, a draft model reads the step's tokens too.
+    """
     part = _part_of(backend)
     cache = CacheSize(
         num_blocks=1,
@@ -406,20 +414,8 @@ def activation_bytes(
         max_model_len=config.max_model_len or model.max_position,
         part=part,
     )
-    kv_cache = KVCache(
-        model.attention_specs,
-        num_blocks=1,
-        block_size=config.block_size,
-        dtype=model.dtype,
-        device=model.device,
-    )
-    buffers = InputBuffers(
-        max_num_seqs=plan.max_num_seqs,
-        max_num_tokens=plan.padded_tokens(plan.max_num_batched_tokens),
-        cache=cache,
-        device=model.device,
-        mrope=model.uses_mrope,
-    )
+    memory = StepMemory.allocate(model, plan, cache, backend, speculation)
+    buffers = memory.buffers
     entry = PlanEntry(
         mode=CUDAGraphMode.FULL,
         descriptor=BatchDescriptor(
@@ -433,14 +429,12 @@ def activation_bytes(
         entry, plan, buffers.tokens, max_model_len=cache.max_model_len
     )
     inputs.seq_lens.clamp_(max=cache.max_model_len)
-    metadata = buffers.metadata(
+    metadata = memory.metadata(
         num_reqs=inputs.num_reqs,
         num_tokens=num_tokens,
         max_query_len=inputs.max_query_len,
         max_seq_len=cache.max_model_len,
-        kv_cache=kv_cache,
-        backend=backend,
-        selected=model.selects_tokens,
+        selected=True,
         uniform_decode=inputs.num_reqs == num_tokens,
     )
     torch.cuda.reset_peak_memory_stats(model.device)
@@ -450,5 +444,6 @@ def activation_bytes(
     with context, model.few_layers():
         hidden = model.forward(inputs.input_ids, inputs.positions)
     num_sampled = inputs.num_reqs * plan.decode_query_lens[-1]
-    model.compute_logits(hidden[:num_sampled])
+    _logits = model.compute_logits(hidden[:num_sampled])  # kept, as in a step
+    read_step(memory, metadata)
     return torch.cuda.max_memory_allocated(model.device) - before
