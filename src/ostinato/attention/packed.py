@@ -51,7 +51,8 @@ class PackedBatch:
         self.num_tokens = sum(self.lengths)
         self.max_len = max(self.lengths)
         starts = list(accumulate(self.lengths, initial=0))
-        self.starts = torch.tensor(starts, dtype=torch.int32, device=device)  # and the end
+        # And the end. From pageable memory: staged at once, so the host does not wait for a GPU.
+        self.starts = torch.tensor(starts, dtype=torch.int32).to(device, non_blocking=True)
         self._masks: dict[tuple[int, PackedSpec], torch.Tensor] = {}
 
     def attend(
