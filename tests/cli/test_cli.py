@@ -247,6 +247,12 @@ def test_explain_a_step_with_drafts(ostinato: Run) -> None:
     assert "query_len=5" in answer["key"]
 
 
+def test_explain_a_step_with_images(ostinato: Run) -> None:
+    batch = ["--tokens", "30", "--reqs", "1", "--device", "cpu", "--patches", "100"]
+    answer = ostinato("explain", *batch, "--json").json
+    assert answer["images"] == "100 patches, PIECEWISE graph of 256 patches"
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -22,7 +22,8 @@ from tiny_vision import (
     tokens_of,
 )
 
-from ostinato import LLM, CUDAGraphMode
+from ostinato import LLM, BatchError, CUDAGraphMode
+from ostinato.engine.explain import explain_batch
 from ostinato.graphs.policy.descriptor import Reason
 from ostinato.vision.prompt_images import ImagePatches, place_images
 from ostinato.vision.vision_runner import VisionRunner
@@ -123,6 +124,33 @@ def test_reasons_to_encode_eagerly(
         assert runner_of(llm).stats.eager == {reason: 1}
         graphs = [entry.mode for entry in runner_of(llm).plan.entries]
         assert graphs == [CUDAGraphMode.PIECEWISE] * len(options.get("vision_capture_sizes", ()))
+
+
+def test_explain_says_how_images_run(saved: Saved) -> None:
+    path, _ = saved("qwen2_vl")
+    seen = set()
+    for sizes in ([30, 110], []):
+        options = {"vision_capture_sizes": sizes}
+        with open_vision(path, graph_options=options) as llm, torch.inference_mode():
+            stats = runner_of(llm).stats
+            for image in map(patches_of, PICTURES):
+                stats.reset()
+                runner_of(llm).encode([image])
+                count = image.pixels.shape[0]
+                answer = explain_batch(llm.config, num_tokens=9, num_reqs=1, num_patches=count)
+                how = [
+                    *(f"PIECEWISE graph of {key.num_tokens} patches" for key in stats.replays),
+                    *(f"eagerly: {reason.value}" for reason in stats.eager),
+                ]
+                assert [answer["images"]] == [f"{count} patches, {each}" for each in how]
+                assert answer["vision_sizes"] == sorted(
+                    entry.descriptor.num_tokens for entry in runner_of(llm).plan.entries
+                )
+                seen.add(*how)
+    assert len(seen) == 4  # two graphs, too large, none
+    assert "images" not in explain_batch(llm.config, num_tokens=9, num_reqs=1)
+    with pytest.raises(BatchError, match="num_patches is -1"):
+        explain_batch(llm.config, num_tokens=9, num_reqs=1, num_patches=-1)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

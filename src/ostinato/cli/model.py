@@ -126,6 +126,7 @@ def explain(
         int | None, typer.Option(help="Most tokens in one request. Default: an even split.")
     ] = None,
     adapters: Annotated[int, typer.Option(help="Different LoRA adapters in the batch.")] = 0,
+    patches: Annotated[int, typer.Option(help="Patches of images to encode first.")] = 0,
     config: EngineConfig,
     as_json: options.Json = False,
 ) -> None:
@@ -138,6 +139,7 @@ def explain(
         num_reqs=reqs,
         max_query_len=max_query_len,
         num_active_loras=adapters,
+        num_patches=patches,
     )
     if as_json:
         sys.stdout.write(json.dumps(explanation) + "\n")

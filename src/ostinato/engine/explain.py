@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ostinato.attention import create_attention
@@ -10,8 +11,12 @@ from ostinato.errors import BatchError
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.runner.sampler_graphs import SamplerLaunch
 from ostinato.runner.startup import plan_graphs
+from ostinato.vision.vision_plan import images_shape, plan_vision
+
+_PATCHES_PER_TOKEN = 4  # in all families so far
 
 
 def explain_batch(
@@ -21,8 +26,12 @@ def explain_batch(
     num_reqs: int,
     max_query_len: int | None = None,
     num_active_loras: int = 0,
+    num_patches: int = 0,
 ) -> dict[str, Any]:
-    """What dispatch chooses for one batch once the whole plan is captured."""
+    """What dispatch chooses for one batch once the whole plan is captured.
+
+    ``num_patches``: of the batch's images that are not encoded yet; they are encoded first.
+    """
     if num_tokens < 1 or not 1 <= num_reqs <= num_tokens:
         raise BatchError(
             f"num_tokens is {num_tokens} and num_reqs is {num_reqs}, but every request has at "
@@ -40,15 +49,14 @@ def explain_batch(
             f"the batch has {num_active_loras} adapters, but at most {config.num_lora_slots} are "
             "loaded (enable_lora, max_loras)"
         )
+    if num_patches < 0:
+        raise BatchError(f"num_patches is {num_patches}; give 0 or more")
     device = config.torch_device()
     backend = create_attention(config.attention, device)
     swiftkv = config.swiftkv_layers is not None
     plans = plan_graphs(config, device, backend, selects_tokens=swiftkv)
     plan, resolved = plans.for_batch(num_tokens), plans.resolved
-    dispatcher = Dispatcher(plan)
-    for entry in plan.entries:
-        dispatcher.mark_captured(entry)
-    choice = dispatcher.dispatch(BatchShape(num_tokens, num_reqs, longest, num_active_loras))
+    choice = _choice(plan, BatchShape(num_tokens, num_reqs, longest, num_active_loras))
     fits = num_tokens <= plan.max_num_batched_tokens and num_reqs <= plan.max_num_seqs
     limits = (
         f"a step takes at most {plan.max_num_batched_tokens} tokens (max_num_batched_tokens) and "
@@ -75,7 +83,26 @@ def explain_batch(
         answer["mixed_sizes"] = list(plan.mixed_sizes)
     if plans.shift:
         answer["model"] = "shift" if plan is plans.shift else "base"
+    if num_patches:
+        answer |= _how_images_run(config.vision_capture_sizes(device), num_patches)
     return answer
+
+
+def _choice(plan: CapturePlan, shape: BatchShape) -> Choice:
+    dispatcher = Dispatcher(plan)
+    for entry in plan.entries:
+        dispatcher.mark_captured(entry)
+    return dispatcher.dispatch(shape)
+
+
+def _how_images_run(sizes: Sequence[int], num_patches: int) -> dict[str, Any]:
+    """How the vision encoder runs images of ``num_patches`` in one batch."""
+    plan = plan_vision(sizes, merge=_PATCHES_PER_TOKEN)
+    choice = _choice(plan, images_shape(num_patches, 1))
+    how = f"eagerly: {choice.reason.value}"
+    if choice.mode is not CUDAGraphMode.NONE:
+        how = f"{choice.mode.name} graph of {choice.padded_num_tokens} patches"
+    return {"images": f"{num_patches} patches, {how}", "vision_sizes": list(plan.sizes)}
 
 
 def _how_it_samples(choice: Choice) -> str:

@@ -18,13 +18,13 @@ from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.manager import CudaGraphManager, PreparedBatch
-from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
-from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.policy.plan import PlanEntry
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.models.hf.vision import HFVisionEncoder, VisionInputs
 from ostinato.vision.prompt_images import ImagePatches
+from ostinato.vision.vision_plan import images_shape, plan_vision
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +45,8 @@ class VisionRunner:
         show_progress: bool = True,
     ) -> None:
         self.encoder = encoder
-        # Whole tokens; two sizes may become one.
-        rounded = sorted({-(-size // encoder.merge) * encoder.merge for size in sizes})
-        self._largest = max(rounded, default=0)
-        limit = max(self._largest, 1)
-        self.plan = CapturePlan.build(
-            CUDAGraphMode.PIECEWISE if rounded else CUDAGraphMode.NONE,
-            rounded,
-            max_num_seqs=limit,
-            max_num_batched_tokens=limit,
-        )
+        self.plan = plan_vision(sizes, merge=encoder.merge)
+        self._largest = max(self.plan.sizes, default=0)
         self.inputs = encoder.empty_inputs(self._largest)
         self.pool = GraphPool(encoder.device)
         self.manager: CudaGraphManager[int, torch.Tensor] = CudaGraphManager(
@@ -101,9 +93,7 @@ class VisionRunner:
         pixels = torch.cat([image.pixels for image in pack])
         grids = [image.grid for image in pack]
         num_patches = pixels.shape[0]
-        choice = self.manager.dispatch(
-            BatchShape(num_patches, len(pack), num_patches, has_prompts=True)
-        )
+        choice = self.manager.dispatch(images_shape(num_patches, len(pack)))
         self.stats.record(choice, num_patches)
         given, device = self.encoder.inputs(pixels, grids), self.encoder.device
         if device.type == "cuda":  # copies of this size from other memory wait for the device
