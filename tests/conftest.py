@@ -30,6 +30,9 @@ settings.load_profile("ostinato")
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 GPU_TESTS = Path(__file__).parent / "gpu"
+# Images are an optional part of the package.
+_WITH_IMAGES = ["vision/*", "gpu/test_images_gpu.py", "project/test_docs.py"]
+collect_ignore_glob = [] if find_spec("PIL") else _WITH_IMAGES
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
