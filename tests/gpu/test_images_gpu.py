@@ -37,20 +37,22 @@ def test_graphs_compute_what_eager_does(name: str, tmp_path: Path) -> None:
         rows, logits = rows_of(llm), logits_of(llm)
     for mode in ("FULL_AND_FULL", "PIECEWISE"):
         with open_vision(tmp_path, mode, **options, graph_options=sizes) as llm:
-            close(rows_of(llm), rows)
-            close(logits_of(llm), logits)
+            close(rows_of(llm), rows, 0.04)
+            close(logits_of(llm), logits, 0.08)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                close(logits_of(llm), logits)
+                close(logits_of(llm), logits, 0.08)
             assert runner_of(llm).stats.hits > 0
             assert not runner_of(llm).stats.misses
             assert not llm.engine.runner.stats.misses
 
 
-def close(values: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+def close(values: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
+    """Padding changes the kernels and so the rounding, by which rows are 1% and logits 3% off
+    float32. Another picture changes logits by 30% or more, and positions in a row by 18%."""
     for ours, theirs in zip(values, expected, strict=True):
-        assert (ours - theirs).abs().max() <= 0.03 * theirs.abs().max()
+        assert (ours - theirs).norm() <= tolerance * theirs.norm()
 
 
 @torch.inference_mode()
