@@ -39,12 +39,8 @@ def triton_paged_attention(
     """Store ``key`` and ``value``, attend over the cache, and write all of ``out``."""
     if query.shape[0] == 0:
         return
-    from ostinato.attention.triton.store_kv import store_kv
-
-    # The kernels assume that a row's elements are adjacent.
-    query, key, value = (_rows_in_one_piece(tensor) for tensor in (query, key, value))
-    store_kv(key, value, batch)
-    _attend(query, batch)
+    store_heads(key, value, batch)
+    _attend(_rows_in_one_piece(query), batch)
 
 
 def triton_qkv_attention(
@@ -56,7 +52,7 @@ def triton_qkv_attention(
     """
     if qkv.shape[0] == 0:
         return
-    qkv = qkv if qkv.stride(1) == 1 else qkv.contiguous()
+    qkv = _rows_in_one_piece(qkv)
     if batch.uniform_decode:
         shape = BatchShape.of(batch, num_sms(qkv.device))
         if not streams_decode(shape) or not _fits_hopper_kernels(qkv, batch):
@@ -64,15 +60,55 @@ def triton_qkv_attention(
 
             decode_attention(qkv, positions, rotary, batch, decode_tile_config(shape))
             return
-    from ostinato.attention.triton.rotary_store import rotary_store
-
-    query = rotary_store(qkv, positions, rotary, batch)
+    query = store_qkv(qkv, positions, rotary, batch)
     if batch.uniform_decode:
         from ostinato.attention.triton.stream_decode import stream_decode
 
         stream_decode(query, batch)
     else:
         _attend(query, batch)
+
+
+def triton_part_attention(
+    query: torch.Tensor,
+    batch: PagedBatch,
+    local_seq_lens: torch.Tensor,
+    part: tuple[int, int, int],
+) -> None:
+    """Attend over the keys of ``part`` (size, rank, interleave) of the batch's, which are stored.
+
+    ``local_seq_lens`` [R] counts them. Rows of ``batch.out``, in float32, have room for one number
+    behind their values: the log-sum-exp of the scores. Where a query sees no key of this part that
+    is -inf, and values may not be written. Rows of padding are not written.
+    """
+    if batch.seq_lens.shape[0] == 0:
+        return
+    shape = BatchShape.of(batch, num_sms(query.device))
+    streams = batch.uniform_decode and batch.window is None and shape.group <= STREAM_GROUP
+    if streams and _fits_hopper_kernels(query, batch):
+        from ostinato.attention.triton.stream_decode import stream_decode
+
+        stream_decode(query.contiguous(), batch._replace(seq_lens=local_seq_lens), lse=True)
+        return
+    from ostinato.attention.triton.paged_attention import paged_attention
+
+    paged_attention(_rows_in_one_piece(query), batch, tile_config(shape), part)
+
+
+def store_heads(key: torch.Tensor, value: torch.Tensor, batch: PagedBatch) -> None:
+    """Store the new keys and values, and write zeros to the rows of ``out`` that are padding."""
+    from ostinato.attention.triton.store_kv import store_kv
+
+    store_kv(_rows_in_one_piece(key), _rows_in_one_piece(value), batch)
+
+
+def store_qkv(
+    qkv: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding, batch: PagedBatch
+) -> torch.Tensor:
+    """The same from the raw QKV; returns the queries [T, num_heads, head_dim]."""
+    from ostinato.attention.triton.rotary_store import rotary_store
+
+    return rotary_store(_rows_in_one_piece(qkv), positions, rotary, batch)
 
 
 def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
@@ -116,7 +152,8 @@ def _fits_hopper_kernels(query: torch.Tensor, batch: PagedBatch) -> bool:
 
 
 def _rows_in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+    """The kernels assume that a row's elements are adjacent."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 _operator = define(

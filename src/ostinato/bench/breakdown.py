@@ -22,6 +22,7 @@ KERNELS = {
     "best_of_chunk_kernel": SMALL,
     "collect_candidates_kernel": SMALL,
     "combine_kernel": ATTENTION,
+    "combine_ranks_kernel": ATTENTION,
     "copy_logits_kernel": SMALL,
     "count_tokens_kernel": SMALL,
     "decode_kernel": ATTENTION,

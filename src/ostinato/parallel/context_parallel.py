@@ -8,6 +8,8 @@ tables written, as for one large cache. The inputs of a step have the slots of t
 To attend, the ranks exchange queries, each computes all heads of the group over its own keys, with
 the log-sum-exp of the scores, and the results are combined by that. A query sees the keys up to its
 own position, whichever rank has them, so batches with prompts work like decode batches.
+
+This is the reference, with torch operators alone; ``triton_context_parallel`` has the kernels.
 """
 
 from __future__ import annotations

@@ -239,7 +239,12 @@ def _attention(
         )
     group = rank_context.layout.context_group(rank_context.rank)
     comm = rank_context.comm_of(group)
-    return ContextParallelAttention(comm, config.dcp_kv_cache_interleave_size)
+    attention: type[ContextParallelAttention] = ContextParallelAttention
+    if create_attention(config.attention, model.device).name == "triton":
+        from ostinato.parallel.triton_context_parallel import TritonContextParallelAttention
+
+        attention = TritonContextParallelAttention
+    return attention(comm, config.dcp_kv_cache_interleave_size)
 
 
 def _part_of(backend: AttentionBackend) -> ContextPart | None:

@@ -5,6 +5,9 @@
 ``store_kv`` is launched without overlap, so all that came before it is done when the kernel here
 starts. ``rotary_store``, which may run instead, is launched with overlap, so queries are read after
 the wait.
+
+The cache may hold a part of the keys (``parallel.context_part``). Results of parts are weighted by
+the log-sum-exp of their scores, which is written behind the values of each row.
 """
 
 from __future__ import annotations
@@ -15,7 +18,13 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.triton.softmax import LOG2_E, combine, empty_parts, logits
+from ostinato.attention.triton.softmax import (
+    LOG2_E,
+    combine,
+    empty_parts,
+    log_sum_exp,
+    logits,
+)
 from ostinato.attention.triton.tile_config import TileConfig, padded_row
 from ostinato.ops.triton.launch import launch, overlap
 
@@ -37,6 +46,22 @@ def _find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
         first_tile = (start + request * (BLOCK_Q - 1)) // BLOCK_Q
         count += tl.sum((there & (first_tile <= tile)).to(tl.int32), axis=0)
     return count - 1
+
+
+@triton.jit
+def _num_own(count, SIZE: tl.constexpr, RANK: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """How many of the first ``count`` keys are in this part."""
+    count = tl.maximum(count, 0)
+    rest = count % (SIZE * INTERLEAVE) - RANK * INTERLEAVE
+    return count // (SIZE * INTERLEAVE) * INTERLEAVE + tl.minimum(tl.maximum(rest, 0), INTERLEAVE)
+
+
+@triton.jit
+def _position_of(key, SIZE: tl.constexpr, RANK: tl.constexpr, INTERLEAVE: tl.constexpr):
+    """The position of this part's key number ``key``."""
+    if SIZE > 1:
+        key = (key // INTERLEAVE * SIZE + RANK) * INTERLEAVE + key % INTERLEAVE
+    return key
 
 
 @triton.jit(do_not_specialize=["num_reqs", "max_keys", "num_splits"])
@@ -80,13 +105,20 @@ def attend_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
+    LSE: tl.constexpr,
+    SIZE: tl.constexpr,
+    RANK: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per tile of at most BLOCK_Q queries of one request, KV head, and split of keys.
 
     The rows of its matrices are queries x the heads that share the KV head. Request r's tiles start
     at (query_start_loc[r] + r * (BLOCK_Q - 1)) // BLOCK_Q, which leaves each the tiles it needs.
-    With SPLIT the part of the softmax goes to ``partial_...`` [T, heads, splits], else to ``out``.
+    With SPLIT the part of the softmax goes to ``partial_...`` [T, heads, splits], else to ``out``,
+    and with LSE the log-sum-exp of the scores to the column behind the values.
+
+    SIZE > 1: the cache has the keys of part RANK of SIZE, and lengths are of the whole.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -130,6 +162,9 @@ def attend_kernel(
     first = 0
     if window is not None:
         first = tl.maximum(tl.maximum(context + first_query, 0) - window + 1, 0)
+    if SIZE > 1:  # from here on keys are counted as this part has them
+        first = _num_own(first, SIZE, RANK, INTERLEAVE)
+        last = _num_own(last + 1, SIZE, RANK, INTERLEAVE) - 1
     begin = first // BLOCK_N * BLOCK_N
     end = last + 1
     if SPLIT:
@@ -139,12 +174,12 @@ def attend_kernel(
 
     request_table = block_table + request.to(tl.int64) * table_stride
     for first_key in range(begin, end, BLOCK_N):
-        key_position = first_key + tl.arange(0, BLOCK_N)
+        key = first_key + tl.arange(0, BLOCK_N)
         # Other entries of the table, and other slots, may hold anything.
-        seen = (key_position >= first) & (key_position <= last)
-        block = tl.load(request_table + key_position // BLOCK_SIZE, mask=seen, other=0)
+        seen = (key >= first) & (key <= last)
+        block = tl.load(request_table + key // BLOCK_SIZE, mask=seen, other=0)
         block = block.to(tl.int64)
-        offset = key_position % BLOCK_SIZE
+        offset = key % BLOCK_SIZE
         k_seen = seen[:, None]
         v_seen = seen[:, None]
         if HEAD_PAD != HEAD_DIM:
@@ -160,7 +195,7 @@ def attend_kernel(
 
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         scores = logits(scores, scale, soft_cap)
-        distance = position[:, None] - key_position[None, :]
+        distance = position[:, None] - _position_of(key, SIZE, RANK, INTERLEAVE)[None, :]
         visible = distance >= 0
         if window is not None:
             visible = visible & (distance < window)
@@ -187,14 +222,27 @@ def attend_kernel(
         values = values / tl.where(total > 0.0, total, 1.0)[:, None]
         target = out + (token * out_token_stride + head * out_head_stride)[:, None] + e[None, :]
         tl.store(target, values.to(out.dtype.element_ty), mask=there)
+        if LSE:
+            row_end = out + token * out_token_stride + head * out_head_stride + VALUE_DIM
+            tl.store(row_end, log_sum_exp(highest, total), mask=owned)
 
 
-def paged_attention(query: torch.Tensor, batch: PagedBatch, config: TileConfig) -> None:
-    """Attend over what is in the cache, and write all rows of ``batch.out`` but padding."""
+def paged_attention(
+    query: torch.Tensor,
+    batch: PagedBatch,
+    config: TileConfig,
+    part: tuple[int, int, int] | None = None,
+) -> None:
+    """Attend over what is in the cache, and write all rows of ``batch.out`` but padding.
+
+    ``part`` (size, rank, interleave): the cache has these keys of all that ``batch.seq_lens``
+    counts, and the log-sum-exp goes behind the values: rows of ``out``, in float32, must have room.
+    """
     key_cache, value_cache, out, query_start_loc, seq_lens, block_table = batch[:6]
     num_tokens, num_heads, value_dim = out.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     num_splits = config.num_splits
+    size, rank, interleave = part or (1, 0, 1)
     parts = None
     if num_splits > 1:
         parts = empty_parts(num_tokens * num_heads * num_splits, value_dim, out.device)
@@ -217,7 +265,7 @@ def paged_attention(query: torch.Tensor, batch: PagedBatch, config: TileConfig) 
             batch.window,
             batch.soft_cap,
             query_start_loc.shape[0] - 1,
-            block_table.shape[1] * block_size,
+            block_table.shape[1] * block_size * size,
             num_splits,
             *query.stride()[:2],
             *key_cache.stride()[:3],
@@ -236,9 +284,13 @@ def paged_attention(query: torch.Tensor, batch: PagedBatch, config: TileConfig) 
         BLOCK_Q=config.block_q,
         BLOCK_N=config.block_n,
         SPLIT=parts is not None,
+        LSE=part is not None,
+        SIZE=size,
+        RANK=rank,
+        INTERLEAVE=interleave,
         **overlap(out.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
     if parts is not None:
-        combine(parts, batch, num_splits)
+        combine(parts, batch, num_splits, lse=part is not None)

@@ -35,6 +35,12 @@ def logits(scores, scale, soft_cap):
 
 
 @triton.jit
+def log_sum_exp(highest, total):
+    """To base e, of logits to base 2; -inf where there is none."""
+    return (highest + tl.log2(tl.where(total > 0.0, total, 1.0))) / LOG2_E
+
+
+@triton.jit
 def combine_parts(
     partial_values,
     partial_highest,
@@ -94,9 +100,13 @@ def combine_kernel(
     VALUE_DIM: tl.constexpr,
     VALUE_PAD: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    LSE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One program per token and head: the softmax over all splits, to ``out``."""
+    """One program per token and head: the softmax over all splits, to ``out``.
+
+    With LSE the log-sum-exp goes to the column behind the values.
+    """
     if OVERLAP:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
@@ -120,6 +130,9 @@ def combine_kernel(
     values = tl.sum(values * weights[:, None], axis=0) / tl.where(total > 0.0, total, 1.0)
     target = out + token * out_token_stride + head * out_head_stride + e
     tl.store(target, values.to(out.dtype.element_ty), mask=e < VALUE_DIM)
+    if LSE:
+        row_end = out + token * out_token_stride + head * out_head_stride + VALUE_DIM
+        tl.store(row_end, log_sum_exp(base, total))
 
 
 def empty_parts(num_parts: int, value_dim: int, device: torch.device) -> Parts:
@@ -129,8 +142,11 @@ def empty_parts(num_parts: int, value_dim: int, device: torch.device) -> Parts:
     return values, highest, total
 
 
-def combine(parts: Parts, batch: PagedBatch, num_splits: int) -> None:
-    """Combine parts [T, num_heads, num_splits] of every token of a request into ``batch.out``."""
+def combine(parts: Parts, batch: PagedBatch, num_splits: int, *, lse: bool = False) -> None:
+    """Combine parts [T, num_heads, num_splits] of every token of a request into ``batch.out``.
+
+    ``lse``: the log-sum-exp goes behind the values of each row.
+    """
     out, query_start_loc = batch.out, batch.query_start_loc
     num_tokens, num_heads, value_dim = out.shape
     launch(
@@ -142,6 +158,7 @@ def combine(parts: Parts, batch: PagedBatch, num_splits: int) -> None:
         VALUE_DIM=value_dim,
         VALUE_PAD=padded_row(value_dim),
         NUM_SPLITS=num_splits,
+        LSE=lse,
         **overlap(out.device),
         num_warps=4,
     )

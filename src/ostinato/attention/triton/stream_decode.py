@@ -8,6 +8,9 @@ copies pages to a ring in shared memory, without a pause from one request to the
 group multiplies. Where programs share a request and KV head, each writes its part of the softmax to
 memory and increments a counter; the last to finish combines the parts.
 
+With LSE, the log-sum-exp of a row's scores goes behind its values, for caches that hold a part of
+the keys; that of requests without keys is -inf.
+
 Requests with several queries are left to ``prefill_attention``. Written in Gluon, like that kernel,
 and so tested on the GPU only.
 """
@@ -37,7 +40,7 @@ from ostinato.attention.triton.hopper_pages import (
     mma_layout,
 )
 from ostinato.attention.triton.softmax import empty_parts
-from ostinato.attention.triton.stream_parts import combine_parts, part_of, store_rows
+from ostinato.attention.triton.stream_parts import combine_parts, part_of, store_lse, store_rows
 from ostinato.attention.triton.tile_config import STREAM_GROUP
 from ostinato.ops.triton.counters import take_counters
 from ostinato.ops.triton.launch import launch, next_power_of_2, num_sms, overlap
@@ -256,6 +259,7 @@ def _consume(
     NUM_KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     VALUE_DIM: gl.constexpr,
+    LSE: gl.constexpr,
 ):
     """The softmax over the program's tiles. The first GROUP of 64 rows are queries."""
     out, out_token_stride, out_head_stride = rows
@@ -300,6 +304,10 @@ def _consume(
             target = out + token.to(gl.int64) * out_token_stride + head * GROUP * out_head_stride
             if num == count:
                 store_rows(target, values / total[:, None], out_head_stride, GROUP, VALUE_DIM)
+                if LSE:
+                    factor = 1.0 if soft_cap is not None else scale * LOG2_E
+                    peak = gl.convert_layout(highest * factor, row_layout)
+                    store_lse(target, peak, total, out_head_stride, GROUP, VALUE_DIM)
             else:
                 start = (before + head * count).to(gl.int64)
                 first_program = (((start + 1) * num_programs - 1) // num_tiles).to(gl.int32)
@@ -316,7 +324,7 @@ def _consume(
                 if arrived == last_program - first_program:
                     combine_parts(
                         parts, target, out_head_stride, first_program, last_program,
-                        GROUP, VALUE_DIM, VALUE_PAD,
+                        GROUP, VALUE_DIM, VALUE_PAD, LSE,
                     )  # fmt: skip
             step += num
             segment += 1
@@ -358,6 +366,7 @@ def stream_decode_kernel(
     BLOCK_N: gl.constexpr,
     REQS: gl.constexpr,
     STAGES: gl.constexpr,
+    LSE: gl.constexpr,
     OVERLAP: gl.constexpr,
 ):
     """One program per SM, of which as many work as there are tiles for."""
@@ -373,6 +382,12 @@ def stream_decode_kernel(
     num_programs = gl.minimum(gl.num_programs(0), gl.maximum(num_tiles // MIN_TILES, 1))
     if OVERLAP:
         gdc_wait()  # in every program: the next kernel waits for this one alone
+    if LSE:
+        nothing = gl.full([REQS], float("-inf"), gl.float32, r.type.layout)
+        row_end = out + r.to(gl.int64) * out_token_stride + VALUE_DIM
+        for head in range(program, NUM_KV_HEADS * GROUP, gl.num_programs(0)):
+            keyless = (r < num_reqs) & (count == 0)
+            gl.store(row_end + head * out_head_stride, nothing, mask=keyless)
     if program >= num_programs:
         return
     first, request, before = _begin(program, num_programs, num_tiles, count, end)
@@ -380,7 +395,7 @@ def stream_decode_kernel(
     if last <= first:
         return
 
-    dtype: gl.constexpr = out.dtype.element_ty
+    dtype: gl.constexpr = key_pages.dtype
     q_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HEAD_PAD], dtype)
     k_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HEAD_PAD], dtype)
     v_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, VALUE_PAD], dtype)
@@ -410,7 +425,7 @@ def stream_decode_kernel(
                 _consume,
                 (
                     batch, rows, scoring, parts, counters, line, span,
-                    q_smem, k_smem, v_smem, barriers, NUM_KV_HEADS, GROUP, VALUE_DIM,
+                    q_smem, k_smem, v_smem, barriers, NUM_KV_HEADS, GROUP, VALUE_DIM, LSE,
                 ),
             ),
             (
@@ -427,11 +442,13 @@ def stream_decode_kernel(
     )  # fmt: skip
 
 
-def stream_decode(query: torch.Tensor, batch: PagedBatch) -> None:
+def stream_decode(query: torch.Tensor, batch: PagedBatch, *, lse: bool = False) -> None:
     """Attention of requests with one query and at least one key, to their rows of ``out``.
 
     ``query`` [T, H, D] must be contiguous, and H at most ``STREAM_GROUP`` times the KV heads.
+    ``lse``: of a decode batch; rows of ``out``, in float32, must have room behind their values.
     """
+    assert batch.uniform_decode or not lse, "rows without keys are found by their request"
     key_cache, value_cache, out, query_start_loc, seq_lens, block_table = batch[:6]
     _, num_heads, value_dim = out.shape
     _, block_size, num_kv_heads, head_dim = key_cache.shape
@@ -472,6 +489,7 @@ def stream_decode(query: torch.Tensor, batch: PagedBatch) -> None:
         BLOCK_N=block_n,
         REQS=max(128, next_power_of_2(num_reqs)),
         STAGES=stages,
+        LSE=lse,
         descriptors=(
             describe_rows(query.view(-1, head_dim), STREAM_GROUP),
             describe_pages(key_cache, page),

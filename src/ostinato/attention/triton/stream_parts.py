@@ -7,6 +7,8 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ostinato.attention.triton.hopper_pages import LOG2_E
+
 
 @gluon.jit
 def store_rows(target, values, row_stride, GROUP: gl.constexpr, WIDTH: gl.constexpr):
@@ -17,6 +19,14 @@ def store_rows(target, values, row_stride, GROUP: gl.constexpr, WIDTH: gl.conste
     there = (m < GROUP)[:, None] & (e < WIDTH)[None, :]
     place = target + ((m * row_stride)[:, None] + e[None, :])
     gl.store(place, values.to(target.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def store_lse(target, highest, total, row_stride, GROUP: gl.constexpr, WIDTH: gl.constexpr):
+    """The log-sum-exp of the first GROUP rows, to base e, behind their WIDTH values."""
+    m = gl.arange(0, highest.shape[0], highest.type.layout)
+    lse = (highest + gl.log2(total)) / LOG2_E
+    gl.store(target + (m * row_stride + WIDTH), lse, mask=m < GROUP)
 
 
 @gluon.constexpr_function
@@ -42,6 +52,7 @@ def combine_parts(
     GROUP: gl.constexpr,
     VALUE_DIM: gl.constexpr,
     VALUE_PAD: gl.constexpr,
+    LSE: gl.constexpr,
 ):
     """The softmax over the parts of all programs that share a request and KV head."""
     part_values, part_highest, part_total = parts
@@ -76,6 +87,8 @@ def combine_parts(
         faded = gl.convert_layout(faded, gl.SliceLayout(1, values_layout))
         values = values * faded[:, None] + gl.sum(sums * weights[:, :, None], axis=0)
         highest = new_highest
+    if LSE:
+        store_lse(target, highest, total, row_stride, GROUP, VALUE_DIM)
     total = gl.convert_layout(total, gl.SliceLayout(1, values_layout))
     values = values / gl.where(total > 0.0, total, 1.0)[:, None]
     store_rows(target, values, row_stride, GROUP, VALUE_DIM)

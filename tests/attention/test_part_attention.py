@@ -1,0 +1,169 @@
+"""Attention over one rank's part of the keys in Triton, and the combination of all parts.
+
+Compared with a float64 softmax and ``torch.logsumexp``. Without a GPU the kernels run in Triton's
+interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from paged_batches import Layout, dummy, layouts, oracle
+from part_batches import build_whole, part_oracle, rows_of, stored_part
+
+from ostinato.attention import triton_paged
+from ostinato.attention.triton_paged import triton_part_attention
+from ostinato.parallel.context_parallel import combine
+from ostinato.parallel.context_part import ContextPart
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """One or the other: where there is a GPU, the kernels are not interpreted."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+@pytest.fixture(params=[1, 64], ids=["whole", "split"])
+def num_sms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So few that keys are never split, or enough that they are even in these small batches."""
+    monkeypatch.setattr(triton_paged, "num_sms", lambda _: request.param)
+    return int(request.param)
+
+
+def check_parts(layout: Layout, size: int, interleave: int, device: torch.device) -> None:
+    """Every part, its log-sum-exp, and all parts together by torch and by the kernel."""
+    from ostinato.attention.triton.combine_ranks import combine_ranks
+
+    batch = build_whole(layout, size, device)
+    uniform = all(query_len == 1 for query_len, _ in layout.requests)
+    uniform &= layout.padding_requests == layout.padding_tokens
+    num_real = sum(query_len for query_len, _ in layout.requests)
+    tolerance = 1e-5 if layout.dtype is torch.float32 else 2 * torch.finfo(layout.dtype).eps
+    parts = []
+    for rank in range(size):
+        part = ContextPart(size, rank, interleave)
+        rows = stored_part(batch, part, uniform_decode=uniform)
+        triton_part_attention(batch.query, rows, part.local_seq_lens(batch.seq_lens), part)
+        found = rows_of(rows)
+        expected = part_oracle(batch, part)[:, :num_real]
+        actual = found[:, :num_real].cpu().double()
+        sees = expected[..., -1] > -math.inf
+        assert torch.equal(actual[..., -1] > -math.inf, sees)
+        torch.testing.assert_close(
+            actual[sees], expected[sees], rtol=tolerance, atol=tolerance, check_stride=False
+        )
+        parts.append(found)
+    together = torch.stack(parts)
+    out = torch.full((*batch.query.shape[:2], layout.value_dim), math.nan, device=device)
+    out = out.to(layout.dtype)
+    combine_ranks(together, batch.query_start_loc, out)
+    expected = oracle(batch)
+    torch.testing.assert_close(out.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+    # torch's weighs with 0, which would not help against what was not written.
+    outs, lses = together[:, :, :num_real, :-1], together[:, :, :num_real, -1]
+    outs = outs.masked_fill((lses == -math.inf)[..., None], 0.0)
+    reference = combine(outs, lses).transpose(0, 1).cpu().double()
+    torch.testing.assert_close(reference, expected[:num_real], rtol=tolerance, atol=tolerance)
+
+
+MIXED = Layout(
+    requests=((1, 0), (9, 0), (1, 40), (5, 17), (2, 1)),
+    group=3,
+    num_kv_heads=2,
+    value_dim=6,
+    padding_requests=2,
+    padding_tokens=3,
+)
+DECODE = replace(
+    MIXED, requests=((1, 0), (1, 40), (1, 2), (1, 90)), padding_requests=2, padding_tokens=2
+)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("size", "interleave", "sms"), [(1, 1, 64), (2, 1, 1), (2, 4, 64), (4, 1, 64), (4, 2, 1)]
+)
+@pytest.mark.parametrize("layout", [MIXED, DECODE], ids=["mixed", "decode"])
+@pytest.mark.parametrize(
+    "rules",
+    [{}, {"window": 6}, {"soft_cap": 3.0, "sinks": True}, {"window": 9, "sinks": True}],
+    ids=lambda rules: "-".join(rules) or "plain",
+)
+def test_parts_are_attention_over_their_keys(
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    layout: Layout,
+    size: int,
+    interleave: int,
+    sms: int,
+    rules: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(triton_paged, "num_sms", lambda _: sms)
+    check_parts(replace(layout, **rules), size, interleave, device)
+
+
+@pytest.mark.slow
+@given(
+    layout=layouts(
+        requests=st.lists(
+            st.tuples(st.integers(1, 19), st.integers(0, 30))
+            | st.tuples(st.just(1), st.integers(0, 150)),
+            min_size=1,
+            max_size=3,
+        ).map(tuple),
+        group=st.sampled_from([1, 3, 8]),
+        head_dim=st.sampled_from([8, 64]),
+        value_dim=st.sampled_from([8, 24]),
+        block_size=st.sampled_from([4, 16]),
+        window=st.none() | st.integers(1, 150),
+        dtype=st.sampled_from([torch.float32, torch.float16]),
+    ),
+    size=st.sampled_from([2, 3, 4]),
+    interleave=st.sampled_from([1, 2, 4]),
+)
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_batch(
+    num_sms: int, device: torch.device, layout: Layout, size: int, interleave: int
+) -> None:
+    check_parts(layout, size, interleave, device)
+
+
+@pytest.mark.parametrize("uniform", [False, True])
+def test_a_part_without_keys(num_sms: int, device: torch.device, uniform: bool) -> None:
+    """The second rank of two has none of a request of one token: -inf, and nothing of it counts."""
+    batch = build_whole(Layout(requests=((1, 0), (1, 0)), group=2), 2, device)
+    part = ContextPart(2, 1, 4)
+    rows = stored_part(batch, part, uniform_decode=uniform)
+    triton_part_attention(batch.query, rows, part.local_seq_lens(batch.seq_lens), part)
+    assert (rows_of(rows)[..., -1] == -math.inf).all()
+
+
+def test_a_dummy_batch_of_a_capture(num_sms: int, device: torch.device) -> None:
+    """It claims more keys than the tables have room for; all there are have the value 2."""
+    batch = dummy([0, 1, 2, 3, 4], 99, 4, device)
+    part = ContextPart(2, 1, 1)
+    rows = stored_part(batch, part)._replace(key_cache=batch.key_cache)
+    rows = rows._replace(value_cache=batch.value_cache)
+    triton_part_attention(batch.query, rows, batch.seq_lens, part)
+    torch.testing.assert_close(rows.out, torch.full_like(rows.out, 2.0))
+
+
+def test_no_requests(device: torch.device) -> None:
+    """All of the combined result is zero, whatever is in the parts."""
+    from ostinato.attention.triton.combine_ranks import combine_ranks
+
+    batch = build_whole(Layout(requests=((1, 2),), padding_tokens=1), 2, device)
+    batch.query_start_loc, batch.seq_lens = batch.query_start_loc[:1], batch.seq_lens[:0]
+    rows = stored_part(batch, ContextPart(2, 0, 1))
+    triton_part_attention(batch.query, rows, batch.seq_lens, ContextPart(2, 0, 1))
+    out = torch.full((2, 1, 8), math.nan, device=device)
+    combine_ranks(rows_of(rows)[None], batch.query_start_loc, out)
+    assert (out == 0).all()
