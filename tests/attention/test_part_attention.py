@@ -14,12 +14,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from paged_batches import Layout, dummy, layouts, oracle
-from part_batches import build_whole, part_oracle, rows_of, stored_part
+from paged_batches import Layout, dummy, layouts
+from part_batches import build_whole, check_parts, rows_of, stored_part
 
 from ostinato.attention import triton_paged
 from ostinato.attention.triton_paged import triton_part_attention
-from ostinato.parallel.context_parallel import combine
 from ostinato.parallel.context_part import ContextPart
 
 pytest.importorskip("triton")
@@ -36,42 +35,6 @@ def num_sms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """So few that keys are never split, or enough that they are even in these small batches."""
     monkeypatch.setattr(triton_paged, "num_sms", lambda _: request.param)
     return int(request.param)
-
-
-def check_parts(layout: Layout, size: int, interleave: int, device: torch.device) -> None:
-    """Every part, its log-sum-exp, and all parts together by torch and by the kernel."""
-    from ostinato.attention.triton.combine_ranks import combine_ranks
-
-    batch = build_whole(layout, size, device)
-    uniform = all(query_len == 1 for query_len, _ in layout.requests)
-    uniform &= layout.padding_requests == layout.padding_tokens
-    num_real = sum(query_len for query_len, _ in layout.requests)
-    tolerance = 1e-5 if layout.dtype is torch.float32 else 2 * torch.finfo(layout.dtype).eps
-    parts = []
-    for rank in range(size):
-        part = ContextPart(size, rank, interleave)
-        rows = stored_part(batch, part, uniform_decode=uniform)
-        triton_part_attention(batch.query, rows, part.local_seq_lens(batch.seq_lens), part)
-        found = rows_of(rows)
-        expected = part_oracle(batch, part)[:, :num_real]
-        actual = found[:, :num_real].cpu().double()
-        sees = expected[..., -1] > -math.inf
-        assert torch.equal(actual[..., -1] > -math.inf, sees)
-        torch.testing.assert_close(
-            actual[sees], expected[sees], rtol=tolerance, atol=tolerance, check_stride=False
-        )
-        parts.append(found)
-    together = torch.stack(parts)
-    out = torch.full((*batch.query.shape[:2], layout.value_dim), math.nan, device=device)
-    out = out.to(layout.dtype)
-    combine_ranks(together, batch.query_start_loc, out)
-    expected = oracle(batch)
-    torch.testing.assert_close(out.cpu().double(), expected, rtol=tolerance, atol=tolerance)
-    # torch's weighs with 0, which would not help against what was not written.
-    outs, lses = together[:, :, :num_real, :-1], together[:, :, :num_real, -1]
-    outs = outs.masked_fill((lses == -math.inf)[..., None], 0.0)
-    reference = combine(outs, lses).transpose(0, 1).cpu().double()
-    torch.testing.assert_close(reference, expected[:num_real], rtol=tolerance, atol=tolerance)
 
 
 MIXED = Layout(
