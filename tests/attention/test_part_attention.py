@@ -19,6 +19,7 @@ from part_batches import build_whole, check_parts, rows_of, stored_part
 
 from ostinato.attention import triton_paged
 from ostinato.attention.triton_paged import triton_part_attention
+from ostinato.parallel.context_parallel import combine
 from ostinato.parallel.context_part import ContextPart
 
 pytest.importorskip("triton")
@@ -130,3 +131,20 @@ def test_no_requests(device: torch.device) -> None:
     out = torch.full((2, 1, 8), math.nan, device=device)
     combine_ranks(rows_of(rows)[None], batch.query_start_loc, out)
     assert (out == 0).all()
+
+
+def test_values_without_a_key_are_not_read(device: torch.device) -> None:
+    """The kernel for Hopper does not write them."""
+    from ostinato.attention.triton.combine_ranks import combine_ranks
+
+    torch.manual_seed(0)
+    parts = torch.randn(3, 2, 4, 9, device=device)  # 3 ranks, 2 heads, 4 tokens
+    parts[0, :, 0], parts[1:, :, 1], parts[:, :, 2] = math.nan, math.nan, math.nan
+    parts[0, :, 0, -1], parts[1:, :, 1, -1], parts[:, :, 2, -1] = (-math.inf,) * 3
+    parts[:, :, 3] = math.nan  # padding
+    out = torch.full((4, 2, 8), math.nan, device=device)
+    combine_ranks(parts, torch.tensor([0, 2, 3], dtype=torch.int32, device=device), out)
+    known = parts.nan_to_num(0.0, neginf=-math.inf)
+    expected = combine(known[..., :-1], known[..., -1]).transpose(0, 1)
+    torch.testing.assert_close(out[:2], expected[:2])
+    assert (out[2:] == 0).all()

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from paged_batches import Batch, Layout, Mix, assert_same_bits, build, check_replays, oracle
+from paged_batches import (
+    MIXES,
+    Batch,
+    Layout,
+    Mix,
+    assert_same_bits,
+    build,
+    check_replays,
+    oracle,
+    padded,
+)
 from part_batches import build_whole, check_parts, rows_of, run_ranks, stored_part
 
 from ostinato import GraphPool
@@ -200,8 +210,8 @@ class _OnePart(TritonContextParallelAttention):
 def test_a_graph_contains_the_exchange(world_of_one: DistributedComm) -> None:
     """NCCL refuses two ranks on one GPU, so this is a group of one, whose collectives still run."""
     backend = _OnePart(world_of_one)
-    rules = {"group": 4, "head_dim": 128, "value_dim": 128, "dtype": torch.bfloat16}
-    mixes = [((1, 9), (1, 0), (7, 2), (3, 3)), ((12, 0),), ((1, 30), (11, 13))]
+    rules: dict[str, Any] = {"group": 4, "head_dim": 128, "value_dim": 128, "dtype": torch.bfloat16}
+    spec = build(padded(MIXES[0], 12, 0, block_size=16, **rules)).spec()
 
     def eager(query: Any, key: Any, value: Any, *batch: Any) -> None:
         given = PagedBatch(*batch)
@@ -215,10 +225,7 @@ def test_a_graph_contains_the_exchange(world_of_one: DistributedComm) -> None:
             kv_caches=[(given.key_cache, given.value_cache)],
             backend=backend,
         )
-        spec = build(
-            Layout(requests=((1, 0),), block_size=16, **{**rules, "num_kv_heads": 2})
-        ).spec()
         backend.forward(spec, query, key, value, metadata, given.out, given.sinks)
 
     with GraphPool(CUDA, lazy_capture=True) as pool:
-        check_replays(pool, backend, eager, mixes, 12, CUDA, block_size=16, **rules)
+        check_replays(pool, backend, eager, MIXES, 12, CUDA, block_size=16, **rules)

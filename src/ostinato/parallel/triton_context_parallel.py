@@ -14,6 +14,10 @@ from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.triton_paged import store_heads, store_qkv, triton_part_attention
 from ostinato.parallel.context_parallel import ContextParallelAttention
 
+# Triton compiles a separate kernel for strides that 16 does not divide; those between heads follow
+# from the number of tokens.
+_ALIGNED = 16
+
 
 class TritonContextParallelAttention(ContextParallelAttention):
     """``ContextParallelAttention`` in four kernels, two exchanges and the copies these need.
@@ -66,10 +70,12 @@ class TritonContextParallelAttention(ContextParallelAttention):
         everyones = comm.all_gather(query, dim=1)
         sinks = None if batch.sinks is None else comm.all_gather(batch.sinks)
         num_tokens, num_heads, _ = everyones.shape
-        shape = (num_heads, num_tokens, batch.out.shape[2] + 1)
+        value_dim = batch.out.shape[2]
+        width = value_dim // _ALIGNED * _ALIGNED + _ALIGNED
+        shape = (num_heads, num_tokens, width)
         found = torch.empty(shape, device=query.device, dtype=torch.float32)
         rows = batch._replace(
-            out=found.transpose(0, 1)[..., :-1],
+            out=found.transpose(0, 1)[..., :value_dim],
             sinks=sinks if part.rank == 0 else None,  # once
         )
         triton_part_attention(everyones, rows, own_lens, part)

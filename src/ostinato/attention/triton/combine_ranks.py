@@ -60,8 +60,8 @@ def combine_ranks_kernel(
 def combine_ranks(parts: torch.Tensor, query_start_loc: torch.Tensor, out: torch.Tensor) -> None:
     """Write all of ``out`` [T, num_heads, value_dim].
 
-    ``parts`` [ranks, num_heads, T, value_dim + 1] float32: values, with the log-sum-exp behind
-    them. Values are not read where that is -inf, and nothing of tokens that belong to no request.
+    ``parts`` [ranks, num_heads, T, more than value_dim] float32: values, with the log-sum-exp
+    behind them. Values are not read where that is -inf, and nothing is of tokens of no request.
     """
     num_tokens, num_heads, value_dim = out.shape
     size = parts.shape[0]
