@@ -1,7 +1,7 @@
 """Attention over each rank's part of the keys, and all of it, in bfloat16 on a real GPU.
 
 The ranks of these tests are parts that one process computes one after the other, or loopback ranks.
-Decode batches run in the kernel for Hopper, which has no interpreter, where there is one.
+The kernels for Hopper have no interpreter, so only these tests run them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ from ostinato.parallel.triton_context_parallel import TritonContextParallelAtten
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 CUDA = torch.device("cuda", 0)
+STREAM, PREFILL, PAGED = "stream_decode", "prefill_attention", "paged_attention"
 DECODE = Layout(
     requests=((1, 0), (1, 1), (1, 3000), (1, 62), (1, 700), (1, 127), (1, 5)),
     group=8,
@@ -55,19 +57,23 @@ MIXED = replace(
 
 
 @pytest.fixture
-def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of tokens that ran in the kernel for Hopper."""
-    from ostinato.attention.triton import stream_decode as kernel
+def ran(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels that ran."""
+    found: set[str] = set()
 
-    seen: list[int] = []
-    original = kernel.stream_decode
+    def count(name: str) -> None:
+        module = import_module(f"ostinato.attention.triton.{name}")
+        original = getattr(module, name)
 
-    def counted(query: torch.Tensor, batch: PagedBatch, **options: bool) -> None:
-        seen.append(query.shape[0])
-        original(query, batch, **options)
+        def counted(*args: Any, **options: Any) -> None:
+            found.add(name)
+            original(*args, **options)
 
-    monkeypatch.setattr(kernel, "stream_decode", counted)
-    return seen
+        monkeypatch.setattr(module, name, counted)
+
+    for name in (STREAM, PREFILL, PAGED):
+        count(name)
+    return found
 
 
 @pytest.mark.parametrize(("size", "interleave"), [(1, 1), (2, 1), (4, 1), (4, 16), (3, 4)])
@@ -91,30 +97,40 @@ def streamed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ],
     ids=str,
 )
-def test_decode_batches(
-    streamed: list[int], size: int, interleave: int, change: dict[str, Any]
-) -> None:
+def test_decode_batches(ran: set[str], size: int, interleave: int, change: dict[str, Any]) -> None:
     check_parts(replace(DECODE, **change), size, interleave, CUDA)
-    assert bool(streamed) == runs_gluon(CUDA)
+    assert ran == ({STREAM} if runs_gluon(CUDA) else {PAGED})
 
 
-@pytest.mark.parametrize(("size", "interleave"), [(2, 1), (4, 16)])
+@pytest.mark.parametrize(("size", "interleave"), [(2, 1), (4, 16), (3, 4)])
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "kernels"),
     [
-        MIXED,
-        replace(MIXED, window=100),
-        replace(MIXED, sinks=True, soft_cap=3.0),
-        replace(DECODE, window=100),
-        replace(DECODE, window=1),
-        replace(DECODE, group=17),
-        replace(DECODE, head_dim=32, value_dim=32),
+        (MIXED, {STREAM, PREFILL}),
+        (replace(MIXED, sinks=True, soft_cap=3.0), {STREAM, PREFILL}),
+        (replace(MIXED, head_dim=192), {STREAM, PREFILL}),
+        (replace(MIXED, group=2, head_dim=256, value_dim=256), {STREAM, PREFILL}),
+        (replace(MIXED, block_size=64), {STREAM, PREFILL}),
+        (replace(MIXED, requests=((2, 0), (1, 0), (3, 1), (40, 0), (1, 1))), {STREAM, PREFILL}),
+        (replace(MIXED, window=100), {PREFILL}),
+        (replace(MIXED, window=1), {PREFILL}),
+        (replace(MIXED, window=33, sinks=True), {PREFILL}),
+        (replace(MIXED, group=17), {PREFILL}),
+        (replace(MIXED, requests=((1200, 70),), padding_requests=0), {PREFILL}),
+        (replace(MIXED, requests=((20, 70),), padding_requests=0), {PAGED}),
+        (replace(MIXED, head_dim=32, value_dim=32), {PAGED}),
+        (replace(DECODE, window=100), {PAGED}),
+        (replace(DECODE, window=1), {PAGED}),
+        (replace(DECODE, group=17), {PAGED}),
+        (replace(DECODE, head_dim=32, value_dim=32), {PAGED}),
     ],
     ids=str,
 )
-def test_other_batches(streamed: list[int], size: int, interleave: int, layout: Layout) -> None:
+def test_other_batches(
+    ran: set[str], size: int, interleave: int, layout: Layout, kernels: set[str]
+) -> None:
     check_parts(layout, size, interleave, CUDA)
-    assert not streamed
+    assert ran == (kernels if runs_gluon(CUDA) else {PAGED})
 
 
 @pytest.mark.parametrize("layout", [DECODE, MIXED], ids=["decode", "mixed"])

@@ -84,15 +84,24 @@ def triton_part_attention(
     if batch.seq_lens.shape[0] == 0:
         return
     shape = BatchShape.of(batch, num_sms(query.device))
-    streams = batch.uniform_decode and batch.window is None and shape.group <= STREAM_GROUP
-    if streams and _fits_hopper_kernels(query, batch):
+    query = _rows_in_one_piece(query)
+    fits = _fits_hopper_kernels(query, batch)
+    prompts = fits and takes_prompts(shape, batch.uniform_decode)
+    # It would count a window's keys by this part's slots.
+    streams = fits and batch.window is None and shape.group <= STREAM_GROUP
+    streams = streams and (batch.uniform_decode or (prompts and shape.num_reqs > 1))
+    if streams:
         from ostinato.attention.triton.stream_decode import stream_decode
 
         stream_decode(query.contiguous(), batch._replace(seq_lens=local_seq_lens), lse=True)
-        return
-    from ostinato.attention.triton.paged_attention import paged_attention
+    if prompts:
+        from ostinato.attention.triton.prefill_attention import prefill_attention
 
-    paged_attention(_rows_in_one_piece(query), batch, tile_config(shape), part)
+        prefill_attention(query, batch, leave_single=streams, part=part)
+    elif not streams:
+        from ostinato.attention.triton.paged_attention import paged_attention
+
+        paged_attention(query, batch, tile_config(shape), part)
 
 
 def store_heads(key: torch.Tensor, value: torch.Tensor, batch: PagedBatch) -> None:

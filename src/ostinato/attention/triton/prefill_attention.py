@@ -6,7 +6,7 @@ One warp copies keys and values from their pages to a ring in shared memory; two
 multiply, each with 64 rows of its own. Each asks for two GEMMs at a time, the scores of a tile of
 keys and the sum of the previous tile's values; while it computes a softmax, the tensor cores work
 for the other. ``paged_attention`` has the same function for every GPU and dtype, and splits keys
-where a batch has too few queries to fill the GPU.
+where a batch has too few queries to fill the GPU. The cache may hold a part of the keys, as there.
 
 Written in Gluon, Triton's language of explicit layouts, which has no interpreter: the tests of this
 file need the GPU.
@@ -87,6 +87,24 @@ def _produce(
 
 
 @gluon.jit
+def _num_own(count, part):
+    """How many of the first ``count`` keys are in this part."""
+    size, rank, interleave = part
+    count = gl.maximum(count, 0)
+    rest = count % (size * interleave) - rank * interleave
+    return count // (size * interleave) * interleave + gl.minimum(gl.maximum(rest, 0), interleave)
+
+
+@gluon.jit
+def _position_of(key, part):
+    """The position of this part's key number ``key``."""
+    size, rank, interleave = part
+    if size > 1:
+        key = (key // interleave * size + rank) * interleave + key % interleave
+    return key
+
+
+@gluon.jit
 def _softmax(scores, highest, total, position, key_position, scoring, MASKED: gl.constexpr):
     """The weights of a tile to the base 2, and what the rows' highest, total and sums become."""
     _, scale, window, soft_cap = scoring
@@ -125,6 +143,7 @@ def _tiles(
     state,
     position,
     scoring,
+    part,
     MASKED: gl.constexpr,
 ):
     """Tiles [first_tile, end_tile): the scores of one while the values of the last are added."""
@@ -148,6 +167,7 @@ def _tiles(
         mbarrier.arrive(k_empty.index(stage), count=1)
         key_position = begin + tile * BLOCK_N
         key_position += gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
+        key_position = _position_of(key_position, part)
         new_weights, highest, total, faded = _softmax(
             scores, highest, total, position, key_position, scoring, MASKED
         )
@@ -177,12 +197,17 @@ def _consume(
     HEAD_DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr,
     FIRST_ROW: gl.constexpr,
+    LSE: gl.constexpr,
+    SIZE: gl.constexpr,
+    RANK: gl.constexpr,
+    INTERLEAVE: gl.constexpr,
 ):
     """Rows FIRST_ROW to FIRST_ROW + 63 of a program's tile."""
     start, query_len, first_query, context, tiles = work
     begin, num_tiles, num_unmasked, stale_to, stale_from = tiles
     query, out, query_token_stride, query_head_stride, out_token_stride, out_head_stride = rows
     sinks, scale, window, soft_cap = scoring
+    part = (SIZE, RANK, INTERLEAVE)
     k_full, k_empty, v_full, _ = barriers
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -226,6 +251,7 @@ def _consume(
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_empty.index(0), count=1)
     key_position = begin + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_layout))
+    key_position = _position_of(key_position, part)
     weights, highest, total, _ = _softmax(
         scores, highest, total, position, key_position, scoring, True
     )
@@ -240,11 +266,11 @@ def _consume(
     if window is None:
         state = _tiles(
             1, num_unmasked, begin, q_smem, k_smem, v_smem, barriers, state,
-            position, scoring, False,
+            position, scoring, part, False,
         )  # fmt: skip
     state = _tiles(
         gl.maximum(num_unmasked, 1), num_tiles, begin, q_smem, k_smem, v_smem, barriers, state,
-        position, scoring, True,
+        position, scoring, part, True,
     )  # fmt: skip
     weights, values, highest, total = state
     last = num_tiles - 1
@@ -254,6 +280,12 @@ def _consume(
     values = warpgroup_mma(weights, v_smem.index(last % STAGES), values, is_async=True)
     values = warpgroup_mma_wait(0, deps=[values])
 
+    if LSE:
+        factor = 1.0 if soft_cap is not None else scale * LOG2_E
+        lse = (highest * factor + gl.log2(gl.where(total > 0.0, total, 1.0))) / LOG2_E
+        row_end = (start + row).to(gl.int64) * out_token_stride + VALUE_DIM
+        row_end += (kv_head * GROUP + m % GROUP) * out_head_stride
+        gl.store(out + row_end, lse, mask=(m < BLOCK_Q * GROUP) & (row < query_len))
     total = gl.convert_layout(total, gl.SliceLayout(1, values_layout))
     values = values / gl.where(total > 0.0, total, 1.0)[:, None]
     m = FIRST_ROW + gl.arange(0, ROWS, gl.SliceLayout(1, values_layout))
@@ -308,12 +340,16 @@ def prefill_kernel(
     PAGE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     SEVERAL: gl.constexpr,
+    LSE: gl.constexpr,
+    SIZE: gl.constexpr,
+    RANK: gl.constexpr,
+    INTERLEAVE: gl.constexpr,
 ):
     """One program per tile of at most BLOCK_M // GROUP queries of one request, and KV head.
 
     Tiles are found as in ``paged_attention.attend_kernel``. The last come first: they have the
     most keys where a prompt is long, and no program is left to work alone at the end. SEVERAL:
-    requests of a single query, with keys, are left out.
+    requests of a single query, with keys, are left out. LSE, and SIZE to INTERLEAVE, are as there.
     """
     BLOCK_Q: gl.constexpr = BLOCK_M // GROUP
     program = gl.num_programs(0) - 1 - gl.program_id(0)
@@ -327,18 +363,26 @@ def prefill_kernel(
     seq_len = gl.minimum(gl.load(seq_lens + request), max_keys)
     if first_query >= query_len:
         return
+    part = (SIZE, RANK, INTERLEAVE)
+    context = seq_len - query_len
+    if SIZE > 1:
+        seq_len = _num_own(seq_len, part)
     if SEVERAL:  # noqa: SIM102 (decided when the kernel is compiled)
         if (query_len == 1) & (seq_len > 0):
             return
-    context = seq_len - query_len
     last = context + gl.minimum(first_query + BLOCK_Q, query_len) - 1
     first = 0
     if window is not None:
         first = gl.maximum(gl.maximum(context + first_query, 0) - window + 1, 0)
+    if SIZE > 1:  # from here on keys are counted as this part has them
+        first = _num_own(first, part)
+        last = _num_own(last + 1, part) - 1
     begin = first // BLOCK_N * BLOCK_N
     # At least one tile, which may be all masked: a batch may promise keys that are not there.
     num_tiles = gl.maximum(gl.cdiv(last + 1 - begin, BLOCK_N), 1)
     num_unmasked = gl.maximum(context + first_query + 1, 0) // BLOCK_N
+    if SIZE > 1:
+        num_unmasked = _num_own(context + first_query + 1, part) // BLOCK_N
     if window is not None:
         num_unmasked = 0
     # Pages at both ends may hold more than the queries see: slots that slid out of the window, in
@@ -347,8 +391,8 @@ def prefill_kernel(
     if first % PAGE != 0:
         stale_to = first - begin
     stale_from = BLOCK_N
-    if context + query_len < (last // PAGE + 1) * PAGE:
-        stale_from = context + query_len - begin - (num_tiles - 1) * BLOCK_N
+    if seq_len < (last // PAGE + 1) * PAGE:
+        stale_from = seq_len - begin - (num_tiles - 1) * BLOCK_N
     request_table = block_table + request.to(gl.int64) * table_stride
 
     dtype: gl.constexpr = query.dtype.element_ty
@@ -379,14 +423,14 @@ def prefill_kernel(
                 _consume,
                 (
                     work, rows, scoring, kv_head, q_smem.index(0), k_smem, v_smem, barriers,
-                    GROUP, HEAD_DIM, VALUE_DIM, 0,
+                    GROUP, HEAD_DIM, VALUE_DIM, 0, LSE, SIZE, RANK, INTERLEAVE,
                 ),
             ),
             (
                 _consume,
                 (
                     work, rows, scoring, kv_head, q_smem.index(1), k_smem, v_smem, barriers,
-                    GROUP, HEAD_DIM, VALUE_DIM, ROWS,
+                    GROUP, HEAD_DIM, VALUE_DIM, ROWS, LSE, SIZE, RANK, INTERLEAVE,
                 ),
             ),
             (
@@ -403,11 +447,16 @@ def prefill_kernel(
 
 
 def prefill_attention(
-    query: torch.Tensor, batch: PagedBatch, *, leave_single: bool = False
+    query: torch.Tensor,
+    batch: PagedBatch,
+    *,
+    leave_single: bool = False,
+    part: tuple[int, int, int] | None = None,
 ) -> None:
     """Attention of ``query`` [T, H, D] over what is in the cache, to ``out``.
 
-    ``leave_single``: leave requests of a single query to ``stream_decode``.
+    ``leave_single``: leave requests of a single query to ``stream_decode``. ``part``: as for
+    ``paged_attention``.
     """
     key_cache, value_cache, out, query_start_loc, seq_lens, block_table = batch[:6]
     num_tokens, num_heads, value_dim = out.shape
@@ -421,6 +470,7 @@ def prefill_attention(
     value_pad = max(64, next_power_of_2(value_dim))
     block_n = 64 if max(head_pad, value_pad) > 128 else 128
     page = min(key_cache.shape[1], block_n)
+    size, rank, interleave = part or (1, 0, 1)
     launch(
         prefill_kernel,
         (num_tiles * num_kv_heads,),
@@ -437,7 +487,7 @@ def prefill_attention(
             batch.window,
             batch.soft_cap,
             num_reqs,
-            block_table.shape[1] * key_cache.shape[1],
+            block_table.shape[1] * key_cache.shape[1] * size,
             *query.stride()[:2],
             *out.stride()[:2],
             block_table.stride(0),
@@ -452,6 +502,10 @@ def prefill_attention(
         PAGE=page,
         BLOCK_N=block_n,
         SEVERAL=leave_single,
+        LSE=part is not None,
+        SIZE=size,
+        RANK=rank,
+        INTERLEAVE=interleave,
         descriptors=(describe_pages(key_cache, page), describe_pages(value_cache, page)),
         num_warps=4,
     )

@@ -9,7 +9,7 @@ group multiplies. Where programs share a request and KV head, each writes its pa
 memory and increments a counter; the last to finish combines the parts.
 
 With LSE, the log-sum-exp of a row's scores goes behind its values, for caches that hold a part of
-the keys; that of requests without keys is -inf.
+the keys; in a decode batch, that of requests without keys is -inf.
 
 Requests with several queries are left to ``prefill_attention``. Written in Gluon, like that kernel,
 and so tested on the GPU only.
@@ -382,7 +382,7 @@ def stream_decode_kernel(
     num_programs = gl.minimum(gl.num_programs(0), gl.maximum(num_tiles // MIN_TILES, 1))
     if OVERLAP:
         gdc_wait()  # in every program: the next kernel waits for this one alone
-    if LSE:
+    if LSE and query_start_loc is None:
         nothing = gl.full([REQS], float("-inf"), gl.float32, r.type.layout)
         row_end = out + r.to(gl.int64) * out_token_stride + VALUE_DIM
         for head in range(program, NUM_KV_HEADS * GROUP, gl.num_programs(0)):
@@ -446,9 +446,8 @@ def stream_decode(query: torch.Tensor, batch: PagedBatch, *, lse: bool = False) 
     """Attention of requests with one query and at least one key, to their rows of ``out``.
 
     ``query`` [T, H, D] must be contiguous, and H at most ``STREAM_GROUP`` times the KV heads.
-    ``lse``: of a decode batch; rows of ``out``, in float32, must have room behind their values.
+    ``lse``: write the log-sum-exp; rows of ``out``, in float32, must have room behind their values.
     """
-    assert batch.uniform_decode or not lse, "rows without keys are found by their request"
     key_cache, value_cache, out, query_start_loc, seq_lens, block_table = batch[:6]
     _, num_heads, value_dim = out.shape
     _, block_size, num_kv_heads, head_dim = key_cache.shape
