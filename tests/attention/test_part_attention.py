@@ -58,7 +58,7 @@ DECODE = replace(
 @pytest.mark.parametrize("layout", [MIXED, DECODE], ids=["mixed", "decode"])
 @pytest.mark.parametrize(
     "rules",
-    [{}, {"window": 6}, {"soft_cap": 3.0, "sinks": True}, {"window": 9, "sinks": True}],
+    [{}, {"soft_cap": 3.0, "sinks": True}, {"window": 9}],
     ids=lambda rules: "-".join(rules) or "plain",
 )
 def test_parts_are_attention_over_their_keys(
@@ -93,7 +93,7 @@ def test_parts_are_attention_over_their_keys(
     size=st.sampled_from([2, 3, 4]),
     interleave=st.sampled_from([1, 2, 4]),
 )
-@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_batch(
     num_sms: int, device: torch.device, layout: Layout, size: int, interleave: int
 ) -> None:
