@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,12 +12,11 @@ import torch
 import torch.distributed as dist
 from adapters import save_adapter
 from parallel_llm import LIMITS, assert_block_0_untouched, blocks_of, params, poison, prompts
-from sharded_steps import config_of
+from replicas import NAMES, arrivals_of, check_same, load_adapters, save_llama, serve, tokens_of
 from transformers import AutoModelForCausalLM, GPT2Config
 from workers import GlooPool
 
 from ostinato import LLM, GraphConfig, SamplingParams
-from ostinato.engine.completion import Completion
 from ostinato.engine.replica_engine import ReplicaEngine
 from ostinato.engine.replica_stats import ReplicaStats
 from ostinato.errors import ConfigError, RequestError, SchedulingError
@@ -29,7 +27,6 @@ LORA: dict[str, Any] = {**LIMITS, "enable_lora": True, "max_loras": 2, "rank_tim
 GRAPHS = GraphConfig(capture_sizes=[1, 2, 4, 12])
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 SEEDED = [replace(each, seed=seed) for seed, each in enumerate(params())]
-NAMES = (None, "first", "second")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,20 +38,7 @@ def one_thread_per_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path: Path = tmp_path_factory.mktemp("replicas") / "model"
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config_of("llama", 4))
-    for parameter in model.parameters():
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    model.generation_config.eos_token_id = model.config.eos_token_id = None
-    model.save_pretrained(path)
-    return path
-
-
-def load_adapters(llm: LLM, checkpoint: Path) -> None:
-    for seed, name in enumerate(NAMES[1:], start=1):
-        path = save_adapter(checkpoint.parent / str(name), checkpoint, seed=seed)
-        llm.load_adapter(str(name), path)
+    return save_llama(tmp_path_factory.mktemp("replicas") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -73,56 +57,7 @@ def pair(checkpoint: Path) -> Iterator[LLM]:
         yield llm
 
 
-def tokens_of(outputs: Any) -> list[list[int]]:
-    return [completion.token_ids for output in outputs for completion in output.outputs]
-
-
 # --- one process starts the others ---------------------------------------------------------------
-
-
-@dataclass
-class Arrival:
-    step: int
-    prompt: list[int]
-    params: SamplingParams
-    adapter: str | None
-    aborted_at: int | None
-
-
-def arrivals_of(seed: int) -> list[Arrival]:
-    rng = random.Random(seed)
-    found = []
-    for _ in range(14):
-        step = rng.randrange(25)
-        sampling = SamplingParams(
-            max_tokens=rng.randint(1, 15),
-            temperature=rng.choice((0.0, 0.9)),
-            top_k=rng.choice((0, 5)),
-            logprobs=rng.choice((None, 2)),
-            seed=rng.randrange(100),
-        )
-        # Some prompts begin alike; some are longer than a chunk.
-        prompt = [rng.randrange(2)] * rng.choice((1, 8, 24)) + [rng.randrange(97) for _ in range(3)]
-        aborted_at = step + rng.randrange(8) if rng.random() < 0.2 else None
-        found.append(Arrival(step, prompt, sampling, rng.choice(NAMES), aborted_at))
-    return found
-
-
-def serve(llm: LLM, arrivals: list[Arrival]) -> list[Completion]:
-    engine, step = llm.engine, 0
-    completions = [
-        engine.check_request(each.prompt, each.params, adapter=each.adapter).completion(0)
-        for each in arrivals
-    ]
-    while step < 40 or engine.has_unfinished:
-        for each, completion in zip(arrivals, completions, strict=True):
-            if each.step == step:
-                engine.add(completion)
-            if each.aborted_at == step:
-                engine.abort(completion)
-        engine.step()
-        step += 1
-    return completions
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -130,20 +65,7 @@ def test_random_arrivals(pair: LLM, alone: LLM, seed: int) -> None:
     arrivals = arrivals_of(seed)
     served, expected = serve(pair, arrivals), serve(alone, arrivals)
     assert {completion.request.replica for completion in served} == {0, 1}
-    for arrival, ours, theirs in zip(arrivals, served, expected, strict=True):
-        ours_out, theirs_out = ours.output, theirs.output
-        if arrival.aborted_at is not None:  # the number of steps may differ
-            shorter = sorted((ours_out.token_ids, theirs_out.token_ids), key=len)
-            assert shorter[1][: len(shorter[0])] == shorter[0]
-            continue
-        assert ours_out.token_ids == theirs_out.token_ids
-        assert ours_out.finish_reason == theirs_out.finish_reason == "length"
-        if theirs_out.logprobs is not None:
-            assert ours_out.logprobs is not None
-            for got, want in zip(ours_out.logprobs, theirs_out.logprobs, strict=True):
-                assert {t: p.logprob for t, p in got.items()} == pytest.approx(
-                    {t: p.logprob for t, p in want.items()}, abs=1e-4
-                )
+    check_same(arrivals, served, expected)
 
 
 def test_greedy_tokens_are_those_of_transformers(pair: LLM, checkpoint: Path) -> None:
