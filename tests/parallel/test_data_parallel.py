@@ -12,7 +12,7 @@ import pytest
 import torch
 from parallel_llm import assert_block_0_untouched, poison
 
-from ostinato import GraphConfig, NgramDrafts, SamplingParams
+from ostinato import GraphConfig, ReplayedDrafts, SamplingParams
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.config import EngineConfig
 from ostinato.errors import BatchError, ConfigError
@@ -59,13 +59,16 @@ def build(config: EngineConfig, **options: Any) -> ModelRunner:
     return startup.build_runner(config, startup.load(config), make=make)[0]
 
 
-def scheduler_of(runner: ModelRunner, requests: Sequence[Request]) -> Scheduler:
+def scheduler_of(
+    runner: ModelRunner, requests: Sequence[Request], num_drafts: Sequence[int] = ()
+) -> Scheduler:
     cache = runner.cache
     scheduler = Scheduler(
         BlockAllocator(cache.num_blocks, cache.block_size, enable_prefix_caching=True),
         max_num_seqs=runner.plan.max_num_seqs,
         max_num_batched_tokens=runner.plan.max_num_batched_tokens,
         max_model_len=cache.max_model_len,
+        num_drafts=num_drafts,
     )
     for request in requests:
         scheduler.add(request)
@@ -135,7 +138,8 @@ def run_together(
         assert not comm.calls, "a capture needs no agreement"
         poison(runner)
         requests = requests_of(*lengths[rank])
-        scheduler, steps = scheduler_of(runner, requests), 0
+        num_drafts = config.num_drafts(torch.device("cpu"))
+        scheduler, steps = scheduler_of(runner, requests, num_drafts), 0
         while True:
             if scheduler.has_unfinished:
                 plan = scheduler.schedule()
@@ -178,6 +182,26 @@ def test_tokens_are_those_of_each_rank_alone(
     modes = [[how for how, *_ in calls] for _, _, calls, _, _ in results]
     assert modes[0]
     assert all(its == modes[0] for its in modes)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_FULL"])
+def test_drafts_beside_prompts_and_other_numbers_of_drafts(seen: Any, mode: str) -> None:
+    lengths = [(3, 17), (1, 5, 6), ()]
+    outputs = [alone(*its) if its else [] for its in lengths]
+    texts = [
+        request.prompt_token_ids + output
+        for its, own in zip(lengths, outputs, strict=True)
+        for request, output in zip(requests_of(*its), own, strict=True)
+    ]
+    drafts = ReplayedDrafts(texts=texts, num_tokens={1: 3, 2: 2, 3: 1}, acceptance=0.7)
+    results = run_together(mode, lengths, seen, speculative=drafts)
+    for rank, (tokens, _, calls, _, steps) in enumerate(results):
+        assert tokens == outputs[rank]
+        assert steps == results[0][-1]
+        for how, num_tokens, across in calls:
+            assert how == "NONE" or len(set(across)) == 1
+            assert across[rank] == num_tokens
 
 
 def test_one_eager_rank_makes_all_eager(seen: Any) -> None:
@@ -286,14 +310,4 @@ def test_what_is_refused() -> None:
             backend=runner.backend,
             small=small,
             agreement=NoComm(),
-        )
-    with pytest.raises(ConfigError, match="speculative decoding does not work with 1 ranks"):
-        ModelRunner(
-            loaded.model,
-            runner.plan,
-            graphs=GraphConfig(mode="NONE"),
-            cache=runner.cache,
-            backend=runner.backend,
-            agreement=NoComm(),
-            speculation=NgramDrafts(),
         )

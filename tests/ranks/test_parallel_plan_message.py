@@ -21,6 +21,8 @@ from ostinato.ranks.plan_message import (
     PlanDecoder,
     PlanEncoder,
     ReplicaEncoder,
+    decode_outputs,
+    encode_outputs,
     message_of_replica,
     to_bytes,
     to_words,
@@ -72,10 +74,12 @@ def seen_by_a_runner(plan: StepPlan) -> tuple[Any, ...]:
             row.first_new_block,
             row.is_new,
             row.samples,
+            row.max_seq_len,
         )
         for row in plan.requests
     ]
-    return plan.shape, plan.is_decode, plan.num_tokens, plan.num_samples, plan.max_query_len, rows
+    counts = plan.num_tokens, plan.num_samples, plan.max_query_len, plan.num_drafts
+    return plan.shape, plan.is_decode, *counts, rows
 
 
 def contents(state: RequestState) -> list[torch.Tensor]:
@@ -100,14 +104,18 @@ arrivals = st.lists(
 
 @pytest.mark.slow
 @settings(max_examples=60)
-@given(arrivals)
-def test_plans_arrive_as_they_were_made(given: list[tuple[int, int, int, bool]]) -> None:
+@given(arrivals, st.lists(st.integers(0, 2), min_size=5, max_size=5), st.integers(0, 1))
+def test_plans_arrive_as_they_were_made(
+    given: list[tuple[int, int, int, bool]], num_drafts: list[int], num_ahead: int
+) -> None:
     scheduler = Scheduler(
         BlockAllocator(CACHE.num_blocks, CACHE.block_size, enable_prefix_caching=True),
         max_num_seqs=4,
         max_num_batched_tokens=18,
         max_model_len=CACHE.max_model_len,
+        num_drafts=num_drafts,
     )
+    open_plans: deque[StepPlan] = deque()
     wire = Wire()
     sending, receiving = (Channel(end) for end in wire.ends)
     encoder, decoder = PlanEncoder(), PlanDecoder()
@@ -121,9 +129,12 @@ def test_plans_arrive_as_they_were_made(given: list[tuple[int, int, int, bool]])
                 scheduler.add(request(number, length, count, plain))
         plan = scheduler.schedule()
         if not plan.num_tokens:
-            if step > 12:
+            if open_plans:
+                commit(scheduler, open_plans.popleft(), step)
+            elif step > 12:
                 break
             continue
+        open_plans.append(plan)
         wire.sizes.clear()
         sending.send(*encoder.encode(plan))
         arrived = decoder.decode(*receiving.receive())
@@ -138,8 +149,18 @@ def test_plans_arrive_as_they_were_made(given: list[tuple[int, int, int, bool]])
         there.update(arrived)
         for ours, theirs in zip(contents(here), contents(there), strict=True):
             assert torch.equal(ours, theirs)
-        scheduler.commit(plan, [(step * 7 + i) % 50 for i in range(plan.num_samples)])
+        if len(open_plans) > num_ahead:
+            commit(scheduler, open_plans.popleft(), step)
     assert not wire.sent
+
+
+def commit(scheduler: Scheduler, plan: StepPlan, step: int) -> None:
+    """With drafts, the tokens of each request are followed by how many of them count."""
+    tokens = [(step * 7 + i) % 50 for i in range(plan.num_samples)]
+    query_len = 1 + plan.num_drafts
+    for row in range(len(plan.requests) if plan.num_drafts else 0):
+        tokens[row * (query_len + 1) + query_len] = 1 + (step + row) % query_len
+    scheduler.commit(plan, tokens)
 
 
 def request(number: int, length: int, count: int, plain: bool) -> Request:
@@ -266,7 +287,7 @@ def test_words_that_are_no_plan_are_refused(numbers: list[int]) -> None:
         except CollectiveError:
             continue
         # No request is known here, so the only possible plan is empty.
-        assert len(numbers) == 4 if kind is Kind.STEP else numbers[:1] == [0]
+        assert len(numbers) == 5 if kind is Kind.STEP else numbers[:1] == [0]
 
 
 def test_a_cut_message_is_refused() -> None:
@@ -315,6 +336,16 @@ def test_all_sampling_parameters_arrive() -> None:
     assert dataclasses.replace(arrived, max_total_tokens=sent.max_total_tokens).__dict__ == vars(
         sent
     )
+
+
+@given(st.lists(st.lists(st.integers(0, 2**31), max_size=5), max_size=5))
+def test_outputs_to_learn_arrive(outputs: list[list[int]]) -> None:
+    kind, words = encode_outputs(outputs)
+    assert kind is Kind.LEARN
+    assert decode_outputs(words) == outputs
+    if outputs and outputs[-1]:
+        with pytest.raises(CollectiveError, match="words has no outputs of requests"):
+            decode_outputs(words[:-1])
 
 
 @given(st.binary(max_size=100))

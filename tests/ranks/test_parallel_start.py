@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ostinato import LLM, GraphConfig, SamplingParams
+from ostinato import LLM, GraphConfig, NgramDrafts, SamplingParams
 from ostinato.errors import ConfigError, RankFailedError
 
 pytestmark = pytest.mark.slow
@@ -173,6 +173,19 @@ def test_an_error_in_a_started_rank_is_told(
         with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: a fault of this"):
             llm.generate(PROMPTS, PARAMS)
     assert 'ValueError("a fault of this rank")' in capfd.readouterr().err  # with its traceback
+
+
+def test_drafts_whose_class_a_started_rank_cannot_import() -> None:
+    class Local(NgramDrafts):
+        pass
+
+    class OfTheScript(NgramDrafts):
+        __module__, __qualname__ = "__main__", "OfTheScript"
+
+    for drafts in (Local(), OfTheScript()):
+        name = type(drafts).__name__
+        with pytest.raises(ConfigError, match=f"the started ranks cannot import {name} "):
+            LLM(**TINY, data_parallel_size=2, speculative=drafts)
 
 
 def test_a_model_that_cannot_be_split_is_refused() -> None:

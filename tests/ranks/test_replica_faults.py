@@ -15,10 +15,13 @@ from ostinato.errors import RankFailedError
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lockstep", [False, True])
-def test_a_replica_that_dies_is_named(monkeypatch: pytest.MonkeyPatch, lockstep: bool) -> None:
+@pytest.mark.parametrize(("lockstep", "drafts"), [(False, None), (True, None), (True, "ngram")])
+def test_a_replica_that_dies_is_named(
+    monkeypatch: pytest.MonkeyPatch, lockstep: bool, drafts: str | None
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    options = {"data_parallel_size": 2, "data_parallel_lockstep": lockstep, "rank_timeout_s": 4.0}
+    options: dict[str, Any] = {"data_parallel_lockstep": lockstep, "speculative": drafts}
+    options |= {"data_parallel_size": 2, "rank_timeout_s": 4.0}
     prompts = [[1, 2, 3]] if lockstep else [[1, 2, 3], [4, 5, 6]]  # one leaves rank 1 idle
     with LLM(**TINY, **options) as llm:
         ranks: Any = llm.engine.runner._world._dead_rank.__self__  # type: ignore[attr-defined]

@@ -499,10 +499,6 @@ def test_a_step_that_fails_loses_no_token(device: torch.device, overlap: bool) -
         (lambda: open_tiny(speculative="eagle9"), "speculative must be 'ngram', 'suffix', or an"),
         (lambda: open_tiny(speculative=4), "speculative must be 'ngram', 'suffix', or an object"),
         (
-            lambda: open_tiny(speculative="ngram", tensor_parallel_size=2),
-            "speculative supports one device, not 2 ranks",
-        ),
-        (
             lambda: open_tiny(speculative="ngram", swiftkv_layers=1),
             "speculative does not work with SwiftKV models",
         ),

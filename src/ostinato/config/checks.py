@@ -94,8 +94,16 @@ def check_parallel(config: EngineConfig) -> None:
         raise ConfigError(
             f"attention is an object, which cannot be sent to {ranks}; choose a backend by name"
         )
-    if config.speculative is not None:
-        raise ConfigError(f"speculative supports one device, not {ranks}; omit it")
+    drafts = config.speculative
+    if config.layout.world_size > 1 and drafts is not None:
+        assert not isinstance(drafts, str), "parsed on construction"
+        if not drafts.same_on_all_ranks:
+            raise ConfigError(
+                f"{type(drafts).__name__} supports one rank per replica, not "
+                f"{config.layout.world_size}: ranks that share a model must have the same drafts; "
+                "leave out tensor_parallel_size and ulysses_sequence_parallel_size, or draft by "
+                "'ngram' or 'suffix'"
+            )
     if config.graphs.compile:
         raise ConfigError(f"compile={config.graphs.compile!r} supports one device, not {ranks}")
     if config.offload is not None:

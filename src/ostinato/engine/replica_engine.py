@@ -30,6 +30,8 @@ class ReplicaEngine(Engine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         others = [self._new_scheduler() for _ in range(1, config.data_parallel_size)]
+        for scheduler in others:
+            scheduler.drafts.stats = self.scheduler.drafts.stats  # counted together
         self.schedulers = [self.scheduler, *others]
         self._placement = Placement(self.schedulers)
         self._steps_in_flight: deque[list[tuple[StepPlan, StepResult]]] = deque()

@@ -44,6 +44,7 @@ class Kind(IntEnum):
     SEND_RESULTS = 8  # rank 0 waits for the results of the last step
     ADAPTER = 9  # the weights of a LoRA adapter
     SEND_COUNTS = 10  # rank 0 waits for what other replicas counted
+    LEARN = 11  # the outputs of requests that have ended
 
 
 Message: TypeAlias = tuple[Kind, IntArray]
@@ -104,10 +105,12 @@ def message_of_replica(words: IntArray, replica: int) -> Message:
 
 
 def _step_words(plan: SchedulePlan) -> IntArray:
-    words = [plan.num_tokens, plan.num_samples, plan.max_query_len, len(plan.requests)]
+    words = [plan.num_tokens, plan.num_samples, plan.max_query_len, plan.num_drafts]
+    words.append(len(plan.requests))
     for row in plan.requests:
         blocks = row.new_blocks
         words += (row.req_index, row.start, row.num_tokens, row.first_new_block)
+        words.append(row.request.num_pending_drafts)
         words += (row.samples, row.is_new, len(blocks), *blocks)
         if row.is_new:
             _add_request(words, row.request)
@@ -133,7 +136,7 @@ def _add_request(words: list[int], request: Request) -> None:
 class PlanDecoder:
     """On the other ranks: decodes messages into plans equivalent to rank 0's for a runner.
 
-    Decoded requests carry only what a runner reads, and are not kept up to date.
+    Decoded requests carry only what a runner reads. Of that, pending drafts are kept up to date.
     """
 
     def __init__(self) -> None:
@@ -162,6 +165,8 @@ class PlanDecoder:
             starts = words[count + 1 : 2 * count + 1].copy()
             blocks = words[2 * count + 1 :]
             members = [self._requests[index] for index in req_indices.tolist()]
+            for request in members:
+                request.num_pending_drafts = 0  # or it would not be a steady state
             num_loras = num_active_loras(request.lora_slot for request in members)
             shape = BatchShape(count, count, 1, num_loras)
         elif self._last is None:
@@ -182,7 +187,7 @@ class PlanDecoder:
         return self._last
 
     def _step(self, reader: _Reader) -> SchedulePlan:
-        num_tokens, num_samples, max_query_len, num_rows = reader.take(4)
+        num_tokens, num_samples, max_query_len, num_drafts, num_rows = reader.take(5)
         rows = [self._row(reader) for _ in range(num_rows)]
         reader.check_end()
         return SchedulePlan(
@@ -191,15 +196,20 @@ class PlanDecoder:
             num_samples=num_samples,
             max_query_len=max_query_len,
             preempted=[],
+            num_drafts=num_drafts,
         )
 
     def _row(self, reader: _Reader) -> ScheduledRequest:
-        req_index, start, num_tokens, first_new_block, samples, is_new = reader.take(6)
+        req_index, start, num_tokens, first_new_block, pending_drafts, samples, is_new = (
+            reader.take(7)
+        )
         new_blocks = reader.take_list()
         if is_new:
             self._requests[req_index] = _read_request(reader)
+        request = self._requests[req_index]
+        request.num_pending_drafts = pending_drafts
         return ScheduledRequest(
-            self._requests[req_index],
+            request,
             req_index,
             start,
             num_tokens,
@@ -234,6 +244,26 @@ def _params(text: bytes) -> SamplingParams:
     return SamplingParams(logit_bias={int(token): value for token, value in bias.items()}, **given)
 
 
+def encode_outputs(outputs: Sequence[Sequence[int]]) -> Message:
+    """Encode the outputs of requests, for ``decode_outputs``."""
+    words = [word for token_ids in outputs for word in (len(token_ids), *token_ids)]
+    return Kind.LEARN, np.array(words, dtype=np.int64)
+
+
+def decode_outputs(words: IntArray) -> list[list[int]]:
+    """Decode outputs; raise ``CollectiveError`` if rank 0 cannot have sent them."""
+    reader, outputs = _Reader(words), []
+    try:
+        while not reader.at_end:
+            outputs.append(reader.take_list())
+    except IndexError as error:
+        raise CollectiveError(
+            f"a message of {len(words)} words has no outputs of requests ({error}); all ranks must "
+            "run the same version"
+        ) from error
+    return outputs
+
+
 class _Reader:
     """Reads the words of a message in order."""
 
@@ -248,8 +278,12 @@ class _Reader:
             raise IndexError(f"{count} words from number {start} on")
         return self._words[start : self._at]
 
+    @property
+    def at_end(self) -> bool:
+        return self._at == len(self._words)
+
     def check_end(self) -> None:
-        if self._at != len(self._words):
+        if not self.at_end:
             raise IndexError(f"{self._at} words are the whole plan")
 
     def take_list(self) -> list[int]:

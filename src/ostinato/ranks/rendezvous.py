@@ -119,6 +119,7 @@ def _device(config: EngineConfig, local_rank: int) -> torch.device:
 def _start_ranks(config: EngineConfig) -> World:
     global _num_started
     _check_devices(config)
+    _check_speculation(config)
     with _local_interface(), _group_gone_if_it_fails():
         ranks = _Ranks(config)
         _num_started = config.world_size
@@ -221,6 +222,16 @@ def _check_devices(config: EngineConfig) -> None:
     if config.torch_device().type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(
             f"{_sizes(config)} needs {size} GPUs, but torch finds {torch.cuda.device_count()}"
+        )
+
+
+def _check_speculation(config: EngineConfig) -> None:
+    kind = type(config.speculative)
+    if kind.__module__ == "__main__" or "<locals>" in kind.__qualname__:
+        raise ConfigError(
+            f"the started ranks cannot import {kind.__name__} (speculative) from "
+            f"{kind.__module__}.{kind.__qualname__}, because they do not run the script; move the "
+            "class to the top level of a module, or start the script with torchrun"
         )
 
 

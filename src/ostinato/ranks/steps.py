@@ -5,7 +5,8 @@ every rank updates its request state from the plan, chooses the same graph, and 
 sent: all ranks have the same logits, and sampling noise is a function of seed and position. So all
 ranks sample the same tokens and write them to their own state, where the next step finds them. A
 sharded LM head is gathered, which makes logits bitwise equal; with tensor parallelism of 1 each
-rank computes them in full, which gives equal results on GPUs of the same model.
+rank computes them in full, which gives equal results on GPUs of the same model. Drafts are not sent
+either: each rank looks them up in its own state, and rank 0 sends the outputs to learn from.
 
 With several replicas, rank 0 has a scheduler for each. One message carries the plans of all, every
 rank runs that of its replica, and the results of other replicas are sent back
@@ -32,6 +33,8 @@ from ostinato.ranks.plan_message import (
     PlanDecoder,
     PlanEncoder,
     ReplicaEncoder,
+    decode_outputs,
+    encode_outputs,
     message_of_replica,
     to_bytes,
     to_words,
@@ -86,11 +89,13 @@ class LeadingRunner(RankRunner):
             for replica in range(1, world.num_replicas)
         ]
         self._num_steps = self._num_flushed = 0  # of all replicas
+        self._ended: list[list[int]] = []  # outputs to learn before the next step
 
     def run(self, plan: StepPlan) -> StepResult:
         assert not self._receivers, "replicas run together, by run_replicas"
         # A step started on one rank must finish on all, or the ranks are out of step for good.
         with uninterrupted(), self._world.together():
+            self._learn_ended()
             self._world.progress.announce()
             self._world.channel.send(*self._encoder.encode(plan))
             return _AwaitedResult(super().run(plan), self._world)
@@ -101,6 +106,7 @@ class LeadingRunner(RankRunner):
             step = self._num_steps = self._num_steps + 1
             for receiver in self._receivers:  # unread results of steps that were rolled back
                 receiver.receive_up_to(step - self._num_ahead - 1)
+            self._learn_ended()
             self._world.progress.announce()
             self._world.channel.send(*self._replicas.encode(plans))
             others: list[StepResult] = []
@@ -112,6 +118,19 @@ class LeadingRunner(RankRunner):
                 return [_AwaitedResult(super().run(plans[0]), self._world), *others]
             self._run_no_plan()
             return [StepResult(), *others]
+
+    def learn(self, token_ids: Sequence[int]) -> None:
+        """All ranks, of all replicas, learn it before their next step."""
+        if self.memory.proposer is not None:
+            self._ended.append(list(token_ids))
+
+    def _learn_ended(self) -> None:
+        if self._ended:
+            self._world.progress.announce()
+            self._world.channel.send(*encode_outputs(self._ended))
+            for token_ids in self._ended:
+                super().learn(token_ids)
+            self._ended.clear()
 
     def _receive(self, receiver: ResultReceiver, step: int) -> None:
         with uninterrupted(), self._world.together(processes=False):
@@ -210,6 +229,9 @@ class FollowingRunner(RankRunner):
         elif kind is Kind.SEND_COUNTS:
             if sender is not None:
                 sender.send_counts(self.stats.counts)
+        elif kind is Kind.LEARN:
+            for token_ids in decode_outputs(words):
+                self.learn(token_ids)
         else:
             if kind is Kind.REPLICAS:
                 kind, words = message_of_replica(words, self._world.replica)

@@ -85,7 +85,7 @@ class ModelRunner:
         speculation: Speculation | None = None,
         images: ImageInputs | None = None,
     ) -> None:
-        check_can_agree(agreement, graphs, small, speculation)
+        check_can_agree(agreement, graphs, small)
         self.model = model
         self.plan = plan
         self.cache = cache
@@ -152,7 +152,7 @@ class ModelRunner:
         self.stats.record(choice, plan.num_tokens)
         if not choice.uniform_decode:
             if plan.num_drafts:
-                return self._run_drafts(plan, choice)
+                return self._run_drafts(plan, choice, across)
             return self._run_mixed(plan, choice, across)
         members, rows = self._members, plan.req_indices
         if members is None or members.req_indices is not rows or members.choice is not choice:
@@ -189,7 +189,8 @@ class ModelRunner:
         self.forget_rows()
         graph = self.graphs.decode_graph(choice) if choice.uniform_decode else None
         if graph is not None:
-            self.buffers.set_rows([], choice.padded_num_tokens)
+            assert choice.padded_num_reqs is not None, "it is a decode graph"
+            self.buffers.set_rows([], choice.padded_num_reqs)
             self.pool.replay(graph.tape)
         else:
             metadata = self._fill(_NO_WORK, choice)
@@ -289,7 +290,9 @@ class ModelRunner:
         return self._sample_again(filtered, token_ids, logits, req_indices, lengths)
 
     @without_autocast
-    def _run_drafts(self, plan: StepPlan, choice: Choice) -> StepResult:
+    def _run_drafts(
+        self, plan: StepPlan, choice: Choice, across: torch.Tensor | None
+    ) -> StepResult:
         """Run a decode batch with drafts as a mixed batch: it has no graph for its query length."""
         self.forget_rows()
         memory, graphs = self.memory, self._all_graphs[choice.model]
@@ -297,7 +300,8 @@ class ModelRunner:
         self.buffers.set_rows(req_indices, len(req_indices))
         rows = draft_sampling.decode_rows(self.state, self.buffers, len(req_indices), query_len)
         draft_sampling.propose_drafts(memory, rows)
-        hidden = graphs.hidden_states(choice, self._fill(plan, choice), plan.num_tokens)
+        metadata = self._fill(plan, choice)
+        hidden = graphs.hidden_states(choice, metadata, plan.num_tokens, across)
         draft_sampling.observe_step(memory, rows)
         logits = self.model.compute_logits(hidden)
         self._show_logits(plan, logits)
@@ -321,6 +325,7 @@ class ModelRunner:
     def learn(self, token_ids: Sequence[int]) -> None:
         """A request has ended with this output: drafts for others may come from it."""
         if self.memory.proposer is not None:
+            self._follow_stream()
             self.memory.proposer.learn(token_ids)
 
     def _images_of(self, plan: StepPlan) -> AbstractContextManager[None]:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ostinato.config import GraphConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.models.base import CausalLM
 from ostinato.parallel.agreement import Reducer
-
-if TYPE_CHECKING:
-    from ostinato.speculative.options import Speculation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +28,6 @@ def check_can_agree(
     agreement: Reducer | None,
     graphs: GraphConfig,
     small: SmallBatchModel | None,
-    speculation: Speculation | None,
 ) -> None:
     """Raise for what ranks that step together cannot have."""
     if agreement is None:
@@ -47,9 +42,4 @@ def check_can_agree(
         raise ConfigError(
             f"a {small.name} for small batches does not work with {ranks}: they would run "
             "different models"
-        )
-    if speculation is not None:
-        raise ConfigError(
-            f"speculative decoding does not work with {ranks}: they agree on steps of one token "
-            "per request; leave it out"
         )

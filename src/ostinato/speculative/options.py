@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.sizes import check_positive_int
@@ -36,6 +36,10 @@ class Speculation:
     """
 
     num_tokens: int | Mapping[int, int] = option(4, _NUM_TOKENS_HELP)
+
+    # Whether drafts are the same on all ranks of a model that is split: they follow from the
+    # request state and from what ``admit`` and ``learn`` tell.
+    same_on_all_ranks: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         counts = self.num_tokens
@@ -103,6 +107,7 @@ def _check_match(min_match: int, max_match: int) -> None:
 class NgramDrafts(Speculation):
     """Drafts from the request's own tokens: what followed its last tokens the last time."""
 
+    same_on_all_ranks = True
     min_match: int = option(1, "Last tokens that must be found again, at least.")
     max_match: int = option(4, "Last tokens to compare; the longest match counts.")
 
@@ -123,6 +128,7 @@ class NgramDrafts(Speculation):
 class SuffixDrafts(Speculation):
     """Drafts from the request's own tokens and the output of past requests."""
 
+    same_on_all_ranks = True
     min_match: int = option(1, "Last tokens that must be found again, at least.")
     max_match: int = option(32, "Last tokens to compare; the longest match counts.")
     history_len: int = option(65536, "Tokens of past output to search; the oldest are dropped.")
@@ -206,6 +212,7 @@ class EagleDrafts(Speculation):
 class ReplayedDrafts(Speculation):
     """Drafts that are right at a set rate, from outputs known in advance: for measurements."""
 
+    same_on_all_ranks = True
     texts: Sequence[Sequence[int]] = option(
         (),
         "Token ids of prompts with the output that follows. A request replays the first text "
