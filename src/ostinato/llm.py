@@ -109,7 +109,7 @@ class LLM(Owner):
 
     @property
     def speculation(self) -> SpeculationStats:
-        """What became of drafts so far (``speculative``): counts, and the acceptance length."""
+        """What became of drafts (``speculative``), on all replicas; under torchrun, on rank 0."""
         return self.engine.scheduler.drafts.stats
 
     # --- generating ----------------------------------------------------------------------------
