@@ -11,8 +11,10 @@ import pytest
 import torch
 import transformers
 from tiny_models import TINY_NATIVE, save_tiny
+from workers import GlooPool
 
 from ostinato import LLM, ConfigError, DraftModel, GraphConfig, SamplingParams
+from ostinato.scheduling.draft_steps import SpeculationStats
 from ostinato.speculative.draft_model import DraftModelProposer
 
 MODES = ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE", "FULL_AND_FULL"]
@@ -65,6 +67,23 @@ def test_a_model_agrees_with_itself(device: torch.device, mode: str, overlap: bo
             assert tokens_of(llm) == expected
         assert llm.speculation.num_drafts > 100
         assert llm.speculation.acceptance_rate == 1
+
+
+def on_replicas() -> tuple[list[list[int]], SpeculationStats]:
+    graphs = GraphConfig(capture_sizes=[1, 2, 4, 8, 32])
+    options: dict[str, Any] = {"data_parallel_size": 2, "data_parallel_lockstep": True}
+    with open_llm("tiny", **options, graphs=graphs, speculative=same_model(num_tokens=3)) as llm:
+        return tokens_of(llm), llm.speculation
+
+
+@pytest.mark.slow
+def test_every_replica_has_one(gloo_pool: GlooPool) -> None:
+    with open_llm("tiny") as llm:
+        expected = tokens_of(llm)
+    (tokens, stats), (others, _) = gloo_pool.run(on_replicas)
+    assert tokens == others == expected
+    assert stats.num_drafts > 50
+    assert stats.acceptance_rate == 1
 
 
 def test_it_reads_tokens_of_steps_without_drafts() -> None:

@@ -14,6 +14,7 @@ import transformers
 from safetensors.torch import save_file
 from tiny_models import TINY_NATIVE, save_tiny
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+from workers import GlooPool
 
 from ostinato import (
     LLM,
@@ -24,6 +25,7 @@ from ostinato import (
     SamplingParams,
 )
 from ostinato.ops.decode_state import DecodeState
+from ostinato.scheduling.draft_steps import SpeculationStats
 
 MODES = ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE", "FULL_AND_FULL"]
 PROMPTS = [[1, 2, 3, 1, 2], list(range(10, 75)), [7, 8], [50, 40, 50, 40, 50, 40]]
@@ -228,6 +230,35 @@ def test_drafts_are_the_same_in_every_mode(
             results.append((outputs, llm.speculation))
     assert results[0] == results[1]
     assert results[0][1].num_drafts > 50
+
+
+def one_by_one(
+    model: str, head: str, known: list[int], num_replicas: int
+) -> tuple[Any, SpeculationStats]:
+    """As many prompts at a time as there are replicas: one request for each.
+
+    The model knows as few tokens as the head, so some drafts are right.
+    """
+    options = {"device": "cpu", "data_parallel_size": num_replicas, "enable_prefix_caching": False}
+    params = greedy(logit_bias=dict.fromkeys(known, 100.0))
+    outputs = []
+    with open_llm(Path(model), Path(head), **options) as llm:
+        for first in range(0, len(PROMPTS), num_replicas):
+            results = llm.generate(PROMPTS[first : first + num_replicas], params)
+            outputs += [each.outputs[0].token_ids for each in results]
+        return outputs, llm.speculation
+
+
+@pytest.mark.slow
+def test_drafts_are_the_same_on_every_replica(
+    gloo_pool: GlooPool, target: Path, model: Any, tmp_path: Path
+) -> None:
+    reference = Reference(model, num_known=3)
+    known = (reference.tensors["d2t"] + torch.arange(3)).tolist()
+    names = str(target), str(reference.save(tmp_path / "head"))
+    expected = one_by_one(*names, known, 1)
+    assert gloo_pool.run(one_by_one, *names, known, 2)[0] == expected
+    assert expected[1].num_accepted > 5
 
 
 def test_heads_that_do_not_fit(target: Path, model: Any, tmp_path: Path) -> None:
