@@ -165,8 +165,6 @@ class PlanDecoder:
             starts = words[count + 1 : 2 * count + 1].copy()
             blocks = words[2 * count + 1 :]
             members = [self._requests[index] for index in req_indices.tolist()]
-            for request in members:
-                request.num_pending_drafts = 0  # or it would not be a steady state
             num_loras = num_active_loras(request.lora_slot for request in members)
             shape = BatchShape(count, count, 1, num_loras)
         elif self._last is None:
