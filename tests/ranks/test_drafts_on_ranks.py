@@ -197,14 +197,15 @@ def learn(path: str) -> tuple[list[Any], tuple[int, int]]:
         enable_prefix_caching=False,
         speculative=SuffixDrafts(num_tokens=3),
     ) as llm:
-        first = llm.generate([prompts()[5]], GREEDY)
+        (tokens,) = tokens_of(llm.generate([prompts()[5]], GREEDY))
+        first = tokens.copy()
+        tokens.clear()  # as its owner may
         num_runs = llm.speculation.num_runs
         llm.speculation.reset()
         # A long prompt on replica 0, which ends without drafts.
-        _, again = llm.generate(
-            [prompts()[3], prompts()[5]], [replace(GREEDY, max_tokens=1), GREEDY]
-        )
-        return tokens_of([*first, again]), (num_runs, llm.speculation.num_runs)
+        both = [prompts()[3], prompts()[5]]
+        _, again = tokens_of(llm.generate(both, [replace(GREEDY, max_tokens=1), GREEDY]))
+        return [first, again], (num_runs, llm.speculation.num_runs)
 
 
 @pytest.mark.slow
@@ -281,12 +282,7 @@ def on_all_ranks(path: str, options: dict[str, Any]) -> tuple[Any, float]:
     """Twice the same prompts: the second time, their output is known."""
     with LLM(path, **{**LIMITS, "rank_timeout_s": 20.0, **options}) as llm:
         poison(llm.engine.runner)
-        found = []
-        for _ in range(2):
-            outputs = llm.generate(prompts(), SEEDED)
-            found.append([list(tokens) for tokens in tokens_of(outputs)])
-            for output in outputs:
-                output.outputs[0].token_ids.clear()  # as its owner may
+        found = [tokens_of(llm.generate(prompts(), SEEDED)) for _ in range(2)]
         assert_block_0_untouched(llm.engine.runner)
         return found, llm.speculation.acceptance_length
 

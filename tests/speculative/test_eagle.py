@@ -240,6 +240,7 @@ def one_by_one(
     The model knows as few tokens as the head, so some drafts are right.
     """
     options = {"device": "cpu", "data_parallel_size": num_replicas, "enable_prefix_caching": False}
+    options["data_parallel_lockstep"] = num_replicas > 1
     params = greedy(logit_bias=dict.fromkeys(known, 100.0))
     outputs = []
     with open_llm(Path(model), Path(head), **options) as llm:
