@@ -112,6 +112,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         rename("layers.1.", "layers.7."),
         r"7\..*numbered 0 to 1, and adapters can",
     ),
+    "another family's names": (
+        rename("model.layers", "model.language_model.layers"),
+        r"model\.language_model\.layers\..* is not LoRA of a linear",
+    ),
     "embeddings": (rename("lora_A.weight", "lora_embedding_A"), r"is not LoRA of a linear"),
     "half": (
         tensors_of(lambda tensors: tensors.pop(Q0)),

@@ -195,7 +195,6 @@ def test_text_models_refuse_images(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"enable_lora": True}, "enable_lora needs a dense model of the native decoder"),
         ({"swiftkv_layers": 1}, "swiftkv_layers=1 is for models of the native decoder"),
         pytest.param(
             {"tensor_parallel_size": 2},

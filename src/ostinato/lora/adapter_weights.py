@@ -6,7 +6,7 @@ and a batch writes its rows; nothing is captured again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -49,8 +49,8 @@ class Target:
 class AdapterWeights:
     """Room for ``max_loras`` adapters of up to ``max_rank`` in a model's linears.
 
-    ``targets`` are these linears by their names in checkpoints. The model must have this object as
-    its ``adapters`` while it runs batches that have some.
+    ``targets`` are these linears by their names in adapters; one may have several. The model must
+    have this object as its ``adapters`` while it runs batches that have some.
     """
 
     def __init__(
@@ -59,24 +59,27 @@ class AdapterWeights:
         self.max_loras = max_loras
         self.max_rank = max_rank
         self.device, self.dtype = model.device, model.dtype
+        self.encoder_prefixes = model.encoder_prefixes
         self.targets: dict[str, Target] = {}
         self._rank = max(_SMALLEST_RANK, next_power_of_2(max_rank))
         # By the ids of the linears, not the linears, so that the model is freed when it is dropped.
         self._gemms: dict[int, LoraWeights] = {}
         for linear, slots in model.linear_slots():
-            self._add_gemm(id(linear), slots)
+            self._add_gemm(id(linear), slots, model.spellings)
         self._rows = LoraRows(
             torch.full((max_num_tokens,), NO_SLOT, dtype=torch.int32, device=self.device),
             torch.full((max_loras,), NOT_ACTIVE, dtype=torch.int32, device=self.device),
         )
 
-    def _add_gemm(self, key: int, slots: Sequence[WeightSlot]) -> None:
+    def _add_gemm(
+        self, key: int, slots: Sequence[WeightSlot], spellings: Callable[[str], list[str]]
+    ) -> None:
         weights = [slot for slot in slots if slot.name.endswith(".weight")]
         widths, start = tuple(slot.target.shape[0] for slot in weights), 0
         inputs = weights[0].target.shape[1]
         for part, slot in enumerate(weights):
             reordered = slot.parts is not None and slot.dim == 0
-            self.targets[slot.name.removesuffix(".weight")] = Target(
+            target = Target(
                 gemm=key,
                 part=part,
                 columns=slice(start, start + widths[part]),
@@ -84,6 +87,8 @@ class AdapterWeights:
                 outputs=widths[part],
                 row_order=slot.parts if reordered else None,
             )
+            names = spellings(slot.name.removesuffix(".weight"))
+            self.targets.update(dict.fromkeys(names, target))
             start += widths[part]
         a, b = (
             torch.zeros(self.max_loras, *shape, dtype=self.dtype, device=self.device)

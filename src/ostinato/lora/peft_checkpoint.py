@@ -7,7 +7,7 @@ supported here would give wrong results, so such options are refused by name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def read_adapter(path: Path, weights: AdapterWeights) -> Matrices:
     """
     config = _read_config(path)
     checkpoint = Checkpoint(path, only=path / WEIGHTS)
-    pairs = _pairs(checkpoint, weights.targets)
+    pairs = _pairs(checkpoint, weights)
     ranks = {
         module: _check_shapes(checkpoint, module, pair, weights.targets[module])
         for module, pair in pairs.items()
@@ -116,11 +116,19 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _pairs(checkpoint: Checkpoint, targets: Mapping[str, Target]) -> dict[str, tuple[str, str]]:
+def _pairs(checkpoint: Checkpoint, weights: AdapterWeights) -> dict[str, tuple[str, str]]:
     """The names of the tensors A and B, by the linear that they change."""
     found: dict[str, dict[str, str]] = {}
+    targets = weights.targets
     for name in checkpoint.tensors:
         match = _TENSOR.fullmatch(name.removeprefix(_PREFIX))
+        if match is not None and match["module"].startswith(weights.encoder_prefixes):
+            raise ModelLoadError(
+                f"{checkpoint.path / WEIGHTS} changes {match['module']}, a linear of the vision "
+                "encoder; adapters can change the language model only. Merge the adapter into the "
+                "model with PEFT (merge_and_unload), or train it again with "
+                "exclude_modules='.*visual.*'"
+            )
         if match is None or match["module"] not in targets:
             kinds = sorted({target.rpartition(".")[2] for target in targets})
             raise ModelLoadError(
@@ -139,11 +147,26 @@ def _pairs(checkpoint: Checkpoint, targets: Mapping[str, Target]) -> dict[str, t
                 f"{checkpoint.path / WEIGHTS} lacks lora_{lacking} of {module}; it is incomplete: "
                 "save the adapter again"
             )
+    _check_spellings(checkpoint, found, targets)
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
 
 
+def _check_spellings(
+    checkpoint: Checkpoint, modules: Iterable[str], targets: Mapping[str, Target]
+) -> None:
+    """Raise if two names stand for the same linear."""
+    seen: dict[tuple[int, int], str] = {}
+    for module in modules:
+        other = seen.setdefault((targets[module].gemm, targets[module].part), module)
+        if other != module:
+            raise ModelLoadError(
+                f"{checkpoint.path / WEIGHTS} has both {other} and {module}, two names of the same "
+                "linear; save the adapter again"
+            )
+
+
 def _last_layer(targets: Mapping[str, Target]) -> int:
-    return max(int(name.split(".")[2]) for name in targets)
+    return max(int(name.partition(".layers.")[2].partition(".")[0]) for name in targets)
 
 
 def _check_shapes(

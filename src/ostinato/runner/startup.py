@@ -258,7 +258,7 @@ def _adapters(
     if not config.enable_lora:
         return None
     model = loaded.model
-    if type(model) is not Decoder:
+    if not isinstance(model, Decoder) or model.selects_tokens:
         reason = loaded.generic_reason or "it is a SwiftKV model"
         raise ConfigError(
             f"enable_lora needs a dense model of the native decoder; this one is not: {reason}. "

@@ -8,7 +8,7 @@ other steps a table of the batch is gathered from it, one row per token, and the
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,8 @@ class NativeVisionLM(Decoder):
     ``axes`` [head_dim]: which of the three positions each column of the RoPE table follows.
     ``image_token_id``: the token in a prompt whose place an image takes.
     """
+
+    encoder_prefixes: ClassVar[tuple[str, ...]] = ("model.visual.", "visual.")
 
     def __init__(
         self,
@@ -81,6 +83,10 @@ class NativeVisionLM(Decoder):
     @property
     def uses_mrope(self) -> bool:
         return True
+
+    def spellings(self, name: str) -> list[str]:
+        """As transformers names it, and as versions before 4.52 did."""
+        return [name.replace("model.", "model.language_model.", 1), name]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden_size] of tokens ``input_ids`` at ``positions`` [3, T]."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -43,8 +44,11 @@ class Decoder(nn.Module, CausalLM):
 
     ``max_position`` limits the RoPE table to the sequences that will be run; the default is the
     model's limit. The device may be ``meta``, to count parameters without memory. ``offloader``
-    keeps the weights of some layers elsewhere until they run.
+    keeps the weights of some layers elsewhere until they run. ``encoder_prefixes``: how the names
+    of a vision encoder begin, if the model has one.
     """
+
+    encoder_prefixes: ClassVar[tuple[str, ...]] = ()
 
     def __init__(
         self,
@@ -111,8 +115,6 @@ class Decoder(nn.Module, CausalLM):
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         run = self._kernels(hidden, positions, all_positions)
-        if self.adapters is not None:
-            run = self.adapters.adapted(run, hidden.shape[0])
         layers = self.decoder_layers()
         if self.offloader is None:
             return run_layers(layers, hidden, run, self._aux)
@@ -128,15 +130,19 @@ class Decoder(nn.Module, CausalLM):
     ) -> AnyKernels:
         """Choose the kernels that run the layers for these rows, by shapes and device alone.
 
-        ``table``: what positions are rows of; None: the model's RoPE table.
+        With adapters, if the batch has some. ``table``: what positions are rows of; None: the
+        model's RoPE table.
         """
         table = self.rotary_table if table is None else table
-        if not self._runs_fused(hidden):
-            return Plain(table, positions, self.dtype)
         few = hidden.shape[0] <= MAX_ROWS and self.dtype is not torch.float32
-        # GEMMs that are summed over ranks cannot add the residual.
-        kernels = SmallM if few and not self._exchange.sums else LargeM
-        return kernels(table, all_positions)
+        run: AnyKernels
+        if not self._runs_fused(hidden):
+            run = Plain(table, positions, self.dtype)
+        elif few and not self._exchange.sums:  # GEMMs summed over ranks cannot add the residual
+            run = SmallM(table, all_positions)
+        else:
+            run = LargeM(table, all_positions)
+        return run if self.adapters is None else self.adapters.adapted(run, hidden.shape[0])
 
     def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
         for layer in states:
@@ -184,6 +190,10 @@ class Decoder(nn.Module, CausalLM):
         for index, layer in enumerate(self.decoder_layers()):
             for module, slots in layer.linear_slots(f"model.layers.{index}"):
                 yield module, [rows.place(slot) if reorders else slot for slot in slots]
+
+    def spellings(self, name: str) -> list[str]:
+        """The names that an adapter may have for ``name`` of ``linear_slots``."""
+        return [name]
 
     def _own_slots(self) -> Iterator[WeightSlot]:
         """The same for a model that has all weights of the checkpoint."""
