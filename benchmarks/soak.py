@@ -9,12 +9,13 @@ rounds differently in batches of another size.
 
 With ``--adapters``, requests have LoRA adapters, more than fit at once, which are loaded, replaced
 and unloaded all the while. With ``--speculative``, the two engines draft tokens, and the third does
-not. With ``--images``, the model is a checkpoint that takes images.
+not. With ``--images``, the model is a checkpoint that takes images. All of them go together.
 
     PYTHONPATH=src python benchmarks/soak.py --output result.json
     PYTHONPATH=src python benchmarks/soak.py --device cpu --requests 200
     PYTHONPATH=src python benchmarks/soak.py --adapters 5 --speculative suffix
-    PYTHONPATH=src python benchmarks/soak.py --model DIRECTORY --checkpoint --images
+    PYTHONPATH=src python benchmarks/soak.py --model DIRECTORY --checkpoint --images \\
+        --adapters 5 --speculative suffix
 
 Exits with 1 if anything differs, or if nothing was aborted, preempted or reused, or accepted.
 """
@@ -182,7 +183,9 @@ def draw_picture(source: random.Random) -> Any:
 
 def write_adapters(directory: Path, engine: Engine, count: int) -> dict[str, Path]:
     """Random adapters of all of a layer's linears, by name."""
-    config = engine.model_config
+    config, layers = engine.model_config, "model.layers"
+    if engine.images.are_taken:
+        config, layers = config.get_text_config(), "model.language_model.layers"
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     hidden, inner = config.hidden_size, config.intermediate_size
     queries, keys = (
@@ -203,7 +206,7 @@ def write_adapters(directory: Path, engine: Engine, count: int) -> dict[str, Pat
         tensors = {}
         for layer in range(config.num_hidden_layers):
             for name, (inputs, outputs) in shapes.items():
-                prefix = f"base_model.model.model.layers.{layer}.{name}"
+                prefix = f"base_model.model.{layers}.{layer}.{name}"
                 tensors[f"{prefix}.lora_A.weight"] = torch.randn(LORA_RANK, inputs) * inputs**-0.5
                 tensors[f"{prefix}.lora_B.weight"] = torch.randn(outputs, LORA_RANK) * 0.3
         path = paths[f"adapter-{number}"] = directory / f"adapter-{number}"

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tiny_vision import save_vision_model
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
@@ -24,27 +25,27 @@ def soak() -> ModuleType:
     return module
 
 
+COUNTED = ("aborted", "preemptions", "prefix_hits", "steps", "adapters_loaded", "drafts_accepted")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("images", [False, True])
 def test_a_small_soak_on_the_cpu_finds_no_difference(
-    soak: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    soak: ModuleType, images: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "soak.json"
     options = ["--requests", "90", "--distinct", "12", "--kv-cache-memory-bytes", "320K"]
     options += ["--adapters", "3", "--speculative", "suffix"]
+    if images:
+        save_vision_model(tmp_path / "model", "qwen3_vl")
+        options += ["--model", str(tmp_path / "model"), "--checkpoint", "--images"]
     assert soak.main(["--device", "cpu", *options, "--output", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["requests"] == 90
     assert result["differences"] == 0
     assert result["alone_again"] == 12
-    counts = (
-        "aborted",
-        "preemptions",
-        "prefix_hits",
-        "steps",
-        "adapters_loaded",
-        "drafts_accepted",
-    )
-    assert min(result[name] for name in counts) > 0
+    assert min(result[name] for name in COUNTED) > 0
+    assert (result["with_images"] > 0) == images
     assert "90 of 90 requests" in capsys.readouterr().out
 
 
