@@ -10,6 +10,14 @@ import pytest
 import torch
 import transformers
 from tiny_models import TINY_NATIVE, save_tiny
+from tiny_vision import (
+    open_vision,
+    picture,
+    prompt_of,
+    reference,
+    save_vision_model,
+    tokens_of,
+)
 
 from ostinato import (
     LLM,
@@ -86,6 +94,25 @@ def test_they_are_those_of_transformers(device: torch.device, tmp_path: Path, mo
         check(PROMPT, len(PROMPT))
         (result,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=2))
         check([*PROMPT, result.outputs[0].token_ids[0], 0], 2)  # a draft follows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_FULL"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl"])
+def test_prompts_with_images(name: str, mode: str, tmp_path: Path) -> None:
+    """What transformers' layers read, including what DeepStack has added."""
+    model = save_vision_model(tmp_path, name)
+    expected: list[torch.Tensor] = []
+    for layer in model.model.language_model.layers[:2]:
+        layer.register_forward_pre_hook(lambda _, inputs: expected.append(inputs[0][0]))
+    prompt = prompt_of(6, picture(24, 16), 7, 8)
+    tokens = reference(model, prompt, 1)
+    with open_vision(tmp_path, mode, speculative=Watching()) as llm:
+        assert tokens_of(llm, [prompt], 1) == [tokens]
+        proposer = llm.engine.runner.memory.proposer
+        assert isinstance(proposer, _Watching)
+        for got, its in zip(proposer.states, expected, strict=True):
+            torch.testing.assert_close(got[: len(its)], its, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_that_are_not_there() -> None:

@@ -104,8 +104,8 @@ class NativeVisionLM(Decoder):
         run = self._kernels(hidden, numbers, numbers, table=angles)
         layers = list(self.decoder_layers())
         for layer, rows in zip(layers, deeper, strict=False):  # warm-ups have few layers
-            hidden = add_where(run_layers([layer], hidden, run), is_image, rows)
-        return run_layers(layers[len(deeper) :], hidden, run)
+            hidden = add_where(run_layers([layer], hidden, run, self._aux), is_image, rows)
+        return run_layers(layers[len(deeper) :], hidden, run, self._aux)
 
 
 def _is_tied(model: Any) -> bool:
