@@ -95,7 +95,22 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> set[str]:
         {"requests": ((1, 0), (1, 1)), "padding_requests": 0, "padding_tokens": 0},
         {"requests": ((1, 3000), (1, 2), *(((1, 7), (1, 900)) * 70))},
     ],
-    ids=str,
+    ids=[
+        "plain",
+        "float16",
+        "cap",
+        "sinks",
+        "cap sinks",
+        "group 16",
+        "group 1",
+        "group 3",
+        "64 wide",
+        "192 wide",
+        "256 wide",
+        "blocks of 64",
+        "two",
+        "many",
+    ],
 )
 def test_decode_batches(ran: set[str], size: int, interleave: int, change: dict[str, Any]) -> None:
     check_parts(replace(DECODE, **change), size, interleave, CUDA)
@@ -124,7 +139,25 @@ def test_decode_batches(ran: set[str], size: int, interleave: int, change: dict[
         (replace(DECODE, group=17), {PAGED}),
         (replace(DECODE, head_dim=32, value_dim=32), {PAGED}),
     ],
-    ids=str,
+    ids=[
+        "mixed",
+        "cap sinks",
+        "192 wide",
+        "256 wide",
+        "blocks of 64",
+        "short",
+        "window",
+        "window 1",
+        "window sinks",
+        "group 17",
+        "long",
+        "tail",
+        "32 wide",
+        "decode window",
+        "decode window 1",
+        "decode group 17",
+        "decode 32 wide",
+    ],
 )
 def test_other_batches(
     ran: set[str], size: int, interleave: int, layout: Layout, kernels: set[str]
