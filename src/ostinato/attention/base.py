@@ -22,6 +22,7 @@ from ostinato.graphs.capture.context import get_forward_context
 from ostinato.graphs.capture.segments import eager_break
 from ostinato.graphs.capture.tree import holds_no_tensors
 from ostinato.graphs.policy.modes import AttentionCGSupport
+from ostinato.recurrent.base import RecurrentBatch
 
 
 @holds_no_tensors
@@ -68,6 +69,8 @@ class AttentionMetadata:
     ``kv_caches``: for each layer keys [num_blocks, block_size, num_kv_heads, head_dim], and values
     likewise. No request ever holds block 0. ``backend`` computes attention.
 
+    ``recurrent``: the same batch for layers with a state per request; None if the model has none.
+
     The tensors may be read by graphs: a replay finds new contents at the same addresses.
     """
 
@@ -82,6 +85,7 @@ class AttentionMetadata:
     logits_indices: torch.Tensor | None = None
     uniform_decode: bool = False
     dcp_local_seq_lens: torch.Tensor | None = None
+    recurrent: RecurrentBatch | None = None
 
     def __post_init__(self) -> None:
         num_reqs, num_tokens = self.seq_lens.shape[0], self.slot_mapping.shape[0]

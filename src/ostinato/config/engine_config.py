@@ -106,8 +106,11 @@ class EngineConfig:
         cli=str,
     )
     block_size: int = option(16, "Tokens per KV cache block.", cli=int)
-    enable_prefix_caching: bool = option(
-        True, "Reuse the KV cache of finished requests for prompts with the same prefix.", cli=bool
+    enable_prefix_caching: bool | None = option(
+        None,
+        "Reuse the KV cache of finished requests for prompts with the same prefix. None: on, "
+        "unless the model has recurrent layers.",
+        cli=bool,
     )
     long_prefill_token_threshold: int | None = option(
         None,

@@ -77,7 +77,8 @@ class Engine(Owner):
             BlockAllocator(
                 cache.num_blocks,
                 cache.block_size,
-                enable_prefix_caching=config.enable_prefix_caching,
+                enable_prefix_caching=config.enable_prefix_caching is not False
+                and not self.model.recurrent_specs,
             ),
             max_num_seqs=plan.max_num_seqs,
             max_num_batched_tokens=plan.max_num_batched_tokens,

@@ -11,6 +11,7 @@ import torch
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.pool import WeightOffloader
+from ostinato.recurrent.base import RecurrentSpec
 
 
 class CausalLM(Protocol):
@@ -39,6 +40,7 @@ class CausalLM(Protocol):
     # --- optional features ------------------------------------------------------------------------
 
     offloader: WeightOffloader | None = None  # copies weights to the device during a forward
+    recurrent_specs: Sequence[RecurrentSpec] = ()  # of layers with a state per request
 
     @property
     def num_token_ranks(self) -> int:

@@ -17,6 +17,7 @@ from ostinato.attention.base import AttentionBackend, AttentionMetadata
 from ostinato.attention.selected import last_tokens
 from ostinato.graphs.capture.capture_inputs import TokenBuffers
 from ostinato.ops.decode_state import DecodeState
+from ostinato.recurrent.base import RecurrentBatch, RecurrentStates
 from ostinato.runner.kv_cache import CacheSize, KVCache
 from ostinato.runner.request_state import RequestState
 
@@ -242,14 +243,27 @@ class InputBuffers:
         backend: AttentionBackend,
         selected: bool = False,
         uniform_decode: bool = False,
+        states: RecurrentStates | None = None,
+        query_lens: Sequence[int] | None = None,
     ) -> AttentionMetadata:
         """The filled batch as attention sees it: views of these buffers.
 
         ``selected``: the hidden states of at most one token per row will be read, which the caller
         selects before or after this call. Otherwise the states of all tokens will be.
+        ``states``: of recurrent layers, if the model has any; ``query_lens`` is for these.
         """
         tokens = self.tokens
         local = tokens.dcp_local_seq_lens
+        recurrent = None
+        if states is not None:
+            recurrent = RecurrentBatch(
+                states=states.layers,
+                req_indices=self.req_indices[:num_reqs],
+                query_start_loc=tokens.query_start_loc[: num_reqs + 1],
+                seq_lens=tokens.seq_lens[:num_reqs],
+                uniform_decode=uniform_decode,
+                query_lens=query_lens,
+            )
         return AttentionMetadata(
             query_start_loc=tokens.query_start_loc[: num_reqs + 1],
             seq_lens=tokens.seq_lens[:num_reqs],
@@ -262,6 +276,7 @@ class InputBuffers:
             logits_indices=self.logits_indices[:num_reqs] if selected else None,
             uniform_decode=uniform_decode,
             dcp_local_seq_lens=None if local is None else local[:num_reqs],
+            recurrent=recurrent,
         )
 
 

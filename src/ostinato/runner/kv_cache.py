@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,8 @@ def size_cache(
             f"max_model_len {max_model_len} exceeds the model's limit of {model_limit}; lower it"
         )
     block_size *= 1 if part is None else part.size
-    affordable = budget // bytes_per_block
+    # Without attention, blocks take no memory.
+    affordable = budget // bytes_per_block if bytes_per_block else sys.maxsize
     wanted = max_model_len or model_limit
     needed = -(-wanted // block_size) + 1
     if affordable < needed:

@@ -364,6 +364,7 @@ class ModelRunner:
             max_seq_len=min(most, self.cache.max_model_len),
             selected=True,
             uniform_decode=False,
+            query_lens=[item.num_tokens for item in plan.requests],
         )
 
     @without_autocast
@@ -443,6 +444,8 @@ class ModelRunner:
             close_each((self.samplers.close, self.pool.close, *images))
         finally:
             self.kv_cache.layers.clear()
+            if self.memory.states is not None:
+                self.memory.states.layers.clear()
             self._members = self.adapters = self.images = self.pool.offloader = None
             if self.memory.proposer is not None:
                 self.memory.proposer.close()

@@ -36,6 +36,7 @@ from ostinato.models.native.decoder import Decoder
 from ostinato.ops.triton.compile_ahead import triton_starting
 from ostinato.parallel.context_parallel import ContextParallelAttention
 from ostinato.parallel.context_part import ContextPart
+from ostinato.runner import recurrent_models
 from ostinato.runner.compile_kernels import compile_kernels
 from ostinato.runner.draft_sampling import read_step
 from ostinato.runner.kv_cache import CacheSize, bytes_per_block, size_cache
@@ -92,7 +93,10 @@ class GraphPlans:
 
 
 def _default_mode(
-    config: EngineConfig, device: torch.device, backend: AttentionBackend
+    config: EngineConfig,
+    device: torch.device,
+    backend: AttentionBackend,
+    support: AttentionCGSupport,
 ) -> CUDAGraphMode:
     """Whole graphs for all batches where they save time, else pieces for mixed batches.
 
@@ -100,7 +104,7 @@ def _default_mode(
     """
     whole = (
         device.type == "cuda"
-        and backend.support is AttentionCGSupport.ALWAYS
+        and support is AttentionCGSupport.ALWAYS
         and not backend.pays_for_padding(device)
         and config.graphs.compiler is None
     )
@@ -113,21 +117,28 @@ def plan_graphs(
     backend: AttentionBackend,
     *,
     selects_tokens: bool,
+    recurrent_support: AttentionCGSupport = AttentionCGSupport.ALWAYS,
 ) -> GraphPlans:
     """Plan the graphs; needs no weights.
 
     ``selects_tokens``: the model is a SwiftKV model, whose late layers are split over all ranks for
-    batches of every size; the shift model then has graphs of all sizes.
+    batches of every size; the shift model then has graphs of all sizes. ``recurrent_support``:
+    which batches its recurrent layers can be captured for.
     """
     max_num_seqs, max_num_batched_tokens = config.batch_limits(device)
     requested = config.graphs.mode
+    support = AttentionCGSupport.weakest([backend.support, recurrent_support])
     if requested is None:
-        requested = _default_mode(config, device, backend)
+        requested = _default_mode(config, device, backend, support)
     assert isinstance(requested, CUDAGraphMode)
-    # Every model calls attention through ``attend``, where its graphs can be split.
+    # Every model calls ``attend`` and ``recur``, where its graphs can be split.
     query_lens = config.decode_query_lens(device)
     resolved = resolve_mode(
-        requested, backend.support, decode_query_len=max(query_lens), piecewise_available=True
+        requested,
+        support,
+        decode_query_len=max(query_lens),
+        piecewise_available=True,
+        part="attention" if support is backend.support else "a recurrent layer",
     )
     sizes = () if resolved.mode is CUDAGraphMode.NONE else config.capture_sizes(device)
     separate = resolved.mode is CUDAGraphMode.FULL_AND_FULL
@@ -172,9 +183,18 @@ def build_runner(
 ) -> tuple[ModelRunner, ResolvedMode]:
     """Compile kernels, size the KV cache, allocate everything, capture the graphs."""
     model = loaded.model
+    recurrent_models.check_options(config, model)
     speculation = _load_speculation(config, model)
     backend = _attention(config, model, rank_context)
-    plans = plan_graphs(config, model.device, backend, selects_tokens=model.selects_tokens)
+    plans = plan_graphs(
+        config,
+        model.device,
+        backend,
+        selects_tokens=model.selects_tokens,
+        recurrent_support=AttentionCGSupport.weakest(
+            spec.support for spec in model.recurrent_specs
+        ),
+    )
     plan = plans.model
     adapters = _adapters(config, loaded, plan)  # before memory is measured
     images = _images(config, model, plans)
@@ -196,6 +216,7 @@ def build_runner(
     budget = kv_cache_budget(
         config, model, plans, backend, reserved=reserved, speculation=speculation
     )
+    budget = recurrent_models.without_states(budget, model, plan.max_num_seqs)
     cache = size_cache(
         budget if rank_context is None else rank_context.least(budget),
         bytes_per_block=per_block,
@@ -384,7 +405,8 @@ def kv_cache_budget(
     if entries:
         largest = max(entry.descriptor.num_tokens for entry in entries)
         graphs = activation_bytes(model, plan, plan.padded_tokens(largest), config, backend)
-        graphs += len(entries) * len(model.attention_specs) * _BYTES_PER_GRAPH_LAYER
+        num_layers = len(model.attention_specs) + len(model.recurrent_specs)
+        graphs += len(entries) * num_layers * _BYTES_PER_GRAPH_LAYER
         if plan.mode.mixed_mode() is CUDAGraphMode.FULL:  # their outputs are copied to a buffer
             graphs += largest * model.hidden_size * model.dtype.itemsize
     torch.cuda.empty_cache()

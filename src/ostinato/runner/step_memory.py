@@ -1,4 +1,4 @@
-"""The memory of a step at fixed addresses: request state, input buffers, KV cache.
+"""The memory of a step at fixed addresses: request state, input buffers, KV cache, layers' states.
 
 All models that serve the same requests share it, and their graphs hold its addresses.
 """
@@ -15,6 +15,7 @@ from ostinato.attention.base import AttentionBackend, AttentionMetadata, Attenti
 from ostinato.graphs.capture.tree import tensors_in
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.models.base import CausalLM
+from ostinato.recurrent.base import RecurrentStates
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache
 from ostinato.runner.request_state import RequestState
@@ -29,7 +30,8 @@ class StepMemory:
     """Owned by the runner. ``cache`` is the size of ``kv_cache``, which ``backend`` reads.
 
     ``selects``: the models skip some layers for all but the selected tokens. ``proposer`` writes
-    drafts into ``state``, if there are any.
+    drafts into ``state``, if there are any. ``states``: of the model's recurrent layers, if it has
+    some, by request row.
     """
 
     state: RequestState
@@ -39,6 +41,7 @@ class StepMemory:
     backend: AttentionBackend
     selects: bool = False
     proposer: Proposer | None = None
+    states: RecurrentStates | None = None
 
     @classmethod
     def allocate(
@@ -103,6 +106,14 @@ class StepMemory:
             backend=backend,
             selects=model.selects_tokens,
             proposer=proposer,
+            states=RecurrentStates(
+                model.recurrent_specs,
+                num_rows=max_num_seqs + 1,
+                dtype=model.dtype,
+                device=device,
+            )
+            if model.recurrent_specs
+            else None,
         )
 
     @property
@@ -120,7 +131,8 @@ class StepMemory:
         Otherwise torch would only consider the stream of the allocation.
         """
         state, sampling, buffers = vars(self.state), vars(self.state.sampling), vars(self.buffers)
-        for tensor in tensors_in((state, sampling, buffers, self.kv_cache.layers)):
+        recurrent = () if self.states is None else self.states.layers
+        for tensor in tensors_in((state, sampling, buffers, self.kv_cache.layers, recurrent)):
             tensor.record_stream(stream)
         for tensor in () if self.proposer is None else self.proposer.tensors():
             tensor.record_stream(stream)
@@ -145,10 +157,12 @@ class StepMemory:
         max_seq_len: int,
         selected: bool,
         uniform_decode: bool,
+        query_lens: Sequence[int] | None = None,
     ) -> AttentionMetadata:
         """The batch in the buffers as attention sees it.
 
-        ``selected``: models may skip some layers for all but one token of each row.
+        ``selected``: models may skip some layers for all but one token of each row. ``query_lens``:
+        the tokens of each request, without padding; None: the host does not know.
         """
         return self.buffers.metadata(
             num_reqs=num_reqs,
@@ -159,4 +173,6 @@ class StepMemory:
             backend=self.backend,
             selected=selected and self.selects,
             uniform_decode=uniform_decode,
+            states=self.states,
+            query_lens=query_lens,
         )

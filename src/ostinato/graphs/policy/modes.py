@@ -155,17 +155,19 @@ def resolve_mode(
     *,
     decode_query_len: int = 1,
     piecewise_available: bool,
+    part: str = "attention",
 ) -> ResolvedMode:
     """Lower ``requested`` to what the attention backend supports, and log why if it changes.
 
     ``support``: of the weakest backend in the model. ``decode_query_len``: tokens of each request
     in a decode batch. ``piecewise_available``: the model can be split, or broken, at attention.
+    ``part``: what in the model has this support.
     """
-    mode, why = _allowed(requested, support, decode_query_len, piecewise_available)
+    mode, why = _allowed(requested, support, decode_query_len, piecewise_available, part)
     if mode is requested:
         return ResolvedMode(mode=mode, requested=requested)
     split = "can" if piecewise_available else "cannot"
-    reason = f"{why}, and the model {split} be split at attention"
+    reason = f"{why}, and the model {split} be split at {part}"
     logger.warning("graph mode %s becomes %s: %s", requested.name, mode.name, reason)
     return ResolvedMode(mode=mode, requested=requested, reason=reason)
 
@@ -175,6 +177,7 @@ def _allowed(
     support: AttentionCGSupport,
     decode_query_len: int,
     piecewise_available: bool,
+    part: str,
 ) -> tuple[CUDAGraphMode, str]:
     if support is AttentionCGSupport.ALWAYS or not requested.has_mode(CUDAGraphMode.FULL):
         return requested, ""
@@ -187,11 +190,11 @@ def _allowed(
             )
         return without_full, "the attention backend can never be captured"
     if support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE and decode_query_len > 1:
-        why = f"attention is capturable for one token per request, not {decode_query_len}"
+        why = f"{part} is capturable for one token per request, not {decode_query_len}"
         return without_full, why
     if requested.mixed_mode() is not CUDAGraphMode.FULL:
         return requested, ""
     decode_only = (
         CUDAGraphMode.FULL_AND_PIECEWISE if piecewise_available else CUDAGraphMode.FULL_DECODE_ONLY
     )
-    return decode_only, "attention is capturable for uniform decode batches only"
+    return decode_only, f"{part} is capturable for uniform decode batches only"

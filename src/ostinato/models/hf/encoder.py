@@ -224,10 +224,10 @@ def _class_of(
     """transformers' classes by config, and options to build one. Raises if it cannot run."""
     if task == "classify":
         mapping: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-        check_config(config, mapping, "sequence classifier")
+        check_config(config, mapping, "sequence classifier", packed=True)
         return mapping, {}
     mapping = MODEL_MAPPING
-    check_config(config, mapping, "encoder")
+    check_config(config, mapping, "encoder", packed=True)
     # The pooler is for heads, and saved by some checkpoints only.
     if "add_pooling_layer" in inspect.signature(mapping[type(config)]).parameters:
         return mapping, {"add_pooling_layer": False}

@@ -17,14 +17,21 @@ from ostinato.errors import ConfigError
 
 
 class _GivenStates(nn.Module):
-    """Replaces the decoder: returns the hidden states that it is given as embeddings.
+    """Replaces ``decoder``: returns the hidden states that it is given as embeddings.
 
-    ``pooler``: the decoder's layer for a head that reads one state of a sequence, as in BERT.
+    ``pooler``: the decoder's layer for a head that reads one state of a sequence, as in BERT. A
+    head may also read the decoder's settings, such as a multiplier.
     """
 
-    def __init__(self, pooler: nn.Module | None) -> None:
+    def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
-        self.pooler = pooler
+        self.pooler: nn.Module | None = getattr(decoder, "pooler", None)
+        self.__dict__["decoder"] = decoder  # not as a submodule
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._modules:
+            return self._modules[name]
+        return getattr(self.__dict__["decoder"], name)
 
     def forward(self, *_: Any, inputs_embeds: torch.Tensor, **__: Any) -> _GivenOutputs:
         pooled = None if self.pooler is None else self.pooler(inputs_embeds)
@@ -67,7 +74,7 @@ def head_of(model: Any, decoder: nn.Module) -> Any:
     for part in parts[:-1]:
         owner._modules[part] = _shallow_copy(owner._modules[part])
         owner = owner._modules[part]
-    owner._modules[parts[-1]] = _GivenStates(getattr(decoder, "pooler", None))
+    owner._modules[parts[-1]] = _GivenStates(decoder)
     return changed
 
 

@@ -1,10 +1,10 @@
 """Runs any transformers causal language model, by transformers' modules, on a flat row of tokens.
 
-The modules are unchanged except for attention (and expert layers), which are ours. When a model is
-loaded, it runs a few tokens to find out how its layers call attention, and to check the assumptions
-of this path: that tokens interact only in attention, that the model uses the given positions, and
-that the head is applied to the last hidden state. It is the general path; the native decoder is the
-fast one.
+The modules are unchanged except for attention, expert layers and recurrent layers, which are ours.
+When a model is loaded, it runs a few tokens to find out how its layers call attention, and to check
+the assumptions of this path: that tokens interact only in attention and in recurrent layers, that
+the model uses the given positions, and that the head is applied to the last hidden state. It is the
+general path; the native decoder is the fast one.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from ostinato.models.hf.attention import (
 )
 from ostinato.models.hf.experts import EXPERTS
 from ostinato.models.hf.head import decoder_of, head_of
+from ostinato.models.hf.mixer_check import check_mixers, tokens_apart
+from ostinato.models.hf.mixers import install_mixers
 from ostinato.models.hf.modules import (
     attention_implementation,
     close,
@@ -74,6 +76,8 @@ class HFCausalLM(CausalLM):
         self._decoder = decoder_of(model)
         self._head = head_of(model, self._decoder)
         self.attention_specs: Sequence[AttentionSpec] = ()
+        self._mixers = install_mixers(model)
+        self.recurrent_specs = [mixer.spec for mixer in self._mixers]
         with torch.no_grad():
             self._discover()
 
@@ -174,9 +178,13 @@ class HFCausalLM(CausalLM):
         count = min(_NUM_PROBE_TOKENS, self.max_position)
         positions = torch.arange(count, device=self.device)
         ids = (7 * positions + 3) % self.model.get_input_embeddings().num_embeddings
+        apart = SimpleNamespace(
+            backend=TokenByToken(), recurrent=tokens_apart(self._mixers, count, self.dtype)
+        )
         with model_errors_explained(self._name):
-            own_numbering = self._learn_specs(ids)
-            with set_forward_context(attn_metadata=SimpleNamespace(backend=TokenByToken())):
+            check_mixers(self._mixers, self.dtype)
+            with set_forward_context(attn_metadata=apart):
+                own_numbering = self._learn_specs(ids)
                 hidden = self.forward(ids, positions)
                 backwards = self.forward(ids.flip(0), positions.flip(0)).flip(0)
                 logits = self.compute_logits(hidden)
@@ -212,5 +220,11 @@ class HFCausalLM(CausalLM):
         with attention_implementation(self.model, DISCOVERY), record_calls(calls):
             hidden: torch.Tensor = self._decoder(input_ids=ids[None], use_cache=False)[0].squeeze(0)
         num_layers = self.model.config.get_text_config().num_hidden_layers
-        self.attention_specs = bind_specs(self._name, calls, num_layers, self.max_position)
+        self.attention_specs = bind_specs(
+            self._name,
+            calls,
+            num_layers,
+            self.max_position,
+            [mixer.module.layer_idx for mixer in self._mixers],
+        )
         return hidden

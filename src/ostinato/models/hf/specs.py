@@ -6,7 +6,8 @@ results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -23,9 +24,16 @@ LONGEST_PROBE = 1 << 20
 
 
 def bind_specs(
-    name: str, calls: Sequence[AttentionCall], num_layers: int, max_position: int
+    name: str,
+    calls: Sequence[AttentionCall],
+    num_layers: int,
+    max_position: int,
+    recurrent_layers: Collection[int] = (),
 ) -> list[AttentionSpec]:
-    """Derive each layer's spec, and store it on the layer's module for ``ATTENTION``."""
+    """Derive each layer's spec, and store it on the layer's module for ``ATTENTION``.
+
+    ``recurrent_layers`` need not call attention.
+    """
     by_layer: dict[int, AttentionCall] = {}
     for call in calls:
         layer = getattr(call.module, "layer_idx", None)
@@ -35,18 +43,21 @@ def bind_specs(
                 "place in the KV cache; it cannot be run"
             )
         by_layer[layer] = call
-    if len(by_layer) != num_layers or set(by_layer) != set(range(num_layers)):
-        missing = sorted(set(range(num_layers)) - set(by_layer))
+    missing = sorted(set(range(num_layers)) - set(by_layer) - set(recurrent_layers))
+    if missing or not set(by_layer) <= set(range(num_layers)):
         raise ConfigError(
             f"{name} has {num_layers} layers, of which {missing} did not go through transformers' "
             "AttentionInterface (other attention code, or a state-space, convolutional or "
             "recurrent layer, whose state the KV cache does not hold); it cannot be run"
         )
     windows: dict[int, int | None] = {}
-    specs = [_spec_of(name, by_layer[layer], layer, windows, max_position) for layer in by_layer]
-    for spec in specs:
-        by_layer[spec.layer].module.ostinato_spec = spec  # type: ignore[assignment]
-    return sorted(specs, key=lambda spec: spec.layer)
+    specs: list[AttentionSpec] = []
+    for layer in sorted(by_layer):
+        call = by_layer[layer]
+        spec = replace(_spec_of(name, call, layer, windows, max_position), layer=len(specs))
+        call.module.ostinato_spec = spec  # type: ignore[assignment]
+        specs.append(spec)
+    return specs
 
 
 def _spec_of(

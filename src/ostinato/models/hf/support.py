@@ -16,6 +16,17 @@ from ostinato.quoting import shown
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 _STATEFUL_LAYERS = {"linear_attention", "mamba", "conv", "recurrent"}
+# Types whose recurrent layers ``mixers.py`` runs, all of them.
+_RECURRENT_TYPES = {
+    "bamba",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "lfm2_moe",
+    "mamba2",
+    "qwen3_next",
+}
+_UNLIMITED_TYPES = {"mamba2"}  # without attention, no sequence is too long
 _FIXED_ROPE = "default"
 
 
@@ -23,10 +34,13 @@ def check_config(
     config: PretrainedConfig,
     mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING,
     kind: str = "causal language model",
+    *,
+    packed: bool = False,
 ) -> None:
     """Raise if a model cannot run, and name it.
 
-    ``mapping``: transformers' classes by config; ``kind``: what they are.
+    ``mapping``: transformers' classes by config; ``kind``: what they are. ``packed``: it reads
+    whole sequences, and keeps nothing of them.
     """
     if config.is_encoder_decoder:
         raise ConfigError(
@@ -40,17 +54,27 @@ def check_config(
         )
     model_class: Any = mapping[type(config)]
     name = model_class.__name__
-    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    if getattr(model_class, "_is_stateful", False) or layer_types & _STATEFUL_LAYERS:
-        raise ConfigError(
-            f"{name} has state-space, convolutional or recurrent layers, whose state the KV cache "
-            "does not hold; it cannot be run"
-        )
+    if is_recurrent(config, mapping):
+        layers = f"{name} has state-space, convolutional or recurrent layers"
+        if packed:
+            raise ConfigError(f"{layers}; models with such layers cannot embed or classify")
+        if config.model_type not in _RECURRENT_TYPES:
+            raise ConfigError(
+                f"{layers} of a kind that is not supported; it cannot be run. Types of models with "
+                f"such layers that can: {', '.join(sorted(_RECURRENT_TYPES))}"
+            )
     if not model_class._can_set_attn_implementation():
         raise ConfigError(
             f"{name} does not use transformers' AttentionInterface, through which its attention is "
             "replaced; it cannot be run"
         )
+
+
+def is_recurrent(config: PretrainedConfig, mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING) -> bool:
+    """Whether some layers of a model keep a state of the sequence that is not keys and values."""
+    layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
+    stateful = getattr(mapping[type(config)], "_is_stateful", False)
+    return stateful or not layer_types.isdisjoint(_STATEFUL_LAYERS)
 
 
 def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int:
@@ -64,6 +88,13 @@ def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int
     text_config = config.get_text_config()
     lengths = (getattr(text_config, name, None) for name in _LENGTH_NAMES)
     length = next((length for length in lengths if length), None)
+    if length is None and config.model_type in _UNLIMITED_TYPES:
+        if max_model_len is None:
+            raise ConfigError(
+                f"models of type {config.model_type} have no limit on the length of a sequence; "
+                "set max_model_len to the longest that you need"
+            )
+        length = max_model_len
     if length is None:
         raise ConfigError(
             f"the config of {config.model_type} has none of {', '.join(_LENGTH_NAMES)}; set one to "

@@ -1,0 +1,1 @@
+"""Layers with a state per request: what they keep between steps, and how tokens advance it."""
