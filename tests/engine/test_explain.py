@@ -71,6 +71,7 @@ def test_an_answer_in_full() -> None:
         "mode_in_force": "FULL_AND_PIECEWISE",
         "mode_changed_because": "-",
         "attention": "torch, capturable: ALWAYS",
+        "prefix_caching": "on",
         "runs": "FULL graph",
         "padded_to": 4,
         "padding": 1,

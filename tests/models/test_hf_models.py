@@ -391,20 +391,15 @@ def test_experts_of_odd_sizes_go_without_the_grouped_product() -> None:
 # --- what cannot be run, is said ------------------------------------------------------------------
 
 
-def _convolutional() -> PretrainedConfig:
-    layer_types = ["linear_attention", "full_attention"]
-    return transformers.Lfm2Config(**_SMALL, layer_types=layer_types)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (transformers.FalconConfig(), "FalconForCausalLM does not use .*AttentionInterface"),
         (transformers.BloomConfig(), "BloomForCausalLM does not use .*AttentionInterface"),
         (transformers.MptConfig(), "MptForCausalLM does not use .*AttentionInterface"),
-        (transformers.MambaConfig(), "MambaForCausalLM has state-space"),
-        (transformers.FalconH1Config(), "FalconH1ForCausalLM has state-space"),
-        (_convolutional(), "Lfm2ForCausalLM has state-space, convolutional"),
+        (transformers.MambaConfig(), "MambaForCausalLM has state-space.* can: bamba, falcon_h1"),
+        (transformers.JambaConfig(), "JambaForCausalLM has state-space"),
+        (transformers.RecurrentGemmaConfig(), "RecurrentGemmaForCausalLM has state-space"),
         (transformers.BartConfig(), "bart is an encoder-decoder model"),
         (transformers.T5Config(), "t5 is an encoder-decoder model"),
         (transformers.ViTConfig(), "no causal language model of type 'vit'"),

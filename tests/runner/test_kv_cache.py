@@ -161,7 +161,11 @@ def test_graphs_of_mixed_batches_take_memory_for_their_outputs(
     monkeypatch.setattr(startup, "activation_bytes", lambda model, plan, size, *rest: 1000 * size)
     device, backend = torch.device("cuda"), TorchPagedAttention()
     model: Any = SimpleNamespace(
-        device=device, attention_specs=SPECS, hidden_size=32, dtype=torch.bfloat16
+        device=device,
+        attention_specs=SPECS,
+        recurrent_specs=(),
+        hidden_size=32,
+        dtype=torch.bfloat16,
     )
     budgets = {}
     for mode in ("NONE", "FULL_AND_PIECEWISE", "FULL_AND_FULL"):

@@ -1,8 +1,9 @@
-"""How a batch would run, and why, without loading a model."""
+"""How a batch would run, and why, without loading a model; of a local one, its config is read."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ostinato.attention import create_attention
@@ -10,8 +11,11 @@ from ostinato.config import EngineConfig
 from ostinato.errors import BatchError
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import Dispatcher
-from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.modes import AttentionCGSupport, CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan
+from ostinato.loading.description import describe
+from ostinato.loading.load import as_hf
+from ostinato.runner.recurrent_models import NO_PREFIX_CACHING
 from ostinato.runner.sampler_graphs import SamplerLaunch
 from ostinato.runner.startup import plan_graphs
 from ostinato.vision.vision_plan import images_shape, plan_vision
@@ -54,7 +58,14 @@ def explain_batch(
     device = config.torch_device()
     backend = create_attention(config.attention, device)
     swiftkv = config.swiftkv_layers is not None
-    plans = plan_graphs(config, device, backend, selects_tokens=swiftkv)
+    recurrent = _recurrent_support(config)
+    plans = plan_graphs(
+        config,
+        device,
+        backend,
+        selects_tokens=swiftkv,
+        recurrent_support=AttentionCGSupport.ALWAYS if recurrent is None else recurrent,
+    )
     plan, resolved = plans.for_batch(num_tokens), plans.resolved
     choice = _choice(plan, BatchShape(num_tokens, num_reqs, longest, num_active_loras))
     fits = num_tokens <= plan.max_num_batched_tokens and num_reqs <= plan.max_num_seqs
@@ -70,6 +81,7 @@ def explain_batch(
         "mode_in_force": resolved.mode.name,
         "mode_changed_because": resolved.reason or "-",
         "attention": f"{backend.name}, capturable: {backend.support.name}",
+        "prefix_caching": _how_it_caches(config, recurrent),
         "runs": "eagerly" if eager else f"{choice.mode.name} graph",
         "padded_to": choice.padded_num_tokens,
         "padding": choice.padded_num_tokens - num_tokens,
@@ -79,6 +91,8 @@ def explain_batch(
         "captured_sizes": list(plan.sizes),
         "sizes_without_decode_graph": list(plan.sizes_without_decode),
     }
+    if recurrent is not None:
+        answer["recurrent_layers"] = f"capturable: {recurrent.name}"
     if plan.mixed_sizes != plan.sizes:
         answer["mixed_sizes"] = list(plan.mixed_sizes)
     if plans.shift:
@@ -103,6 +117,24 @@ def _how_images_run(sizes: Sequence[int], num_patches: int) -> dict[str, Any]:
     if choice.mode is not CUDAGraphMode.NONE:
         how = f"{choice.mode.name} graph of {choice.padded_num_tokens} patches"
     return {"images": f"{num_patches} patches, {how}", "vision_sizes": list(plan.sizes)}
+
+
+def _recurrent_support(config: EngineConfig) -> AttentionCGSupport | None:
+    """Of a model in a local directory; None if it has no recurrent layers, or is elsewhere."""
+    if config.model is None or not (Path(config.model).expanduser() / "config.json").is_file():
+        return None
+    described = describe(Path(config.model).expanduser())
+    if described.generic_reason is None:
+        return None
+    from ostinato.models.hf.support import recurrent_support
+
+    return recurrent_support(as_hf(described.config))
+
+
+def _how_it_caches(config: EngineConfig, recurrent: AttentionCGSupport | None) -> str:
+    if config.enable_prefix_caching is False:
+        return "off: enable_prefix_caching is False"
+    return "on" if recurrent is None else f"off: {NO_PREFIX_CACHING}"
 
 
 def _how_it_samples(choice: Choice) -> str:

@@ -33,7 +33,8 @@ def check_options(config: EngineConfig, model: CausalLM) -> None:
             f"compile={config.graphs.compile!r} does not support models with recurrent layers; "
             "leave it out"
         )
-    logger.info("prefix caching is off: %s", NO_PREFIX_CACHING)
+    if config.enable_prefix_caching is None:
+        logger.info("prefix caching is off: %s", NO_PREFIX_CACHING)
 
 
 def without_states(budget: int, model: CausalLM, max_num_seqs: int) -> int:

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from ostinato.errors import ConfigError
+from ostinato.graphs.policy.modes import AttentionCGSupport
 from ostinato.models.native.rotary import LONGEST_SEQUENCE
 from ostinato.quoting import shown
 
@@ -26,6 +27,7 @@ _RECURRENT_TYPES = {
     "mamba2",
     "qwen3_next",
 }
+_CONVOLUTIONAL_TYPES = {"lfm2", "lfm2_moe"}  # of these, without a scan
 _UNLIMITED_TYPES = {"mamba2"}  # without attention, no sequence is too long
 _FIXED_ROPE = "default"
 
@@ -75,6 +77,15 @@ def is_recurrent(config: PretrainedConfig, mapping: Any = MODEL_FOR_CAUSAL_LM_MA
     layer_types = set(getattr(config.get_text_config(), "layer_types", None) or ())
     stateful = getattr(mapping[type(config)], "_is_stateful", False)
     return stateful or not layer_types.isdisjoint(_STATEFUL_LAYERS)
+
+
+def recurrent_support(config: PretrainedConfig) -> AttentionCGSupport | None:
+    """Which batches the recurrent layers of a model can be captured for; None: it has none."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or not is_recurrent(config):
+        return None
+    if config.model_type in _CONVOLUTIONAL_TYPES:
+        return AttentionCGSupport.ALWAYS
+    return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
 def longest_sequence(config: PretrainedConfig, max_model_len: int | None) -> int:
