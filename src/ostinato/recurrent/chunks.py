@@ -14,6 +14,12 @@ import torch
 CHUNK_SIZE = 64
 
 
+def most_chunks(num_tokens: int, num_reqs: int) -> list[int]:
+    """Numbers of tokens of requests whose scan takes the most memory: short prompts, a long one."""
+    num_short = min(num_reqs, num_tokens // 2) - 1
+    return [2] * num_short + [num_tokens - 2 * num_short] if num_short > 0 else [num_tokens]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunks:
     """The chunks of a batch: all first ones, all second ones, ...; N in all, for P requests.

@@ -36,6 +36,7 @@ from ostinato.models.native.decoder import Decoder
 from ostinato.ops.triton.compile_ahead import triton_starting
 from ostinato.parallel.context_parallel import ContextParallelAttention
 from ostinato.parallel.context_part import ContextPart
+from ostinato.recurrent.chunks import most_chunks
 from ostinato.runner import recurrent_models
 from ostinato.runner.compile_kernels import compile_kernels
 from ostinato.runner.draft_sampling import read_step
@@ -463,6 +464,7 @@ def activation_bytes(
         max_seq_len=cache.max_model_len,
         selected=True,
         uniform_decode=inputs.num_reqs == num_tokens,
+        query_lens=most_chunks(num_tokens, inputs.num_reqs),
     )
     torch.cuda.reset_peak_memory_stats(model.device)
     before = torch.cuda.memory_allocated(model.device)
