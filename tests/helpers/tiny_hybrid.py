@@ -130,9 +130,11 @@ def random_prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
 class Reference:
     """transformers' own model of a checkpoint: its tokens, and its logits for any tokens."""
 
-    def __init__(self, directory: Path, device: torch.device) -> None:
+    def __init__(
+        self, directory: Path, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
+            directory, dtype=dtype, attn_implementation="eager"
         )
         self._model = model.to(device).eval()
         self._model.generation_config.eos_token_id = None
