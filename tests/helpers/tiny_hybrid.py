@@ -31,6 +31,13 @@ _ATTENTION: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LINEAR = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+}
 _MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -54,17 +61,18 @@ def _lfm2_moe() -> PretrainedConfig:
 
 
 def _qwen3_next() -> PretrainedConfig:
-    linear, full = "linear_attention", "full_attention"
     return transformers.Qwen3NextConfig(
-        **_ATTENTION,
-        **_EXPERTS,
-        head_dim=16,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=12,
-        linear_value_head_dim=16,
-        shared_expert_intermediate_size=32,
-        layer_types=[linear, linear, full, linear],
+        **_ATTENTION, **_LINEAR, **_EXPERTS, head_dim=16, shared_expert_intermediate_size=32
+    )
+
+
+def _qwen3_5() -> PretrainedConfig:
+    return transformers.Qwen3_5TextConfig(**_ATTENTION, **_LINEAR, head_dim=16)
+
+
+def _qwen3_5_moe() -> PretrainedConfig:
+    return transformers.Qwen3_5MoeTextConfig(
+        **_ATTENTION, **_LINEAR, **_EXPERTS, head_dim=16, shared_expert_intermediate_size=32
     )
 
 
@@ -112,6 +120,8 @@ def _falcon_h1(**options: Any) -> PretrainedConfig:
 TINY_HYBRID: dict[str, Callable[[], PretrainedConfig]] = {
     "lfm2": _lfm2,
     "qwen3_next": _qwen3_next,
+    "qwen3_5": _qwen3_5,
+    "qwen3_5_moe": _qwen3_5_moe,
     "lfm2_moe": _lfm2_moe,
     "mamba2": _mamba2,
     "bamba": _bamba,

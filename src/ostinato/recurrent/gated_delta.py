@@ -40,7 +40,7 @@ class GatedDelta:
         )
         # By the end of token i, what token j <= i wrote has decayed by exp(total[i] - total[j]).
         total = log_decay.cumsum(-1)
-        decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
+        decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).exp().tril()
         scores = query @ key.mT * decay
         # What each token writes depends on what earlier ones of its chunk wrote: a triangular
         # system, solved for the values and for what is read from the state before the chunk.

@@ -42,7 +42,7 @@ class StateSpace:
         num_heads = x.shape[1]
         # By the end of token i, what token j <= i wrote has decayed by exp(total[i] - total[j]).
         total = log_decay.cumsum(-1)
-        decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril().exp().tril()
+        decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).exp().tril()
         scores = (c @ b.mT).repeat_interleave(num_heads // c.shape[1], 1) * decay
         within = scores @ x
         b, c = (each.repeat_interleave(num_heads // each.shape[1], 1) for each in (b, c))

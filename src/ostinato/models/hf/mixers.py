@@ -97,6 +97,17 @@ class GatedDeltaNet(Mixer):
 
     def mix(self, hidden: torch.Tensor) -> torch.Tensor:
         module, num_tokens = self.module, hidden.shape[0]
+        qkv, gate, learn, time_step = self.project(hidden)
+        log_decay = -module.A_log.float().exp() * F.softplus(time_step.float() + module.dt_bias)
+        shape = (num_tokens, module.num_v_heads, module.head_v_dim)
+        read = recur(self, [qkv, log_decay, learn.sigmoid()], hidden.new_empty(shape))
+        normed = module.norm(read.flatten(0, 1), gate.reshape(-1, module.head_v_dim))
+        out: torch.Tensor = module.out_proj(normed.view(num_tokens, -1))
+        return out
+
+    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Queries, keys and values in one; the gate; what becomes beta and the decay."""
+        module, num_tokens = self.module, hidden.shape[0]
         # Interleaved by key head, each with the value heads that share it.
         heads, shared = module.num_k_heads, module.num_v_heads // module.num_k_heads
         qkvz = module.in_proj_qkvz(hidden).view(num_tokens, heads, -1)
@@ -104,13 +115,7 @@ class GatedDeltaNet(Mixer):
         *qkv, gate = qkvz.split([module.head_k_dim, module.head_k_dim, values, values], dim=-1)
         ba = module.in_proj_ba(hidden).view(num_tokens, heads, 2, shared)
         learn, time_step = (each.flatten(1) for each in ba.unbind(2))
-        log_decay = -module.A_log.float().exp() * F.softplus(time_step.float() + module.dt_bias)
-        inputs = [torch.cat([each.flatten(1) for each in qkv], dim=-1), log_decay, learn.sigmoid()]
-        shape = (num_tokens, module.num_v_heads, module.head_v_dim)
-        read = recur(self, inputs, hidden.new_empty(shape))
-        normed = module.norm(read.flatten(0, 1), gate.reshape(-1, module.head_v_dim))
-        out: torch.Tensor = module.out_proj(normed.view(num_tokens, -1))
-        return out
+        return torch.cat([each.flatten(1) for each in qkv], dim=-1), gate, learn, time_step
 
     def run(self, batch: RecurrentBatch, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         module = self.module
@@ -126,6 +131,15 @@ class GatedDeltaNet(Mixer):
         value = value.view(out.shape)
         tokens = [query, key, value, log_decay, beta.float()]
         advance(batch, self.matrices(batch), self._rule, tokens, out)
+
+
+class SplitGatedDeltaNet(GatedDeltaNet):
+    """Qwen3.5's: Qwen3-Next's with a projection for each part."""
+
+    def project(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        module = self.module
+        projections = (module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
+        return tuple(projection(hidden) for projection in projections)
 
 
 class Mamba2(Mixer):
@@ -202,6 +216,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "Lfm2ShortConv": ShortConv,
     "Lfm2MoeShortConv": ShortConv,
     "Qwen3NextGatedDeltaNet": GatedDeltaNet,
+    "Qwen3_5GatedDeltaNet": SplitGatedDeltaNet,
+    "Qwen3_5MoeGatedDeltaNet": SplitGatedDeltaNet,
     "Mamba2Mixer": Mamba2,
     "BambaMixer": Mamba2,
     "FalconH1Mixer": FalconMamba2,

@@ -25,6 +25,10 @@ _RECURRENT_TYPES = {
     "lfm2",
     "lfm2_moe",
     "mamba2",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
     "qwen3_next",
 }
 _CONVOLUTIONAL_TYPES = {"lfm2", "lfm2_moe"}  # of these, without a scan
