@@ -18,14 +18,13 @@ from transformers.models.qwen3_next import modeling_qwen3_next
 
 from ostinato.recurrent.base import RecurrentBatch, RecurrentSpec, RecurrentStates, bytes_per_row
 from ostinato.recurrent.causal_conv import causal_conv
-from ostinato.recurrent.gated_delta import GatedDelta
-from ostinato.recurrent.scan import Recurrence, advance
-from ostinato.recurrent.ssd import StateSpace
+from ostinato.recurrent.scan import Tokens, advance
 
 CPU = torch.device("cpu")
 NAN = float("nan")
 NUM_ROWS = 6  # and one for padding
 HEADS, GROUPS, KEYS, VALUES = 4, 2, 5, 7
+STATE = (HEADS, KEYS, VALUES)
 # By batch: the rows that run, with their numbers of tokens. Rows return, and begin again.
 STEPS: list[dict[int, int]] = [
     {0: 1, 3: 200, 5: 64},
@@ -113,17 +112,18 @@ def test_convolution(width: int, bias: bool, num_padding: int, device: torch.dev
 
 
 def gated_delta(count: int, generator: torch.Generator) -> list[torch.Tensor]:
-    draw = [torch.randn(count, HEADS, size, generator=generator) for size in (KEYS, KEYS, VALUES)]
-    query, key, value = draw
+    query, key = (torch.randn(count, GROUPS, KEYS, generator=generator) for _ in range(2))
+    value = torch.randn(count, HEADS, VALUES, generator=generator)
     decay = -F.softplus(torch.randn(count, HEADS, generator=generator))
     beta = torch.rand(count, HEADS, generator=generator)
     return [F.normalize(query, dim=-1), F.normalize(key, dim=-1), value, decay, beta]
 
 
 def expected_delta(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    query, *others, decay, beta = inputs
+    query, key, value, decay, beta = inputs
+    query, key = (each.repeat_interleave(HEADS // GROUPS, 2) for each in (query, key))
     out, state = modeling_qwen3_next.torch_recurrent_gated_delta_rule(
-        query * KEYS**0.5, *others, g=decay, beta=beta, output_final_state=True
+        query * KEYS**0.5, key, value, g=decay, beta=beta, output_final_state=True
     )
     return out[0], state[0]
 
@@ -132,46 +132,46 @@ def state_space(count: int, generator: torch.Generator) -> list[torch.Tensor]:
     x = torch.randn(count, HEADS, VALUES, generator=generator)
     decay = -F.softplus(torch.randn(count, HEADS, generator=generator))
     b, c = (torch.randn(count, GROUPS, KEYS, generator=generator) for _ in range(2))
-    return [x, decay, b, c]
+    return [c, b, x, decay]
 
 
 def expected_space(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    x, decay, b, c = inputs
+    c, b, x, decay = inputs
     # Its decay is a time step times A, and the time step multiplies x too.
     out, state = modeling_mamba2.mamba2_chunk_scan(
         x / -decay.unsqueeze(-1), -decay, -torch.ones(HEADS), b, c, 8, return_final_states=True
     )
-    return out[0], state[0]
+    return out[0], state[0].mT
+
+
+def tokens_of(inputs: Sequence[torch.Tensor]) -> Tokens:
+    """With beta, for the delta rule, or without."""
+    return Tokens(*inputs[:4], inputs[4] if len(inputs) > 4 else None)
 
 
 @pytest.mark.parametrize("num_padding", [0, 3])
 @pytest.mark.parametrize("from_host", [True, False])
 @pytest.mark.parametrize(
-    ("rule", "draw", "expected", "shape"),
-    [
-        (GatedDelta(), gated_delta, expected_delta, (HEADS, KEYS, VALUES)),
-        (StateSpace(), state_space, expected_space, (HEADS, VALUES, KEYS)),
-    ],
+    ("draw", "expected"),
+    [(gated_delta, expected_delta), (state_space, expected_space)],
     ids=["gated delta", "state space"],
 )
 def test_scan(
-    rule: Recurrence,
     draw: Any,
     expected: Any,
-    shape: tuple[int, ...],
     from_host: bool,
     num_padding: int,
     device: torch.device,
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    requests, states = Requests(num_padding, device), poisoned(*shape, device=device)
+    requests, states = Requests(num_padding, device), poisoned(*STATE, device=device)
     for step, counts in enumerate(STEPS):
         batch = requests.batch(step, from_host=from_host)
         inputs = requests.tokens(step, lambda count: draw(count, generator))
         out, start = torch.full((len(inputs[0]), HEADS, VALUES), NAN, device=device), 0
         idle = [row for row in range(NUM_ROWS) if row not in counts]
         before = states[idle].clone()
-        advance(batch, states, rule, inputs, out)
+        advance(batch, states, tokens_of(inputs), out)
         assert out.isfinite().all()
         torch.testing.assert_close(states[idle], before, rtol=0, atol=0, equal_nan=True)
         for row, count in counts.items():
@@ -185,13 +185,10 @@ def test_scan(
 def test_a_strong_decay_does_not_overflow() -> None:
     """Within a chunk, what is left of a token can be far below the smallest number."""
     generator = torch.Generator().manual_seed(2)
-    for draw, rule, shape in (
-        (gated_delta, GatedDelta(), (HEADS, KEYS, VALUES)),
-        (state_space, StateSpace(), (HEADS, VALUES, KEYS)),
-    ):
+    for draw in (gated_delta, state_space):
         inputs = draw(100, generator)
-        inputs[-2 if draw is gated_delta else 1] *= 100
-        states = poisoned(*shape)
+        inputs[3] *= 100
+        states = poisoned(*STATE)
         out = torch.full((100, HEADS, VALUES), NAN)
         batch = RecurrentBatch(
             states=(),
@@ -200,7 +197,7 @@ def test_a_strong_decay_does_not_overflow() -> None:
             seq_lens=torch.tensor([100]),
             uniform_decode=False,
         )
-        advance(batch, states, rule, inputs, out)
+        advance(batch, states, tokens_of(inputs), out)
         assert out.isfinite().all()
         assert states[0].isfinite().all()
 
@@ -232,7 +229,7 @@ def test_many_random_batches() -> None:
             uniform_decode=False,
             query_lens=lens,
         )
-        advance(batch, poisoned(HEADS, KEYS, VALUES), GatedDelta(), inputs, out)
+        advance(batch, poisoned(*STATE), tokens_of(inputs), out)
         parts = [each.split(lens) for each in inputs]
         for request, part in enumerate(out.split(lens)):
             alone, _ = expected_delta([each[request].unsqueeze(0) for each in parts])

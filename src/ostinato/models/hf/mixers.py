@@ -17,9 +17,7 @@ from torch import nn
 from ostinato.errors import ConfigError
 from ostinato.recurrent.base import RecurrentBatch, RecurrentSpec, recur
 from ostinato.recurrent.causal_conv import causal_conv
-from ostinato.recurrent.gated_delta import GatedDelta
-from ostinato.recurrent.scan import advance
-from ostinato.recurrent.ssd import StateSpace
+from ostinato.recurrent.scan import Tokens, advance
 
 _NORM_EPSILON = 1e-6  # of the delta rule's queries and keys
 _CHECKED_CHUNK_SIZE = 16
@@ -84,8 +82,6 @@ class ShortConv(Mixer):
 class GatedDeltaNet(Mixer):
     """Qwen3-Next's: a convolution, then the gated delta rule, then a gated norm."""
 
-    _rule = GatedDelta()
-
     def __init__(self, module: Any, index: int) -> None:
         super().__init__(module, index)
         self.spec = RecurrentSpec(
@@ -122,15 +118,12 @@ class GatedDeltaNet(Mixer):
         qkv, log_decay, beta = inputs
         mixed = F.silu(self.convolve(batch, qkv, module.conv1d))
         query, key, value = mixed.split([module.key_dim, module.key_dim, module.value_dim], dim=-1)
-        shared = module.num_v_heads // module.num_k_heads
         query, key = (
-            _normalized(each.view(len(each), module.num_k_heads, -1)).repeat_interleave(shared, 1)
-            for each in (query, key)
+            _normalized(each.view(len(each), module.num_k_heads, -1)) for each in (query, key)
         )
         query = query * module.head_k_dim**-0.5
-        value = value.view(out.shape)
-        tokens = [query, key, value, log_decay, beta.float()]
-        advance(batch, self.matrices(batch), self._rule, tokens, out)
+        tokens = Tokens(query, key, value.view(out.shape), log_decay, beta.float())
+        advance(batch, self.matrices(batch), tokens, out)
 
 
 class SplitGatedDeltaNet(GatedDeltaNet):
@@ -145,14 +138,12 @@ class SplitGatedDeltaNet(GatedDeltaNet):
 class Mamba2(Mixer):
     """Mamba-2's, and that of Bamba and Granite 4: a convolution, then SSD, then a gated norm."""
 
-    _rule = StateSpace()
-
     def __init__(self, module: Any, index: int) -> None:
         super().__init__(module, index)
         self.spec = RecurrentSpec(
             layer=index,
             window=(module.conv_kernel_size - 1, module.conv_dim),
-            matrix=(module.num_heads, module.head_dim, module.ssm_state_size),
+            matrix=(module.num_heads, module.ssm_state_size, module.head_dim),
         )
         _check_activation(module)
         # Of transformers' own forward, which only ``check_mixers`` runs: its memory grows with it.
@@ -192,8 +183,8 @@ class Mamba2(Mixer):
         step = F.softplus(time_step.float() + module.dt_bias.float())
         log_decay = step * -module.A_log.float().exp()
         read = torch.empty_like(x)
-        tokens = [x * step.unsqueeze(-1), log_decay, b, c]
-        advance(batch, self.matrices(batch), self._rule, tokens, read)
+        tokens = Tokens(c, b, x * step.unsqueeze(-1), log_decay, None)
+        advance(batch, self.matrices(batch), tokens, read)
         out.copy_(read.addcmul_(x, module.D.float().unsqueeze(-1)).flatten(1))
 
 
