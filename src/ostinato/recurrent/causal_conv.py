@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 
+from ostinato.ops.conv_step import conv_step
 from ostinato.recurrent.base import ConvIndices, RecurrentBatch, initial_state
 
 
@@ -21,25 +20,22 @@ def causal_conv(
     ``state`` [rows, W, D]: the W inputs of each request before this batch. ``weight`` [D, W + 1].
     Shapes follow the padded sizes alone, and nothing is read on the host.
     """
-    before = initial_state(state, batch.req_indices, batch.is_fresh)
-    rows: Iterable[torch.Tensor]
+    result = inputs.new_empty(inputs.shape, dtype=torch.float32)
     if batch.uniform_decode:
-        window = torch.cat([before, inputs.unsqueeze(1)], dim=1)
-        rows, after = window.unbind(1), window[:, 1:]
-    else:
-        # The inputs, then the window of each request: both are found by one index.
-        source = torch.cat([inputs, before.flatten(0, 1)])
-        width = state.shape[1]
-        if width not in batch.conv_indices:  # layers share them
-            batch.conv_indices[width] = _indices(batch, inputs.shape[0], width)
-        index, last = batch.conv_indices[width]
-        rows, after = (source[each] for each in index), source[last]
-    result = torch.zeros_like(inputs, dtype=torch.float32)
+        conv_step(inputs, weight, bias, state, batch.req_indices, batch.is_fresh, result)
+        return result
+    # The inputs, then the window of each request: both are found by one index.
+    before = initial_state(state, batch.req_indices, batch.is_fresh)
+    source, width = torch.cat([inputs, before.flatten(0, 1)]), state.shape[1]
+    if width not in batch.conv_indices:  # layers share them
+        batch.conv_indices[width] = _indices(batch, inputs.shape[0], width)
+    index, last = batch.conv_indices[width]
+    result.zero_()
     if bias is not None:
         result += bias
-    for row, factor in zip(rows, weight.float().unbind(1), strict=True):
-        result.addcmul_(row, factor)
-    state.index_copy_(0, batch.req_indices, after)
+    for rows, factor in zip(index, weight.float().unbind(1), strict=True):
+        result.addcmul_(source[rows], factor)
+    state.index_copy_(0, batch.req_indices, source[last])
     return result
 
 

@@ -182,7 +182,7 @@ class Mamba2(Mixer):
         b, c = (each.view(len(each), module.n_groups, -1) for each in (b, c))
         step = F.softplus(time_step.float() + module.dt_bias.float())
         log_decay = step * -module.A_log.float().exp()
-        read = torch.empty_like(x)
+        read = x.new_empty(x.shape)
         tokens = Tokens(c, b, x * step.unsqueeze(-1), log_decay, None)
         advance(batch, self.matrices(batch), tokens, read)
         out.copy_(read.addcmul_(x, module.D.float().unsqueeze(-1)).flatten(1))
