@@ -141,11 +141,13 @@ class Reference:
     """transformers' own model of a checkpoint: its tokens, and its logits for any tokens."""
 
     def __init__(
-        self, directory: Path, device: torch.device, dtype: torch.dtype = torch.float32
+        self,
+        directory: Path,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        auto: Any = AutoModelForCausalLM,
     ) -> None:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation="eager"
-        )
+        model: Any = auto.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
         self._model = model.to(device).eval()
         self._model.generation_config.eos_token_id = None
 

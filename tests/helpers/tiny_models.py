@@ -280,7 +280,12 @@ TINY_NATIVE: dict[str, Callable[[], PretrainedConfig]] = {
 }
 
 
-def save_tiny(config: PretrainedConfig, directory: Path, seed: int = 0) -> Path:
+def save_tiny(
+    config: PretrainedConfig,
+    directory: Path,
+    seed: int = 0,
+    auto: Any = transformers.AutoModelForCausalLM,
+) -> Path:
     """Save a model of ``config`` with seeded float32 weights as safetensors in ``directory``.
 
     Weights are large enough for well-separated logits, so that greedy tokens vary with the prompt.
@@ -289,7 +294,7 @@ def save_tiny(config: PretrainedConfig, directory: Path, seed: int = 0) -> Path:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = auto.from_config(config, dtype=torch.float32)
         embedding = model.get_input_embeddings().weight
         with torch.no_grad():
             for parameter in model.parameters():

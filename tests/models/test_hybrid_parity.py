@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny_hybrid import TINY_HYBRID, Reference, random_prompts
 from tiny_models import save_tiny
 
@@ -99,3 +101,28 @@ def test_greedy_tokens_and_logits(
         assert resolved.mode.name == mode
     if mode not in ("NONE", "FULL_DECODE_ONLY"):
         assert stats.misses == 0
+
+
+def test_the_text_of_a_model_that_takes_images(tmp_path: Path) -> None:
+    """Qwen3.5's checkpoints have an encoder of images, which is left out."""
+    config = transformers.Qwen3_5Config(
+        text_config=TINY_HYBRID["qwen3_5"]().to_dict(),
+        vision_config={
+            "depth": 1,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "patch_size": 4,
+        },
+    )
+    save_tiny(config, tmp_path, auto=transformers.AutoModelForImageTextToText)
+    reference = Reference(
+        tmp_path, torch.device("cpu"), auto=transformers.AutoModelForImageTextToText
+    )
+    settings: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 192, "show_progress": False}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(tmp_path, device="cpu", dtype="float32", **settings) as llm:
+        results = llm.generate(PROMPTS, params)
+    tokens = [result.outputs[0].token_ids for result in results]
+    assert tokens == [reference.generate(prompt, 8) for prompt in PROMPTS]
