@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tiny_hybrid import TINY_HYBRID
 from tiny_models import TINY_NATIVE, save_tiny
 from workers import GlooPool
 
@@ -160,3 +161,6 @@ def test_models_that_cannot_draft(tmp_path: Path) -> None:
     drafts = DraftModel(model=str(save_tiny(short, tmp_path / "short")))
     with pytest.raises(ConfigError, match="positions"):
         open_llm("tiny", speculative=drafts)
+    recurrent = DraftModel(model=str(save_tiny(TINY_HYBRID["lfm2"](), tmp_path / "recurrent")))
+    with pytest.raises(ConfigError, match="a draft model cannot have recurrent layers"):
+        open_llm("tiny", speculative=recurrent)

@@ -56,6 +56,8 @@ class DraftModelProposer(Proposer):
             )
         if model.selects_tokens:
             raise ConfigError("a draft model cannot be a SwiftKV model; choose another")
+        if model.recurrent_specs:
+            raise ConfigError("a draft model cannot have recurrent layers; choose another")
         self._model = model
         self._context = context
         self._layers: KVLayers = context.new_kv_cache(model.attention_specs)
