@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 PROGRAM = """
 import json, sys, triton
 from ostinato import LLM, SamplingParams
-from ostinato.runner import startup
+from ostinato.runner.startup import build
 
 ahead = sys.argv[1] == "ahead"
-compiled, names, done = startup.compile_kernels, [], []
+compiled, names, done = build.compile_kernels, [], []
 
 def listen(src, **_):
     names.append(src.name)
@@ -32,7 +32,7 @@ def compile_kernels(*args, **options):
     done.append(len(names))
 
 triton.knobs.compilation.listener = listen
-startup.compile_kernels = compile_kernels
+build.compile_kernels = compile_kernels
 with LLM(
     "qwen3-0.6b", random_weights=True, device="cuda", dtype="bfloat16", max_num_seqs=64,
     max_num_batched_tokens=1024, max_model_len=512, show_progress=False,

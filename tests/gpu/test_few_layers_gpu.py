@@ -13,6 +13,7 @@ import torch
 from ostinato.config import EngineConfig
 from ostinato.models.native.decoder import Decoder
 from ostinato.runner import startup
+from ostinato.runner.startup import kv_budget
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -30,7 +31,7 @@ SETTINGS: dict[str, Any] = {
 
 def test_a_step_of_few_layers_takes_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(**SETTINGS)
-    measure = startup.activation_bytes
+    measure = kv_budget.activation_bytes
     measured: list[list[int]] = []
 
     def spy(*args: Any) -> int:
@@ -42,7 +43,7 @@ def test_a_step_of_few_layers_takes_the_memory_of_all(monkeypatch: pytest.Monkey
         runner, _ = startup.build_runner(config, startup.load(config))
         runner.close()
 
-    monkeypatch.setattr(startup, "activation_bytes", spy)
+    monkeypatch.setattr(kv_budget, "activation_bytes", spy)
     build()
     build()  # the first of a process also takes what is kept, such as workspaces
     monkeypatch.setattr(Decoder, "few_layers", lambda self: nullcontext())

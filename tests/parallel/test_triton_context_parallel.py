@@ -22,6 +22,7 @@ from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.rank_context import RankContext
 from ostinato.parallel.triton_context_parallel import TritonContextParallelAttention
 from ostinato.runner import startup
+from ostinato.runner.startup import build
 
 pytest.importorskip("triton")
 
@@ -120,7 +121,7 @@ def test_kernels_are_those_of_one_rank(
     class Named:
         name = best
 
-    monkeypatch.setattr(startup, "create_attention", lambda name, device: Named())
+    monkeypatch.setattr(build, "create_attention", lambda name, device: Named())
     options: dict[str, Any] = {"device": "cpu", "max_model_len": 32, "show_progress": False}
     config = EngineConfig("tiny", random_weights=True, attention=attention, **options)
     context = RankContext(
@@ -130,5 +131,5 @@ def test_kernels_are_those_of_one_rank(
         comm_of=lambda ranks: NoComm(),
         everyone=NoComm(),
     )
-    backend = startup._attention(config, startup.load(config).model, context)
+    backend = build.attention_of(config, startup.load(config).model, context)
     assert type(backend) is expected

@@ -235,19 +235,19 @@ def test_ranks_that_differ_are_all_told(
 
 def with_another_plan(path: str) -> str:
     """The settings are the same, but this rank resolves them differently."""
-    from ostinato.runner import startup
+    from ostinato.graphs.policy.plan import CapturePlan
 
     if dist.get_rank() == 1:
-        whole = startup.CapturePlan.build
+        whole = CapturePlan.build
 
         def smaller(mode: Any, sizes: Any, **limits: Any) -> Any:
             return whole(mode, sizes[:-1], **limits)
 
-        startup.CapturePlan.build = smaller  # type: ignore[method-assign,assignment]
+        CapturePlan.build = smaller  # type: ignore[method-assign,assignment]
         try:
             return refused(path, [{"tensor_parallel_size": 2}])
         finally:
-            startup.CapturePlan.build = whole  # type: ignore[method-assign]
+            CapturePlan.build = whole  # type: ignore[method-assign]
     return refused(path, [{"tensor_parallel_size": 2}])
 
 

@@ -24,7 +24,9 @@ from ostinato.graphs.capture.tree import tensors_in
 from ostinato.loading.load import load_model
 from ostinato.runner import startup
 from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache
-from ostinato.runner.startup import kv_cache_budget, plan_graphs
+from ostinato.runner.startup import kv_budget
+from ostinato.runner.startup.graph_plans import plan_graphs
+from ostinato.runner.startup.kv_budget import activation_bytes, kv_cache_budget
 
 CPU = torch.device("cpu")
 # Two layers that differ, with values narrower than keys.
@@ -140,7 +142,7 @@ def test_the_budget_on_the_cpu(given_memory: int | str | None, budget: int) -> N
 def test_a_gpu_without_memory_for_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (300, 1000))
-    monkeypatch.setattr(startup, "activation_bytes", lambda *args: 40)
+    monkeypatch.setattr(kv_budget, "activation_bytes", lambda *args: 40)
     config = EngineConfig(
         device="cuda", gpu_memory_utilization=0.7, graphs=GraphConfig(mode="NONE")
     )
@@ -158,7 +160,7 @@ def test_graphs_of_mixed_batches_take_memory_for_their_outputs(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**30, 2**30))
-    monkeypatch.setattr(startup, "activation_bytes", lambda model, plan, size, *rest: 1000 * size)
+    monkeypatch.setattr(kv_budget, "activation_bytes", lambda model, plan, size, *rest: 1000 * size)
     device, backend = torch.device("cuda"), TorchPagedAttention()
     model: Any = SimpleNamespace(
         device=device,
@@ -240,7 +242,7 @@ def test_a_draft_model_needs_memory_to_read_prompts(
         monkeypatch.setattr(torch.cuda, name, measured)
     with live:
         alone, both = (
-            startup.activation_bytes(model, plan, 64, config, backend, speculation)
+            activation_bytes(model, plan, 64, config, backend, speculation)
             for speculation in (None, drafts.load(model, load))
         )
     gate_and_up = 64 * 2 * wide * 4

@@ -106,6 +106,11 @@ class ContextParallelAttention(AttentionBackend):
         out.copy_(combine(parts[..., :-1], parts[..., -1]))
 
 
+def part_of(backend: AttentionBackend) -> ContextPart | None:
+    """This rank's part of the KV cache, if ranks share it out."""
+    return backend.part if isinstance(backend, ContextParallelAttention) else None
+
+
 def combine(outs: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:
     """Attention over all keys, from that over parts of them.
 

@@ -35,7 +35,7 @@ from ostinato.pooling.inputs import Input, InputReader
 from ostinato.pooling.runner import PoolingRunner
 from ostinato.quoting import shown
 from ostinato.runner.autocast import without_autocast
-from ostinato.runner.startup import name_the_remedy
+from ostinato.runner.startup.build import name_the_remedy
 
 _BAR_AFTER_SECONDS = 2.0  # a bar for a shorter call would only flicker
 

@@ -17,7 +17,7 @@ from ostinato.config import EngineConfig
 from ostinato.ops import decode_state, drafts, lora
 from ostinato.ops.triton.launch import without_running
 from ostinato.runner import decode_step, draft_sampling, startup
-from ostinato.runner.compile_kernels import compile_kernels, request_kernels
+from ostinato.runner.startup.compile_kernels import compile_kernels, request_kernels
 from ostinato.speculative import look_up
 
 triton = pytest.importorskip("triton")

@@ -13,7 +13,7 @@ from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.config import EngineConfig
 from ostinato.engine.explain import explain_batch
 from ostinato.graphs.policy.modes import AttentionCGSupport
-from ostinato.runner.startup import GraphPlans, plan_graphs
+from ostinato.runner.startup.graph_plans import GraphPlans, plan_graphs
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 WHOLE, PIECES = CUDAGraphMode.FULL_AND_FULL, CUDAGraphMode.FULL_AND_PIECEWISE
