@@ -7,6 +7,7 @@ and their states. ``check_mixers`` compares the two when a model is loaded.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ _CHECKED_CHUNK_SIZE = 16
 _NO_LIMIT = (0.0, float("inf"))
 
 
-class Mixer:
+class Mixer(ABC):
     """Replaces the forward of ``module``, the ``index``-th recurrent layer, whose weights it reads.
 
     It is a ``RecurrentLayer``.
@@ -39,12 +40,13 @@ class Mixer:
         """[1, T, hidden] -> [1, T, hidden]; caches and masks are ignored."""
         return self.mix(hidden_states.squeeze(0)).unsqueeze(0)
 
+    @abstractmethod
     def mix(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]"""
-        raise NotImplementedError
 
+    @abstractmethod
     def run(self, batch: RecurrentBatch, inputs: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        raise NotImplementedError
+        """As in ``RecurrentLayer``."""
 
     def convolve(
         self, batch: RecurrentBatch, inputs: torch.Tensor, conv: nn.Conv1d
