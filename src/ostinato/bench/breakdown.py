@@ -23,6 +23,7 @@ KERNELS = {
     "collect_candidates_kernel": SMALL,
     "combine_kernel": ATTENTION,
     "combine_ranks_kernel": ATTENTION,
+    "conv_step_kernel": SMALL,
     "copy_logits_kernel": SMALL,
     "count_tokens_kernel": SMALL,
     "decode_kernel": ATTENTION,
@@ -37,6 +38,7 @@ KERNELS = {
     "lora_shrink_kernel": GEMM,
     "penalise_kernel": SMALL,
     "prefill_kernel": ATTENTION,
+    "recurrent_step_kernel": ATTENTION,  # what these layers have in its place
     "rms_norm_kernel": SMALL,
     "rotary_store_kernel": ATTENTION,
     "row_kernel": GEMM,

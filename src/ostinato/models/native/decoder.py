@@ -134,14 +134,14 @@ class Decoder(nn.Module, CausalLM):
         model's RoPE table.
         """
         table = self.rotary_table if table is None else table
-        few = hidden.shape[0] <= MAX_ROWS and self.dtype is not torch.float32
         run: AnyKernels
-        if not self._runs_fused(hidden):
+        if not self._runs_fused(hidden):  # first: a trace must not depend on the number of rows
             run = Plain(table, positions, self.dtype)
-        elif few and not self._exchange.sums:  # GEMMs summed over ranks cannot add the residual
-            run = SmallM(table, all_positions)
         else:
-            run = LargeM(table, all_positions)
+            few = hidden.shape[0] <= MAX_ROWS and self.dtype is not torch.float32
+            # GEMMs that are summed over ranks cannot add the residual.
+            kernels = SmallM if few and not self._exchange.sums else LargeM
+            run = kernels(table, all_positions)
         return run if self.adapters is None else self.adapters.adapted(run, hidden.shape[0])
 
     def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
