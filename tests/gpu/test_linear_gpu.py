@@ -56,7 +56,7 @@ def check(y: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "num_rows"),
-    [(torch.bfloat16, rows) for rows in (1, 2, 16, 17, 32, 33, 64)]
+    [(torch.bfloat16, rows) for rows in (1, 2, 5, 8, 9, 16, 17, 32, 33, 64)]
     + [(torch.float16, rows) for rows in (1, 8)],
     ids=str,
 )
@@ -77,7 +77,9 @@ def test_every_tile_config_computes_the_gemm(
     shape = LinearShape(num_rows, n, k, dtype, norm is not None, gated, residual is not None)
     configs = candidates(shape, gpu_of(CUDA))
     if num_rows > 1:
-        configs = [*configs[:2], TileConfig(64, 64, 4, 3, split_k=3, prefetch=1)]
+        configs = [*configs[:3], TileConfig(64, 64, 4, 3, split_k=3, prefetch=1)]
+    if 1 < num_rows <= 16:  # in registers
+        configs += [TileConfig(16, 32, 8), TileConfig(32, 64, 4), TileConfig(32, 128, 2)]
     expected = reference(x, weight, bias, norm, gated, residual)
     gemm = Gemm(x, weight, bias, norm, gated, residual)
     for config in configs:
@@ -86,16 +88,27 @@ def test_every_tile_config_computes_the_gemm(
     check(linear(x, weight, bias, norm=norm, gated=gated, residual=residual), expected)
 
 
-@pytest.mark.parametrize("num_rows", [1, 8, 40])
-@pytest.mark.parametrize("split", [1, 4])
-def test_a_chain_in_a_graph_is_the_chain_by_steps(num_rows: int, split: int) -> None:
+@pytest.mark.parametrize(
+    ("num_rows", "config"),
+    [
+        (1, TileConfig(16, 256, 4)),
+        (8, TileConfig(16, 64, 4)),
+        (8, TileConfig(32, 128, 8)),
+        (13, TileConfig(16, 64, 8)),
+        *(
+            (rows, TileConfig(16, 256, 4, 3, split, prefetch=2))
+            for rows in (8, 40)
+            for split in (1, 4)
+        ),
+    ],
+)
+def test_a_chain_in_a_graph_is_the_chain_by_steps(num_rows: int, config: TileConfig) -> None:
     """Every kernel may begin before the last is done, and must still see its result."""
     torch.manual_seed(0)
     width, layers = 1024, 12
     weights = [draw(width, width, size=width**-0.5) for _ in range(layers)]
     norm = Norm(draw(width), 1e-5)
     static = draw(num_rows, width)
-    config = TileConfig(16, 256, 4, 3, split if num_rows > 1 else 1, prefetch=2)
 
     def chain(x: Tensor) -> list[Tensor]:
         steps = [x]

@@ -1,10 +1,10 @@
 """A GEMM fused with the norm before it, and the activation and residual after it.
 
-For the small M of a decode step on CUDA it is one kernel (``ops.triton.linear``) with a tile config
-from ``ops.tuning``, plus a kernel for the norm if there are several rows. Everything else runs
-torch's operators (``torch_linear``). Only shapes, dtypes and strides decide, so a graph and an
-eager call agree. ``linear`` is a plain function: graphs capture it, torch.compile should not see
-it.
+For the small M of a decode step on CUDA it is one kernel (``ops.triton.linear``, or
+``ops.triton.mma_linear`` for 2 to 16 rows on Hopper) with a tile config from ``ops.tuning``, plus a
+kernel for the norm where that one does not fuse it. Everything else runs torch's operators
+(``torch_linear``). Only shapes, dtypes and strides decide, so a graph and an eager call agree.
+``linear`` is a plain function: graphs capture it, torch.compile should not see it.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ def run_kernel(config: TileConfig, gemm: Gemm) -> torch.Tensor:
     num_tiles = -(-outputs // config.block_n)
     if x.shape[0] == 1:
         _run_row(gemm, out, num_tiles, constants)
+    elif config.num_stages == 1:
+        _run_in_registers(gemm, out, num_tiles, constants)
     else:
         _run_tiles(config, gemm, out, num_tiles, constants)
     return out
@@ -173,6 +175,37 @@ def _run_row(gemm: Gemm, out: torch.Tensor, num_tiles: int, constants: dict[str,
     norm_weight, eps = (None, 0.0) if norm is None else norm
     tensors = (x, weight, bias, norm_weight, residual, out)
     launch(row_kernel, (num_tiles,), tensors, (eps,), **constants, num_stages=1)
+
+
+def _run_in_registers(
+    gemm: Gemm, out: torch.Tensor, num_tiles: int, constants: dict[str, Any]
+) -> None:
+    from ostinato.ops.triton.mma_linear import mma_kernel
+
+    x, weight, bias, norm, _, residual = _with_safe_norm(gemm)
+    norm_weight, eps = (None, 0.0) if norm is None else norm
+    tensors = (x, weight, bias, norm_weight, residual, out)
+    strides = (x.stride(0), 0 if residual is None else residual.stride(0))
+    del constants["PREFETCH"]
+    block_m = row_class(x.shape[0])
+    launch(
+        mma_kernel,
+        (num_tiles,),
+        tensors,
+        (x.shape[0], *strides, eps),
+        **constants,
+        BLOCK_M=block_m,
+        num_stages=1,
+    )
+
+
+def _with_safe_norm(gemm: Gemm) -> Gemm:
+    """The same GEMM; in float16, after its norm: without it, x * norm.weight could overflow."""
+    if gemm.norm is None or gemm.x.dtype is not torch.float16:
+        return gemm
+    from ostinato.ops.norm import rms_norm
+
+    return gemm._replace(x=rms_norm(gemm.x, gemm.norm.weight, gemm.norm.eps), norm=None)
 
 
 def _run_tiles(

@@ -21,7 +21,7 @@ from ostinato.ops.tile_config import row_class
 from ostinato.ops.triton.counters import shared_counters
 from ostinato.ops.tuning import StepGemm
 
-_MEASURED_ROWS = {1: 1, 16: 8, 32: 32, 64: 64}  # by row class
+_MEASURED_ROWS = {1: 1, 8: 4, 16: 16, 32: 32, 64: 64}  # by row class
 _COLD_BYTES = 200 << 20  # of weights between two uses of one: several times the L2 of a GPU
 _MOST_TURNS = 24
 
