@@ -21,11 +21,17 @@ from torch import Tensor
 from ostinato import GraphPool, set_forward_context
 from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionBackend, attend_qkv
+from ostinato.attention.paged import PagedBatch
 from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.triton import stream_decode
+from ostinato.attention.triton.paged_attention import paged_attention
 from ostinato.attention.triton.tile_config import (
     MAX_COMBINED_SPLITS,
     BatchShape,
+    StreamRule,
     decode_tile_config,
+    stream_rule,
+    tile_config,
 )
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.errors import ConfigError
@@ -138,6 +144,57 @@ def test_lengths_at_the_edges_of_shares(
 @pytest.mark.parametrize("window", [1, 2, 32, 34, 64])
 def test_windows_at_the_edges_of_blocks(num_sms: int, device: torch.device, window: int) -> None:
     check(case(Layout(requests=((1, 64), (1, 31), (1, 130)), window=window), device))
+
+
+LENGTHS = {"even": (50, 60, 60), "uneven": (3, 90, 2), "short": (4, 5, 4), "one": (90,)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "streamed"),
+    [
+        (StreamRule(0, 0), {"even", "uneven", "short", "one"}),
+        (StreamRule(60, 0), {"even", "uneven", "one"}),
+        (StreamRule(0, 3), {"uneven"}),
+        (StreamRule(91, 0), set()),
+    ],
+)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_lengths_decide_whether_the_kernel_attends(
+    num_sms: int,
+    device: torch.device,
+    lengths: str,
+    rule: StreamRule,
+    streamed: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where it leaves that to even shares, their queries, keys and values are complete.
+
+    The kernel for any batch stands in for the one of even shares, which needs a GPU.
+    """
+    attended = []
+
+    def attend_instead(query: Tensor, batch: PagedBatch, *, rule: StreamRule) -> None:
+        if lengths in streamed:
+            attended.append(query)
+            paged_attention(query, batch, tile_config(BatchShape.of(batch, num_sms)))
+
+    monkeypatch.setattr(triton_paged, "stream_rule", lambda _: rule)
+    monkeypatch.setattr(triton_paged, "_fits_hopper_kernels", lambda *_: True)
+    monkeypatch.setattr(stream_decode, "stream_decode", attend_instead)
+    requests = tuple((1, length - 1) for length in LENGTHS[lengths])
+    layout = Layout(requests=requests, group=2, block_size=16, padding_requests=1, padding_tokens=1)
+    check(case(layout, device, norm=True))
+    assert len(attended) == (lengths in streamed)
+
+
+def test_even_shares_are_for_batches_that_may_need_them() -> None:
+    qwen = BatchShape(256, 256, 32, 8, 256, 2, 16384, 132)
+    assert stream_rule(qwen) == StreamRule(min_longest=512, min_spread=3)
+    assert stream_rule(qwen._replace(max_keys=1024)) is None
+    assert stream_rule(qwen._replace(num_reqs=64)) is None
+    assert stream_rule(qwen._replace(num_reqs=4)) == StreamRule(min_longest=2048, min_spread=0)
+    assert stream_rule(qwen._replace(num_reqs=4, max_keys=4096)) is None
+    assert stream_rule(qwen._replace(num_kv_heads=1)) is None  # 32 heads in a group
 
 
 def test_old_contents_of_the_new_slot_are_never_read(num_sms: int, device: torch.device) -> None:

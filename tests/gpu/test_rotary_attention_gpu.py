@@ -18,6 +18,7 @@ from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionMetadata, AttentionSpec, attend_qkv
 from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.triton.tile_config import StreamRule
 from ostinato.attention.triton_paged import TritonPagedAttention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -27,11 +28,15 @@ BLOCK_SIZE = 16
 NUM_LAYERS = 2
 
 
-@pytest.fixture(params=[False, True], ids=["one kernel", "stream"], autouse=True)
+@pytest.fixture(
+    params=[None, StreamRule(0, 0), StreamRule(900, 0), StreamRule(0, 3)],
+    ids=["one kernel", "stream", "long ones stream", "uneven ones stream"],
+    autouse=True,
+)
 def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Which kernels compute decode batches in half precision."""
-    monkeypatch.setattr(triton_paged, "streams_decode", lambda _: request.param)
-    return bool(request.param)
+    monkeypatch.setattr(triton_paged, "stream_rule", lambda _: request.param)
+    return request.param is not None
 
 
 @dataclass(kw_only=True)
@@ -211,7 +216,7 @@ def test_a_graph_replayed_with_other_lengths(
         captured = pool.capture(static.run)
         for seed in range(6):
             torch.manual_seed(seed)
-            lens = [(1, int(n)) for n in torch.randint(0, 2000, (num_reqs,))]
+            lens = [(1, int(n)) for n in torch.randint(0, (2000, 800)[seed // 3], (num_reqs,))]
             if seed % 2:
                 lens[num_reqs // 2 :] = [(0, 0)] * (num_reqs - num_reqs // 2)
             one = stack(lens, dtype=dtype, max_keys=2048, max_tokens=num_reqs, seed=seed)

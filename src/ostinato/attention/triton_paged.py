@@ -23,7 +23,7 @@ from ostinato.attention.triton.tile_config import (
     STREAM_GROUP,
     BatchShape,
     decode_tile_config,
-    streams_decode,
+    stream_rule,
     takes_prompts,
     tile_config,
 )
@@ -48,25 +48,23 @@ def triton_qkv_attention(
 ) -> None:
     """Norm, apply RoPE, store, attend over the cache, and write all of ``out``.
 
-    For most decode batches it is one kernel.
+    For decode batches it is one kernel, or two of which one attends.
     """
     if qkv.shape[0] == 0:
         return
     qkv = _rows_in_one_piece(qkv)
-    if batch.uniform_decode:
-        shape = BatchShape.of(batch, num_sms(qkv.device))
-        if not streams_decode(shape) or not _fits_hopper_kernels(qkv, batch):
-            from ostinato.attention.triton.decode_attention import decode_attention
+    if not batch.uniform_decode:
+        _attend(store_qkv(qkv, positions, rotary, batch), batch)
+        return
+    from ostinato.attention.triton.decode_attention import decode_attention
 
-            decode_attention(qkv, positions, rotary, batch, decode_tile_config(shape))
-            return
-    query = store_qkv(qkv, positions, rotary, batch)
-    if batch.uniform_decode:
+    shape = BatchShape.of(batch, num_sms(qkv.device))
+    rule = stream_rule(shape) if _fits_hopper_kernels(qkv, batch) else None
+    query = decode_attention(qkv, positions, rotary, batch, decode_tile_config(shape), rule)
+    if query is not None:
         from ostinato.attention.triton.stream_decode import stream_decode
 
-        stream_decode(query, batch)
-    else:
-        _attend(query, batch)
+        stream_decode(query, batch, rule=rule)
 
 
 def triton_part_attention(
@@ -203,7 +201,7 @@ class TritonPagedAttention(PagedQkvAttention):
     def attend_qkv(
         self, qkv: torch.Tensor, positions: torch.Tensor, rotary: RotaryEmbedding, batch: PagedBatch
     ) -> None:
-        """Decode batches in one kernel, others in three."""
+        """Decode batches in one or two kernels, others in three."""
         if qkv.is_cuda:
             # Not under torch.compile, and a CUDA capture needs no operator to record.
             triton_qkv_attention(qkv, positions, rotary, batch)

@@ -9,6 +9,10 @@ split, programs write their parts of the softmax to memory and increment a count
 finish combines the parts. The real length decides how many shares there are, so short requests have
 nothing to combine; the launch depends on shapes alone.
 
+With a ``StreamRule`` the batch's lengths decide who attends. If they ask for even shares, this
+kernel only writes the queries, the new keys and the new values, and ``stream_decode``, launched
+next, attends; otherwise that one does nothing.
+
 OVERLAP: before the wait the kernel also reads older keys and values, which were written before the
 forward began. It writes parts, counters, the cache and ``out`` after the wait, when earlier users
 of that memory are done.
@@ -33,12 +37,24 @@ from ostinato.attention.triton.rotary_store import (
     store_halves,
 )
 from ostinato.attention.triton.softmax import LOG2_E, combine_parts, empty_parts, logits
-from ostinato.attention.triton.tile_config import DecodeTileConfig, padded_row
+from ostinato.attention.triton.tile_config import DecodeTileConfig, StreamRule, padded_row
 from ostinato.ops.triton.counters import take_counters
 from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
 
 
-@triton.jit(do_not_specialize=["max_keys", "num_splits"])
+@triton.jit
+def shares_evenly(seq_lens, num_reqs, max_keys, min_longest, min_spread, REQS: tl.constexpr):
+    """Whether ``StreamRule`` asks for even shares; ``stream_decode`` computes the same."""
+    r = tl.arange(0, REQS)
+    lengths = tl.load(seq_lens + r, mask=r < num_reqs, other=0)
+    lengths = tl.maximum(tl.minimum(lengths, max_keys), 0).to(tl.int64)
+    longest = tl.max(lengths, axis=0)
+    all_keys = tl.sum(lengths, axis=0)
+    with_keys = tl.sum((lengths > 0).to(tl.int64), axis=0)
+    return (longest >= min_longest) & (2 * longest * with_keys >= min_spread * all_keys)
+
+
+@triton.jit(do_not_specialize=["max_keys", "num_splits", "num_reqs", "min_longest", "min_spread"])
 def decode_kernel(
     qkv,
     table,
@@ -55,12 +71,16 @@ def decode_kernel(
     block_table,
     slot_mapping,
     sinks,
+    query,
     eps,
     scale,
     window,
     soft_cap,
     max_keys,
     num_splits,
+    num_reqs,
+    min_longest,
+    min_spread,
     qkv_stride,
     table_stride,
     key_block_stride,
@@ -86,11 +106,13 @@ def decode_kernel(
     PREFETCH: tl.constexpr,
     LINE: tl.constexpr,
     LINES: tl.constexpr,
+    REQS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per request and KV head (axis 0) and share of the keys (axis 1).
 
-    The rows of its matrices are the GROUP query heads that share the KV head.
+    The rows of its matrices are the GROUP query heads that share the KV head. With ``query``
+    [T, NUM_HEADS, HEAD_DIM], contiguous, the rule decides whether this kernel attends.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -103,6 +125,9 @@ def decode_kernel(
     # Only dummy batches of a capture claim more keys than the table has room for.
     seq_len = tl.minimum(tl.load(seq_lens + request), max_keys)
     slot = tl.load(slot_mapping + request)
+    streams = False
+    if query is not None:
+        streams = shares_evenly(seq_lens, num_reqs, max_keys, min_longest, min_spread, REQS)
     position = tl.load(positions + request, mask=seq_len > 0, other=0)
     cos, sin = load_angles(table, position, table_stride, HEAD_DIM, HALF_PAD)
 
@@ -114,6 +139,8 @@ def decode_kernel(
     num_blocks = tl.cdiv(seq_len - begin, BLOCK_N)
     share = tl.maximum(tl.cdiv(num_blocks, num_splits), 1)
     num_shares = tl.cdiv(num_blocks, share)
+    if query is not None:
+        num_shares = tl.where(streams, tl.minimum(num_shares, 1), num_shares)
     has_new = split == num_shares - 1
     begin += split * share * BLOCK_N
     end = tl.minimum(begin + share * BLOCK_N, seq_len - 1)
@@ -123,6 +150,8 @@ def decode_kernel(
         if PREFETCH > 0:
             ahead = begin + tl.arange(0, PREFETCH)
             due = (ahead >= first) & (ahead < end)
+            if query is not None:
+                due = due & ~streams
             k_ahead = row_pointers(
                 key_cache,
                 request_table,
@@ -190,6 +219,10 @@ def decode_kernel(
     v_row = value_cache + block * value_block_stride + offset * value_slot_stride
     v_row = v_row + kv_head * value_head_stride + e[None, :]
     tl.store(v_row, new_value, mask=stored & (e < HEAD_DIM)[None, :])
+    if streams:
+        q_row = query + (token * NUM_HEADS + head[:, None]) * HEAD_DIM
+        store_halves(q_row, q_one, q_two, owned[:, None], HEAD_DIM, HALF_PAD)
+        return
 
     # The softmax begins with the new key, in the share that has it.
     score = q_one.to(tl.float32) * new_one.to(tl.float32)
@@ -298,8 +331,12 @@ def decode_attention(
     rotary: RotaryEmbedding,
     batch: PagedBatch,
     config: DecodeTileConfig,
-) -> None:
-    """Attend and write all of ``batch.out``. ``qkv`` and ``rotary`` are as in ``rotary_store``."""
+    rule: StreamRule | None = None,
+) -> torch.Tensor | None:
+    """Attend and write all of ``batch.out``. ``qkv`` and ``rotary`` are as in ``rotary_store``.
+
+    With a ``rule``: the queries for ``stream_decode``, which must follow with the same rule.
+    """
     # Once per layer: unpacking is faster than a dozen attribute lookups.
     key_cache, value_cache, out, _, seq_lens, block_table, slot_mapping = batch[:7]
     sinks, scale, window, soft_cap = batch[7:11]
@@ -314,6 +351,9 @@ def decode_attention(
             *empty_parts(num_tokens * num_heads * num_splits, head_dim, out.device),
             take_counters(out.device, num_tokens * num_kv_heads),
         )
+    query = None
+    if rule is not None:
+        query = torch.empty(out.shape, device=out.device, dtype=key_cache.dtype)
     table = rotary.table
     value_pad = padded_row(head_dim)
     rows_pad = next_power_of_2(group)
@@ -336,6 +376,7 @@ def decode_attention(
             block_table,
             slot_mapping,
             sinks,
+            query,
         ),
         (
             rotary.eps,
@@ -344,6 +385,8 @@ def decode_attention(
             soft_cap,
             block_table.shape[1] * block_size,
             num_splits,
+            seq_lens.shape[0],
+            *(rule or (0, 0)),
             qkv.stride(0),
             table.stride(0),
             *key_cache.stride()[:3],
@@ -365,7 +408,9 @@ def decode_attention(
         PREFETCH=config.prefetch,
         LINE=line,
         LINES=next_power_of_2(-(-head_dim // line)),
+        REQS=next_power_of_2(seq_lens.shape[0]),
         **overlap(out.device),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+    return query

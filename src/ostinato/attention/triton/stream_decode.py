@@ -8,6 +8,9 @@ copies pages to a ring in shared memory, without a pause from one request to the
 group multiplies. Where programs share a request and KV head, each writes its part of the softmax to
 memory and increments a counter; the last to finish combines the parts.
 
+With a ``StreamRule`` the kernel leaves batches to ``decode_attention`` that the rule does not ask
+even shares for.
+
 With LSE, the log-sum-exp of a row's scores goes behind its values, for caches that hold a part of
 the keys; in a decode batch, that of requests without keys is -inf.
 
@@ -41,7 +44,7 @@ from ostinato.attention.triton.hopper_pages import (
 )
 from ostinato.attention.triton.softmax import empty_parts
 from ostinato.attention.triton.stream_parts import combine_parts, part_of, store_lse, store_rows
-from ostinato.attention.triton.tile_config import STREAM_GROUP
+from ostinato.attention.triton.tile_config import STREAM_GROUP, StreamRule
 from ostinato.ops.triton.counters import take_counters
 from ostinato.ops.triton.launch import launch, next_power_of_2, num_sms, overlap
 
@@ -333,7 +336,17 @@ def _consume(
         request += 1
 
 
-@gluon.jit(do_not_specialize=["num_reqs", "max_keys"])
+@gluon.jit
+def _shares_evenly(seq_len, min_longest, min_spread):
+    """Whether ``StreamRule`` asks for even shares; ``decode_attention`` computes the same."""
+    seq_len = seq_len.to(gl.int64)
+    longest = gl.max(seq_len, axis=0)
+    all_keys = gl.sum(seq_len, axis=0)
+    with_keys = gl.sum((seq_len > 0).to(gl.int64), axis=0)
+    return (longest >= min_longest) & (2 * longest * with_keys >= min_spread * all_keys)
+
+
+@gluon.jit(do_not_specialize=["num_reqs", "max_keys", "min_longest", "min_spread"])
 def stream_decode_kernel(
     query_rows,
     key_pages,
@@ -352,6 +365,8 @@ def stream_decode_kernel(
     soft_cap,
     num_reqs,
     max_keys,
+    min_longest,
+    min_spread,
     out_token_stride,
     out_head_stride,
     table_stride,
@@ -375,7 +390,7 @@ def stream_decode_kernel(
     program = gl.program_id(0)
     batch = (query_start_loc, seq_lens, max_keys, window)
     r = gl.arange(0, REQS, gl.BlockedLayout([REQS // 128], [32], [4], [0]))
-    _, _, _, per_head = _tiles_of(batch, r, r < num_reqs, BLOCK_N)
+    _, seq_len, _, per_head = _tiles_of(batch, r, r < num_reqs, BLOCK_N)
     count = per_head * NUM_KV_HEADS
     end = gl.associative_scan(count, 0, _add)
     num_tiles = gl.sum(count, axis=0)
@@ -388,7 +403,10 @@ def stream_decode_kernel(
         for head in range(program, NUM_KV_HEADS * GROUP, gl.num_programs(0)):
             keyless = (r < num_reqs) & (count == 0)
             gl.store(row_end + head * out_head_stride, nothing, mask=keyless)
-    if program >= num_programs:
+    idle = program >= num_programs
+    if min_longest is not None:
+        idle = idle | ~_shares_evenly(seq_len, min_longest, min_spread)
+    if idle:
         return
     first, request, before = _begin(program, num_programs, num_tiles, count, end)
     last, _, _ = _begin(program + 1, num_programs, num_tiles, count, end)
@@ -442,10 +460,17 @@ def stream_decode_kernel(
     )  # fmt: skip
 
 
-def stream_decode(query: torch.Tensor, batch: PagedBatch, *, lse: bool = False) -> None:
+def stream_decode(
+    query: torch.Tensor,
+    batch: PagedBatch,
+    *,
+    rule: StreamRule | None = None,
+    lse: bool = False,
+) -> None:
     """Attention of requests with one query and at least one key, to their rows of ``out``.
 
     ``query`` [T, H, D] must be contiguous, and H at most ``STREAM_GROUP`` times the KV heads.
+    ``rule``: of a decode batch, for which ``decode_attention`` ran with the same rule.
     ``lse``: write the log-sum-exp; rows of ``out``, in float32, must have room behind their values.
     """
     key_cache, value_cache, out, query_start_loc, seq_lens, block_table = batch[:6]
@@ -474,6 +499,7 @@ def stream_decode(query: torch.Tensor, batch: PagedBatch, *, lse: bool = False) 
             batch.soft_cap,
             num_reqs,
             block_table.shape[1] * block_size,
+            *(rule or (None, None)),
             *out.stride()[:2],
             block_table.stride(0),
         ),

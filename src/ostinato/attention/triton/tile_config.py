@@ -1,7 +1,8 @@
 """Tile configs of paged attention in Triton: block sizes, splits and launch options.
 
 They follow from the shapes of a batch alone, never from its lengths or the host's limit on them, so
-a graph and an eager call of the same shapes agree to the bit.
+a graph and an eager call of the same shapes agree to the bit. What depends on lengths is decided on
+the device (``StreamRule``).
 """
 
 from __future__ import annotations
@@ -19,10 +20,9 @@ _DECODE_PROGRAMS_PER_SM = 8
 _MAX_SPLITS = 64
 # Of the decode kernel, whose programs combine the parts themselves.
 MAX_COMBINED_SPLITS = 16
-# When sharing keys evenly pays for one more launch: with the shape of Qwen3-4B on an H200, a step
-# of 1 to 4 requests takes 6% longer for 128 keys and 14 to 18% less for 8,192; one of 256 requests
-# with 32 to 1,400 keys takes 6% less.
-_LONG_CONTEXT = 32768
+# When keys may be shared evenly, at the price of one more launch: where contexts can be so long ...
+_FEW_MAX_KEYS = 8192
+_MANY_MAX_KEYS = 2048
 _MANY_PAIRS = 8  # of a request and a KV head, per SM
 # Rows of a program of the kernel for prompts: queries x heads of a group.
 PREFILL_ROWS = 128
@@ -80,18 +80,34 @@ def takes_prompts(shape: BatchShape, uniform_decode: bool) -> bool:
     return not uniform_decode and shape.group <= PREFILL_ROWS and (shape.num_reqs > 1 or fills)
 
 
-def streams_decode(shape: BatchShape) -> bool:
-    """Whether decode batches gain from even shares for all SMs, at the price of one more launch.
+class StreamRule(NamedTuple):
+    """When a decode batch shares its keys evenly among SMs. Both kernels decide it, on the device.
 
-    Many requests do, because their contexts differ. Few do if these may be long, which the one
-    kernel splits too coarsely.
+    The longest context has at least ``min_longest`` keys, and at least ``min_spread`` halves of the
+    average over the requests that have any.
+    """
+
+    min_longest: int
+    min_spread: int
+
+
+@lru_cache(maxsize=256)
+def stream_rule(shape: BatchShape) -> StreamRule | None:
+    """Where even shares may be faster than one program per request and KV head; None: nowhere.
+
+    Many requests gain if their contexts differ, because SMs would wait for the longest. Few gain
+    from long ones, which ``decode_kernel`` splits too coarsely. Measured on an H200 with the shape
+    of Qwen3-4B: 256 requests of 32 to 1,400 keys take 13% less time, and those of 128 to 200 keys
+    40% more; one request of 8,192 keys takes 40% less.
     """
     pairs = shape.num_reqs * shape.num_kv_heads
     if shape.group > STREAM_GROUP:
-        return False
-    if pairs >= _MANY_PAIRS * shape.num_sms:
-        return shape.max_keys >= _LONG_CONTEXT // 16
-    return 2 * pairs <= shape.num_sms and shape.max_keys >= _LONG_CONTEXT
+        return None
+    if pairs >= _MANY_PAIRS * shape.num_sms and shape.max_keys >= _MANY_MAX_KEYS:
+        return StreamRule(min_longest=512, min_spread=3)
+    if 2 * pairs <= shape.num_sms and shape.max_keys >= _FEW_MAX_KEYS:
+        return StreamRule(min_longest=2048, min_spread=0)
+    return None
 
 
 class TileConfig(NamedTuple):
