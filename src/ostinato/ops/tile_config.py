@@ -152,14 +152,20 @@ def _register_configs(shape: LinearShape, gpu: Gpu) -> list[TileConfig]:
     often. A tile config for shared memory is no candidate: between kernels that start as early as
     these, it took half as long again.
     """
-    deep, light, wide, even = (16, 128, 8), (16, 64, 4), (32, 64, 4), (16, 64, 8)
+    deep, light, wide, even, long = (
+        (16, 128, 8),
+        (16, 64, 4),
+        (32, 64, 4),
+        (16, 64, 8),
+        (16, 128, 4),
+    )
     programs = -(-shape.outputs // 16) / gpu.num_sms
     if programs < 2:
-        sizes = [deep, even, light]
+        sizes = [deep, even, long, (32, 64, 8), light]
     elif programs < 6:
-        sizes = [light, wide, deep]
+        sizes = [light, wide, long, even, deep]
     else:
-        sizes = [wide, light, even]
+        sizes = [wide, light, even, long, (32, 64, 8)]
     return [
         TileConfig(
             block_n, max(32, min(block_k, next_power_of_2(-(-shape.k // num_warps)))), num_warps

@@ -125,7 +125,6 @@ def decode_kernel(
     # Only dummy batches of a capture claim more keys than the table has room for.
     seq_len = tl.minimum(tl.load(seq_lens + request), max_keys)
     slot = tl.load(slot_mapping + request)
-    streams = False
     if query is not None:
         streams = shares_evenly(seq_lens, num_reqs, max_keys, min_longest, min_spread, REQS)
     position = tl.load(positions + request, mask=seq_len > 0, other=0)
@@ -219,10 +218,11 @@ def decode_kernel(
     v_row = value_cache + block * value_block_stride + offset * value_slot_stride
     v_row = v_row + kv_head * value_head_stride + e[None, :]
     tl.store(v_row, new_value, mask=stored & (e < HEAD_DIM)[None, :])
-    if streams:
-        q_row = query + (token * NUM_HEADS + head[:, None]) * HEAD_DIM
-        store_halves(q_row, q_one, q_two, owned[:, None], HEAD_DIM, HALF_PAD)
-        return
+    if query is not None:  # noqa: SIM102  one is known when the kernel is compiled
+        if streams:
+            q_row = query + (token * NUM_HEADS + head[:, None]) * HEAD_DIM
+            store_halves(q_row, q_one, q_two, owned[:, None], HEAD_DIM, HALF_PAD)
+            return
 
     # The softmax begins with the new key, in the share that has it.
     score = q_one.to(tl.float32) * new_one.to(tl.float32)
