@@ -30,7 +30,7 @@ from ostinato.ops.triton.launch import launch, next_power_of_2, num_sms, overlap
 
 _MOST_RANK = 128  # larger ones are more than a small term of the GEMM
 _GROUP_WIDTH = 128  # ranks of all adapters that a program multiplies at once
-_BLOCK_K = 512  # inputs of a program that shrinks
+_ROW_BLOCK_K = 512  # fewest inputs of a program that shrinks one row
 _MOST_ROW_SPLITS = 16
 _PREFETCH_BYTES = 64 * 1024  # by each program, while it waits
 
@@ -125,7 +125,7 @@ def _shrink_row(gemm: Gemm, weights: LoraWeights, rows: LoraRows) -> torch.Tenso
 
     x, norm = gemm.x, gemm.norm
     inner, num_ranks = x.shape[1], weights.a.shape[1]
-    block_k = max(_BLOCK_K, next_power_of_2(-(-inner // _MOST_ROW_SPLITS)))
+    block_k = max(_ROW_BLOCK_K, next_power_of_2(-(-inner // _MOST_ROW_SPLITS)))
     splits = -(-inner // block_k)
     small = torch.empty((splits, 1, num_ranks), dtype=torch.float32, device=x.device)
     block_r = 16  # divides any rank
@@ -164,11 +164,13 @@ def _norm_and_shrink(
         (norm.eps, num_rows, x.stride(0), num_active),
         K=inner,
         PARTS=pieces,
-        BLOCK_K=min(_BLOCK_K, max(16, next_power_of_2(inner))),
+        BLOCK_K=128,
         RANK=tile,
         SPLITS=splits,
         BLOCK_M=max(16, row_class(num_rows)),
         **overlap(x.device),
-        num_warps=8,
+        # Little memory, so that two programs fit on an SM beside the previous GEMM's.
+        num_warps=4,
+        num_stages=3,
     )
     return small, normed, scales

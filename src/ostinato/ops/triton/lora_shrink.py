@@ -68,12 +68,14 @@ def lora_shrink_kernel(
 
 
 @triton.jit
-def _normed_columns(a, norm_weight, k, wanted, K: tl.constexpr, RANK: tl.constexpr):
+def _normed_columns(a, norm_weight, k, K: tl.constexpr, RANK: tl.constexpr):
     """[BLOCK_K, RANK] of ``a`` times the norm's weight, which x then need not be."""
-    place = a + tl.arange(0, RANK)[None, :] * K + k[:, None]
-    columns = tl.load(place, mask=(k < K)[:, None] & wanted, other=0.0)
-    weight = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
-    return (columns.to(tl.float32) * weight[:, None]).to(a.dtype.element_ty)
+    r = tl.arange(0, RANK)[None, :]
+    there = (k < K)[:, None]
+    columns = tl.load(a + r * K + k[:, None], mask=there, other=0.0)
+    # As many copies as columns: a vector alone would not be loaded ahead of its use.
+    weight = tl.load(norm_weight + 0 * r + k[:, None], mask=there, other=0.0)
+    return (columns.to(tl.float32) * weight.to(tl.float32)).to(a.dtype.element_ty)
 
 
 @triton.jit
@@ -143,19 +145,17 @@ def lora_norm_shrink_kernel(
         mine = tl.load(slots + m, mask=m < num_rows, other=-1) == slot
         has_rows = tl.max(mine.to(tl.int32), axis=0) > 0
         matrix = a + (slot * PARTS + part) * (RANK * K)
-        k = split * LENGTH + tl.arange(0, BLOCK_K)
-        columns = _normed_columns(matrix, norm_weight, k, has_rows, K, RANK)
         if OVERLAP:
+            prefetch(matrix, tl.where(has_rows, 0, RANK), split * LENGTH, RANK, K, RANK, LENGTH)
             gdc_wait()
         if has_rows:
             row = m.to(tl.int64)
             total = tl.zeros((BLOCK_M, RANK), dtype=tl.float32)
-            for start in tl.static_range(0, LENGTH, BLOCK_K):
-                if start > 0:
-                    columns = _normed_columns(matrix, norm_weight, k + start, True, K, RANK)
-                place = x + row[:, None] * x_stride + (k + start)[None, :]
-                there = mine[:, None] & (k + start < K)[None, :]
-                rows = tl.load(place, mask=there, other=0.0)
+            for start in range(0, LENGTH, BLOCK_K):
+                k = split * LENGTH + start + tl.arange(0, BLOCK_K)
+                there = mine[:, None] & (k < K)[None, :]
+                rows = tl.load(x + row[:, None] * x_stride + k[None, :], mask=there, other=0.0)
+                columns = _normed_columns(matrix, norm_weight, k, K, RANK)
                 total = tl.dot(rows, columns, total, input_precision="ieee")
             r = tl.arange(0, RANK)
             place = small + ((split * num_rows + row[:, None]) * PARTS + part) * RANK + r[None, :]
