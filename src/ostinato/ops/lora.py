@@ -7,7 +7,8 @@ reads the matrices of an active adapter once for every block of rows. Elsewhere 
 all active adapters, in torch. Shapes alone decide what runs, and nothing synchronises.
 
 Call ``shrink`` before the GEMM itself: it is short, and GEMMs that overlap with the previous kernel
-fetch their first weights meanwhile.
+fetch their first weights meanwhile. The small-M GEMMs of decode steps expand in their own kernels
+(``ops.lora_linear``).
 """
 
 from __future__ import annotations
