@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from ostinato import LLM, GraphConfig, SamplingParams
+from ostinato import LLM, GraphConfig, GraphPool, SamplingParams
 from ostinato.ops import lora
+from ostinato.ops.linear import Gemm, Norm, choose_kernel
 from ostinato.ops.lora import NO_SLOT, NOT_ACTIVE, LoraRows, LoraWeights
+from ostinato.ops.lora_linear import can_fuse, lora_linear, lora_linear_apart
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -78,6 +82,98 @@ def test_gated_at_real_shapes(num_rows: int, widths: tuple[int, ...], rank: int)
     got = lora.expand_gated(y, lora.shrink(x, weights, rows), weights, rows)
     want = torch.nn.functional.silu(gate) * up
     torch.testing.assert_close(got.double(), want, rtol=2**-6, atol=0.05)
+
+
+# --- adapters in the GEMM's own kernel ------------------------------------------------------------
+
+QKV, OUTPUT, GATE_UP, DOWN = (
+    {"inner": 4096, "widths": (4096, 1024, 1024), "norm": True},
+    {"inner": 4096, "widths": (4096,), "residual": True},
+    {"inner": 4096, "widths": (14336, 14336), "norm": True, "gated": True},
+    {"inner": 14336, "widths": (4096,), "residual": True},
+)
+
+
+def made_gemm(
+    num_rows: int,
+    rank: int,
+    num_slots: int = 8,
+    *,
+    inner: int,
+    widths: tuple[int, ...],
+    norm: bool = False,
+    gated: bool = False,
+    residual: bool = False,
+) -> tuple[Gemm, LoraWeights, LoraRows]:
+    x, y, weights, rows = made(num_rows, inner, widths, rank, num_slots)
+    weight = (torch.randn(sum(widths), inner, device=CUDA) / inner**0.5).to(torch.bfloat16)
+    norm_weight = Norm(1 + 0.1 * torch.randn_like(weight[0]), 1e-5) if norm else None
+    gemm = Gemm(x, weight, None, norm_weight, gated, y if residual else None)
+    return gemm, weights, rows
+
+
+def expected_gemm(gemm: Gemm, weights: LoraWeights, rows: LoraRows) -> torch.Tensor:
+    x = gemm.x.double()
+    if gemm.norm is not None:
+        x = F.rms_norm(x, x.shape[1:], gemm.norm.weight.double(), gemm.norm.eps)
+    y = expected(x @ gemm.weight.double().T, x, weights, rows)
+    if gemm.gated:
+        gate, up = y.chunk(2, dim=1)
+        y = F.silu(gate) * up
+    return y if gemm.residual is None else y + gemm.residual.double()
+
+
+@pytest.mark.parametrize("rank", [16, 64, 128])
+@pytest.mark.parametrize("case", [QKV, OUTPUT, GATE_UP, DOWN], ids=["qkv", "o", "gate_up", "down"])
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 32, 64])
+def test_small_m_gemms_at_real_shapes(num_rows: int, case: dict[str, Any], rank: int) -> None:
+    gemm, weights, rows = made_gemm(num_rows, rank, **case)
+    choice = choose_kernel(gemm)
+    assert choice != "torch"
+    assert can_fuse(choice, gemm, weights)
+    y = lora_linear(gemm, weights, rows)
+    torch.testing.assert_close(
+        y.double(), expected_gemm(gemm, weights, rows), rtol=2**-6, atol=0.06
+    )
+    assert torch.equal(lora_linear(gemm, weights, rows), y)  # sums have a fixed order
+
+
+@pytest.mark.parametrize("num_slots", [1, 20])
+@pytest.mark.parametrize("case", [QKV, GATE_UP, DOWN], ids=["qkv", "gate_up", "down"])
+def test_small_m_gemms_with_one_adapter_and_with_many(case: dict[str, Any], num_slots: int) -> None:
+    """Groups of 8 adapters of rank 16 are multiplied at once: 20 take several turns."""
+    gemm, weights, rows = made_gemm(40, 16, num_slots, **case)
+    y = lora_linear(gemm, weights, rows)
+    torch.testing.assert_close(
+        y.double(), expected_gemm(gemm, weights, rows), rtol=2**-6, atol=0.06
+    )
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 32])
+def test_a_chain_of_overlapping_kernels(num_rows: int) -> None:
+    """Kernels of a graph start before the previous one is done, and wait for what they read."""
+    layers = [
+        [made_gemm(num_rows, 16, **case)[:2] for case in (OUTPUT, GATE_UP, DOWN)] for _ in range(6)
+    ]
+    first, _, rows = made_gemm(num_rows, 16, **OUTPUT)
+
+    def run(one: Callable[[Gemm, LoraWeights, LoraRows], torch.Tensor]) -> torch.Tensor:
+        hidden = first.x
+        for (output, output_lora), (gate_up, gate_up_lora), (down, down_lora) in layers:
+            hidden = one(output._replace(x=hidden, residual=hidden), output_lora, rows)
+            wide = one(gate_up._replace(x=hidden), gate_up_lora, rows)
+            hidden = one(down._replace(x=wide, residual=hidden), down_lora, rows)
+        return hidden
+
+    want = run(lora_linear)
+    with GraphPool(CUDA, lazy_capture=True) as pool:
+        captured = pool.capture(lambda: run(lora_linear))
+        for _ in range(5):
+            captured.output.zero_()
+            pool.replay(captured.tape)
+            assert torch.equal(captured.output, want)
+    apart = run(lora_linear_apart)
+    assert (want - apart).float().norm() < 0.02 * apart.float().norm()
 
 
 # --- engines --------------------------------------------------------------------------------------

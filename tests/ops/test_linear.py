@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ostinato import compat
 from ostinato.errors import BatchError
 from ostinato.ops import tuning
 from ostinato.ops.linear import Gemm, Norm, linear, run_kernel
@@ -172,7 +173,9 @@ def test_kernel_of_any_shape(
 def test_kernel_has_room_for_large_inputs_of_a_norm(device: torch.device, num_rows: int) -> None:
     """60,000 times a norm's weight overflows float16, though the normed input does not."""
     case = Case(num_rows, 20, 64, dtype=torch.float16, device=device, norm=True, size=15_000.0)
-    case.check(case.launch(TileConfig(16, 32, 4)))
+    case.check(case.launch(TileConfig(16, 32, 4, num_stages=1 if num_rows == 1 else 2)))
+    if device.type == "cuda" and compat.runs_gluon(device):  # in registers
+        case.check(case.launch(TileConfig(16, 32, 4)))
 
 
 @pytest.mark.slow
@@ -180,7 +183,7 @@ def test_kernel_has_room_for_large_inputs_of_a_norm(device: torch.device, num_ro
 def test_kernel_takes_the_model_of_the_smallest_shapes(device: torch.device, num_rows: int) -> None:
     case = Case(num_rows, 48, 576, device=device, dtype=torch.float16, norm=True, gated=True)
     shape = LinearShape(num_rows, 96, 576, torch.float16, norm=True, gated=True)
-    for config in candidates(shape, GPU):
+    for config in candidates(shape, GPU._replace(gluon=device.type == "cuda")):
         case.check(case.launch(config))
 
 
@@ -242,7 +245,7 @@ def test_wrong_shapes_are_refused(change: dict[str, Any], message: str) -> None:
 
 # --- choosing tile configs ------------------------------------------------------------------------
 
-SHAPE = LinearShape(8, 3072, 2048, torch.bfloat16, norm=True)
+SHAPE = LinearShape(16, 3072, 2048, torch.bfloat16, norm=True)
 KEY = "GPU/bfloat16/16/3072x2048/norm"
 FAST = TileConfig(32, 128, 4, 4)
 GPU = Gpu("GPU")
@@ -286,10 +289,10 @@ def run_tuning(
 
 def test_a_shape_is_named_by_what_it_depends_on() -> None:
     assert SHAPE.key("GPU") == KEY
-    assert SHAPE._replace(num_rows=2).key("GPU") == KEY
+    assert SHAPE._replace(num_rows=9).key("GPU") == KEY
     different = [
         SHAPE.key("another"),
-        *(SHAPE._replace(num_rows=rows).key("GPU") for rows in (1, 17, 33)),
+        *(SHAPE._replace(num_rows=rows).key("GPU") for rows in (1, 8, 17, 33)),
         SHAPE._replace(n=2048).key("GPU"),
         SHAPE._replace(k=3072).key("GPU"),
         SHAPE._replace(dtype=torch.float16).key("GPU"),
@@ -304,7 +307,7 @@ def test_the_fastest_is_remembered_across_processes(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "linear.json"
     fastest = candidates(SHAPE, GPU)[1]
     stopwatch = Stopwatch({"torch": 8.0, fastest: 4.0})
-    known = tune(file, stopwatch, SHAPE, SHAPE._replace(num_rows=16))
+    known = tune(file, stopwatch, SHAPE, SHAPE._replace(num_rows=12))
     assert known.get(KEY) == fastest
     assert len(stopwatch.calls) == 1 + len(candidates(SHAPE, GPU))  # one class, measured once
     again = Stopwatch({})
@@ -318,7 +321,7 @@ def test_a_shape_is_measured_after_the_other_gemms_of_a_step(tmp_path: Path) -> 
     known = Tuning(tmp_path / "linear.json", {})
     qkv, up, head = SHAPE, SHAPE._replace(n=8192, gated=True), SHAPE._replace(n=50_000)
     other_rows = qkv._replace(num_rows=64)
-    down = LinearShape(8, 2048, 4096, torch.bfloat16, residual=True)
+    down = LinearShape(16, 2048, 4096, torch.bfloat16, residual=True)
     known.remember({up.key("GPU"): FAST, other_rows.key("GPU"): FAST})
     best = candidates(qkv, GPU)[1]
     stopwatch = Stopwatch({best: 4.0})

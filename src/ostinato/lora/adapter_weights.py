@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.graphs.capture.context import current_forward_context
-from ostinato.lora.layer_kernels import WithAdapters
+from ostinato.lora.layer_kernels import with_adapters
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.layer_kernels import AnyKernels
 from ostinato.models.weight_slot import WeightSlot
@@ -143,7 +143,7 @@ class AdapterWeights:
             return run
         slots, active = self._rows
         rows = LoraRows(slots[:num_rows], active[: descriptor.num_active_loras])
-        return WithAdapters(run, self._gemms, rows)
+        return with_adapters(run, self._gemms, rows)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell torch that steps run on ``stream``, so that it reuses freed memory only after."""

@@ -7,24 +7,61 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ostinato.models.native.layer_kernels import AnyKernels, LayerKernels, Linear, PendingNorm
+from ostinato.models.native.layer_kernels import (
+    AnyKernels,
+    LayerKernels,
+    Linear,
+    PendingNorm,
+    SmallM,
+)
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate_and_mul
+from ostinato.ops.linear import Gemm
 from ostinato.ops.lora import LoraRows, LoraWeights, expand, expand_gated, shrink
-from ostinato.ops.norm import rms_norm
+from ostinato.ops.lora_linear import lora_linear
 
 if TYPE_CHECKING:
     from ostinato.models.native.layer import DecoderLayer
 
+AdaptedLinears = Mapping[int, LoraWeights]  # by the linear's id
+
+
+def with_adapters(run: AnyKernels, weights: AdaptedLinears, rows: LoraRows) -> AnyKernels:
+    """``run``, with the adapters of ``rows`` in every GEMM."""
+    if isinstance(run, SmallM):
+        return SmallMWithAdapters(run, weights, rows)
+    return WithAdapters(run, weights, rows)
+
+
+class SmallMWithAdapters(SmallM):
+    """``SmallM`` whose GEMMs add the adapters themselves, so that all that it fuses stays fused."""
+
+    def __init__(self, run: SmallM, weights: AdaptedLinears, rows: LoraRows) -> None:
+        super().__init__(run._table, run._positions)
+        self._weights = weights
+        self._rows = rows
+
+    def gemm(
+        self,
+        projection: Linear,
+        x: PendingNorm | Tensor,
+        *,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        rows, norm = x if isinstance(x, PendingNorm) else (x, None)
+        operands = Gemm(rows, projection.weight, projection.bias, norm, gated, residual)
+        return lora_linear(operands, self._weights[id(projection)], self._rows)
+
 
 class WithAdapters(LayerKernels[Tensor, Tensor]):
-    """``run``, with the adapters of ``rows`` added to every GEMM; ``weights`` by the linear's id.
+    """``run``, with the adapters added after every GEMM.
 
     An adapter reads a GEMM's normed input and adds to its raw result, so the GEMM itself fuses
-    neither norms nor activations nor residuals here.
+    neither activations nor residuals here.
     """
 
-    def __init__(self, run: AnyKernels, weights: Mapping[int, LoraWeights], rows: LoraRows) -> None:
+    def __init__(self, run: AnyKernels, weights: AdaptedLinears, rows: LoraRows) -> None:
         self._run = run
         self._weights = weights
         self._rows = rows
@@ -33,8 +70,7 @@ class WithAdapters(LayerKernels[Tensor, Tensor]):
         self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self._run.norm(norm, x, residual)
-        if isinstance(normed, PendingNorm):
-            normed = rms_norm(normed.x, normed.norm.weight, normed.norm.eps)
+        assert residual is not None
         return normed, residual
 
     def output_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:

@@ -51,6 +51,17 @@ class Gemm(NamedTuple):
     residual: torch.Tensor | None = None  # as the result
 
 
+class LoraTerm(NamedTuple):
+    """What the adapters of rows add to a GEMM, for our kernels (``ops.triton.lora_in_gemm``)."""
+
+    b: torch.Tensor  # [slots, N, R]
+    small: torch.Tensor  # [splits, M, parts * R]
+    scales: torch.Tensor | None  # [M], factors of small; None: as it is
+    slots: torch.Tensor  # [M]
+    active: torch.Tensor  # [n]
+    constants: tuple[int, ...]
+
+
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -67,12 +78,12 @@ def linear(
     split-K GEMM.
     """
     gemm = Gemm(x, weight, bias, norm, gated, residual)
-    _check(gemm)
-    choice = _choice(gemm)
+    check_shapes(gemm)
+    choice = choose_kernel(gemm)
     return torch_linear(gemm) if choice == "torch" else run_kernel(choice, gemm)
 
 
-def _check(gemm: Gemm) -> None:
+def check_shapes(gemm: Gemm) -> None:
     """Raise unless the shapes fit: a kernel would read beyond a tensor that is too small."""
     x, weight, bias, norm, gated, residual = gemm
     x_shape, weight_shape = x.shape, weight.shape
@@ -116,7 +127,11 @@ def torch_linear(gemm: Gemm) -> torch.Tensor:
 # --- our kernels ----------------------------------------------------------------------------------
 
 
-def _choice(gemm: Gemm) -> GemmChoice:
+def choose_kernel(gemm: Gemm, *, adapters: bool = False) -> GemmChoice:
+    """The tile config of our kernel for this GEMM; "torch" if there is none or it is slower.
+
+    ``adapters``: of a kernel that can add those of LoRA.
+    """
     x, weight, bias, norm, gated, residual = gemm
     if not 1 <= x.shape[0] <= MAX_ROWS or not has_kernels(x.device, x.dtype):
         return "torch"
@@ -127,7 +142,10 @@ def _choice(gemm: Gemm) -> GemmChoice:
     if not weight.is_contiguous() or not dense_rows:
         return "torch"
     flags = (norm is not None, gated, residual is not None)
-    shape = LinearShape(x.shape[0], weight.shape[0], weight.shape[1], x.dtype, *flags)
+    num_rows = x.shape[0]
+    if adapters and num_rows > 1:
+        num_rows = max(num_rows, 16)  # in shared memory
+    shape = LinearShape(num_rows, weight.shape[0], weight.shape[1], x.dtype, *flags)
     return tuning().choice(shape, gpu_of(x.device))
 
 
@@ -139,10 +157,10 @@ def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def run_kernel(config: TileConfig, gemm: Gemm) -> torch.Tensor:
+def run_kernel(config: TileConfig, gemm: Gemm, lora: LoraTerm | None = None) -> torch.Tensor:
     """The GEMM by our kernels. The weight is contiguous, and rows are dense.
 
-    One kernel; the norm of several rows is another.
+    One kernel; the norm of several rows is another. ``lora`` is added to x @ weight.T.
     """
     x, weight, gated = gemm.x, gemm.weight, gemm.gated
     outputs = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -155,25 +173,34 @@ def run_kernel(config: TileConfig, gemm: Gemm) -> torch.Tensor:
         "BLOCK_K": config.block_k,
         "PREFETCH": config.prefetch,
         "EVICT": _EVICT,
+        "LORA": None if lora is None else lora.constants,
         "num_warps": config.num_warps,
         **overlap(x.device),
     }
     num_tiles = -(-outputs // config.block_n)
     if x.shape[0] == 1:
-        _run_row(gemm, out, num_tiles, constants)
+        _run_row(gemm, lora, out, num_tiles, constants)
     elif config.num_stages == 1:
+        assert lora is None, "choose_kernel leaves this kernel out for adapters"
         _run_in_registers(gemm, out, num_tiles, constants)
     else:
-        _run_tiles(config, gemm, out, num_tiles, constants)
+        _run_tiles(config, gemm, lora, out, num_tiles, constants)
     return out
 
 
-def _run_row(gemm: Gemm, out: torch.Tensor, num_tiles: int, constants: dict[str, Any]) -> None:
+def _run_row(
+    gemm: Gemm,
+    lora: LoraTerm | None,
+    out: torch.Tensor,
+    num_tiles: int,
+    constants: dict[str, Any],
+) -> None:
     from ostinato.ops.triton.linear import row_kernel
 
     x, weight, bias, norm, _, residual = gemm
     norm_weight, eps = (None, 0.0) if norm is None else norm
-    tensors = (x, weight, bias, norm_weight, residual, out)
+    adapters = (None,) * 3 if lora is None else (lora.b, lora.small, lora.slots)
+    tensors = (x, weight, bias, norm_weight, residual, out, *adapters)
     launch(row_kernel, (num_tiles,), tensors, (eps,), **constants, num_stages=1)
 
 
@@ -186,15 +213,14 @@ def _run_in_registers(
     norm_weight, eps = (None, 0.0) if norm is None else norm
     tensors = (x, weight, bias, norm_weight, residual, out)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
-    del constants["PREFETCH"]
-    block_m = row_class(x.shape[0])
+    del constants["PREFETCH"], constants["LORA"]
     launch(
         mma_kernel,
         (num_tiles,),
         tensors,
         (x.shape[0], *strides, eps),
         **constants,
-        BLOCK_M=block_m,
+        BLOCK_M=row_class(x.shape[0]),
         num_stages=1,
     )
 
@@ -209,7 +235,12 @@ def _with_safe_norm(gemm: Gemm) -> Gemm:
 
 
 def _run_tiles(
-    config: TileConfig, gemm: Gemm, out: torch.Tensor, num_tiles: int, constants: dict[str, Any]
+    config: TileConfig,
+    gemm: Gemm,
+    lora: LoraTerm | None,
+    out: torch.Tensor,
+    num_tiles: int,
+    constants: dict[str, Any],
 ) -> None:
     from ostinato.ops.triton.linear import tile_kernel
 
@@ -219,17 +250,19 @@ def _run_tiles(
 
         x = rms_norm(x, norm.weight, norm.eps)
     num_rows, split_k = x.shape[0], config.split_k
-    block_m = row_class(num_rows)
+    block_m = max(16, row_class(num_rows))  # what tensor cores take
     partial = counters = None
     if split_k > 1:
         parts = (num_tiles, split_k, 2 if gated else 1, config.block_n, block_m)
         partial = torch.empty(parts, device=x.device, dtype=torch.float32)
         counters = take_counters(x.device, num_tiles)
+    adapters = (None,) * 5 if lora is None else lora[:5]
+    residual_stride = 0 if residual is None else residual.stride(0)
     launch(
         tile_kernel,
         (num_tiles, split_k),
-        (x, weight, bias, residual, out, partial, counters),
-        (num_rows, x.stride(0), 0 if residual is None else residual.stride(0)),
+        (x, weight, bias, residual, out, partial, counters, *adapters),
+        (num_rows, x.stride(0), residual_stride, None if lora is None else len(lora.active)),
         **constants,
         BLOCK_M=block_m,
         SPLIT_K=split_k,

@@ -7,7 +7,8 @@ reads the matrices of an active adapter once for every block of rows. Elsewhere 
 all active adapters, in torch. Shapes alone decide what runs, and nothing synchronises.
 
 Call ``shrink`` before the GEMM itself: it is short, and GEMMs that overlap with the previous kernel
-fetch their first weights meanwhile.
+fetch their first weights meanwhile. The small-M GEMMs of decode steps expand in their own kernels
+(``ops.lora_linear``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ostinato.ops.activation import silu_and_mul
+from ostinato.ops.tile_config import row_class
 from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
 
 NO_SLOT = -1  # of a row without an adapter
@@ -26,6 +28,8 @@ NOT_ACTIVE = -2  # fills up the list of active slots; not equal to the slot of a
 _MOST_ROWS_SPLIT = 64  # more rows fill the GPU without split-K
 _SPLIT_LENGTH = 512  # inner elements of a part
 _MOST_SPLITS = 16
+RANK_TILE = 32  # ranks that one program of a small-M shrink computes
+_MOST_PARTIAL = 16384  # values that a reader adds up, of all rows and splits
 
 
 class LoraWeights(NamedTuple):
@@ -107,28 +111,37 @@ def torch_expand(
 
 def triton_shrink(x: torch.Tensor, weights: LoraWeights, rows: LoraRows) -> torch.Tensor:
     """[splits, T, parts * R] in float32, to be summed; rows without an adapter are not written."""
-    from ostinato.ops.triton.lora import lora_shrink_kernel
+    from ostinato.ops.triton.lora_shrink import lora_shrink_kernel
 
     (num_rows, inner), parts = x.shape, len(weights.widths)
     x = x if x.stride(1) == 1 else x.contiguous()
-    splits = 1
-    if num_rows <= _MOST_ROWS_SPLIT:
-        splits = min(_MOST_SPLITS, next_power_of_2(-(-inner // _SPLIT_LENGTH)))
+    splits = num_splits(num_rows, inner, weights.rank)
     shape = (splits, num_rows, parts * weights.rank)
     small = torch.empty(shape, dtype=torch.float32, device=x.device)
     constants, blocks = _constants(small, weights)
+    if num_rows <= _MOST_ROWS_SPLIT:  # in pieces of few ranks, so that programs are many
+        constants["RANK"] = min(weights.rank, RANK_TILE)
+    pieces = parts * weights.rank // constants["RANK"]
     if num_rows:
         launch(
             lora_shrink_kernel,
-            (rows.active.shape[0], blocks * parts, splits),
+            (rows.active.shape[0], blocks * pieces, splits),
             (x, weights.a, rows.slots, rows.active, small),
             (num_rows, x.stride(0)),
             K=inner,
-            PARTS=parts,
-            **_pipeline(constants["BLOCK_M"] + weights.rank, x.itemsize),
+            PARTS=pieces,
+            **_pipeline(constants["BLOCK_M"] + constants["RANK"], x.itemsize),
             **constants,
         )
     return small
+
+
+def num_splits(num_rows: int, inner: int, rank: int) -> int:
+    """Of split-K in ``shrink``. Readers of its results read all partial sums, so there are few."""
+    if num_rows > _MOST_ROWS_SPLIT:
+        return 1
+    splits = min(_MOST_SPLITS, next_power_of_2(-(-inner // _SPLIT_LENGTH)))
+    return max(1, min(splits, _MOST_PARTIAL // (rank * row_class(num_rows))))
 
 
 def triton_expand(

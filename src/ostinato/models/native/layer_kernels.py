@@ -193,15 +193,26 @@ class SmallM(_Fused[PendingNorm | Tensor, PendingGemm | Tensor]):
             return residual, residual
         return PendingNorm(residual, Norm(norm.weight, norm.eps)), residual
 
-    def project(self, projection: Linear, x: PendingNorm | Tensor) -> Tensor:
+    def gemm(
+        self,
+        projection: Linear,
+        x: PendingNorm | Tensor,
+        *,
+        gated: bool = False,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """The projection with what is fused into it: all GEMMs of a layer come here."""
         rows, norm = x if isinstance(x, PendingNorm) else (x, None)
-        return linear(rows, projection.weight, projection.bias, norm=norm)
+        weight, bias = projection.weight, projection.bias
+        return linear(rows, weight, bias, norm=norm, gated=gated, residual=residual)
+
+    def project(self, projection: Linear, x: PendingNorm | Tensor) -> Tensor:
+        return self.gemm(projection, x)
 
     def gated(self, projection: Linear, x: PendingNorm | Tensor, activation: Activation) -> Tensor:
         if activation != "silu":
             return activate_and_mul(self.project(projection, x), activation)
-        rows, norm = x if isinstance(x, PendingNorm) else (x, None)
-        return linear(rows, projection.weight, projection.bias, norm=norm, gated=True)
+        return self.gemm(projection, x, gated=True)
 
     def output(self, projection: Linear, x: Tensor) -> PendingGemm:
         return PendingGemm(projection, x)
@@ -213,8 +224,7 @@ class SmallM(_Fused[PendingNorm | Tensor, PendingGemm | Tensor]):
 
     def add(self, x: PendingGemm | Tensor, residual: Tensor | None) -> Tensor:
         if isinstance(x, PendingGemm):
-            projection, rows = x
-            return linear(rows, projection.weight, projection.bias, residual=residual)
+            return self.gemm(x.projection, x.x, residual=residual)
         return x if residual is None else residual + x
 
 

@@ -21,6 +21,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ostinato.ops.triton.lora_in_gemm import (
+    expand_row,
+    expand_tile,
+    group_columns,
+    row_columns,
+    row_parts,
+)
+
 # Each thread prefetches one row: $1 first byte, $2 rows, $3 bytes between rows, $4 bytes per row.
 _PREFETCH_ROWS = tl.constexpr(
     """{
@@ -37,7 +45,7 @@ _PREFETCH_ROWS = tl.constexpr(
 
 
 @triton.jit
-def _prefetch(weight, row, begin, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH):
+def prefetch(weight, row, begin, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH):
     """Prefetch [ROWS, WIDTH] of ``weight`` from (row, begin) into L2, within its bounds.
 
     The hardware takes multiples of 16 bytes; other matrices are read when needed.
@@ -86,6 +94,9 @@ def row_kernel(
     norm_weight,
     residual,
     out,
+    lora_b,
+    small,
+    slots,
     eps,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -94,12 +105,14 @@ def row_kernel(
     BLOCK_K: tl.constexpr,
     PREFETCH: tl.constexpr,
     EVICT: tl.constexpr,
+    LORA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per BLOCK_N results (of N, half the weight's rows if GATED).
 
     Blocks of the weight are loaded one ahead of their use, the first before ``gdc_wait``; up to
-    PREFETCH more are prefetched into L2 there.
+    PREFETCH more are prefetched into L2 there. ``lora_b``: adapters are added, of which ``small``
+    has what came from x * norm_weight, as it is without 1 / rms.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -120,15 +133,24 @@ def row_kernel(
         bias_n = tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
         if GATED:
             up_bias_n = tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)
+    if OVERLAP and PREFETCH > 0 and LAST > 0:
+        prefetch(weight, first, BLOCK_K, N, K, BLOCK_N, PREFETCH * BLOCK_K)
+        if GATED:
+            prefetch(weight, first + N, BLOCK_K, 2 * N, K, BLOCK_N, PREFETCH * BLOCK_K)
+    if lora_b is not None:
+        ROWS: tl.constexpr = 2 * N if GATED else N
+        lora_w = row_columns(lora_b, slots, n, there, ROWS, LORA)
+        if GATED:
+            lora_up_w = row_columns(lora_b, slots, n + N, there, ROWS, LORA)
     if OVERLAP:
-        if PREFETCH > 0 and LAST > 0:
-            _prefetch(weight, first, BLOCK_K, N, K, BLOCK_N, PREFETCH * BLOCK_K)
-            if GATED:
-                _prefetch(weight, first + N, BLOCK_K, 2 * N, K, BLOCK_N, PREFETCH * BLOCK_K)
         gdc_wait()
     v = _vector(x, k, K, MASKED)
     if residual is not None:  # loaded here, so that the end does not wait for it
         residual_n = tl.load(residual + n, mask=n < N, other=0.0).to(tl.float32)
+    if lora_b is not None:
+        lora_v = row_parts(small, slots, first, 0, GATED, LORA)
+        if GATED:
+            lora_up_v = row_parts(small, slots, first, 1, GATED, LORA)
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     up_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     squares = tl.zeros([BLOCK_K], dtype=tl.float32)
@@ -157,6 +179,10 @@ def row_kernel(
     up = y
     if GATED:
         up = tl.sum(up_sums + up_w.to(tl.float32) * v[None, :], axis=1)
+    if lora_b is not None:
+        y += expand_row(lora_w, lora_v)
+        if GATED:
+            up += expand_row(lora_up_w, lora_up_v)
     if norm_weight is not None:
         scale = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
         y *= scale
@@ -182,7 +208,7 @@ def _inputs(x, m, k, M, x_stride, K: tl.constexpr, MASKED: tl.constexpr):
     return tl.load(place, mask=there, other=0.0)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit(do_not_specialize=["M", "num_active"])
 def tile_kernel(
     x,
     weight,
@@ -191,9 +217,15 @@ def tile_kernel(
     out,
     partial,
     counters,
+    lora_b,
+    small,
+    scales,
+    slots,
+    active,
     M,
     x_stride,
     residual_stride,
+    num_active,
     N: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
@@ -204,13 +236,15 @@ def tile_kernel(
     STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
     EVICT: tl.constexpr,
+    LORA: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per BLOCK_N results of all M rows (at most BLOCK_M) and part of K.
 
     With SPLIT_K every program writes its sums to ``partial`` [tiles, SPLIT_K, 1 or 2, BLOCK_N,
     BLOCK_M], and the last program of a tile to arrive adds them in a fixed order.
-    ``counters`` [tiles] must be 0.
+    ``counters`` [tiles] must be 0. ``lora_b``: adapters are added (``lora_in_gemm``), before the
+    weight: while a program waits for ``small``, what it prefetched of the weight arrives.
     """
     NUM_BLOCKS: tl.constexpr = ((K + BLOCK_K - 1) // BLOCK_K + SPLIT_K - 1) // SPLIT_K
     MASKED_K: tl.constexpr = NUM_BLOCKS * BLOCK_K * SPLIT_K != K
@@ -220,12 +254,19 @@ def tile_kernel(
     n = first + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     there = (n < N)[:, None]
+    if OVERLAP and PREFETCH > 0:
+        WIDTH: tl.constexpr = (PREFETCH if PREFETCH < NUM_BLOCKS else NUM_BLOCKS) * BLOCK_K
+        prefetch(weight, first, begin, N, K, BLOCK_N, WIDTH)
+        if GATED:
+            prefetch(weight, first + N, begin, 2 * N, K, BLOCK_N, WIDTH)
+    if lora_b is not None:
+        ROWS: tl.constexpr = 2 * N if GATED else N
+        group = tl.program_id(1)
+        lora_w = group_columns(lora_b, active, num_active, group, n, there, ROWS, LORA)
+        lora_up_w = lora_w
+        if GATED:
+            lora_up_w = group_columns(lora_b, active, num_active, group, n + N, there, ROWS, LORA)
     if OVERLAP:
-        if PREFETCH > 0:
-            WIDTH: tl.constexpr = (PREFETCH if PREFETCH < NUM_BLOCKS else NUM_BLOCKS) * BLOCK_K
-            _prefetch(weight, first, begin, N, K, BLOCK_N, WIDTH)
-            if GATED:
-                _prefetch(weight, first + N, begin, 2 * N, K, BLOCK_N, WIDTH)
         gdc_wait()
         # Later than in other kernels: earlier was measured to take up to a third more time. These
         # programs are few and large, and a second waiting kernel makes SM occupancy uneven.
@@ -238,6 +279,26 @@ def tile_kernel(
 
     sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     up_sums = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    if lora_b is not None:
+        sums, up_sums = expand_tile(
+            lora_w,
+            lora_up_w,
+            lora_b,
+            small,
+            scales,
+            slots,
+            active,
+            num_active,
+            n,
+            there,
+            first,
+            M,
+            N,
+            GATED,
+            BLOCK_M,
+            SPLIT_K,
+            LORA,
+        )
     for block in tl.range(0, NUM_BLOCKS, num_stages=STAGES):
         k = begin + block * BLOCK_K + tl.arange(0, BLOCK_K)
         tile = weight + n.to(tl.int64)[:, None] * K + k[None, :]

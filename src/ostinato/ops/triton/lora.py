@@ -1,6 +1,8 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""LoRA's small GEMMs, shrink and expand, for rows of different adapters.
+"""LoRA's second GEMM, expand, for rows of different adapters, after the GEMM that it adds to.
+
+Small-M GEMMs expand in their own kernels (``lora_in_gemm``).
 
 A program serves one active adapter and one block of rows. It computes all rows of the block, which
 tensor cores do at no extra cost, and writes those of its adapter; without any it does nothing.
@@ -16,51 +18,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LARGE_TILE = tl.constexpr(4096)  # values of a tile of small results
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def lora_shrink_kernel(
-    x,
-    a,
-    slots,
-    active,
-    small,
-    num_rows,
-    x_stride,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    RANK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """``small`` [SPLITS, T, PARTS, RANK] = x @ a.T of each row's adapter, over parts of K."""
-    if OVERLAP:
-        gdc_launch_dependents()
-    block, part = tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
-    split = tl.program_id(2)
-    slot = tl.load(active + tl.program_id(0)).to(tl.int64)
-    m = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    mine = tl.load(slots + m, mask=m < num_rows, other=-1) == slot
-    has_rows = tl.max(mine.to(tl.int32), axis=0) > 0
-    if OVERLAP:
-        gdc_wait()
-    if has_rows:
-        LENGTH: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
-        r = tl.arange(0, RANK)
-        k = split * LENGTH + tl.arange(0, BLOCK_K)
-        row = m.to(tl.int64)
-        x_place = x + row[:, None] * x_stride + k[None, :]
-        a_place = a + ((slot * PARTS + part) * RANK + r[None, :]) * K + k[:, None]
-        total = tl.zeros((BLOCK_M, RANK), dtype=tl.float32)
-        for start in range(0, LENGTH, BLOCK_K):
-            there = k + start < K
-            rows = tl.load(x_place + start, mask=mine[:, None] & there[None, :], other=0.0)
-            columns = tl.load(a_place + start, mask=there[:, None], other=0.0)
-            total = tl.dot(rows, columns, total, input_precision="ieee")
-        place = small + ((split * num_rows + row[:, None]) * PARTS + part) * RANK + r[None, :]
-        tl.store(place, total, mask=mine[:, None])
 
 
 @triton.jit

@@ -1,0 +1,206 @@
+# mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,no-untyped-call"
+"""What adapters add to a small-M GEMM, inside the GEMM's kernel: B of each row's adapter @ small.
+
+``small`` [SPLITS, M, PARTS, RANK] holds x @ A.T of each row's adapter in partial sums, and nothing
+in rows without one. All columns of a tile belong to one part.
+
+``LORA`` is a tuple of constants: RANK, SPLITS, PARTS, the first columns of the second and the third
+part (a part that does not exist begins at the end), the adapters of a group, and whether a program
+may have more than one group.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _part(first, GATED: tl.constexpr, LORA: tl.constexpr):
+    """The part that column ``first`` belongs to. Gate is the first part, or half of it."""
+    if GATED:
+        return 0
+    return (first >= LORA[3]).to(tl.int32) + (first >= LORA[4]).to(tl.int32)
+
+
+# --- one row --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def row_columns(b, slots, n, there, ROWS: tl.constexpr, LORA: tl.constexpr):
+    """Rows ``n`` of the only row's B [ROWS, RANK], zeros if it has no adapter."""
+    RANK: tl.constexpr = LORA[0]
+    slot = tl.load(slots)
+    place = b + (slot.to(tl.int64) * ROWS + n[:, None]) * RANK + tl.arange(0, RANK)[None, :]
+    return tl.load(place, mask=there & (slot >= 0), other=0.0)
+
+
+@triton.jit
+def row_parts(small, slots, first, half, GATED: tl.constexpr, LORA: tl.constexpr):
+    """The partial sums of the only row, for the columns from ``first``; ``half`` 1: those of up."""
+    RANK: tl.constexpr = LORA[0]
+    SPLITS: tl.constexpr = LORA[1]
+    PARTS: tl.constexpr = LORA[2]
+    part = _part(first, GATED, LORA)
+    if PARTS == 2:
+        part += half
+    split = tl.arange(0, triton.next_power_of_2(SPLITS))
+    place = small + (split[:, None] * PARTS + part) * RANK + tl.arange(0, RANK)[None, :]
+    return tl.load(place, mask=(split < SPLITS)[:, None] & (tl.load(slots) >= 0), other=0.0)
+
+
+@triton.jit
+def expand_row(columns, parts):
+    """[BLOCK_N] of ``row_columns`` and ``row_parts``."""
+    return tl.sum(columns.to(tl.float32) * tl.sum(parts, axis=0)[None, :], axis=1)
+
+
+# --- several rows ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def group_columns(b, active, num_active, group, n, there, ROWS: tl.constexpr, LORA: tl.constexpr):
+    """[BLOCK_N, GROUP * RANK]: rows ``n`` of every B [ROWS, RANK] in a group of active adapters."""
+    RANK: tl.constexpr = LORA[0]
+    GROUP: tl.constexpr = LORA[5]
+    k = tl.arange(0, GROUP * RANK)
+    index = group * GROUP + k // RANK
+    slot = tl.load(active + index, mask=index < num_active, other=-1)
+    slot = tl.max_constancy(slot, RANK)  # so that rows are read in long pieces
+    place = b + (slot.to(tl.int64)[None, :] * ROWS + n[:, None]) * RANK + (k % RANK)[None, :]
+    return tl.load(place, mask=there & (slot >= 0)[None, :], other=0.0)
+
+
+@triton.jit
+def _sum_of_splits(small, scales, row_slots, part, M, BLOCK_M: tl.constexpr, LORA: tl.constexpr):
+    """[RANK, BLOCK_M] of a part; zeros for rows without an adapter."""
+    RANK: tl.constexpr = LORA[0]
+    SPLITS: tl.constexpr = LORA[1]
+    PARTS: tl.constexpr = LORA[2]
+    m = tl.arange(0, BLOCK_M)
+    wanted = (row_slots >= 0)[None, :]
+    place = small + (m[None, :] * PARTS + part) * RANK + tl.arange(0, RANK)[:, None]
+    total = tl.load(place, mask=wanted, other=0.0)
+    for split in tl.static_range(1, SPLITS):  # unrolled, so that all loads are in flight at once
+        total += tl.load(place + split * (M * PARTS * RANK), mask=wanted, other=0.0)
+    if scales is not None:
+        total *= tl.load(scales + m, mask=row_slots >= 0, other=0.0)[None, :]
+    return total
+
+
+@triton.jit
+def _group_rows(total, row_slots, active, num_active, group, LORA: tl.constexpr):
+    """[GROUP * RANK, BLOCK_M]: ``total`` of a row where its adapter's columns are, else zeros."""
+    RANK: tl.constexpr = LORA[0]
+    GROUP: tl.constexpr = LORA[5]
+    index = group * GROUP + tl.arange(0, GROUP)
+    slot = tl.load(active + index, mask=index < num_active, other=-2)
+    mine = slot[:, None, None] == row_slots[None, None, :]
+    return tl.reshape(tl.where(mine, total[None, :, :], 0.0), (GROUP * RANK, total.shape[1]))
+
+
+@triton.jit
+def _expand_group(
+    sums,
+    up_sums,
+    columns,
+    up_columns,
+    total,
+    up_total,
+    row_slots,
+    active,
+    num_active,
+    group,
+    GATED: tl.constexpr,
+    LORA: tl.constexpr,
+):
+    rows = _group_rows(total, row_slots, active, num_active, group, LORA)
+    sums = tl.dot(columns, rows.to(columns.dtype), sums, input_precision="ieee")
+    if GATED:
+        if LORA[2] == 2:
+            rows = _group_rows(up_total, row_slots, active, num_active, group, LORA)
+        up_sums = tl.dot(up_columns, rows.to(columns.dtype), up_sums, input_precision="ieee")
+    return sums, up_sums
+
+
+@triton.jit
+def expand_tile(
+    columns,
+    up_columns,
+    b,
+    small,
+    scales,
+    slots,
+    active,
+    num_active,
+    n,
+    there,
+    first,
+    M,
+    N: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    LORA: tl.constexpr,
+):
+    """The sums [BLOCK_N, BLOCK_M] of this program's groups, and those of up.
+
+    Groups are shared out among the SPLIT_K programs of a tile. ``columns`` and ``up_columns`` are
+    of the first one: the caller loads them before it waits for ``small``.
+    """
+    PARTS: tl.constexpr = LORA[2]
+    GROUP: tl.constexpr = LORA[5]
+    MORE: tl.constexpr = LORA[6]
+    group = tl.program_id(1)
+    sums = tl.zeros([n.shape[0], BLOCK_M], dtype=tl.float32)
+    up_sums = tl.zeros([n.shape[0], BLOCK_M], dtype=tl.float32)
+    # Without this branch, which is nearly always taken, the compiler would keep the operands of
+    # these GEMMs in shared memory until the one that adds to their sums is done.
+    if group * GROUP < num_active:
+        m = tl.arange(0, BLOCK_M)
+        row_slots = tl.load(slots + m, mask=m < M, other=-1)
+        part = _part(first, GATED, LORA)
+        total = _sum_of_splits(small, scales, row_slots, part, M, BLOCK_M, LORA)
+        up_total = total
+        if GATED and PARTS == 2:
+            up_total = _sum_of_splits(small, scales, row_slots, 1, M, BLOCK_M, LORA)
+        sums, up_sums = _expand_group(
+            sums,
+            up_sums,
+            columns,
+            up_columns,
+            total,
+            up_total,
+            row_slots,
+            active,
+            num_active,
+            group,
+            GATED,
+            LORA,
+        )
+        if MORE:
+            ROWS: tl.constexpr = 2 * N if GATED else N
+            end = tl.cdiv(num_active, GROUP)
+            for later in tl.range(group + SPLIT_K, end, SPLIT_K, num_stages=1):
+                columns = group_columns(b, active, num_active, later, n, there, ROWS, LORA)
+                if GATED:
+                    up_n = n + N
+                    up_columns = group_columns(
+                        b, active, num_active, later, up_n, there, ROWS, LORA
+                    )
+                sums, up_sums = _expand_group(
+                    sums,
+                    up_sums,
+                    columns,
+                    up_columns,
+                    total,
+                    up_total,
+                    row_slots,
+                    active,
+                    num_active,
+                    later,
+                    GATED,
+                    LORA,
+                )
+    return sums, up_sums
