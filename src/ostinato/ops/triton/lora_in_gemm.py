@@ -29,31 +29,35 @@ def _part(first, GATED: tl.constexpr, LORA: tl.constexpr):
 
 @triton.jit
 def row_columns(b, slots, n, there, ROWS: tl.constexpr, LORA: tl.constexpr):
-    """Rows ``n`` of the only row's B [ROWS, RANK], zeros if it has no adapter."""
+    """Rows ``n`` of the only row's B [ROWS, RANK], repeated for every split; [BLOCK_N, k].
+
+    Zeros if the row has no adapter. With the repetition, one sum over k adds up splits and ranks.
+    """
     RANK: tl.constexpr = LORA[0]
     slot = tl.load(slots)
-    place = b + (slot.to(tl.int64) * ROWS + n[:, None]) * RANK + tl.arange(0, RANK)[None, :]
+    k = tl.arange(0, triton.next_power_of_2(LORA[1]) * RANK)
+    place = b + (slot.to(tl.int64) * ROWS + n[:, None]) * RANK + (k % RANK)[None, :]
     return tl.load(place, mask=there & (slot >= 0), other=0.0)
 
 
 @triton.jit
 def row_parts(small, slots, first, half, GATED: tl.constexpr, LORA: tl.constexpr):
-    """The partial sums of the only row, for the columns from ``first``; ``half`` 1: those of up."""
+    """[k]: the partial sums for the columns from ``first``; ``half`` 1: those of up."""
     RANK: tl.constexpr = LORA[0]
-    SPLITS: tl.constexpr = LORA[1]
     PARTS: tl.constexpr = LORA[2]
     part = _part(first, GATED, LORA)
     if PARTS == 2:
         part += half
-    split = tl.arange(0, triton.next_power_of_2(SPLITS))
-    place = small + (split[:, None] * PARTS + part) * RANK + tl.arange(0, RANK)[None, :]
-    return tl.load(place, mask=(split < SPLITS)[:, None] & (tl.load(slots) >= 0), other=0.0)
+    k = tl.arange(0, triton.next_power_of_2(LORA[1]) * RANK)
+    split = k // RANK
+    place = small + (split * PARTS + part) * RANK + k % RANK
+    return tl.load(place, mask=(split < LORA[1]) & (tl.load(slots) >= 0), other=0.0)
 
 
 @triton.jit
 def expand_row(columns, parts):
     """[BLOCK_N] of ``row_columns`` and ``row_parts``."""
-    return tl.sum(columns.to(tl.float32) * tl.sum(parts, axis=0)[None, :], axis=1)
+    return tl.sum(columns.to(tl.float32) * parts[None, :], axis=1)
 
 
 # --- several rows ---------------------------------------------------------------------------------
