@@ -94,14 +94,18 @@ def _sum_of_splits(small, scales, row_slots, part, M, BLOCK_M: tl.constexpr, LOR
 
 
 @triton.jit
-def _group_rows(total, row_slots, active, num_active, group, LORA: tl.constexpr):
+def group_slots(active, num_active, group, LORA: tl.constexpr):
+    """[GROUP]: the slots of a group of active adapters."""
+    index = group * LORA[5] + tl.arange(0, LORA[5])
+    return tl.load(active + index, mask=index < num_active, other=-2)
+
+
+@triton.jit
+def _group_rows(total, row_slots, its_slots, LORA: tl.constexpr):
     """[GROUP * RANK, BLOCK_M]: ``total`` of a row where its adapter's columns are, else zeros."""
-    RANK: tl.constexpr = LORA[0]
-    GROUP: tl.constexpr = LORA[5]
-    index = group * GROUP + tl.arange(0, GROUP)
-    slot = tl.load(active + index, mask=index < num_active, other=-2)
-    mine = slot[:, None, None] == row_slots[None, None, :]
-    return tl.reshape(tl.where(mine, total[None, :, :], 0.0), (GROUP * RANK, total.shape[1]))
+    mine = its_slots[:, None, None] == row_slots[None, None, :]
+    rows = tl.where(mine, total[None, :, :], 0.0)
+    return tl.reshape(rows, (LORA[5] * LORA[0], total.shape[1]))
 
 
 @triton.jit
@@ -113,17 +117,15 @@ def _expand_group(
     total,
     up_total,
     row_slots,
-    active,
-    num_active,
-    group,
+    its_slots,
     GATED: tl.constexpr,
     LORA: tl.constexpr,
 ):
-    rows = _group_rows(total, row_slots, active, num_active, group, LORA)
+    rows = _group_rows(total, row_slots, its_slots, LORA)
     sums = tl.dot(columns, rows.to(columns.dtype), sums, input_precision="ieee")
     if GATED:
         if LORA[2] == 2:
-            rows = _group_rows(up_total, row_slots, active, num_active, group, LORA)
+            rows = _group_rows(up_total, row_slots, its_slots, LORA)
         up_sums = tl.dot(up_columns, rows.to(columns.dtype), up_sums, input_precision="ieee")
     return sums, up_sums
 
@@ -132,10 +134,11 @@ def _expand_group(
 def expand_tile(
     columns,
     up_columns,
+    row_slots,
+    its_slots,
     b,
     small,
     scales,
-    slots,
     active,
     num_active,
     n,
@@ -150,8 +153,9 @@ def expand_tile(
 ):
     """The sums [BLOCK_N, BLOCK_M] of this program's groups, and those of up.
 
-    Groups are shared out among the SPLIT_K programs of a tile. ``columns`` and ``up_columns`` are
-    of the first one: the caller loads them before it waits for ``small``.
+    Groups are shared out among the SPLIT_K programs of a tile. ``columns``, ``up_columns`` and
+    ``its_slots`` are of the first one: the caller loads them, and the slots of rows, before it
+    waits for ``small``.
     """
     PARTS: tl.constexpr = LORA[2]
     GROUP: tl.constexpr = LORA[5]
@@ -162,8 +166,6 @@ def expand_tile(
     # Without this branch, which is nearly always taken, the compiler would keep the operands of
     # these GEMMs in shared memory until the one that adds to their sums is done.
     if group * GROUP < num_active:
-        m = tl.arange(0, BLOCK_M)
-        row_slots = tl.load(slots + m, mask=m < M, other=-1)
         part = _part(first, GATED, LORA)
         total = _sum_of_splits(small, scales, row_slots, part, M, BLOCK_M, LORA)
         up_total = total
@@ -177,9 +179,7 @@ def expand_tile(
             total,
             up_total,
             row_slots,
-            active,
-            num_active,
-            group,
+            its_slots,
             GATED,
             LORA,
         )
@@ -201,9 +201,7 @@ def expand_tile(
                     total,
                     up_total,
                     row_slots,
-                    active,
-                    num_active,
-                    later,
+                    group_slots(active, num_active, later, LORA),
                     GATED,
                     LORA,
                 )
