@@ -25,6 +25,7 @@ from ostinato.ops.triton.lora_in_gemm import (
     expand_row,
     expand_tile,
     group_columns,
+    group_slots,
     row_columns,
     row_parts,
 )
@@ -262,6 +263,8 @@ def tile_kernel(
     if lora_b is not None:
         ROWS: tl.constexpr = 2 * N if GATED else N
         group = tl.program_id(1)
+        row_slots = tl.load(slots + m, mask=m < M, other=-1)
+        its_slots = group_slots(active, num_active, group, LORA)
         lora_w = group_columns(lora_b, active, num_active, group, n, there, ROWS, LORA)
         lora_up_w = lora_w
         if GATED:
@@ -283,10 +286,11 @@ def tile_kernel(
         sums, up_sums = expand_tile(
             lora_w,
             lora_up_w,
+            row_slots,
+            its_slots,
             lora_b,
             small,
             scales,
-            slots,
             active,
             num_active,
             n,

@@ -29,31 +29,35 @@ def _part(first, GATED: tl.constexpr, LORA: tl.constexpr):
 
 @triton.jit
 def row_columns(b, slots, n, there, ROWS: tl.constexpr, LORA: tl.constexpr):
-    """Rows ``n`` of the only row's B [ROWS, RANK], zeros if it has no adapter."""
+    """Rows ``n`` of the only row's B [ROWS, RANK], repeated for every split; [BLOCK_N, k].
+
+    Zeros if the row has no adapter. With the repetition, one sum over k adds up splits and ranks.
+    """
     RANK: tl.constexpr = LORA[0]
     slot = tl.load(slots)
-    place = b + (slot.to(tl.int64) * ROWS + n[:, None]) * RANK + tl.arange(0, RANK)[None, :]
+    k = tl.arange(0, triton.next_power_of_2(LORA[1]) * RANK)
+    place = b + (slot.to(tl.int64) * ROWS + n[:, None]) * RANK + (k % RANK)[None, :]
     return tl.load(place, mask=there & (slot >= 0), other=0.0)
 
 
 @triton.jit
 def row_parts(small, slots, first, half, GATED: tl.constexpr, LORA: tl.constexpr):
-    """The partial sums of the only row, for the columns from ``first``; ``half`` 1: those of up."""
+    """[k]: the partial sums for the columns from ``first``; ``half`` 1: those of up."""
     RANK: tl.constexpr = LORA[0]
-    SPLITS: tl.constexpr = LORA[1]
     PARTS: tl.constexpr = LORA[2]
     part = _part(first, GATED, LORA)
     if PARTS == 2:
         part += half
-    split = tl.arange(0, triton.next_power_of_2(SPLITS))
-    place = small + (split[:, None] * PARTS + part) * RANK + tl.arange(0, RANK)[None, :]
-    return tl.load(place, mask=(split < SPLITS)[:, None] & (tl.load(slots) >= 0), other=0.0)
+    k = tl.arange(0, triton.next_power_of_2(LORA[1]) * RANK)
+    split = k // RANK
+    place = small + (split * PARTS + part) * RANK + k % RANK
+    return tl.load(place, mask=(split < LORA[1]) & (tl.load(slots) >= 0), other=0.0)
 
 
 @triton.jit
 def expand_row(columns, parts):
     """[BLOCK_N] of ``row_columns`` and ``row_parts``."""
-    return tl.sum(columns.to(tl.float32) * tl.sum(parts, axis=0)[None, :], axis=1)
+    return tl.sum(columns.to(tl.float32) * parts[None, :], axis=1)
 
 
 # --- several rows ---------------------------------------------------------------------------------
@@ -90,14 +94,18 @@ def _sum_of_splits(small, scales, row_slots, part, M, BLOCK_M: tl.constexpr, LOR
 
 
 @triton.jit
-def _group_rows(total, row_slots, active, num_active, group, LORA: tl.constexpr):
+def group_slots(active, num_active, group, LORA: tl.constexpr):
+    """[GROUP]: the slots of a group of active adapters."""
+    index = group * LORA[5] + tl.arange(0, LORA[5])
+    return tl.load(active + index, mask=index < num_active, other=-2)
+
+
+@triton.jit
+def _group_rows(total, row_slots, its_slots, LORA: tl.constexpr):
     """[GROUP * RANK, BLOCK_M]: ``total`` of a row where its adapter's columns are, else zeros."""
-    RANK: tl.constexpr = LORA[0]
-    GROUP: tl.constexpr = LORA[5]
-    index = group * GROUP + tl.arange(0, GROUP)
-    slot = tl.load(active + index, mask=index < num_active, other=-2)
-    mine = slot[:, None, None] == row_slots[None, None, :]
-    return tl.reshape(tl.where(mine, total[None, :, :], 0.0), (GROUP * RANK, total.shape[1]))
+    mine = its_slots[:, None, None] == row_slots[None, None, :]
+    rows = tl.where(mine, total[None, :, :], 0.0)
+    return tl.reshape(rows, (LORA[5] * LORA[0], total.shape[1]))
 
 
 @triton.jit
@@ -109,17 +117,15 @@ def _expand_group(
     total,
     up_total,
     row_slots,
-    active,
-    num_active,
-    group,
+    its_slots,
     GATED: tl.constexpr,
     LORA: tl.constexpr,
 ):
-    rows = _group_rows(total, row_slots, active, num_active, group, LORA)
+    rows = _group_rows(total, row_slots, its_slots, LORA)
     sums = tl.dot(columns, rows.to(columns.dtype), sums, input_precision="ieee")
     if GATED:
         if LORA[2] == 2:
-            rows = _group_rows(up_total, row_slots, active, num_active, group, LORA)
+            rows = _group_rows(up_total, row_slots, its_slots, LORA)
         up_sums = tl.dot(up_columns, rows.to(columns.dtype), up_sums, input_precision="ieee")
     return sums, up_sums
 
@@ -128,10 +134,11 @@ def _expand_group(
 def expand_tile(
     columns,
     up_columns,
+    row_slots,
+    its_slots,
     b,
     small,
     scales,
-    slots,
     active,
     num_active,
     n,
@@ -146,8 +153,9 @@ def expand_tile(
 ):
     """The sums [BLOCK_N, BLOCK_M] of this program's groups, and those of up.
 
-    Groups are shared out among the SPLIT_K programs of a tile. ``columns`` and ``up_columns`` are
-    of the first one: the caller loads them before it waits for ``small``.
+    Groups are shared out among the SPLIT_K programs of a tile. ``columns``, ``up_columns`` and
+    ``its_slots`` are of the first one: the caller loads them, and the slots of rows, before it
+    waits for ``small``.
     """
     PARTS: tl.constexpr = LORA[2]
     GROUP: tl.constexpr = LORA[5]
@@ -158,8 +166,6 @@ def expand_tile(
     # Without this branch, which is nearly always taken, the compiler would keep the operands of
     # these GEMMs in shared memory until the one that adds to their sums is done.
     if group * GROUP < num_active:
-        m = tl.arange(0, BLOCK_M)
-        row_slots = tl.load(slots + m, mask=m < M, other=-1)
         part = _part(first, GATED, LORA)
         total = _sum_of_splits(small, scales, row_slots, part, M, BLOCK_M, LORA)
         up_total = total
@@ -173,9 +179,7 @@ def expand_tile(
             total,
             up_total,
             row_slots,
-            active,
-            num_active,
-            group,
+            its_slots,
             GATED,
             LORA,
         )
@@ -197,9 +201,7 @@ def expand_tile(
                     total,
                     up_total,
                     row_slots,
-                    active,
-                    num_active,
-                    later,
+                    group_slots(active, num_active, later, LORA),
                     GATED,
                     LORA,
                 )
