@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ostinato.models.native.layer_kernels import AnyKernels, LayerKernels, Linear, PendingNorm
+from ostinato.models.native.mixture import MixtureOfExperts
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate_and_mul
 from ostinato.ops.lora import LoraRows, LoraWeights, expand, expand_gated, shrink
@@ -56,6 +57,9 @@ class WithAdapters(LayerKernels[Tensor, Tensor]):
 
     def output(self, projection: Linear, x: Tensor) -> Tensor:
         return self.project(projection, x)
+
+    def experts(self, experts: MixtureOfExperts, x: Tensor, shared: Tensor | None) -> Tensor:
+        return self._run.add(self._run.experts(experts, x, shared), None)
 
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         return self._run.attend(layer, qkv)

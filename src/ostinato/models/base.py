@@ -41,6 +41,8 @@ class CausalLM(Protocol):
 
     offloader: WeightOffloader | None = None  # copies weights to the device during a forward
     recurrent_specs: Sequence[RecurrentSpec] = ()  # of layers with a state per request
+    # Where torch.compile splits the forward: operators that read the forward context.
+    splitting_ops: Sequence[str] = ("ostinato::attend",)
 
     @property
     def num_token_ranks(self) -> int:

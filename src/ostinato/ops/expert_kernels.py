@@ -35,24 +35,27 @@ class RoutedToken(NamedTuple):
     slots: torch.Tensor | None
 
 
-def runs_rows(mixture: Mixture, num_tokens: int) -> bool:
-    """Whether the kernels for one token take this one."""
-    return num_tokens == 1 and mixture.options.num_groups == mixture.options.top_groups
-
-
 def expert_parts(
-    x: torch.Tensor, mixture: Mixture, slots: torch.Tensor | None, norm: Norm | None = None
+    x: torch.Tensor,
+    mixture: Mixture,
+    slots: torch.Tensor | None,
+    norm: Norm | None = None,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[top_k, T, hidden] that add up to the mixture's output for norm(x), ``x`` [T, hidden].
 
-    Rows of padding (``slots`` < 0) are zero.
+    Rows of padding (``slots`` < 0) are zero. ``shared`` [T, hidden] becomes one part more.
     """
     x, logits = _logits(x, mixture, norm)
-    return parts_of(x, logits, mixture, slots)
+    return parts_of(x, logits, mixture, slots, shared)
 
 
 def parts_of(
-    x: torch.Tensor, logits: torch.Tensor, mixture: Mixture, slots: torch.Tensor | None
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    mixture: Mixture,
+    slots: torch.Tensor | None,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """``expert_parts`` of rows that are normed, with their router ``logits`` [T, E] float32."""
     from ostinato.ops.triton.routing import route_kernel
@@ -61,7 +64,10 @@ def parts_of(
     num_experts, top_k = mixture.num_experts, options.top_k
     device, num_pairs = x.device, num_tokens * top_k
     block_m = block_rows(num_pairs, num_experts)
-    parts = torch.empty(top_k, num_tokens, hidden, device=device, dtype=x.dtype)
+    num_parts = top_k if shared is None else top_k + 1
+    parts = torch.empty(num_parts, num_tokens, hidden, device=device, dtype=x.dtype)
+    if shared is not None:
+        parts[top_k].copy_(shared)
     if num_tokens == 0:
         return parts
     num_blocks = most_blocks(num_pairs, num_experts, block_m)
@@ -84,14 +90,7 @@ def parts_of(
             parts,
         ),
         (num_tokens, options.scale),
-        E=num_experts,
-        E_PAD=next_power_of_2(num_experts),
-        TOP_K=top_k,
-        K_PAD=next_power_of_2(top_k),
-        SIGMOID=options.scoring == "sigmoid",
-        RENORMALIZE=options.renormalize,
-        NUM_GROUPS=options.num_groups,
-        TOP_GROUPS=options.top_groups,
+        **_routing_constants(mixture),
         WIDTH=hidden,
         BLOCK_M=block_m,
         **overlap(device),
@@ -148,7 +147,7 @@ def _tiles(
     )
 
 
-# --- the router's logits ----------------------------------------------------------------------------
+# --- the router's logits --------------------------------------------------------------------------
 
 
 def _logits(
@@ -219,7 +218,7 @@ def _tile_logits(x: torch.Tensor, mixture: Mixture, logits: torch.Tensor) -> Non
     )
 
 
-# --- one token --------------------------------------------------------------------------------------
+# --- one token ------------------------------------------------------------------------------------
 
 
 def gate_up_row(
@@ -267,7 +266,6 @@ def down_row(token: RoutedToken, residual: torch.Tensor | None) -> torch.Tensor:
 
     mixture, logits, inner, slots = token
     hidden, width = mixture.down.shape[1:]
-    options = mixture.options
     out = torch.empty(1, hidden, device=inner.device, dtype=inner.dtype)
     block_n = 4 if hidden >= 2048 else 2
     launch(
@@ -283,11 +281,9 @@ def down_row(token: RoutedToken, residual: torch.Tensor | None) -> torch.Tensor:
             residual,
             out,
         ),
-        (options.scale,),
-        TOP_K=options.top_k,
+        (mixture.options.scale,),
         N=hidden,
         K=width,
-        RENORMALIZE=options.renormalize,
         BLOCK_N=block_n,
         BLOCK_K=min(1024, max(64, next_power_of_2(width))),
         **_row_constants(mixture, inner.device),
@@ -297,11 +293,23 @@ def down_row(token: RoutedToken, residual: torch.Tensor | None) -> torch.Tensor:
 
 def _row_constants(mixture: Mixture, device: torch.device) -> dict[str, Any]:
     return {
-        "E": mixture.num_experts,
-        "E_PAD": next_power_of_2(mixture.num_experts),
-        "SIGMOID": mixture.options.scoring == "sigmoid",
+        **_routing_constants(mixture),
         "EVICT": _EVICT,
         **overlap(device),
         "num_warps": 4,
         "num_stages": 1,
+    }
+
+
+def _routing_constants(mixture: Mixture) -> dict[str, Any]:
+    options = mixture.options
+    return {
+        "E": mixture.num_experts,
+        "E_PAD": next_power_of_2(mixture.num_experts),
+        "TOP_K": options.top_k,
+        "K_PAD": next_power_of_2(options.top_k),
+        "SIGMOID": options.scoring == "sigmoid",
+        "RENORMALIZE": options.renormalize,
+        "NUM_GROUPS": options.num_groups,
+        "TOP_GROUPS": options.top_groups,
     }

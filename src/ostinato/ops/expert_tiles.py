@@ -51,8 +51,9 @@ def expert_tiles(
     """The tiles of a GEMM with ``outputs`` results (pairs, if gated) of ``inner`` inputs."""
     parts = 2 if gated else 1
     compute = block_m == _BLOCK_MS[1] and itemsize == 2 and shared_memory > 200 * 1024
+    sizes: tuple[int, ...]
     if compute:
-        block_n, num_warps, room, sizes = 256 // parts, 8, _COMPUTE_ROOM, (64,)
+        block_n, num_warps, room, sizes = 128, 8, _COMPUTE_ROOM, (64,)
     else:
         block_n, num_warps, room, sizes = 128 // parts, 4, _STREAM_ROOM, (128, 64)
         if block_m >= 64:

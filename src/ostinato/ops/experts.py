@@ -113,9 +113,7 @@ def _run_one(x: torch.Tensor, mixture: Mixture, expert: int) -> torch.Tensor:
     biases = (mixture.gate_up_bias, mixture.down_bias)
     gate_up_bias, down_bias = (None if bias is None else bias[expert] for bias in biases)
     gate_up = F.linear(x, mixture.gate_up[expert], gate_up_bias)
-    return F.linear(
-        activate_gated(gate_up, mixture.activation), mixture.down[expert], down_bias
-    )
+    return F.linear(activate_gated(gate_up, mixture.activation), mixture.down[expert], down_bias)
 
 
 def _run_kernels(

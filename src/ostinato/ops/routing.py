@@ -80,4 +80,5 @@ def _in_best_groups(choice: torch.Tensor, options: RouterOptions) -> torch.Tenso
     best_two = groups.topk(min(2, groups.shape[2]), dim=2).values.sum(2)
     kept = best_two.topk(options.top_groups, dim=1).indices
     dropped = torch.ones_like(best_two, dtype=torch.bool).scatter_(1, kept, False)
-    return groups.masked_fill(dropped.unsqueeze(2), -_LARGEST).flatten(1)
+    kept_only: torch.Tensor = groups.masked_fill(dropped.unsqueeze(2), -_LARGEST)
+    return kept_only.flatten(1)

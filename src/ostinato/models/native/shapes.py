@@ -157,7 +157,7 @@ def draw_parameters(module: nn.Module, generator: torch.Generator) -> None:
         for name, parameter in inner.named_parameters(recurse=False):
             if isinstance(inner, RMSNorm):
                 parameter.fill_(1.0)
-            elif name == "bias":
+            elif name.endswith("bias"):
                 parameter.zero_()
             else:
                 here = parameter.device.type == generator.device.type  # else in host memory

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.ops.triton.linear import _prefetch
-from ostinato.ops.triton.routing import choice_of, load_logits, scores_of
+from ostinato.ops.triton.routing import choose_experts
 
 
 @triton.jit
@@ -84,9 +84,8 @@ def tile_kernel(
     expert = tl.load(blocks + 1 + 2 * index, cache_modifier=".cg").to(tl.int64)
     start = tl.load(blocks + 2 + 2 * index, cache_modifier=".cg")
     own = weight + expert * ROWS * K
-    if OVERLAP and not GATED:
-        if PREFETCH > 0:
-            _prefetch(own, first_n, 0, N, K, BLOCK_N, PREFETCH * BLOCK_K)
+    if OVERLAP and not GATED and PREFETCH > 0:
+        _prefetch(own, first_n, 0, N, K, BLOCK_N, PREFETCH * BLOCK_K)
     place = start + tl.arange(0, BLOCK_M)
     there = place < tl.load(counters + expert, cache_modifier=".cg")
     pair = tl.load(buckets + expert * T + place, mask=there, other=0, cache_modifier=".cg")
@@ -136,33 +135,10 @@ def tile_kernel(
 
 
 @triton.jit
-def _ranks(
-    logits,
-    correction,
-    choice,
-    e,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    SIGMOID: tl.constexpr,
-):
-    """The number of experts that are chosen before each: with a larger choice, or as large."""
-    CHUNK: tl.constexpr = E_PAD if E_PAD * E_PAD <= 8192 else 8192 // E_PAD
-    ranks = tl.zeros([E_PAD], dtype=tl.int32)
-    for start in tl.static_range(0, E_PAD, CHUNK):
-        other = start + tl.arange(0, CHUNK)
-        rival = choice_of(load_logits(logits, other, E), correction, other, E, SIGMOID)
-        ahead = (rival[None, :] > choice[:, None]) | (
-            (rival[None, :] == choice[:, None]) & (other[None, :] < e[:, None])
-        )
-        ranks += tl.sum(ahead.to(tl.int32), axis=1)
-    return ranks
-
-
-@triton.jit
 def _row_weights(
     weight, row, k, N: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr, EVICT: tl.constexpr
 ):
-    """[BLOCK_N, BLOCK_K] of ``weight`` at ``row`` and ``k``; rows from N on are another matrix's."""
+    """[BLOCK_N, BLOCK_K] of ``weight`` at ``row`` and ``k``; rows from N on are another's."""
     tile = weight + row.to(tl.int64)[:, None] * K + k[None, :]
     if MASKED:
         inside = (row < N)[:, None] & (k < K)[None, :]
@@ -182,9 +158,14 @@ def gate_up_row_kernel(
     out,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    SIGMOID: tl.constexpr,
     CLAMPED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -200,15 +181,25 @@ def gate_up_row_kernel(
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-    if slots is not None:
+    if slots is not None:  # noqa: SIM102  (an "and" would need both as tensors)
         if tl.load(slots, cache_modifier=".cg") < 0:
             return
     turn = tl.program_id(0)
-    e = tl.arange(0, E_PAD)
-    choice = choice_of(load_logits(logits, e, E), correction, e, E, SIGMOID)
-    ranks = _ranks(logits, correction, choice, e, E, E_PAD, SIGMOID)
-    expert = tl.sum(tl.where(ranks == turn, e, 0), axis=0)
-    if load is not None:
+    experts, _ = choose_experts(
+        logits,
+        correction,
+        1.0,
+        E,
+        E_PAD,
+        TOP_K,
+        K_PAD,
+        SIGMOID,
+        RENORMALIZE,
+        NUM_GROUPS,
+        TOP_GROUPS,
+    )
+    expert = tl.sum(tl.where(tl.arange(0, K_PAD) == turn, experts, 0), axis=0)
+    if load is not None:  # noqa: SIM102
         if tl.program_id(1) == 0:
             tl.store(load + expert, tl.load(load + expert) + 1)
     MASKED: tl.constexpr = (N % (BLOCK_N * TILES) != 0) or (K % BLOCK_K != 0)
@@ -260,10 +251,13 @@ def down_row_kernel(
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     TOP_K: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
+    K_PAD: tl.constexpr,
     SIGMOID: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVICT: tl.constexpr,
@@ -278,29 +272,35 @@ def down_row_kernel(
     first = tl.program_id(0) * BLOCK_N
     n = first + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    e = tl.arange(0, E_PAD)
     real = True
     if slots is not None:
         real = tl.load(slots, cache_modifier=".cg") >= 0
     y = tl.zeros([BLOCK_N], dtype=tl.float32)
     if real:
-        values = load_logits(logits, e, E)
-        choice = choice_of(values, correction, e, E, SIGMOID)
-        ranks = _ranks(logits, correction, choice, e, E, E_PAD, SIGMOID)
-        scores = scores_of(values, SIGMOID)
-        factor = scale + 0.0
-        if RENORMALIZE:
-            factor /= tl.sum(tl.where(ranks < TOP_K, scores, 0.0), axis=0) + 1e-20
-        expert = tl.sum(tl.where(ranks == 0, e, 0), axis=0).to(tl.int64)
+        experts, weights = choose_experts(
+            logits,
+            correction,
+            scale,
+            E,
+            E_PAD,
+            TOP_K,
+            K_PAD,
+            SIGMOID,
+            RENORMALIZE,
+            NUM_GROUPS,
+            TOP_GROUPS,
+        )
+        number = tl.arange(0, K_PAD)
+        expert = tl.sum(tl.where(number == 0, experts, 0), axis=0).to(tl.int64)
         w = _row_weights(weight + expert * (N * K), n, k, N, K, MASKED, EVICT)
         if OVERLAP:
             for turn in tl.static_range(TOP_K):
-                own = tl.sum(tl.where(ranks == turn, e, 0), axis=0).to(tl.int64)
-                _prefetch(weight + own * (N * K), first, 0, N, K, BLOCK_N, K)
+                later = tl.sum(tl.where(number == turn, experts, 0), axis=0).to(tl.int64)
+                _prefetch(weight + later * (N * K), first, 0, N, K, BLOCK_N, K)
             gdc_wait()
             gdc_launch_dependents()
         for turn in range(TOP_K):
-            after = tl.sum(tl.where(ranks == turn + 1, e, 0), axis=0).to(tl.int64)
+            after = tl.sum(tl.where(number == turn + 1, experts, 0), axis=0).to(tl.int64)
             sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
             own = weight + expert * (N * K)
             for start in range(0, LAST, BLOCK_K):
@@ -314,10 +314,9 @@ def down_row_kernel(
             part = tl.sum(sums + w.to(tl.float32) * v[None, :], axis=1)
             if bias is not None:
                 part += tl.load(bias + expert * N + n, mask=n < N, other=0.0).to(tl.float32)
-            y += part * tl.sum(tl.where(ranks == turn, scores, 0.0), axis=0)
+            y += part * tl.sum(tl.where(number == turn, weights, 0.0), axis=0)
             expert = after
             w = next_w
-        y *= factor
     else:
         if OVERLAP:
             gdc_wait()

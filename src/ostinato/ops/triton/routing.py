@@ -118,15 +118,13 @@ def load_logits(logits, e, E: tl.constexpr):
 
 
 @triton.jit
-def choice_of(values, correction, e, E: tl.constexpr, SIGMOID: tl.constexpr):
+def choice_of(values, scores, correction, e, E: tl.constexpr, SIGMOID: tl.constexpr):
     """What experts are chosen by: the larger, the sooner. -inf beyond E."""
-    choice = values
+    choice = values  # a softmax keeps the order, but may round two of them to the same
     if SIGMOID:
-        choice = 1 / (1 + tl.exp(-values))
-    elif correction is not None:
-        choice = scores_of(values, SIGMOID)
+        choice = scores
     if correction is not None:
-        choice += tl.load(correction + e, mask=e < E, other=0.0).to(tl.float32)
+        choice = scores + tl.load(correction + e, mask=e < E, other=0.0).to(tl.float32)
     return tl.where(e < E, choice, float("-inf"))
 
 
@@ -160,6 +158,41 @@ def _in_best_groups(
         kept = kept | (e // GROUP_SIZE == best)
         best_two = tl.where(g == best, float("-inf"), best_two)
     return tl.where(kept | (choice == float("-inf")), choice, -_LARGEST)
+
+
+@triton.jit
+def choose_experts(
+    logits,
+    correction,
+    scale,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+):
+    """The experts of a token with these logits, and their weights: [K_PAD] each, TOP_K in use."""
+    e = tl.arange(0, E_PAD)
+    values = load_logits(logits, e, E)
+    scores = scores_of(values, SIGMOID)
+    choice = choice_of(values, scores, correction, e, E, SIGMOID)
+    if NUM_GROUPS > TOP_GROUPS:
+        choice = _in_best_groups(choice, e, E // NUM_GROUPS, NUM_GROUPS, TOP_GROUPS)
+    number = tl.arange(0, K_PAD)
+    experts = tl.zeros([K_PAD], dtype=tl.int32)
+    chosen = tl.zeros([K_PAD], dtype=tl.float32)
+    for turn in range(TOP_K):
+        best = tl.argmax(choice, axis=0)
+        score = tl.sum(tl.where(e == best, scores, 0.0), axis=0)
+        experts = tl.where(number == turn, best, experts)
+        chosen = tl.where(number == turn, score, chosen)
+        choice = tl.where(e == best, float("-inf"), choice)
+    if RENORMALIZE:
+        chosen = chosen / (tl.sum(chosen, axis=0) + 1e-20)
+    return experts, chosen * scale
 
 
 @triton.jit
@@ -229,30 +262,27 @@ def route_kernel(
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0)
-    e = tl.arange(0, E_PAD)
     real = True
     if slots is not None:
         real = tl.load(slots + token) >= 0
     if real:
-        values = load_logits(logits + token.to(tl.int64) * E, e, E)
-        scores = scores_of(values, SIGMOID)
-        choice = choice_of(values, correction, e, E, SIGMOID)
-        if NUM_GROUPS > TOP_GROUPS:
-            choice = _in_best_groups(choice, e, E // NUM_GROUPS, NUM_GROUPS, TOP_GROUPS)
+        experts, chosen = choose_experts(
+            logits + token.to(tl.int64) * E,
+            correction,
+            scale,
+            E,
+            E_PAD,
+            TOP_K,
+            K_PAD,
+            SIGMOID,
+            RENORMALIZE,
+            NUM_GROUPS,
+            TOP_GROUPS,
+        )
         number = tl.arange(0, K_PAD)
-        experts = tl.zeros([K_PAD], dtype=tl.int32)
-        chosen = tl.zeros([K_PAD], dtype=tl.float32)
-        for turn in tl.static_range(TOP_K):
-            best = tl.argmax(choice, axis=0)
-            experts = tl.where(number == turn, best, experts)
-            score = tl.sum(tl.where(e == best, scores, 0.0), axis=0)
-            chosen = tl.where(number == turn, score, chosen)
-            choice = tl.where(e == best, float("-inf"), choice)
-        if RENORMALIZE:
-            chosen = chosen / (tl.sum(chosen, axis=0) + 1e-20)
         mine = number < TOP_K
         pair = token * TOP_K + number
-        tl.store(weights + pair, chosen * scale, mask=mine)
+        tl.store(weights + pair, chosen, mask=mine)
         place = tl.atomic_add(counters + experts, 1, mask=mine, sem="relaxed")
         tl.store(buckets + experts.to(tl.int64) * T + place, pair, mask=mine)
     else:

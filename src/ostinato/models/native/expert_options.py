@@ -1,0 +1,94 @@
+"""The mixtures of experts of the families that have one, from a model's transformers config.
+
+Each function returns options of ``DecoderConfig``, for the table in ``families.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ostinato.models.native.experts_config import ExpertNames, ExpertsConfig
+from ostinato.ops.routing import RouterOptions
+
+_MIXTRAL = ExpertNames(
+    router="block_sparse_moe.gate",
+    experts="block_sparse_moe.experts",
+    gate="w1",
+    up="w3",
+    down="w2",
+)
+_GLM = ExpertNames(shared="mlp.shared_experts")
+
+
+def qwen_experts(config: Any) -> dict[str, Any]:
+    """Qwen2-MoE, with a shared expert behind a gate, and Qwen3-MoE, without."""
+    sparse = {
+        layer
+        for layer in range(config.num_hidden_layers)
+        if (layer + 1) % config.decoder_sparse_step == 0 and layer not in config.mlp_only_layers
+    }
+    if config.num_experts == 0 or not sparse:
+        return {}
+    shared = getattr(config, "shared_expert_intermediate_size", None)
+    return {
+        "experts": ExpertsConfig(
+            num_experts=config.num_experts,
+            width=config.moe_intermediate_size,
+            options=RouterOptions(
+                top_k=config.num_experts_per_tok, renormalize=bool(config.norm_topk_prob)
+            ),
+            layers=frozenset(sparse),
+            shared_width=shared,
+            shared_gate=shared is not None,
+        )
+    }
+
+
+def mixtral_experts(config: Any) -> dict[str, Any]:
+    return {
+        "experts": ExpertsConfig(
+            num_experts=config.num_local_experts,
+            width=config.intermediate_size,
+            options=RouterOptions(top_k=config.num_experts_per_tok),
+            layers=frozenset(range(config.num_hidden_layers)),
+            names=_MIXTRAL,
+        )
+    }
+
+
+def olmoe_experts(config: Any) -> dict[str, Any]:
+    return {
+        "experts": ExpertsConfig(
+            num_experts=config.num_experts,
+            width=config.intermediate_size,
+            options=RouterOptions(
+                top_k=config.num_experts_per_tok, renormalize=bool(config.norm_topk_prob)
+            ),
+            layers=frozenset(range(config.num_hidden_layers)),
+        )
+    }
+
+
+def glm_experts(config: Any) -> dict[str, Any]:
+    """GLM-4-MoE: a sigmoid router with a correction and groups, after some dense layers."""
+    sparse = range(config.first_k_dense_replace, config.num_hidden_layers)
+    if not sparse:
+        return {}
+    return {
+        "experts": ExpertsConfig(
+            num_experts=config.n_routed_experts,
+            width=config.moe_intermediate_size,
+            options=RouterOptions(
+                top_k=config.num_experts_per_tok,
+                scoring="sigmoid",
+                renormalize=bool(config.norm_topk_prob),
+                num_groups=config.n_group,
+                top_groups=config.topk_group,
+                scale=float(config.routed_scaling_factor),
+            ),
+            layers=frozenset(sparse),
+            names=_GLM,
+            correction=True,
+            shared_width=config.moe_intermediate_size * config.n_shared_experts or None,
+        )
+    }
