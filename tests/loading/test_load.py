@@ -381,6 +381,8 @@ def test_hub_gives_a_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("llama-3.1-8b", 8_030_261_248),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-4b", 4_022_468_096),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("mixtral-8x7b", 46_702_792_704),
         ("smollm2-135m", 134_515_008),
         ("tiny", 139_584),
     ],

@@ -66,6 +66,15 @@ class CausalLM(Protocol):
         """
         return False
 
+    def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
+        """How many tokens chose each expert, by layer; padding does not count.
+
+        Since the model was built or the last ``reset``. Waits for the device. Empty if the model
+        has no experts, or runs them in code that does not count.
+        """
+        del reset
+        return {}
+
     def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
         """From now on, copy the input of some layers to ``states``, by layer, in every forward.
 

@@ -158,6 +158,20 @@ class Decoder(nn.Module, CausalLM):
                 )
         self._aux = dict(states)
 
+    def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
+        loads = {
+            layer.spec.layer: layer.mixture.load
+            for layer in self.decoder_layers()
+            if layer.mixture is not None
+        }
+        if not loads:
+            return {}
+        counts = torch.stack(list(loads.values())).tolist()
+        if reset:
+            for load in loads.values():
+                load.zero_()
+        return dict(zip(loads, counts, strict=True))
+
     def _runs_fused(self, hidden: torch.Tensor) -> bool:
         # Compilers fuse by themselves.
         return not torch.compiler.is_compiling() and (hidden.is_cuda or runs_compiled(hidden))
