@@ -8,9 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import TINY_MIXTURES
 from torch import Tensor
 
 from ostinato import LLM, GraphConfig, SamplingParams
+from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.layer import DecoderLayer
+from ostinato.models.native.layer_kernels import AnyKernels, LargeM, Plain, SmallM
 from ostinato.ops.expert_kernels import down_row, expert_parts, gate_up_row
 from ostinato.ops.experts import Mixture, run_experts
 from ostinato.ops.linear import Norm
@@ -208,6 +212,40 @@ def test_an_operator_for_compiled_models() -> None:
     x, slots = draw(20, 2048), torch.arange(20, device=CUDA)
     slots[3] = -1
     check(run_experts(x, mixture, slots), reference(x, mixture, slots, None))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 64, 100])
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "mixtral"])
+def test_layers(name: str, num_tokens: int) -> None:
+    """The strategies of both small and large batches, with shared experts, against plain torch."""
+    config = DecoderConfig.from_hf(TINY_MIXTURES[name]())
+    layer = DecoderLayer(
+        config, 2 if config.num_layers > 2 else 1, device=CUDA, dtype=torch.float32
+    )
+    generator = torch.Generator(CUDA).manual_seed(0)
+    for parameter in layer.parameters():
+        parameter.normal_(0.0, parameter.shape[-1] ** -0.5, generator=generator)
+    layer.to(torch.bfloat16)
+    assert layer.mixture is not None
+    if layer.mixture.correction_bias is not None:
+        layer.mixture.correction_bias.data = layer.mixture.correction_bias.float()
+    table = config.rotary.table(64, CUDA)
+    positions = torch.zeros(num_tokens, dtype=torch.int64, device=CUDA)
+    x, stream = draw(num_tokens, config.hidden_size), draw(num_tokens, config.hidden_size)
+    slots = torch.arange(num_tokens, device=CUDA)
+    results = []
+    strategies: list[AnyKernels] = [
+        SmallM(table, positions),
+        LargeM(table, positions),
+        Plain(table, positions, torch.bfloat16),
+    ]
+    for run in strategies:
+        run.slots = slots
+        normed, residual = run.norm(layer.mlp_norm, x, stream)
+        results.append(run.add(*run.finish(layer.mlp(normed, run), residual)))
+    for got in results[:2]:
+        assert got.shape == results[2].shape
+        check(got, results[2].float())
 
 
 def test_a_model_with_experts() -> None:

@@ -314,7 +314,7 @@ TINY_MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "glm4_moe": _glm4_moe,
 }
 
-# These run on the native decoder.
+# Dense models on the native decoder.
 TINY_NATIVE: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama,
     "llama3_rope": _llama3,
@@ -322,7 +322,6 @@ TINY_NATIVE: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     **TINY_WITH_OPTIONS,
-    **TINY_MIXTURES,
 }
 
 

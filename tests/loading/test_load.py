@@ -15,7 +15,7 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-from tiny_models import TINY_NATIVE, TINY_WITH_OPTIONS, save_tiny
+from tiny_models import TINY_MIXTURES, TINY_NATIVE, TINY_WITH_OPTIONS, save_tiny
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
@@ -407,11 +407,13 @@ def test_shapes_mean_what_transformers_takes_them_for(name: str) -> None:
     assert config.to_hf().eos_token_id == config.eos_token_id
 
 
-@pytest.mark.parametrize("name", sorted(TINY_NATIVE.keys() - TINY_WITH_OPTIONS))
+@pytest.mark.parametrize(
+    "name", [*sorted(TINY_NATIVE.keys() - TINY_WITH_OPTIONS), "mixtral", "qwen3_moe"]
+)
 def test_a_config_that_states_everything_is_read_without_transformers(
     tmp_path: Path, name: str
 ) -> None:
-    TINY_NATIVE[name]().save_pretrained(tmp_path)
+    (TINY_MIXTURES.get(name) or TINY_NATIVE[name])().save_pretrained(tmp_path)
     expected = DecoderConfig.from_hf(AutoConfig.from_pretrained(tmp_path))
     fields = json.loads((tmp_path / "config.json").read_text())
     assert stated(fields) == expected

@@ -114,7 +114,7 @@ def _tiles(
     gated: bool,
 ) -> None:
     """One of the two GEMMs; ``sizes``: tokens, blocks at most, and tokens of a block."""
-    from ostinato.ops.triton.experts import tile_kernel
+    from ostinato.ops.triton.experts import expert_tile_kernel
 
     num_tokens, num_blocks, block_m = sizes
     weight = mixture.gate_up if gated else mixture.down
@@ -126,7 +126,7 @@ def _tiles(
         block_m, outputs, inner, x.element_size(), gated=gated, shared_memory=memory
     )
     launch(
-        tile_kernel,
+        expert_tile_kernel,
         (-(-outputs // tiles.block_n), num_blocks),
         (x, weight, bias, pair_weights, out, *routing),
         (num_tokens, x.stride(0)),

@@ -17,7 +17,7 @@ _COMPUTE_ROOM = 200 * 1024
 
 
 class ExpertTiles(NamedTuple):
-    """Constants of ``tile_kernel`` and of its launch, but for BLOCK_M."""
+    """Constants of ``expert_tile_kernel`` and of its launch, but for BLOCK_M."""
 
     block_n: int  # results per program (pairs, if gated)
     block_k: int

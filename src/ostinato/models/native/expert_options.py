@@ -27,12 +27,16 @@ def qwen_experts(config: Any) -> dict[str, Any]:
         for layer in range(config.num_hidden_layers)
         if (layer + 1) % config.decoder_sparse_step == 0 and layer not in config.mlp_only_layers
     }
-    if config.num_experts == 0 or not sparse:
+    # Files of transformers 5 state the one, older ones the other; config objects have both.
+    num_experts = getattr(config, "num_local_experts", None)
+    if num_experts is None:
+        num_experts = config.num_experts
+    if num_experts == 0 or not sparse:
         return {}
     shared = getattr(config, "shared_expert_intermediate_size", None)
     return {
         "experts": ExpertsConfig(
-            num_experts=config.num_experts,
+            num_experts=num_experts,
             width=config.moe_intermediate_size,
             options=RouterOptions(
                 top_k=config.num_experts_per_tok, renormalize=bool(config.norm_topk_prob)

@@ -197,7 +197,7 @@ FAMILIES: dict[str, Family] = {
             "head_dim": (int,),
             "sliding_window": (type(None),),
             "attention_bias": (bool,),
-            "num_experts": (int,),
+            "num_local_experts": (int,),
             "num_experts_per_tok": (int,),
             "moe_intermediate_size": (int,),
             "norm_topk_prob": (bool,),
@@ -209,7 +209,7 @@ FAMILIES: dict[str, Family] = {
         options=lambda config: {**window_everywhere(config), **mixtral_experts(config)},
         experts=True,
         fields={
-            "head_dim": (int,),
+            "head_dim": (int, type(None)),
             "sliding_window": (int, type(None)),
             "num_local_experts": (int,),
             "num_experts_per_tok": (int,),

@@ -105,7 +105,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
-        "num_experts": 128,
+        "num_local_experts": 128,
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,

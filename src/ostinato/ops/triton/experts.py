@@ -2,9 +2,10 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """The two GEMMs of a mixture of experts: gate and up with their activation, and down.
 
-``tile_kernel`` is for any number of tokens: a program computes BLOCK_N results for a block of up to
-BLOCK_M tokens of one expert (``ops.triton.routing``). While an expert has no more tokens than that,
-its weights are read once. Tokens are gathered where they are, so nothing is sorted or copied.
+``expert_tile_kernel`` is for any number of tokens: a program computes BLOCK_N results for a block
+of up to BLOCK_M tokens of one expert (``ops.triton.routing``). While an expert has no more tokens
+than that, its weights are read once. Tokens are gathered where they are, so nothing is sorted or
+copied.
 
 The row kernels are for one token, without tensor cores. They work out its experts from the logits
 themselves, which saves a kernel.
@@ -39,7 +40,7 @@ def _activated(gate, up, CLAMPED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["T"])
-def tile_kernel(
+def expert_tile_kernel(
     x,
     weight,
     bias,
