@@ -251,7 +251,6 @@ TINY_GENERIC: dict[str, Callable[[], PretrainedConfig]] = {
     "stablelm": _stablelm,
     "cohere": _cohere,
     "deepseek_v3": _deepseek_v3,
-    "gpt_oss": _gpt_oss,
 }
 
 
@@ -312,6 +311,7 @@ TINY_MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "qwen3_moe": _qwen3_moe,
     "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
 }
 
 # Dense models on the native decoder.

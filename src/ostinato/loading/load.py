@@ -361,7 +361,9 @@ def _named_as_in(checkpoint: Checkpoint, config: NativeConfig) -> NativeConfig:
     """``config`` with the names of experts that the checkpoint has, stacked or one by one."""
     if isinstance(config, SwiftKVConfig) or config.experts is None:
         return config
-    if not any(name.endswith(_STACKED) for name in checkpoint.tensors):
+    if config.experts.names.transposed or not any(
+        name.endswith(_STACKED) for name in checkpoint.tensors
+    ):
         return config
     experts = replace(config.experts, names=config.experts.names.as_stacked())
     return replace(config, experts=experts)

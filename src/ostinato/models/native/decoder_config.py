@@ -74,6 +74,7 @@ class DecoderConfig:
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    sinks: bool = False  # one more logit for every head in the softmax of attention, with no value
     qk_norm: Literal["head", "full"] | None = None  # over each head, or over all of them at once
     norm_offset: float = 0.0  # added to the weights of norms, which are kept in float32 then
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5

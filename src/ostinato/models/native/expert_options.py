@@ -18,6 +18,7 @@ _MIXTRAL = ExpertNames(
     down="w2",
 )
 _GLM = ExpertNames(shared="mlp.shared_experts")
+_GPT_OSS = ExpertNames(router="mlp.router", transposed=True)
 
 
 def qwen_experts(config: Any) -> dict[str, Any]:
@@ -94,5 +95,21 @@ def glm_experts(config: Any) -> dict[str, Any]:
             names=_GLM,
             correction=True,
             shared_width=config.moe_intermediate_size * config.n_shared_experts or None,
+        )
+    }
+
+
+def gpt_oss_experts(config: Any) -> dict[str, Any]:
+    """GPT-OSS: biases everywhere, and a clamped activation."""
+    return {
+        "experts": ExpertsConfig(
+            num_experts=config.num_local_experts,
+            width=config.intermediate_size,
+            options=RouterOptions(top_k=config.num_experts_per_tok),
+            layers=frozenset(range(config.num_hidden_layers)),
+            names=_GPT_OSS,
+            activation="clamped_swiglu",
+            router_bias=True,
+            biases=True,
         )
     }

@@ -21,7 +21,8 @@ class ExpertNames:
     """The checkpoint names of a mixture's weights, without the layer's prefix.
 
     Checkpoints have a tensor for each expert, named ``{experts}.{number}.{gate}.weight``, or all
-    experts in one (``stacked``): [E, 2 * width, hidden] and [E, hidden, width].
+    experts in one (``stacked``): [E, 2 * width, hidden] and [E, hidden, width]. ``transposed``:
+    [E, hidden, 2 * width] and [E, width, hidden], with gate and up in turn, as in GPT-OSS.
     """
 
     router: str = "mlp.gate"
@@ -33,6 +34,7 @@ class ExpertNames:
     shared: str = "mlp.shared_expert"  # gate_proj, up_proj and down_proj follow
     shared_gate: str = "mlp.shared_expert_gate"
     stacked: bool = False
+    transposed: bool = False
 
     def as_stacked(self) -> ExpertNames:
         """The names that transformers' modules have, whose experts are stacked."""

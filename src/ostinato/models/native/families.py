@@ -13,6 +13,7 @@ from typing import Any
 
 from ostinato.models.native.expert_options import (
     glm_experts,
+    gpt_oss_experts,
     mixtral_experts,
     olmoe_experts,
     qwen_experts,
@@ -32,6 +33,7 @@ class WeightNames:
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
     output: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -225,6 +227,15 @@ FAMILIES: dict[str, Family] = {
         unsupported=lambda config: (
             None if config.clip_qkv is None else f"its clip_qkv is {config.clip_qkv}, not null"
         ),
+    ),
+    "gpt_oss": Family(
+        options=lambda config: {
+            "sinks": True,
+            **attention_bias(config),
+            **window_by_layer(config),
+            **gpt_oss_experts(config),
+        },
+        experts=True,
     ),
     "glm4_moe": Family(
         options=lambda config: {

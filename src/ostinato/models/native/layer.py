@@ -73,6 +73,10 @@ class DecoderLayer(nn.Module):
         self.qkv_proj = linear(hidden, queries + 2 * keys, config.qkv_bias)
         self.qk_norm = norm(config.qk_norm == "head", sum(self.head_counts), config.head_dim)
         self.query_norm, self.key_norm = norm(full, queries), norm(full, keys)
+        self.sinks: nn.Parameter | None = None
+        if config.sinks:
+            sinks = torch.empty(config.num_heads, device=device, dtype=dtype)
+            self.sinks = nn.Parameter(sinks, requires_grad=False)
         self.o_proj = linear(queries, hidden, config.output_bias)
         self.attention_output_norm = norm(names.attention_output_norm, hidden)
         self.mlp_norm = norm(names.mlp_norm, hidden)
@@ -176,6 +180,9 @@ class DecoderLayer(nn.Module):
             yield from slots
         if self.mixture is not None:
             yield from self.mixture.weight_slots(prefix)
+        if self.sinks is not None:
+            sinks = self.sinks.detach()
+            yield WeightSlot(f"{prefix}.{names.sinks}", sinks, sinks.shape)
         norms = (
             (names.attention_norm, self.attention_norm),
             (names.attention_output_norm, self.attention_output_norm),

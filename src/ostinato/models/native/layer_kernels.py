@@ -136,7 +136,8 @@ class Plain(LayerKernels[Tensor, Tensor]):
         queries_keys, value = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         query, key = self.rotated(layer, queries_keys).split(layer.head_counts, dim=1)
         query, key, value = layer.exchange.tokens_for_heads(query, key, value)
-        return layer.exchange.heads_for_tokens(attend(layer.spec, query, key, value)).flatten(1)
+        mixed = attend(layer.spec, query, key, value, layer.sinks)
+        return layer.exchange.heads_for_tokens(mixed).flatten(1)
 
     def rotated(self, layer: DecoderLayer, heads: Tensor, which: slice | None = None) -> Tensor:
         """Apply the norm, if any, and RoPE to ``heads``.
@@ -172,7 +173,7 @@ class _Fused(LayerKernels[Normed, Delta]):
             # Attention has some of these heads. One weight serves all queries, and one all keys.
             qk_norm = qk_norm[num_heads - spec.num_heads : num_heads + spec.num_kv_heads]
         rotary = RotaryEmbedding(table=self._table, qk_norm=qk_norm, eps=layer.rms_norm_eps)
-        mixed = attend_qkv(spec, qkv, rotary, self._positions)
+        mixed = attend_qkv(spec, qkv, rotary, self._positions, layer.sinks)
         return layer.exchange.heads_for_tokens(mixed).flatten(1)
 
 

@@ -95,6 +95,9 @@ class MixtureOfExperts(nn.Module):
 
     def _expert_slots(self, prefix: str) -> Iterator[WeightSlot]:
         names, width = self._config.names, self._config.width
+        if names.transposed:
+            yield from self._transposed_slots(prefix)
+            return
         if names.stacked:
             yield _slot(f"{prefix}.gate_up_proj", self.gate_up)
             yield _slot(f"{prefix}.down_proj", self.down)
@@ -104,6 +107,18 @@ class MixtureOfExperts(nn.Module):
             yield _slot(f"{prefix}.{number}.{names.gate}.weight", gate)
             yield _slot(f"{prefix}.{number}.{names.up}.weight", up)
             yield _slot(f"{prefix}.{number}.{names.down}.weight", self.down[number])
+
+    def _transposed_slots(self, prefix: str) -> Iterator[WeightSlot]:
+        """Gate and up alternate in the file, so there they are a dimension of their own."""
+        in_turn = self.gate_up.unflatten(1, (2, -1)).permute(0, 3, 2, 1)
+        shape = self.gate_up.mT.shape
+        yield _slot(f"{prefix}.gate_up_proj", in_turn)._replace(shape=shape)
+        yield _slot(f"{prefix}.down_proj", self.down.mT)
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            in_turn = self.gate_up_bias.unflatten(1, (2, -1)).mT
+            slot = _slot(f"{prefix}.gate_up_proj_bias", in_turn)
+            yield slot._replace(shape=self.gate_up_bias.shape)
+            yield _slot(f"{prefix}.down_proj_bias", self.down_bias)
 
 
 def _slot(name: str, target: torch.Tensor) -> WeightSlot:
