@@ -7,6 +7,7 @@ of the experts that were chosen, over 4.39 TB/s; and for large batches what must
 
     PYTHONPATH=src python benchmarks/experts_kernels.py
     PYTHONPATH=src python benchmarks/experts_kernels.py --profile 4   # kernel by kernel
+    PYTHONPATH=src python benchmarks/experts_kernels.py --sweep 32    # other tile configs
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from itertools import product
+from typing import Any
 
 import torch
 
+from ostinato.ops import expert_kernels
 from ostinato.ops.expert_kernels import down_row, expert_parts, gate_up_row
+from ostinato.ops.expert_tiles import ExpertTiles
 from ostinato.ops.experts import Mixture
 from ostinato.ops.linear import Norm
 from ostinato.ops.norm import add_rms_norm
@@ -102,14 +107,60 @@ def profile(run: Callable[[], object]) -> None:
     print(recorded.key_averages().table(sort_by="cuda_time_total", row_limit=12))
 
 
+def sweep(layers: Layers, x: torch.Tensor, slots: torch.Tensor) -> None:
+    """The layer's time with other tile configs of one GEMM, the other one's as they are."""
+    chosen = expert_kernels.expert_tiles
+    block_m = expert_kernels.block_rows(x.shape[0] * layers.top_k, 128)
+    tried: list[tuple[bool, ExpertTiles]] = []
+    for gated, block_n, block_k, num_warps in product(
+        (True, False), (32, 64, 128, 256), (64, 128), (4, 8)
+    ):
+        bytes_per_k = 2 * ((2 if gated else 1) * block_n + block_m)
+        for room in (48, 72, 110, 200):
+            stages = min(room * 1024 // (block_k * bytes_per_k), 7)
+            config = ExpertTiles(block_n, block_k, num_warps, stages, 2)
+            accumulators = (2 if gated else 1) * block_n * block_m // (32 * num_warps)
+            if stages >= 2 and accumulators <= 128 and (gated, config) not in tried:
+                tried.append((gated, config))
+
+    def use(which: bool, config: ExpertTiles) -> None:
+        def tiles(*args: Any, gated: bool, **options: Any) -> ExpertTiles:
+            return config if gated is which else chosen(*args, gated=gated, **options)
+
+        expert_kernels.expert_tiles = tiles
+
+    with compiling_ahead(show_progress=True):
+        for each in tried:
+            use(*each)
+            layers.run(x, slots)
+    times = []
+    for each in tried:
+        use(*each)
+        layers.run(x, slots)
+        graph = captured(lambda: layers.run(x, slots))
+        microseconds(graph, 2)
+        times.append((microseconds(graph, 7), each))
+    expert_kernels.expert_tiles = chosen
+    for which in (True, False):
+        print("gate and up" if which else "down", f"BLOCK_M {block_m}")
+        ranked = sorted((time, config) for time, (gated, config) in times if gated is which)
+        for time, config in ranked[:6]:
+            print(f"  {time:9.1f} us  {config}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", type=int, help="a number of tokens to profile, and no table")
+    parser.add_argument("--sweep", type=int, help="a number of tokens to try tile configs for")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     layers = Layers(experts=128, top_k=8, hidden=2048, width=768)
-    sizes = NUM_TOKENS if arguments.profile is None else (arguments.profile,)
+    only = arguments.profile or arguments.sweep
+    sizes = NUM_TOKENS if only is None else (only,)
     inputs = {size: (_draw(size, 2048, scale=1.0), torch.arange(size).cuda()) for size in sizes}
+    if arguments.sweep is not None:
+        sweep(layers, *inputs[arguments.sweep])
+        return
     with compiling_ahead():
         for x, slots in inputs.values():
             layers.run(x, slots)

@@ -20,12 +20,11 @@ _LARGEST = tl.constexpr(3.0e38)  # as in ``ops.routing``
 
 
 @triton.jit
-def _normed(v, norm_weight, k, eps, K: tl.constexpr):
-    """The RMS norm of a row, rounded as ``ops.norm`` does; ``v`` is zero beyond K."""
-    g = tl.load(norm_weight + k, mask=k < K, other=0.0).to(tl.float32)
+def _normed(v, g, eps, K: tl.constexpr):
+    """The RMS norm of a row with weight ``g``, rounded as in ``ops.norm``; 0 beyond K."""
     v32 = v.to(tl.float32)
     scale = tl.rsqrt(tl.sum(v32 * v32, axis=0) / K + eps)
-    return ((v32 * scale).to(v.dtype).to(tl.float32) * g).to(v.dtype)
+    return ((v32 * scale).to(v.dtype).to(tl.float32) * g.to(tl.float32)).to(v.dtype)
 
 
 @triton.jit
@@ -56,11 +55,13 @@ def router_row_kernel(
     k = tl.arange(0, K_PAD)
     there = (e < E)[:, None] & (k < K)[None, :]
     w = tl.load(weight + e[:, None] * K + k[None, :], mask=there, other=0.0)
+    if norm_weight is not None:
+        g = tl.load(norm_weight + k, mask=k < K, other=0.0)
     if OVERLAP:
         gdc_wait()
     v = tl.load(x + row * x_stride + k, mask=k < K, other=0.0)
     if norm_weight is not None:
-        v = _normed(v, norm_weight, k, eps, K)
+        v = _normed(v, g, eps, K)
         if tl.program_id(0) == 0:
             tl.store(normed + row * K + k, v, mask=k < K)
     y = tl.sum(w.to(tl.float32) * v.to(tl.float32)[None, :], axis=1)
