@@ -105,8 +105,7 @@ def check(y: Tensor, expected: Tensor) -> None:
 
 
 @pytest.fixture(autouse=True)
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+def seeded() -> None:
     torch.manual_seed(0)
 
 

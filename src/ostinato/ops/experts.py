@@ -54,7 +54,9 @@ def run_experts(x: torch.Tensor, mixture: Mixture, slots: torch.Tensor | None) -
     ``slots`` [T]: rows with a negative one are padding; they become zero. A single operator for
     torch.compile and for CPU graphs.
     """
-    logits = F.linear(x, mixture.router, mixture.router_bias).float()
+    # In float32, as our kernels do: rounded logits tie, and choose other experts.
+    bias = None if mixture.router_bias is None else mixture.router_bias.float()
+    logits = F.linear(x.float(), mixture.router.float(), bias)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     options = mixture.options
     _operator(
