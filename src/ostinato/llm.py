@@ -112,6 +112,17 @@ class LLM(Owner):
         """What became of drafts (``speculative``), on all replicas; under torchrun, on rank 0."""
         return self.engine.scheduler.drafts.stats
 
+    @one_thread()
+    def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
+        """How many tokens chose each expert of a mixture, by layer number.
+
+        Counted on the device, inside the graphs, without padding; since start-up, or since the last
+        call with ``reset``. Tokens whose keys and values were reused are not computed, so they do
+        not count. Of this process's replica. Empty for models without experts on the native
+        decoder.
+        """
+        return self.engine.runner.model.expert_load(reset=reset)
+
     # --- generating ----------------------------------------------------------------------------
 
     @one_thread()

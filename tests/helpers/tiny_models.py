@@ -133,6 +133,44 @@ def _qwen3_moe() -> PretrainedConfig:
     )
 
 
+def _qwen2_moe() -> PretrainedConfig:
+    return transformers.Qwen2MoeConfig(
+        **{**_GROUPED, "num_hidden_layers": 3},
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_experts=6,
+        num_experts_per_tok=2,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+    )
+
+
+def _olmoe() -> PretrainedConfig:
+    return transformers.OlmoeConfig(
+        **_GROUPED, num_experts=8, num_experts_per_tok=3, norm_topk_prob=False
+    )
+
+
+def _glm4_moe() -> PretrainedConfig:
+    return transformers.Glm4MoeConfig(
+        **{**_GROUPED, "num_hidden_layers": 3},
+        head_dim=16,
+        use_qk_norm=True,
+        attention_bias=True,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=2,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=True,
+    )
+
+
 def _deepseek_v3() -> PretrainedConfig:
     return transformers.DeepseekV3Config(
         **_COMMON,
@@ -212,10 +250,7 @@ TINY_GENERIC: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma3": _gemma3,
     "stablelm": _stablelm,
     "cohere": _cohere,
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
     "deepseek_v3": _deepseek_v3,
-    "gpt_oss": _gpt_oss,
 }
 
 
@@ -269,7 +304,17 @@ TINY_WITH_OPTIONS: dict[str, Callable[[], PretrainedConfig]] = {
     "glm4": _glm4,
 }
 
-# These run on the native decoder.
+# Mixtures of experts on the native decoder.
+TINY_MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "olmoe": _olmoe,
+    "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
+}
+
+# Dense models on the native decoder.
 TINY_NATIVE: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": _llama,
     "llama3_rope": _llama3,

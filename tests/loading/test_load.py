@@ -15,7 +15,7 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-from tiny_models import TINY_NATIVE, TINY_WITH_OPTIONS, save_tiny
+from tiny_models import TINY_MIXTURES, TINY_NATIVE, TINY_WITH_OPTIONS, save_tiny
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
@@ -381,6 +381,8 @@ def test_hub_gives_a_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("llama-3.1-8b", 8_030_261_248),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-4b", 4_022_468_096),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("mixtral-8x7b", 46_702_792_704),
         ("smollm2-135m", 134_515_008),
         ("tiny", 139_584),
     ],
@@ -405,11 +407,13 @@ def test_shapes_mean_what_transformers_takes_them_for(name: str) -> None:
     assert config.to_hf().eos_token_id == config.eos_token_id
 
 
-@pytest.mark.parametrize("name", sorted(TINY_NATIVE.keys() - TINY_WITH_OPTIONS))
+@pytest.mark.parametrize(
+    "name", [*sorted(TINY_NATIVE.keys() - TINY_WITH_OPTIONS), "mixtral", "qwen3_moe"]
+)
 def test_a_config_that_states_everything_is_read_without_transformers(
     tmp_path: Path, name: str
 ) -> None:
-    TINY_NATIVE[name]().save_pretrained(tmp_path)
+    (TINY_MIXTURES.get(name) or TINY_NATIVE[name])().save_pretrained(tmp_path)
     expected = DecoderConfig.from_hf(AutoConfig.from_pretrained(tmp_path))
     fields = json.loads((tmp_path / "config.json").read_text())
     assert stated(fields) == expected

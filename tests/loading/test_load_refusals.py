@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_models import TINY_GENERIC, TINY_NATIVE, save_tiny
+from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE, save_tiny
 from transformers import AutoModelForCausalLM
 
 from ostinato.errors import ConfigError, ModelLoadError
@@ -123,10 +123,13 @@ def test_what_old_versions_saved_is_no_fault(gpt2: Path) -> None:
     assert_as_transformers(gpt2)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_of_the_generic_path(tmp_path: Path) -> None:
+    assert_as_transformers(save_tiny(TINY_GENERIC["deepseek_v3"](), tmp_path))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "mixtral", "qwen3_moe"])
 def test_experts(tmp_path: Path, name: str) -> None:
-    path = save_tiny(TINY_GENERIC[name](), tmp_path)
-    assert_as_transformers(path)
+    path = save_tiny((TINY_MIXTURES.get(name) or TINY_GENERIC[name])(), tmp_path)
     names = load_file(path / "model.safetensors")
     first = next(name for name in names if ".experts.0." in name)
     kind = first.replace(".experts.0.", ".experts.{}.")

@@ -15,12 +15,14 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Glm4Config,
+    Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
     Phi3Config,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -128,6 +130,24 @@ CONFIGS = {
             partial_rotary_factor=0.67,
         ),
     ),
+    # All experts of a token run, so that no rounding changes which ones do.
+    "qwen2_moe": Qwen2MoeConfig(
+        **SIZES,
+        num_experts=3,
+        num_experts_per_tok=3,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[1],
+    ),
+    "glm4_moe": Glm4MoeConfig(
+        **SIZES,
+        head_dim=16,
+        use_qk_norm=True,
+        n_routed_experts=4,
+        num_experts_per_tok=4,
+        moe_intermediate_size=24,
+        routed_scaling_factor=1.5,
+    ),
     "glm4": Glm4Config(**SIZES, pad_token_id=0, head_dim=16),
     "glm4, all of each head": Glm4Config(
         **SIZES,
@@ -221,7 +241,9 @@ def test_llama3_frequencies_are_transformers_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["qwen3, tied", "gemma2", "olmo2", "granite", "glm4"])
+@pytest.mark.parametrize(
+    "name", ["qwen3, tied", "gemma2", "olmo2", "granite", "glm4", "qwen2_moe", "glm4_moe"]
+)
 def test_half_precision(
     name: str,
     dtype: torch.dtype,

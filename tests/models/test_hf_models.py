@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tiny_models import TINY_GENERIC, TINY_NATIVE, TINY_WITH_OPTIONS, VOCAB_SIZE, WINDOW, save_tiny
+from tiny_models import (
+    TINY_GENERIC,
+    TINY_MIXTURES,
+    TINY_NATIVE,
+    TINY_WITH_OPTIONS,
+    VOCAB_SIZE,
+    WINDOW,
+    save_tiny,
+)
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ostinato import GraphPool
@@ -27,7 +35,7 @@ MIXTURES = ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]
 CheckpointFinder = Callable[[str], Path]
 
 
-THROUGH_MODULES = {**TINY_GENERIC, **TINY_WITH_OPTIONS}
+THROUGH_MODULES = {**TINY_GENERIC, **TINY_WITH_OPTIONS, **TINY_MIXTURES}
 
 
 class DenseAttention:
@@ -112,7 +120,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFinder:
 
     def find(name: str) -> Path:
         if name not in saved:
-            build = TINY_GENERIC.get(name) or TINY_NATIVE[name]
+            build = THROUGH_MODULES.get(name) or TINY_NATIVE[name]
             saved[name] = save_tiny(build(), tmp_path_factory.mktemp(name))
         return saved[name]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import TINY_GENERIC, TINY_NATIVE, VOCAB_SIZE, save_tiny
+from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE, VOCAB_SIZE, save_tiny
 from transformers import AutoModelForCausalLM
 
 from ostinato import LLM, GraphConfig, SamplingParams
@@ -25,7 +25,7 @@ LENGTHS = (1, 5, 23, 40)  # in the order that a batch has them: single tokens fi
 BY_BREAKS = ("NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_FULL")
 # Split by torch.compile, and no code generated: the operators are those of eager.
 BY_COMPILE = ("PIECEWISE compiled", "FULL_AND_PIECEWISE compiled")
-ARCHITECTURES = {**TINY_NATIVE, **TINY_GENERIC}
+ARCHITECTURES = {**TINY_NATIVE, **TINY_MIXTURES, **TINY_GENERIC}
 QUICK = ("llama", "gpt2")  # one of each kind, where a run is to take a minute
 NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES

@@ -116,8 +116,9 @@ def linear_weights(model: Decoder) -> dict[LinearShape, list[torch.Tensor]]:
     for layer in model.decoder_layers():
         add(layer.qkv_proj.weight, norm=fused)
         add(layer.o_proj.weight, residual=fused)
-        add(layer.gate_up_proj.weight, norm=fused, gated=config.activation == "silu")
-        add(layer.down_proj.weight, residual=fused)
+        if layer.mixture is None:  # the GEMMs of experts have other kernels
+            add(layer.gate_up_proj.weight, norm=fused, gated=config.activation == "silu")
+            add(layer.down_proj.weight, residual=fused)
     if config.norm_offset == 0.0:  # others are in float32, which no kernel fuses
         add(model.head_weight, norm=True)
     return kinds

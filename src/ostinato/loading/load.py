@@ -55,6 +55,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 # Tokenizer classes fully described by their files.
 _PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _LARGEST_TOKENIZER_CONFIG = 64 * 2**20
+_STACKED = ".experts.gate_up_proj"  # how the name of all experts of a layer in one tensor ends
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -125,7 +126,7 @@ def load_model(
     else:
         path = find_model(name, show_progress=show_progress)
         described = describe(path)
-    _check_can_split(rank_context, described.generic_reason)
+    _check_can_split(rank_context, described)
     if swiftkv_layers is not None:
         described = described.as_swiftkv(swiftkv_layers)
     if offload is not None:
@@ -146,14 +147,21 @@ def load_model(
     )
 
 
-def _check_can_split(rank_context: RankContext | None, generic_reason: str | None) -> None:
-    if rank_context is not None and generic_reason is not None:
-        layout = rank_context.layout
+def _check_can_split(rank_context: RankContext | None, described: ModelDescription) -> None:
+    if rank_context is None:
+        return
+    layout = rank_context.layout
+    ranks = (
+        f"several ranks (tensor_parallel_size {layout.tp}, ulysses_sequence_parallel_size "
+        f"{layout.sp})"
+    )
+    if described.generic_reason is not None:
         raise ConfigError(
-            f"only models of the native decoder run on several ranks (tensor_parallel_size "
-            f"{layout.tp}, ulysses_sequence_parallel_size {layout.sp}); this one does not: "
-            f"{generic_reason}"
+            f"only models of the native decoder run on {ranks}; this one does not: "
+            f"{described.generic_reason}"
         )
+    if _decoder_config(described.native_config).experts is not None:
+        raise ConfigError(f"models with experts do not run on {ranks}; use one rank per replica")
 
 
 def _check_can_offload(described: ModelDescription) -> None:
@@ -226,6 +234,7 @@ class _Build:
         checkpoint.check_num_layers(_decoder_config(config).num_layers)
         if _decoder_config(config).tied_head and _has_own_head(checkpoint):
             config = _untied(config)
+        config = _named_as_in(checkpoint, config)
         plans = self._decoders(config, "meta")
         for plan in plans:
             ignored = [_HEAD] if plan.lm_head is None else []
@@ -346,6 +355,18 @@ def _untied(config: NativeConfig) -> NativeConfig:
     if isinstance(config, SwiftKVConfig):
         return replace(config, decoder=replace(config.decoder, tied_head=False))
     return replace(config, tied_head=False)
+
+
+def _named_as_in(checkpoint: Checkpoint, config: NativeConfig) -> NativeConfig:
+    """``config`` with the names of experts that the checkpoint has, stacked or one by one."""
+    if isinstance(config, SwiftKVConfig) or config.experts is None:
+        return config
+    if config.experts.names.transposed or not any(
+        name.endswith(_STACKED) for name in checkpoint.tensors
+    ):
+        return config
+    experts = replace(config.experts, names=config.experts.names.as_stacked())
+    return replace(config, experts=experts)
 
 
 def _has_own_head(checkpoint: Checkpoint) -> bool:

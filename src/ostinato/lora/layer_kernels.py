@@ -14,6 +14,7 @@ from ostinato.models.native.layer_kernels import (
     PendingNorm,
     SmallM,
 )
+from ostinato.models.native.mixture import MixtureOfExperts
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate_and_mul
 from ostinato.ops.linear import Gemm
@@ -92,6 +93,9 @@ class WithAdapters(LayerKernels[Tensor, Tensor]):
 
     def output(self, projection: Linear, x: Tensor) -> Tensor:
         return self.project(projection, x)
+
+    def experts(self, experts: MixtureOfExperts, x: Tensor, shared: Tensor | None) -> Tensor:
+        return self._run.add(self._run.experts(experts, x, shared), None)
 
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         return self._run.attend(layer, qkv)

@@ -41,6 +41,8 @@ class CausalLM(Protocol):
 
     offloader: WeightOffloader | None = None  # copies weights to the device during a forward
     recurrent_specs: Sequence[RecurrentSpec] = ()  # of layers with a state per request
+    # Where torch.compile splits the forward: operators that read the forward context.
+    splitting_ops: Sequence[str] = ("ostinato::attend",)
 
     @property
     def num_token_ranks(self) -> int:
@@ -63,6 +65,15 @@ class CausalLM(Protocol):
         for the other tokens.
         """
         return False
+
+    def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
+        """How many tokens chose each expert, by layer; padding does not count.
+
+        Since the model was built or the last ``reset``. Waits for the device. Empty if the model
+        has no experts, or runs them in code that does not count.
+        """
+        del reset
+        return {}
 
     def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
         """From now on, copy the input of some layers to ``states``, by layer, in every forward.

@@ -195,6 +195,8 @@ class Checkpoint:
         ):
             slot = targets[name]
             finite.add(name, tensor, dtype=slot.target.dtype)
+            if tensor.numel() == slot.target.numel():
+                tensor = tensor.view(slot.target.shape)
             slot.target.copy_(tensor)
             if slot.offset:
                 slot.target.add_(slot.offset)

@@ -13,10 +13,11 @@ Role = Literal["query", "key", "value", "output", "gate", "up", "down", "vocabul
 class WeightSlot(NamedTuple):
     """The destination of a checkpoint's tensor: ``shape`` in the file, broadcast into ``target``.
 
-    ``target`` is a view of a parameter, which may hold several of the checkpoint's tensors. With
-    ``parts``, only these ranges of dimension ``dim`` are read, in order; if there are none, the
-    target becomes zero. ``offset`` is added to the values. ``roles`` are the roles of the tensor's
-    rows, or of its columns, in order; without any, the tensor is the same on every rank.
+    If both have as many elements, it is reshaped instead. ``target`` is a view of a parameter,
+    which may hold several of the checkpoint's tensors. With ``parts``, only these ranges of
+    dimension ``dim`` are read, in order; if there are none, the target becomes zero. ``offset`` is
+    added to the values. ``roles`` are the roles of the tensor's rows, or of its columns, in order;
+    without any, the tensor is the same on every rank.
     """
 
     name: str

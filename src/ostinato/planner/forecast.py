@@ -65,6 +65,10 @@ def run(question: Question) -> dict[str, Any]:
     measured = None if result is None else Measured(result, repr(str(question.source)))
     model, dtype = _subject(question, measured)
     config = DecoderConfig.from_hf(shape_config(model))
+    if config.experts is not None:
+        raise ConfigError(
+            f"{model} has a mixture of experts, whose cost is not predicted; name a dense model"
+        )
     compute, from_what = (
         _roofline(question, config, dtype)
         if measured is None

@@ -280,6 +280,7 @@ def _in_pieces(
     return compile_piecewise(
         model.forward,
         pool=pool,
+        splitting_ops=model.splitting_ops,
         compiler=graphs.compiler,
         eager_fallback=graphs.eager_fallback,
         cache_dir=private_cache_directory() / "compiled",

@@ -32,6 +32,7 @@ from ostinato.models.native.layer import (
     run_layers,
 )
 from ostinato.models.native.layer_kernels import Adapters, AnyKernels, LargeM, Plain, SmallM
+from ostinato.models.native.token_slots import TOKEN_SLOTS, token_slots
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.ops.linear import Norm, linear
@@ -89,6 +90,8 @@ class Decoder(nn.Module, CausalLM):
                 config.hidden_size, config.vocab_size, bias=False, device=device, dtype=dtype
             )
         )
+        if config.experts is not None:
+            self.splitting_ops = (*CausalLM.splitting_ops, TOKEN_SLOTS)
         self._aux: dict[int, torch.Tensor] = {}
         # In the precision of the states that it scales, as in the models that have one.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -142,6 +145,8 @@ class Decoder(nn.Module, CausalLM):
             # GEMMs that are summed over ranks cannot add the residual.
             kernels = SmallM if few and not self._exchange.sums else LargeM
             run = kernels(table, all_positions)
+        if self.config.experts is not None:
+            run.slots = token_slots(hidden)
         return run if self.adapters is None else self.adapters.adapted(run, hidden.shape[0])
 
     def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
@@ -152,6 +157,20 @@ class Decoder(nn.Module, CausalLM):
                     f"{len(self.layers) - 1}"
                 )
         self._aux = dict(states)
+
+    def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
+        loads = {
+            layer.spec.layer: layer.mixture.load
+            for layer in self.decoder_layers()
+            if layer.mixture is not None
+        }
+        if not loads:
+            return {}
+        counts = torch.stack(list(loads.values())).tolist()
+        if reset:
+            for load in loads.values():
+                load.zero_()
+        return dict(zip(loads, counts, strict=True))
 
     def _runs_fused(self, hidden: torch.Tensor) -> bool:
         # Compilers fuse by themselves.
@@ -211,9 +230,10 @@ class Decoder(nn.Module, CausalLM):
     @contextmanager
     def few_layers(self) -> Iterator[None]:
         """Keep two layers of each kind, because the first layer has no partial sums to add."""
-        whole, kinds = self.layers, dict[AttentionSpec, list[DecoderLayer]]()
+        whole, kinds = self.layers, dict[tuple[AttentionSpec, bool], list[DecoderLayer]]()
         for layer in self.decoder_layers():
-            kinds.setdefault(replace(layer.spec, layer=0), []).append(layer)
+            kind = replace(layer.spec, layer=0), layer.mixture is None
+            kinds.setdefault(kind, []).append(layer)
         self.layers = nn.ModuleList(layer for like in kinds.values() for layer in like[:2])
         try:
             yield

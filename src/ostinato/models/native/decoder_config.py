@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from ostinato.errors import ConfigError
+from ostinato.models.native.experts_config import ExpertsConfig
 from ostinato.models.native.families import FAMILIES, LLAMA_NAMES, Family, WeightNames
 from ostinato.models.native.rotary import LONGEST_SEQUENCE, Rotary, rotary_unsupported_reason
 from ostinato.ops.activation import Activation
@@ -48,7 +49,7 @@ _LARGEST = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """One dense decoder: attention and a gated MLP in each layer, RMSNorm, RoPE.
+    """One decoder: attention and a gated MLP, or several, in each layer; RMSNorm, RoPE.
 
     ``windows`` has one entry per layer: the number of keys that a query sees, itself included, or
     None for all. ``max_position`` is the longest sequence for which ``rotary`` is right. Options
@@ -68,10 +69,12 @@ class DecoderConfig:
     rotary: Rotary
     max_position: int
     names: WeightNames = LLAMA_NAMES  # and with them, where a layer has norms
+    experts: ExpertsConfig | None = None  # None: every layer has one MLP
     activation: Activation = "silu"  # of the gate
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    sinks: bool = False  # one more logit for every head in the softmax of attention, with no value
     qk_norm: Literal["head", "full"] | None = None  # over each head, or over all of them at once
     norm_offset: float = 0.0  # added to the weights of norms, which are kept in float32 then
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
@@ -109,6 +112,13 @@ class DecoderConfig:
             )
         if len(self.windows) != self.num_layers:
             raise ConfigError(f"{len(self.windows)} windows for {self.num_layers} layers")
+        if self.experts is not None and (
+            self.residual_scale != 1.0 or self.names.mlp_output_norm is not None
+        ):
+            raise ConfigError(
+                "the native decoder adds the output of experts to the residual stream as it is: "
+                "without a scale, and without a norm after it"
+            )
         if self.head_dim % 2:
             raise ConfigError(f"RoPE rotates pairs, but head_dim {self.head_dim} is odd")
 
@@ -169,12 +179,15 @@ def unsupported_reason(config: PretrainedConfig | RawConfig) -> str | None:
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         known = ", ".join(map(repr, _ACTIVATIONS))
         return f"its {family.activation} is {shown(activation)}, not one of {known}"
+    if family.experts and activation != "silu":
+        return f"its {family.activation} is {shown(activation)}; experts need 'silu'"
     if getattr(config, "quantization_config", None) is not None:
         return "its weights are quantized (it has a quantization_config)"
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         return f"it has layers of the types {shown(sorted(unknown))}"
-    return rotary_unsupported_reason(config, partial=family.partial_rotary)
+    reason = family.unsupported(config)
+    return reason or rotary_unsupported_reason(config, partial=family.partial_rotary)
 
 
 def supports(config: PretrainedConfig | RawConfig) -> bool:

@@ -1,4 +1,4 @@
-"""The families of dense models that the native decoder runs: a table of options and names each.
+"""The families of models that the native decoder runs: a table of options and names each.
 
 A family lists the options of ``DecoderConfig`` in which its models differ from Llama, and the names
 of the weights in their checkpoints. The names determine the norms of a layer: before attention and
@@ -10,6 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from ostinato.models.native.expert_options import (
+    glm_experts,
+    gpt_oss_experts,
+    mixtral_experts,
+    olmoe_experts,
+    qwen_experts,
+)
 
 Types = tuple[type, ...]
 
@@ -25,6 +33,7 @@ class WeightNames:
     key: str = "self_attn.k_proj"
     value: str = "self_attn.v_proj"
     output: str = "self_attn.o_proj"
+    sinks: str = "self_attn.sinks"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
@@ -51,8 +60,9 @@ class Family:
 
     ``activation``: the config field with the name of the activation. ``interleaved``: RoPE pairs
     neighbours (2i, 2i + 1) instead of halves. ``partial_rotary``: it uses partial_rotary_factor.
-    ``fields``: further fields that a config.json must state to be read without transformers; None:
-    transformers reads it.
+    ``experts``: it has a mixture of experts. ``unsupported``: why a model of it cannot run; None if
+    it can. ``fields``: further fields that a config.json must state to be read without
+    transformers; None: transformers reads it.
     """
 
     options: Callable[[Any], dict[str, Any]] = lambda config: {}
@@ -60,6 +70,8 @@ class Family:
     activation: str = "hidden_act"
     interleaved: bool = False
     partial_rotary: bool = False
+    experts: bool = False
+    unsupported: Callable[[Any], str | None] = lambda config: None
     fields: Mapping[str, Types] | None = field(default=None, hash=False)
 
 
@@ -166,5 +178,72 @@ FAMILIES: dict[str, Family] = {
         ),
         interleaved=True,
         partial_rotary=True,
+    ),
+    "qwen2_moe": Family(
+        options=lambda config: {
+            "qkv_bias": bool(config.qkv_bias),
+            **window_by_layer(config),
+            **qwen_experts(config),
+        },
+        experts=True,
+    ),
+    "qwen3_moe": Family(
+        options=lambda config: {
+            "qk_norm": "head",
+            **attention_bias(config),
+            **window_everywhere(config),
+            **qwen_experts(config),
+        },
+        experts=True,
+        fields={
+            "head_dim": (int,),
+            "sliding_window": (type(None),),
+            "attention_bias": (bool,),
+            "num_local_experts": (int,),
+            "num_experts_per_tok": (int,),
+            "moe_intermediate_size": (int,),
+            "norm_topk_prob": (bool,),
+            "decoder_sparse_step": (int,),
+            "mlp_only_layers": (list,),
+        },
+    ),
+    "mixtral": Family(
+        options=lambda config: {**window_everywhere(config), **mixtral_experts(config)},
+        experts=True,
+        fields={
+            "head_dim": (int, type(None)),
+            "sliding_window": (int, type(None)),
+            "num_local_experts": (int,),
+            "num_experts_per_tok": (int,),
+        },
+    ),
+    "olmoe": Family(
+        options=lambda config: {
+            "qk_norm": "full",
+            **attention_bias(config),
+            **olmoe_experts(config),
+        },
+        experts=True,
+        unsupported=lambda config: (
+            None if config.clip_qkv is None else f"its clip_qkv is {config.clip_qkv}, not null"
+        ),
+    ),
+    "gpt_oss": Family(
+        options=lambda config: {
+            "sinks": True,
+            **attention_bias(config),
+            **window_by_layer(config),
+            **gpt_oss_experts(config),
+        },
+        experts=True,
+    ),
+    "glm4_moe": Family(
+        options=lambda config: {
+            "qk_norm": "head" if config.use_qk_norm else None,
+            "qkv_bias": bool(config.attention_bias),
+            **glm_experts(config),
+        },
+        partial_rotary=True,
+        experts=True,
     ),
 }

@@ -19,15 +19,17 @@ from ostinato.graphs.capture.pool import WeightOffloader
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.layer_kernels import AnyKernels, Linear
+from ostinato.models.native.mixture import MixtureOfExperts
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.weight_slot import Role, WeightSlot
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a gated MLP, each added to the residual stream.
+    """Attention, then a gated MLP or a mixture of them, each added to the residual stream.
 
     There is a norm before each (pre-norm), after each (post-norm), or both, as the family's names
-    say (``families.py``). A norm that does not exist is None.
+    say (``families.py``). A norm that does not exist is None. A layer with a ``mixture`` of experts
+    has neither ``gate_up_proj`` nor ``down_proj``.
     """
 
     def __init__(
@@ -71,11 +73,25 @@ class DecoderLayer(nn.Module):
         self.qkv_proj = linear(hidden, queries + 2 * keys, config.qkv_bias)
         self.qk_norm = norm(config.qk_norm == "head", sum(self.head_counts), config.head_dim)
         self.query_norm, self.key_norm = norm(full, queries), norm(full, keys)
+        self.sinks: nn.Parameter | None = None
+        if config.sinks:
+            sinks = torch.empty(config.num_heads, device=device, dtype=dtype)
+            self.sinks = nn.Parameter(sinks, requires_grad=False)
         self.o_proj = linear(queries, hidden, config.output_bias)
         self.attention_output_norm = norm(names.attention_output_norm, hidden)
         self.mlp_norm = norm(names.mlp_norm, hidden)
-        self.gate_up_proj = linear(hidden, 2 * width, config.mlp_bias)
-        self.down_proj = linear(width, hidden, config.mlp_bias)
+        self.mixture: MixtureOfExperts | None = None
+        if config.experts is not None and layer in config.experts.layers:
+            self.mixture = MixtureOfExperts(
+                config.experts,
+                hidden,
+                device=device,
+                dtype=dtype,
+                linear=lambda inputs, outputs: linear(inputs, outputs, False),
+            )
+        else:
+            self.gate_up_proj = linear(hidden, 2 * width, config.mlp_bias)
+            self.down_proj = linear(width, hidden, config.mlp_bias)
         self.mlp_output_norm = norm(names.mlp_output_norm, hidden)
 
     def forward(
@@ -96,8 +112,20 @@ class DecoderLayer(nn.Module):
         return self._output(self.o_proj, x, self.attention_output_norm, run)
 
     def mlp(self, x: Any, run: AnyKernels) -> Any:
+        if self.mixture is not None:
+            return run.experts(self.mixture, x, self._shared(self.mixture, x, run))
         x = run.gated(self.gate_up_proj, x, self._activation)
         return self._output(self.down_proj, x, self.mlp_output_norm, run)
+
+    def _shared(self, mixture: MixtureOfExperts, x: Any, run: AnyKernels) -> torch.Tensor | None:
+        """The output of the expert that runs for every token, if there is one."""
+        if mixture.shared_gate_up is None or mixture.shared_down is None:
+            return None
+        inner = run.gated(mixture.shared_gate_up, x, self._activation)
+        y = run.project(mixture.shared_down, inner)
+        if mixture.shared_gate is None:
+            return y
+        return run.project(mixture.shared_gate, x).sigmoid() * y
 
     def qkv(self, x: Any, run: AnyKernels) -> torch.Tensor:
         qkv = run.project(self.qkv_proj, x)
@@ -123,7 +151,6 @@ class DecoderLayer(nn.Module):
     def linear_slots(self, prefix: str) -> Iterator[tuple[nn.Linear, list[WeightSlot]]]:
         """The layer's linears, each with its tensors by their checkpoint names."""
         names, head_dim = self._config.names, self._config.head_dim
-        width = self.down_proj.in_features
         queries, keys = (count * head_dim for count in self.head_counts)
         hidden = self.o_proj.out_features
         linears: list[tuple[nn.Linear, list[_RowRange]]] = [
@@ -136,9 +163,13 @@ class DecoderLayer(nn.Module):
                 ],
             ),
             (self.o_proj, [(names.output, "output", hidden)]),
-            (self.gate_up_proj, [(names.gate, "gate", width), (names.up, "up", width)]),
-            (self.down_proj, [(names.down, "down", hidden)]),
         ]
+        if self.mixture is None:
+            width = self.down_proj.in_features
+            linears += [
+                (self.gate_up_proj, [(names.gate, "gate", width), (names.up, "up", width)]),
+                (self.down_proj, [(names.down, "down", hidden)]),
+            ]
         for linear, row_ranges in linears:
             yield linear, list(_linear_slots(prefix, linear, row_ranges))
 
@@ -147,6 +178,11 @@ class DecoderLayer(nn.Module):
         names, head_dim = self._config.names, self._config.head_dim
         for _, slots in self.linear_slots(prefix):
             yield from slots
+        if self.mixture is not None:
+            yield from self.mixture.weight_slots(prefix)
+        if self.sinks is not None:
+            sinks = self.sinks.detach()
+            yield WeightSlot(f"{prefix}.{names.sinks}", sinks, sinks.shape)
         norms = (
             (names.attention_norm, self.attention_norm),
             (names.attention_output_norm, self.attention_output_norm),
@@ -160,9 +196,11 @@ class DecoderLayer(nn.Module):
                 yield norm_slot(f"{prefix}.{name}.weight", norm)
         if self.qk_norm is not None:  # one weight, repeated for each head
             per_head = self.qk_norm.weight.detach().split(self.head_counts)
+            order = self._config.rotary.head_rows
+            parts = order if len(order) > 1 else None  # in the order of the rows that it norms
             for name, target in zip((names.query_norm, names.key_norm), per_head, strict=True):
                 shape = torch.Size([head_dim])
-                yield WeightSlot(f"{prefix}.{name}.weight", target, shape)
+                yield WeightSlot(f"{prefix}.{name}.weight", target, shape, parts=parts)
 
 
 class LayerOffloader(WeightOffloader, Protocol):

@@ -16,8 +16,11 @@ import torch.nn.functional as F
 
 from ostinato.attention.base import attend, attend_qkv
 from ostinato.attention.rope import RotaryEmbedding, angles_at, rotate
+from ostinato.models.native.mixture import MixtureOfExperts
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate, activate_and_mul
+from ostinato.ops.expert_kernels import RoutedToken, down_row, expert_parts, gate_up_row
+from ostinato.ops.experts import run_experts
 from ostinato.ops.linear import Norm, linear
 from ostinato.ops.norm import add_rms_norm, rms_norm
 from ostinato.ops.split_k import split_k_gemm
@@ -45,6 +48,8 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
 
     # The source of keys and values, in layers that do not compute them from their input (SwiftKV).
     source: Tensor | None = None
+    # Of the tokens, negative for padding, in models with experts; None: there is no padding.
+    slots: Tensor | None = None
 
     @abstractmethod
     def norm(
@@ -70,6 +75,13 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
     @abstractmethod
     def output(self, projection: Linear, x: Tensor) -> Delta:
         """``project`` for a result that goes to ``norm`` or ``add``, summed over ranks."""
+
+    @abstractmethod
+    def experts(self, experts: MixtureOfExperts, x: Normed, shared: Tensor | None) -> Delta:
+        """The output of the experts chosen for each row, plus that of a ``shared`` expert.
+
+        Padding chooses none.
+        """
 
     @abstractmethod
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
@@ -115,13 +127,17 @@ class Plain(LayerKernels[Tensor, Tensor]):
     def output(self, projection: Linear, x: Tensor) -> Tensor:
         return self.project(projection, x)
 
+    def experts(self, experts: MixtureOfExperts, x: Tensor, shared: Tensor | None) -> Tensor:
+        return _with(shared, run_experts(x, experts.weights, self.slots))
+
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         num_heads, num_kv_heads = layer.head_counts
         heads = qkv.unflatten(-1, (-1, layer.spec.head_dim))
         queries_keys, value = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         query, key = self.rotated(layer, queries_keys).split(layer.head_counts, dim=1)
         query, key, value = layer.exchange.tokens_for_heads(query, key, value)
-        return layer.exchange.heads_for_tokens(attend(layer.spec, query, key, value)).flatten(1)
+        mixed = attend(layer.spec, query, key, value, layer.sinks)
+        return layer.exchange.heads_for_tokens(mixed).flatten(1)
 
     def rotated(self, layer: DecoderLayer, heads: Tensor, which: slice | None = None) -> Tensor:
         """Apply the norm, if any, and RoPE to ``heads``.
@@ -157,7 +173,7 @@ class _Fused(LayerKernels[Normed, Delta]):
             # Attention has some of these heads. One weight serves all queries, and one all keys.
             qk_norm = qk_norm[num_heads - spec.num_heads : num_heads + spec.num_kv_heads]
         rotary = RotaryEmbedding(table=self._table, qk_norm=qk_norm, eps=layer.rms_norm_eps)
-        mixed = attend_qkv(spec, qkv, rotary, self._positions)
+        mixed = attend_qkv(spec, qkv, rotary, self._positions, layer.sinks)
         return layer.exchange.heads_for_tokens(mixed).flatten(1)
 
 
@@ -175,15 +191,25 @@ class PendingGemm(NamedTuple):
     x: Tensor
 
 
-class SmallM(_Fused[PendingNorm | Tensor, PendingGemm | Tensor]):
+class PendingExperts(NamedTuple):
+    """The last GEMM of one token's experts, to be run where it is added to the residual."""
+
+    token: RoutedToken
+    shared: Tensor | None
+
+
+Pending = PendingGemm | PendingExperts | Tensor
+
+
+class SmallM(_Fused[PendingNorm | Tensor, Pending]):
     """For small-M decode steps: norms, SwiGLU and residuals are fused into the GEMMs.
 
     Five operators a layer. ``linear`` uses torch operators for cases that a GEMM cannot fuse (large
-    M, other devices).
+    M, other devices). Experts of several rows give parts [P, T, N], added up by the next norm.
     """
 
     def norm(
-        self, norm: RMSNorm | None, x: PendingGemm | Tensor, residual: Tensor | None
+        self, norm: RMSNorm | None, x: Pending, residual: Tensor | None
     ) -> tuple[PendingNorm | Tensor, Tensor]:
         if norm is not None and residual is not None and isinstance(x, Tensor):
             # A result summed over ranks, normed or scaled cannot be added inside the GEMM.
@@ -217,15 +243,29 @@ class SmallM(_Fused[PendingNorm | Tensor, PendingGemm | Tensor]):
     def output(self, projection: Linear, x: Tensor) -> PendingGemm:
         return PendingGemm(projection, x)
 
-    def finish(
-        self, x: PendingGemm | Tensor, residual: Tensor | None
-    ) -> tuple[PendingGemm | Tensor, Tensor | None]:
-        return (self.add(x, residual), None) if isinstance(x, PendingGemm) else (x, residual)
+    def experts(
+        self, experts: MixtureOfExperts, x: PendingNorm | Tensor, shared: Tensor | None
+    ) -> Pending:
+        rows, norm = x if isinstance(x, PendingNorm) else (x, None)
+        if not rows.is_cuda:
+            rows = rows if norm is None else rms_norm(rows, norm.weight, norm.eps)
+            return _with(shared, run_experts(rows, experts.weights, self.slots))
+        if rows.shape[0] == 1:
+            token = gate_up_row(rows, experts.weights, self.slots, norm)
+            return PendingExperts(token, shared)
+        return expert_parts(rows, experts.weights, self.slots, norm, shared)
 
-    def add(self, x: PendingGemm | Tensor, residual: Tensor | None) -> Tensor:
+    def finish(self, x: Pending, residual: Tensor | None) -> tuple[Pending, Tensor | None]:
+        return (x, residual) if isinstance(x, Tensor) else (self.add(x, residual), None)
+
+    def add(self, x: Pending, residual: Tensor | None) -> Tensor:
         if isinstance(x, PendingGemm):
             return self.gemm(x.projection, x.x, residual=residual)
-        return x if residual is None else residual + x
+        if isinstance(x, PendingExperts):
+            if residual is not None and x.shared is not None:
+                return down_row(x.token, residual + x.shared)
+            return down_row(x.token, residual if x.shared is None else x.shared)
+        return _added(x, residual)
 
 
 class LargeM(_Fused[Tensor, Tensor]):
@@ -255,10 +295,23 @@ class LargeM(_Fused[Tensor, Tensor]):
             return self.project(projection, x)
         return split_k_gemm(x, projection.weight)
 
+    def experts(self, experts: MixtureOfExperts, x: Tensor, shared: Tensor | None) -> Tensor:
+        if x.is_cuda:
+            return expert_parts(x, experts.weights, self.slots, None, shared)
+        return _with(shared, run_experts(x, experts.weights, self.slots))
+
     def add(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        if residual is None:
-            return x
-        return residual + (x.sum(0) if x.dim() > residual.dim() else x)
+        return _added(x, residual)
+
+
+def _with(shared: Tensor | None, x: Tensor) -> Tensor:
+    return x if shared is None else x + shared
+
+
+def _added(x: Tensor, residual: Tensor | None) -> Tensor:
+    """``x``, or the sum of its parts [P, T, N], plus ``residual``."""
+    x = x.sum(0) if x.dim() > 2 else x
+    return x if residual is None else residual + x
 
 
 AnyKernels = LayerKernels[Any, Any]

@@ -96,6 +96,42 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
     },
+    "qwen3-30b-a3b": _QWEN3
+    | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "mixtral-8x7b": {
+        "model_type": "mixtral",
+        "hidden_act": "silu",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "tie_word_embeddings": False,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "smollm2-135m": _LLAMA
     | {
         "vocab_size": 49152,
@@ -157,7 +193,7 @@ def draw_parameters(module: nn.Module, generator: torch.Generator) -> None:
         for name, parameter in inner.named_parameters(recurse=False):
             if isinstance(inner, RMSNorm):
                 parameter.fill_(1.0)
-            elif name == "bias":
+            elif name.endswith("bias"):
                 parameter.zero_()
             else:
                 here = parameter.device.type == generator.device.type  # else in host memory

@@ -161,8 +161,11 @@ def _adapters(
     if not config.enable_lora:
         return None
     model = loaded.model
-    if not isinstance(model, Decoder) or model.selects_tokens:
-        reason = loaded.generic_reason or "it is a SwiftKV model"
+    dense = isinstance(model, Decoder) and model.config.experts is None
+    if not isinstance(model, Decoder) or not dense or model.selects_tokens:
+        reason = loaded.generic_reason or (
+            "it is a SwiftKV model" if dense else "it has a mixture of experts"
+        )
         raise ConfigError(
             f"enable_lora needs a dense model of the native decoder; this one is not: {reason}. "
             "Merge the adapter into the checkpoint with PEFT (merge_and_unload)"

@@ -76,6 +76,11 @@ class SwiftKVConfig:
                 "once; leave swiftkv_layers out"
             )
 
+        if self.decoder.experts is not None:
+            raise ConfigError(
+                "SwiftKV needs a dense model, and this one has experts; leave swiftkv_layers out"
+            )
+
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SwiftKVConfig:
         """Read the config.json of a SwiftKV checkpoint, such as ``llama_swiftkv``."""
