@@ -81,6 +81,10 @@ def _gemma3() -> PretrainedConfig:
     )
 
 
+def _gemma() -> PretrainedConfig:
+    return transformers.GemmaConfig(**_GROUPED, tie_word_embeddings=False, head_dim=16)
+
+
 def _phi3() -> PretrainedConfig:
     return transformers.Phi3Config(**_GROUPED, sliding_window=WINDOW)
 
@@ -209,7 +213,6 @@ TINY_GENERIC: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": _gpt2,
     "opt": _opt,
     "gpt_neox": _gpt_neox,
-    "gemma3": _gemma3,
     "stablelm": _stablelm,
     "cohere": _cohere,
     "mixtral": _mixtral,
@@ -261,7 +264,9 @@ TINY_HOST_READING: dict[str, Callable[[], PretrainedConfig]] = {
 
 # Run by the native decoder with options that Llama has not: soft caps, norms elsewhere, ...
 TINY_WITH_OPTIONS: dict[str, Callable[[], PretrainedConfig]] = {
+    "gemma": _gemma,
     "gemma2": _gemma2,
+    "gemma3": _gemma3,
     "phi3": _phi3,
     "phi4_mini": _phi4_mini,
     "olmo2": _olmo2,

@@ -14,6 +14,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
     GraniteConfig,
     LlamaConfig,
@@ -101,6 +103,20 @@ CONFIGS = {
         attn_logit_softcapping=3.0,
         final_logit_softcapping=20.0,
         sliding_window=4,
+        tie_word_embeddings=False,
+    ),
+    "gemma": GemmaConfig(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        final_logit_softcapping=20.0,
+        sliding_window=4,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={
+            "sliding_attention": rope("default"),
+            "full_attention": rope("linear", rope_theta=1e5, factor=8.0),
+        },
         tie_word_embeddings=False,
     ),
     "olmo2": Olmo2Config(**SIZES),
@@ -221,7 +237,7 @@ def test_llama3_frequencies_are_transformers_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["qwen3, tied", "gemma2", "olmo2", "granite", "glm4"])
+@pytest.mark.parametrize("name", ["qwen3, tied", "gemma2", "gemma3", "olmo2", "granite", "glm4"])
 def test_half_precision(
     name: str,
     dtype: torch.dtype,
@@ -323,7 +339,7 @@ def test_few_layers_are_two_of_each_kind() -> None:
     ("config", "reason"),
     [
         (AutoConfig.for_model("gpt2"), "model_type is 'gpt2'"),
-        (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (LlamaConfig(**SIZES, hidden_act="tanh"), "hidden_act is 'tanh'"),
         (LlamaConfig(**SIZES, quantization_config={"quant_method": "awq"}), "quantized"),
         (
             LlamaConfig(**SIZES, rope_parameters=rope("default", partial_rotary_factor=0.5)),

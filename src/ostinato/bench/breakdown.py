@@ -42,7 +42,7 @@ KERNELS = {
     "rms_norm_kernel": SMALL,
     "rotary_store_kernel": ATTENTION,
     "row_kernel": GEMM,
-    "silu_and_mul_kernel": SMALL,
+    "activate_and_mul_kernel": SMALL,
     "store_kernel": ATTENTION,
     "store_outputs_kernel": SMALL,
     "store_resampled_kernel": SMALL,

@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ostinato.models.native.layer_kernels import AnyKernels, LayerKernels, Linear, PendingNorm
-from ostinato.models.native.rms_norm import RMSNorm
+from ostinato.models.native.layer_kernels import (
+    AnyKernels,
+    AnyNorm,
+    LayerKernels,
+    Linear,
+    PendingNorm,
+)
 from ostinato.ops.activation import Activation, activate_and_mul
 from ostinato.ops.lora import LoraRows, LoraWeights, expand, expand_gated, shrink
 from ostinato.ops.norm import rms_norm
@@ -30,15 +35,18 @@ class WithAdapters(LayerKernels[Tensor, Tensor]):
         self._rows = rows
 
     def norm(
-        self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None
+        self, norm: AnyNorm | None, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self._run.norm(norm, x, residual)
         if isinstance(normed, PendingNorm):
             normed = rms_norm(normed.x, normed.norm.weight, normed.norm.eps)
         return normed, residual
 
-    def output_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+    def output_norm(self, norm: AnyNorm, x: Tensor) -> Tensor:
         return self._run.output_norm(norm, x)
+
+    def delta_norm(self, norm: AnyNorm, x: Tensor) -> Any:
+        return self._run.delta_norm(norm, x)
 
     def project(self, projection: Linear, x: Tensor) -> Tensor:
         weights = self._weights[id(projection)]
@@ -59,6 +67,9 @@ class WithAdapters(LayerKernels[Tensor, Tensor]):
 
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         return self._run.attend(layer, qkv)
+
+    def finish(self, x: Tensor, residual: Tensor | None) -> tuple[Any, Tensor | None]:
+        return self._run.finish(x, residual)
 
     def add(self, x: Tensor, residual: Tensor | None) -> Tensor:
         total: Any = self._run.add(x, residual)

@@ -7,7 +7,7 @@ before the MLP (pre-norm, as in Llama), after each (post-norm, as in OLMo 2), or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,10 +49,12 @@ LLAMA_NAMES = WeightNames()
 class Family:
     """``options``: fields of ``DecoderConfig``, from a model's config, that differ from Llama's.
 
-    ``activation``: the config field with the name of the activation. ``interleaved``: RoPE pairs
-    neighbours (2i, 2i + 1) instead of halves. ``partial_rotary``: it uses partial_rotary_factor.
-    ``fields``: further fields that a config.json must state to be read without transformers; None:
-    transformers reads it.
+    ``activation``: the config field with the name of the activation; ``eps``: that with the norms'
+    eps. ``interleaved``: RoPE pairs neighbours (2i, 2i + 1) instead of halves. ``partial_rotary``:
+    it uses partial_rotary_factor. ``rotary_by_layer_type``: rope_parameters has an entry for each
+    type of layer. ``rotated``: which layers have RoPE. ``refuses``: why a model of the family
+    cannot run, None if it can. ``fields``: further fields that a config.json must state to be read
+    without transformers; None: transformers reads it.
     """
 
     options: Callable[[Any], dict[str, Any]] = lambda config: {}
@@ -60,6 +62,10 @@ class Family:
     activation: str = "hidden_act"
     interleaved: bool = False
     partial_rotary: bool = False
+    eps: str = "rms_norm_eps"
+    rotary_by_layer_type: bool = False
+    rotated: Callable[[Any], Sequence[bool]] = lambda config: (True,) * config.num_hidden_layers
+    refuses: Callable[[Any], str | None] = lambda config: None
     fields: Mapping[str, Types] | None = field(default=None, hash=False)
 
 
@@ -83,6 +89,26 @@ def window_by_layer(config: Any) -> dict[str, Any]:
         return {}
     kinds = config.layer_types
     return {"windows": tuple(window if kind == "sliding_attention" else None for kind in kinds)}
+
+
+def _bidirectional(config: Any) -> str | None:
+    """Gemma's option for embedding models."""
+    if getattr(config, "use_bidirectional_attention", None):
+        return "its attention is bidirectional (use_bidirectional_attention)"
+    return None
+
+
+_GEMMA_NAMES = WeightNames(
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
+)
+_OLMO_NAMES = WeightNames(
+    attention_norm=None,
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_output_norm="post_feedforward_layernorm",
+)
 
 
 # --- the families -------------------------------------------------------------------------------
@@ -121,12 +147,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         options=lambda config: {"qk_norm": "full", **attention_bias(config)},
-        names=WeightNames(
-            attention_norm=None,
-            attention_output_norm="post_attention_layernorm",
-            mlp_norm=None,
-            mlp_output_norm="post_feedforward_layernorm",
-        ),
+        names=_OLMO_NAMES,
     ),
     "gemma2": Family(
         options=lambda config: {
@@ -138,12 +159,41 @@ FAMILIES: dict[str, Family] = {
             **attention_bias(config),
             **window_by_layer(config),
         },
-        names=WeightNames(
-            attention_output_norm="post_attention_layernorm",
-            mlp_norm="pre_feedforward_layernorm",
-            mlp_output_norm="post_feedforward_layernorm",
-        ),
+        names=_GEMMA_NAMES,
         activation="hidden_activation",
+        refuses=_bidirectional,
+    ),
+    "gemma": Family(
+        options=lambda config: {
+            "norm_offset": 1.0,
+            "embedding_scale": config.hidden_size**0.5,
+            **attention_bias(config),
+        },
+        refuses=_bidirectional,
+    ),
+    "gemma3_text": Family(  # its attn_logit_softcapping is not used by transformers either
+        options=lambda config: {
+            "norm_offset": 1.0,
+            "qk_norm": "head",
+            "embedding_scale": config.hidden_size**0.5,
+            "attention_scale": config.query_pre_attn_scalar**-0.5,
+            "logit_soft_cap": config.final_logit_softcapping,
+            **attention_bias(config),
+            **window_by_layer(config),
+        },
+        names=_GEMMA_NAMES,
+        activation="hidden_activation",
+        rotary_by_layer_type=True,
+        refuses=_bidirectional,
+        fields={
+            "head_dim": (int,),
+            "query_pre_attn_scalar": (int, float),
+            "attention_bias": (bool,),
+            "sliding_window": (int,),
+            "layer_types": (list,),
+            "final_logit_softcapping": (float, type(None)),
+            "use_bidirectional_attention": (bool, type(None)),
+        },
     ),
     "phi3": Family(
         options=window_everywhere,
@@ -155,6 +205,7 @@ FAMILIES: dict[str, Family] = {
             up="mlp.gate_up_proj",
         ),
         partial_rotary=True,
+        fields={"sliding_window": (int, type(None))},
     ),
     "glm4": Family(
         options=lambda config: {"qkv_bias": bool(config.attention_bias)},

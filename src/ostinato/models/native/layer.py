@@ -18,13 +18,14 @@ from ostinato.attention.base import AttentionSpec
 from ostinato.graphs.capture.pool import WeightOffloader
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
-from ostinato.models.native.layer_kernels import AnyKernels, Linear
+from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, Linear
+from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.weight_slot import Role, WeightSlot
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a gated MLP, each added to the residual stream.
+    """Attention, then an MLP, each added to the residual stream; or both, of one norm (parallel).
 
     There is a norm before each (pre-norm), after each (post-norm), or both, as the family's names
     say (``families.py``). A norm that does not exist is None.
@@ -53,6 +54,7 @@ class DecoderLayer(nn.Module):
         )
         self.head_counts = (config.num_heads, config.num_kv_heads)
         self.rms_norm_eps = config.rms_norm_eps
+        self.rotary_table = config.rotary_number(layer)
         self._config = config
         self._activation = config.activation
         self._residual_scale = config.residual_scale
@@ -63,7 +65,7 @@ class DecoderLayer(nn.Module):
         def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
             return empty_linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
 
-        def norm(there: object, *shape: int) -> RMSNorm | None:
+        def norm(there: object, *shape: int) -> Any:
             return empty_norm(config, *shape, device=device, dtype=dtype) if there else None
 
         names, full = config.names, config.qk_norm == "full"
@@ -74,7 +76,8 @@ class DecoderLayer(nn.Module):
         self.o_proj = linear(queries, hidden, config.output_bias)
         self.attention_output_norm = norm(names.attention_output_norm, hidden)
         self.mlp_norm = norm(names.mlp_norm, hidden)
-        self.gate_up_proj = linear(hidden, 2 * width, config.mlp_bias)
+        # Without a gate, only what is called up.
+        self.gate_up_proj = linear(hidden, (1 + config.gated) * width, config.mlp_bias)
         self.down_proj = linear(width, hidden, config.mlp_bias)
         self.mlp_output_norm = norm(names.mlp_output_norm, hidden)
 
@@ -86,6 +89,9 @@ class DecoderLayer(nn.Module):
         Returns the same for the next layer. Only ``run`` knows the form of ``x``.
         """
         x, residual = run.norm(self.attention_norm, x, residual)
+        if self._config.parallel:
+            residual = run.add(self.attention(x, run), residual)
+            return self.mlp(x, run), residual
         x = self.attention(x, run)
         x, residual = run.norm(self.mlp_norm, x, residual)
         x = self.mlp(x, run)
@@ -96,7 +102,8 @@ class DecoderLayer(nn.Module):
         return self._output(self.o_proj, x, self.attention_output_norm, run)
 
     def mlp(self, x: Any, run: AnyKernels) -> Any:
-        x = run.gated(self.gate_up_proj, x, self._activation)
+        widen = run.gated if self._config.gated else run.activated
+        x = widen(self.gate_up_proj, x, self._activation)
         return self._output(self.down_proj, x, self.mlp_output_norm, run)
 
     def qkv(self, x: Any, run: AnyKernels) -> torch.Tensor:
@@ -110,15 +117,18 @@ class DecoderLayer(nn.Module):
         return torch.cat((query, key, value), dim=1)
 
     def _output(
-        self, projection: Linear, x: torch.Tensor, norm: RMSNorm | None, run: AnyKernels
+        self, projection: Linear, x: torch.Tensor, norm: AnyNorm | None, run: AnyKernels
     ) -> Any:
         """The value that a sublayer adds to the residual stream."""
-        if norm is None and self._residual_scale == 1.0 and not self.exchange.sums:
-            return run.output(projection, x)
-        x = self.exchange.sum(run.project(projection, x))
-        if norm is not None:
-            x = run.output_norm(norm, x)
-        return x if self._residual_scale == 1.0 else x * self._residual_scale
+        if self._residual_scale != 1.0:
+            x = self.exchange.sum(run.project(projection, x))
+            return (x if norm is None else run.output_norm(norm, x)) * self._residual_scale
+        delta: Any = (
+            self.exchange.sum(run.project(projection, x))
+            if self.exchange.sums
+            else run.output(projection, x)
+        )
+        return delta if norm is None else run.delta_norm(norm, delta)
 
     def linear_slots(self, prefix: str) -> Iterator[tuple[nn.Linear, list[WeightSlot]]]:
         """The layer's linears, each with its tensors by their checkpoint names."""
@@ -126,6 +136,7 @@ class DecoderLayer(nn.Module):
         width = self.down_proj.in_features
         queries, keys = (count * head_dim for count in self.head_counts)
         hidden = self.o_proj.out_features
+        widened: list[_RowRange] = [(names.gate, "gate", width), (names.up, "up", width)]
         linears: list[tuple[nn.Linear, list[_RowRange]]] = [
             (
                 self.qkv_proj,
@@ -136,7 +147,7 @@ class DecoderLayer(nn.Module):
                 ],
             ),
             (self.o_proj, [(names.output, "output", hidden)]),
-            (self.gate_up_proj, [(names.gate, "gate", width), (names.up, "up", width)]),
+            (self.gate_up_proj, widened if self._config.gated else widened[1:]),
             (self.down_proj, [(names.down, "down", hidden)]),
         ]
         for linear, row_ranges in linears:
@@ -157,12 +168,13 @@ class DecoderLayer(nn.Module):
         )
         for name, norm in norms:
             if norm is not None:
-                yield norm_slot(f"{prefix}.{name}.weight", norm)
+                yield from norm_slots(f"{prefix}.{name}", norm)
         if self.qk_norm is not None:  # one weight, repeated for each head
             per_head = self.qk_norm.weight.detach().split(self.head_counts)
             for name, target in zip((names.query_norm, names.key_norm), per_head, strict=True):
                 shape = torch.Size([head_dim])
-                yield WeightSlot(f"{prefix}.{name}.weight", target, shape)
+                offset = self.qk_norm.offset
+                yield WeightSlot(f"{prefix}.{name}.weight", target, shape, offset=offset)
 
 
 class LayerOffloader(WeightOffloader, Protocol):
@@ -183,15 +195,22 @@ def run_layers(
     hidden: torch.Tensor,
     run: AnyKernels,
     aux: Mapping[int, torch.Tensor] | None = None,
+    *,
+    weights_leave: bool = False,
 ) -> torch.Tensor:
-    """Run ``hidden`` through ``layers``; copy the input of those in ``aux`` there."""
+    """Run ``hidden`` through ``layers``; copy the input of those in ``aux`` there.
+
+    ``weights_leave``: a layer's weights are gone when the next one runs.
+    """
     stream: list[Any] = [hidden, None]
     for layer in layers:  # handed over, not kept here: a layer's values end with their last reader
         if aux and layer.spec.layer in aux:
             hidden = run.add(*stream)
             aux[layer.spec.layer][: hidden.shape[0]].copy_(hidden)
             stream = [hidden, None]
-        stream += run.finish(*layer.forward(stream.pop(0), stream.pop(0), run))
+        stream += layer.forward(stream.pop(0), stream.pop(0), run)
+        if weights_leave:
+            stream += run.finish(stream.pop(0), stream.pop(0))
     return run.add(*stream)
 
 
@@ -217,18 +236,26 @@ def empty_linear(
 
 def empty_norm(
     config: DecoderConfig, *shape: int, device: torch.device, dtype: torch.dtype
-) -> RMSNorm:
+) -> AnyNorm:
     """An uninitialised norm; its weight is float32 if the family adds an offset to it."""
     dtype = torch.float32 if config.norm_offset else dtype
-    norm = RMSNorm(shape, config.rms_norm_eps, device=device, dtype=dtype)
+    eps = config.rms_norm_eps
+    norm: AnyNorm = (
+        LayerNorm(*shape, eps, bias=config.norm_bias, device=device, dtype=dtype)
+        if config.layer_norm
+        else RMSNorm(shape, eps, device=device, dtype=dtype)
+    )
     norm.offset = config.norm_offset
     return norm
 
 
-def norm_slot(name: str, norm: RMSNorm) -> WeightSlot:
-    """The weight of a norm, which is whole on every rank."""
+def norm_slots(name: str, norm: AnyNorm) -> Iterator[WeightSlot]:
+    """The tensors of the norm called ``name``, which are whole on every rank."""
     weight = norm.weight.detach()
-    return WeightSlot(name, weight, weight.shape, offset=norm.offset)
+    yield WeightSlot(f"{name}.weight", weight, weight.shape, offset=norm.offset)
+    if isinstance(norm, LayerNorm) and norm.bias is not None:
+        bias = norm.bias.detach()
+        yield WeightSlot(f"{name}.bias", bias, bias.shape)
 
 
 def _linear_slots(
