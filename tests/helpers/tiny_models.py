@@ -120,6 +120,63 @@ def _glm4() -> PretrainedConfig:
     return transformers.Glm4Config(**_GROUPED, head_dim=16, attention_bias=True)
 
 
+def _olmo3() -> PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    scaled = {
+        **rope,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return transformers.Olmo3Config(
+        **_GROUPED,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        rope_parameters={"sliding_attention": rope, "full_attention": scaled},
+    )
+
+
+def _smollm3() -> PretrainedConfig:
+    return transformers.SmolLM3Config(
+        **_GROUPED,
+        no_rope_layers=[1, 0],
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+    )
+
+
+def _seed_oss() -> PretrainedConfig:
+    return transformers.SeedOssConfig(**_GROUPED, head_dim=32, attention_out_bias=True)
+
+
+def _ernie4_5() -> PretrainedConfig:
+    return transformers.Ernie4_5Config(**_GROUPED, head_dim=32, use_bias=True)
+
+
+def _exaone4() -> PretrainedConfig:
+    return transformers.Exaone4Config(**_GROUPED, sliding_window=WINDOW, layer_types=_ALTERNATING)
+
+
+def _cohere2() -> PretrainedConfig:
+    return transformers.Cohere2Config(
+        **_GROUPED,
+        tie_word_embeddings=False,
+        logit_scale=0.5,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+    )
+
+
+def _starcoder2() -> PretrainedConfig:
+    return transformers.Starcoder2Config(
+        **_GROUPED, tie_word_embeddings=False, sliding_window=WINDOW
+    )
+
+
+def _nemotron() -> PretrainedConfig:
+    return transformers.NemotronConfig(**_GROUPED, mlp_bias=True)
+
+
 def _mixtral() -> PretrainedConfig:
     return transformers.MixtralConfig(
         **_GROUPED, num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW
@@ -272,6 +329,14 @@ TINY_WITH_OPTIONS: dict[str, Callable[[], PretrainedConfig]] = {
     "olmo2": _olmo2,
     "granite": _granite,
     "glm4": _glm4,
+    "olmo3": _olmo3,
+    "smollm3": _smollm3,
+    "seed_oss": _seed_oss,
+    "ernie4_5": _ernie4_5,
+    "exaone4": _exaone4,
+    "cohere2": _cohere2,
+    "starcoder2": _starcoder2,
+    "nemotron": _nemotron,
 }
 
 # These run on the native decoder.

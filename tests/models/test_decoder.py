@@ -13,6 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
@@ -20,10 +23,15 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    NemotronConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -61,6 +69,7 @@ LLAMA3_ROPE = rope(
     original_max_position_embeddings=16,
 )
 YARN_ROPE = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -94,7 +103,7 @@ CONFIGS = {
         head_dim=16,
         use_sliding_window=True,
         sliding_window=4,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=ALTERNATING,
     ),
     "gemma2": Gemma2Config(
         **SIZES,
@@ -112,7 +121,7 @@ CONFIGS = {
         query_pre_attn_scalar=24,
         final_logit_softcapping=20.0,
         sliding_window=4,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=ALTERNATING,
         rope_parameters={
             "sliding_attention": rope("default"),
             "full_attention": rope("linear", rope_theta=1e5, factor=8.0),
@@ -144,6 +153,44 @@ CONFIGS = {
             partial_rotary_factor=0.67,
         ),
     ),
+    "olmo3": Olmo3Config(
+        **SIZES,
+        sliding_window=4,
+        layer_types=ALTERNATING,
+        rope_parameters={"sliding_attention": rope("default"), "full_attention": YARN_ROPE},
+    ),
+    "smollm3": SmolLM3Config(
+        **SIZES,
+        pad_token_id=0,
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=4,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "smollm3, no windows": SmolLM3Config(**SIZES, pad_token_id=0, no_rope_layer_interval=2),
+    "smollm3, no rope": SmolLM3Config(**SIZES, pad_token_id=0, no_rope_layers=[0, 0, 0]),
+    "seed_oss": SeedOssConfig(
+        **SIZES, head_dim=16, attention_out_bias=True, mlp_bias=True, residual_dropout=0.0
+    ),
+    "ernie4_5": Ernie4_5Config(**SIZES, head_dim=16, use_bias=True, tie_word_embeddings=False),
+    "exaone4": Exaone4Config(**SIZES, sliding_window=4, layer_types=ALTERNATING),
+    "exaone4, no windows": Exaone4Config(
+        **SIZES, sliding_window=None, layer_types=["full_attention"] * 3
+    ),
+    "cohere2": Cohere2Config(
+        **SIZES,
+        logit_scale=2.0,
+        sliding_window=4,
+        layer_types=ALTERNATING,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "starcoder2": Starcoder2Config(**SIZES, sliding_window=4, tie_word_embeddings=False),
+    "starcoder2, no biases": Starcoder2Config(
+        **SIZES, use_bias=False, hidden_act="gelu", tie_word_embeddings=False
+    ),
+    "nemotron": NemotronConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=16),
     "glm4": Glm4Config(**SIZES, pad_token_id=0, head_dim=16),
     "glm4, all of each head": Glm4Config(
         **SIZES,
@@ -237,7 +284,22 @@ def test_llama3_frequencies_are_transformers_to_the_bit(name: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["qwen3, tied", "gemma2", "gemma3", "olmo2", "granite", "glm4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3, tied",
+        "gemma2",
+        "gemma3",
+        "olmo2",
+        "granite",
+        "glm4",
+        "smollm3",
+        "exaone4",
+        "cohere2",
+        "starcoder2",
+        "nemotron",
+    ],
+)
 def test_half_precision(
     name: str,
     dtype: torch.dtype,

@@ -111,6 +111,18 @@ _OLMO_NAMES = WeightNames(
 )
 
 
+def _windowed(config: Any) -> list[bool]:
+    """RoPE in the layers that have a window, of models in which some have one."""
+    if config.sliding_window is None:
+        return [True] * config.num_hidden_layers
+    return [kind == "sliding_attention" for kind in config.layer_types]
+
+
+def _use_bias(config: Any) -> dict[str, Any]:
+    """On all projections, if the config says so."""
+    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bool(config.use_bias))
+
+
 # --- the families -------------------------------------------------------------------------------
 
 FAMILIES: dict[str, Family] = {
@@ -216,6 +228,75 @@ FAMILIES: dict[str, Family] = {
             mlp_output_norm="post_mlp_layernorm",
         ),
         interleaved=True,
+        partial_rotary=True,
+    ),
+    "olmo3": Family(
+        options=lambda config: {
+            "qk_norm": "full",
+            **attention_bias(config),
+            **window_by_layer(config),
+        },
+        names=_OLMO_NAMES,
+        rotary_by_layer_type=True,
+    ),
+    "smollm3": Family(
+        options=lambda config: {
+            "mlp_bias": bool(config.mlp_bias),
+            **attention_bias(config),
+            **(window_by_layer(config) if config.use_sliding_window else {}),
+        },
+        rotated=lambda config: [bool(each) for each in config.no_rope_layers],
+    ),
+    "seed_oss": Family(
+        options=lambda config: {
+            "qkv_bias": bool(config.attention_bias),
+            "output_bias": bool(config.attention_out_bias),
+            "mlp_bias": bool(config.mlp_bias),
+        },
+    ),
+    "ernie4_5": Family(options=_use_bias, interleaved=True),
+    "exaone4": Family(
+        options=lambda config: {"qk_norm": "head", **window_by_layer(config)},
+        names=_OLMO_NAMES,
+        rotated=_windowed,
+    ),
+    "cohere2": Family(
+        options=lambda config: {
+            "parallel": True,
+            "layer_norm": True,
+            "logit_scale": config.logit_scale,
+            **attention_bias(config),
+            **window_by_layer(config),
+        },
+        names=WeightNames(mlp_norm=None),
+        eps="layer_norm_eps",
+        interleaved=True,
+        rotated=lambda config: [
+            config.sliding_window is not None and kind == "sliding_attention"
+            for kind in config.layer_types
+        ],
+    ),
+    "starcoder2": Family(
+        options=lambda config: {
+            "gated": False,
+            "layer_norm": True,
+            "norm_bias": True,
+            **_use_bias(config),
+            **window_everywhere(config),
+        },
+        names=WeightNames(up="mlp.c_fc", down="mlp.c_proj"),
+        eps="norm_epsilon",
+    ),
+    "nemotron": Family(
+        options=lambda config: {
+            "gated": False,
+            "layer_norm": True,
+            "norm_bias": True,
+            "norm_offset": 1.0,
+            "mlp_bias": bool(config.mlp_bias),
+            **attention_bias(config),
+        },
+        eps="norm_eps",
         partial_rotary=True,
     ),
 }

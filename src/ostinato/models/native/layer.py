@@ -241,7 +241,7 @@ def empty_norm(
     dtype = torch.float32 if config.norm_offset else dtype
     eps = config.rms_norm_eps
     norm: AnyNorm = (
-        LayerNorm(*shape, eps, bias=config.norm_bias, device=device, dtype=dtype)
+        LayerNorm(shape, eps, bias=config.norm_bias, device=device, dtype=dtype)
         if config.layer_norm
         else RMSNorm(shape, eps, device=device, dtype=dtype)
     )

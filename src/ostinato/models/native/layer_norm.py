@@ -13,16 +13,22 @@ class LayerNorm(nn.Module):
     """The norm over the last dimension, with or without a bias; used like ``RMSNorm``."""
 
     def __init__(
-        self, dim: int, eps: float, *, bias: bool, device: torch.device, dtype: torch.dtype
+        self,
+        shape: tuple[int, ...],
+        eps: float,
+        *,
+        bias: bool,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
         super().__init__()
         self.eps = eps
         self.offset = 0.0  # added to the checkpoint's weight
         self.weight = nn.Parameter(
-            torch.empty(dim, device=device, dtype=dtype), requires_grad=False
+            torch.empty(shape, device=device, dtype=dtype), requires_grad=False
         )
         self.bias = (
-            nn.Parameter(torch.empty(dim, device=device, dtype=dtype), requires_grad=False)
+            nn.Parameter(torch.empty(shape, device=device, dtype=dtype), requires_grad=False)
             if bias
             else None
         )
