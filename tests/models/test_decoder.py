@@ -353,7 +353,13 @@ def test_a_limited_table_changes_nothing_within_it(tmp_path: Path, device: torch
 
 @pytest.mark.parametrize(
     ("name", "longest"),
-    [("llama", 64), ("llama, dynamic rope", 64), ("llama, longrope", 32), ("llama, yarn rope", 64)],
+    [
+        ("llama", 64),
+        ("llama, dynamic rope", 64),
+        ("llama, longrope", 32),
+        ("phi3, partial longrope", 32),
+        ("llama, yarn rope", 64),
+    ],
 )
 def test_longest_sequence(name: str, longest: int) -> None:
     config = DecoderConfig.from_hf(CONFIGS[name])
