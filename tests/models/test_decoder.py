@@ -202,6 +202,12 @@ CONFIGS = {
 }
 
 
+def with_rope(config: Any, parameters: dict[str, Any]) -> Any:
+    """``config`` with what a config.json may state, and transformers does not check."""
+    config.rope_parameters = parameters
+    return config
+
+
 class DenseCausal(AttentionBackend):
     """Attention over the batch itself, as one request."""
 
@@ -414,6 +420,21 @@ def test_few_layers_are_two_of_each_kind() -> None:
             r"only a part \(0.5\) of each head",
         ),
         (
+            Gemma3TextConfig(**SIZES, use_bidirectional_attention=True),
+            "its attention is bidirectional",
+        ),
+        (
+            with_rope(
+                Gemma3TextConfig(**SIZES, layer_types=ALTERNATING),
+                {"sliding_attention": rope("default")},
+            ),
+            "do not state RoPE of 'full_attention' layers",
+        ),
+        (
+            with_rope(LlamaConfig(**SIZES), {"full_attention": rope("default")}),
+            r"rope_parameters differ by type of layer \(\['full_attention'\]\)",
+        ),
+        (
             Qwen3Config(**SIZES, layer_types=["chunked_attention"] * 3),
             r"layers of the types \['chunked_attention'\]",
         ),
@@ -438,6 +459,12 @@ def test_what_it_can_run_it_says(name: str) -> None:
         ({"windows": (None,)}, "1 windows for 3 layers"),
         ({"head_dim": 11}, "head_dim 11 is odd"),
         ({"hidden_size": 0}, "hidden_size .* not 0"),
+        ({"layer_rotaries": (0, 0)}, "RoPE of 2 layers for 3 layers"),
+        ({"qk_norm": "head", "layer_norm": True}, "norms of queries and keys go with RMSNorm"),
+        (
+            {"qk_norm": "head", "rotary": DecoderConfig.from_hf(CONFIGS["glm4"]).rotary},
+            "RoPE of whole heads by halves",
+        ),
     ],
 )
 def test_impossible_configs(change: dict[str, Any], message: str) -> None:
@@ -451,6 +478,10 @@ def test_impossible_configs(change: dict[str, Any], message: str) -> None:
     [
         (GraniteConfig(**SIZES, logits_scaling=0.0), "granite: .*division"),
         (GraniteConfig(**SIZES, residual_multiplier=-1.0), "residual_scale .* not -1.0"),
+        (
+            SmolLM3Config(**SIZES, pad_token_id=0, no_rope_layers=[1, 0], layer_types=ALTERNATING),
+            "smollm3: .* RoPE in or out of 2 layers, for 3 layers",
+        ),
         (Gemma2Config(**SIZES, attn_logit_softcapping=-5.0), "attention_soft_cap .* not -5.0"),
         (
             Glm4Config(
