@@ -154,7 +154,9 @@ def test_with_at_most_one_late_layer_it_is_the_plain_model(
         assert tokens_of(llm, params) == expected
 
 
-@pytest.mark.parametrize("name", ["gemma2", "granite", "phi3", "glm4"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3", "granite", "phi3", "glm4", "smollm3", "cohere2", "nemotron"]
+)
 def test_a_late_layer_of_any_family(name: str, tmp_path: Path) -> None:
     """Of two: it is the plain model."""
     path, options = save_tiny(TINY_NATIVE[name](), tmp_path), LIMITS | {"device": "cpu"}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ostinato import GraphPool
 from ostinato.ops import linear as module
+from ostinato.ops.activation import Activation, activate
 from ostinato.ops.linear import Gemm, Norm, linear, run_kernel, torch_linear
 from ostinato.ops.measuring import compile_all, measure_step
 from ostinato.ops.tile_config import GemmChoice, LinearShape, TileConfig, candidates, gpu_of
@@ -86,6 +87,19 @@ def test_every_tile_config_computes_the_gemm(
         check(run_kernel(config, gemm), expected)
     check(torch_linear(gemm), expected)
     check(linear(x, weight, bias, norm=norm, gated=gated, residual=residual), expected)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "relu2"])
+@pytest.mark.parametrize("num_rows", [1, 8, 32, 64, 100])
+def test_gates_of_other_families(num_rows: int, activation: Activation) -> None:
+    """Gemma-3-1B's GEMM, with the weight of its norm in float32."""
+    torch.manual_seed(num_rows)
+    x, weight = draw(num_rows, 1152), draw(2 * 6912, 1152, size=1152**-0.5)
+    norm = Norm(1 + 0.2 * torch.randn(1152, device=CUDA), 1e-6)
+    y = F.rms_norm(x.double(), (1152,), norm.weight.double(), norm.eps)
+    gate, up = F.linear(y, weight.double()).chunk(2, dim=1)
+    expected = activate(gate, activation) * up
+    check(linear(x, weight, norm=norm, gated=True, activation=activation), expected)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato import GraphPool
-from ostinato.ops.activation import silu_and_mul
+from ostinato.ops.activation import Activation, activate, activate_and_mul, silu_and_mul
 from ostinato.ops.counter_random import spread_seed
 from ostinato.ops.decode_state import (
     DecodeInputs,
@@ -21,7 +21,9 @@ from ostinato.ops.decode_state import (
     load_decode_inputs,
     store_decode_outputs,
 )
-from ostinato.ops.norm import add_rms_norm, rms_norm
+from ostinato.ops.layer_norm import add_layer_norm, layer_norm
+from ostinato.ops.norm import Norm, add_output_norm, add_rms_norm, rms_norm
+from ostinato.ops.rotate_heads import rotate_heads
 from ostinato.ops.sampling import sample_rows
 from ostinato.ops.sampling_reference import sample_reference
 from ostinato.ops.split_k import num_parts, split_k_gemm
@@ -92,6 +94,70 @@ def test_silu_and_mul(num_tokens: int, width: int, dtype: torch.dtype) -> None:
     gate_up = torch.randn(num_tokens, 2 * width, device=CUDA).to(dtype) * 4
     gate, up = gate_up.double().chunk(2, dim=-1)
     close(silu_and_mul(gate_up), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "relu2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activate_and_mul(activation: Activation, dtype: torch.dtype) -> None:
+    gate_up = torch.randn(33, 2 * 6912, device=CUDA).to(dtype) * 4
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    exact = activate(gate, activation) * up
+    got = activate_and_mul(gate_up, activation).double()
+    # Where 1 + erf or 1 + tanh cancels, only the absolute error is small.
+    bound = TOLERANCE[dtype] * exact.abs() + 2e-6 * gate.abs() * up.abs() + 1e-5
+    assert ((got - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dim", [1152, 3072, 5120])
+@pytest.mark.parametrize("num_tokens", [1, 33, 256])
+@pytest.mark.parametrize("parts", [0, 2])
+@pytest.mark.parametrize("wide", [False, True])
+def test_norm_of_an_output_then_of_the_sum(
+    num_tokens: int, dim: int, parts: int, wide: bool
+) -> None:
+    """One kernel does what three do."""
+    shape = (parts, num_tokens, dim) if parts else (num_tokens, dim)
+    x = torch.randn(shape, device=CUDA, dtype=torch.bfloat16)
+    residual = torch.randn(num_tokens, dim, device=CUDA, dtype=torch.bfloat16)
+    dtype = torch.float32 if wide else torch.bfloat16
+    output_norm, then = (Norm(torch.randn(dim, device=CUDA, dtype=dtype), 1e-6) for _ in range(2))
+    normed, total = add_output_norm(x, residual, output_norm, then)
+    exact = x.double().sum(0) if parts else x.double()
+    exact = exact * (exact.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    exact_total = exact * output_norm.weight.double() + residual.double()
+    torch.testing.assert_close(total.double(), exact_total, rtol=2**-6, atol=2**-5)
+    close(normed, rms_norm(total, *then))
+    for alone in add_output_norm(x, residual, output_norm, None):
+        torch.testing.assert_close(alone.double(), exact_total, rtol=2**-6, atol=2**-5)
+
+
+@pytest.mark.parametrize("dim", [3072, 6144])
+@pytest.mark.parametrize("num_tokens", [1, 256])
+def test_layer_norm(num_tokens: int, dim: int) -> None:
+    x, residual = torch.randn(2, num_tokens, dim, device=CUDA, dtype=torch.bfloat16)
+    weight, bias = torch.randn(2, dim, device=CUDA, dtype=torch.bfloat16)
+    normed, total = add_layer_norm(x, residual, weight, bias, 1e-5)
+    assert torch.equal(total, x + residual)
+    exact = F.layer_norm(total.double(), (dim,), weight.double(), bias.double(), 1e-5)
+    torch.testing.assert_close(normed.double(), exact, rtol=2**-7, atol=1e-5)
+    close(layer_norm(total, weight, bias, 1e-5), normed)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 33])
+@pytest.mark.parametrize("heads", [(32, 8, 128), (4, 1, 256), (71, 1, 64)])
+def test_rotate_heads(num_tokens: int, heads: tuple[int, int, int]) -> None:
+    num_heads, num_kv_heads, dim = heads
+    qkv = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, dim, device=CUDA).bfloat16()
+    query, key, _ = (
+        each.transpose(0, 1) for each in qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    )
+    angles = torch.randn(num_tokens, dim // 2, device=CUDA).repeat(1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    for got, given in zip(rotate_heads(query, key, cos, sin), (query, key), strict=True):
+        first, second = given.double().chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        exact = given.double() * cos.double() + turned * sin.double()
+        torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-5)
 
 
 def test_layers_in_a_graph_overlap_without_harm(pool: GraphPool) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 LINEARS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
-    *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
+    *("gate_proj", "up_proj", "gate_up_proj", "down_proj", "c_fc", "c_proj"),
 )  # of all families; a model has some of them
 
 

@@ -46,6 +46,25 @@ def config_of(family: str, num_kv_heads: int) -> Any:
         return transformers.Gemma2Config(
             **sizes, head_dim=16, attn_logit_softcapping=3.0, final_logit_softcapping=20.0
         )
+    alternating = ["sliding_attention", "full_attention"]
+    if family == "gemma3":
+        return transformers.Gemma3TextConfig(
+            **sizes, head_dim=16, sliding_window=4, layer_types=alternating
+        )
+    if family == "smollm3":
+        return transformers.SmolLM3Config(
+            **sizes, pad_token_id=0, no_rope_layers=[1, 0], attention_bias=True
+        )
+    if family == "exaone4":
+        return transformers.Exaone4Config(**sizes, sliding_window=4, layer_types=alternating)
+    if family == "cohere2":
+        return transformers.Cohere2Config(
+            **sizes, sliding_window=4, layer_types=alternating, logit_scale=0.5
+        )
+    if family == "starcoder2":
+        return transformers.Starcoder2Config(**sizes)
+    if family == "nemotron":
+        return transformers.NemotronConfig(**sizes, mlp_bias=True)
     if family == "granite":
         return transformers.GraniteConfig(
             **sizes, residual_multiplier=0.4, logits_scaling=0.5, attention_bias=True

@@ -81,6 +81,10 @@ def _gemma3() -> PretrainedConfig:
     )
 
 
+def _gemma() -> PretrainedConfig:
+    return transformers.GemmaConfig(**_GROUPED, tie_word_embeddings=False, head_dim=16)
+
+
 def _phi3() -> PretrainedConfig:
     return transformers.Phi3Config(**_GROUPED, sliding_window=WINDOW)
 
@@ -114,6 +118,63 @@ def _cohere() -> PretrainedConfig:
 
 def _glm4() -> PretrainedConfig:
     return transformers.Glm4Config(**_GROUPED, head_dim=16, attention_bias=True)
+
+
+def _olmo3() -> PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    scaled = {
+        **rope,
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return transformers.Olmo3Config(
+        **_GROUPED,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+        rope_parameters={"sliding_attention": rope, "full_attention": scaled},
+    )
+
+
+def _smollm3() -> PretrainedConfig:
+    return transformers.SmolLM3Config(
+        **_GROUPED,
+        no_rope_layers=[1, 0],
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+    )
+
+
+def _seed_oss() -> PretrainedConfig:
+    return transformers.SeedOssConfig(**_GROUPED, head_dim=32, attention_out_bias=True)
+
+
+def _ernie4_5() -> PretrainedConfig:
+    return transformers.Ernie4_5Config(**_GROUPED, head_dim=32, use_bias=True)
+
+
+def _exaone4() -> PretrainedConfig:
+    return transformers.Exaone4Config(**_GROUPED, sliding_window=WINDOW, layer_types=_ALTERNATING)
+
+
+def _cohere2() -> PretrainedConfig:
+    return transformers.Cohere2Config(
+        **_GROUPED,
+        tie_word_embeddings=False,
+        logit_scale=0.5,
+        sliding_window=WINDOW,
+        layer_types=_ALTERNATING,
+    )
+
+
+def _starcoder2() -> PretrainedConfig:
+    return transformers.Starcoder2Config(
+        **_GROUPED, tie_word_embeddings=False, sliding_window=WINDOW
+    )
+
+
+def _nemotron() -> PretrainedConfig:
+    return transformers.NemotronConfig(**_GROUPED, mlp_bias=True)
 
 
 def _mixtral() -> PretrainedConfig:
@@ -247,7 +308,6 @@ TINY_GENERIC: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt2": _gpt2,
     "opt": _opt,
     "gpt_neox": _gpt_neox,
-    "gemma3": _gemma3,
     "stablelm": _stablelm,
     "cohere": _cohere,
     "deepseek_v3": _deepseek_v3,
@@ -296,12 +356,22 @@ TINY_HOST_READING: dict[str, Callable[[], PretrainedConfig]] = {
 
 # Run by the native decoder with options that Llama has not: soft caps, norms elsewhere, ...
 TINY_WITH_OPTIONS: dict[str, Callable[[], PretrainedConfig]] = {
+    "gemma": _gemma,
     "gemma2": _gemma2,
+    "gemma3": _gemma3,
     "phi3": _phi3,
     "phi4_mini": _phi4_mini,
     "olmo2": _olmo2,
     "granite": _granite,
     "glm4": _glm4,
+    "olmo3": _olmo3,
+    "smollm3": _smollm3,
+    "seed_oss": _seed_oss,
+    "ernie4_5": _ernie4_5,
+    "exaone4": _exaone4,
+    "cohere2": _cohere2,
+    "starcoder2": _starcoder2,
+    "nemotron": _nemotron,
 }
 
 # Mixtures of experts on the native decoder.

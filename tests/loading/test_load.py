@@ -381,6 +381,8 @@ def test_hub_gives_a_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("llama-3.1-8b", 8_030_261_248),
         ("qwen3-0.6b", 596_049_920),
         ("qwen3-4b", 4_022_468_096),
+        ("gemma-3-1b", 999_885_952),
+        ("phi-4-mini", 3_836_021_760),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("mixtral-8x7b", 46_702_792_704),
         ("smollm2-135m", 134_515_008),
@@ -408,7 +410,15 @@ def test_shapes_mean_what_transformers_takes_them_for(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [*sorted(TINY_NATIVE.keys() - TINY_WITH_OPTIONS), "mixtral", "qwen3_moe"]
+    "name",
+    [
+        *sorted(TINY_NATIVE.keys() - TINY_WITH_OPTIONS),
+        "gemma3",
+        "mixtral",
+        "phi3",
+        "phi4_mini",
+        "qwen3_moe",
+    ],
 )
 def test_a_config_that_states_everything_is_read_without_transformers(
     tmp_path: Path, name: str
@@ -433,6 +443,9 @@ def test_a_config_that_states_everything_is_read_without_transformers(
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
         {"rope_parameters": {"rope_type": ["default"], "rope_theta": 1e4}},
         {"model_type": "qwen3", "sliding_window": 8},
+        {"model_type": "phi3", "sliding_window": None},  # RoPE of all or a part of a head?
+        SHAPES["gemma-3-1b"] | {"layer_types": ["full_attention"] * 26},
+        SHAPES["gemma-3-1b"] | {"rope_parameters": SHAPES["tiny"]["rope_parameters"]},
         {"model_type": "qwen2"},
         {"head_dim": None},
         {"auto_map": {"AutoConfig": "configuration.Config"}},

@@ -13,17 +13,27 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Cohere2Config,
+    Ernie4_5Config,
+    Exaone4Config,
     Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
     Glm4Config,
     Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    NemotronConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+    Starcoder2Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -61,6 +71,7 @@ LLAMA3_ROPE = rope(
     original_max_position_embeddings=16,
 )
 YARN_ROPE = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -94,7 +105,7 @@ CONFIGS = {
         head_dim=16,
         use_sliding_window=True,
         sliding_window=4,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        layer_types=ALTERNATING,
     ),
     "gemma2": Gemma2Config(
         **SIZES,
@@ -103,6 +114,20 @@ CONFIGS = {
         attn_logit_softcapping=3.0,
         final_logit_softcapping=20.0,
         sliding_window=4,
+        tie_word_embeddings=False,
+    ),
+    "gemma": GemmaConfig(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=24,
+        final_logit_softcapping=20.0,
+        sliding_window=4,
+        layer_types=ALTERNATING,
+        rope_parameters={
+            "sliding_attention": rope("default"),
+            "full_attention": rope("linear", rope_theta=1e5, factor=8.0),
+        },
         tie_word_embeddings=False,
     ),
     "olmo2": Olmo2Config(**SIZES),
@@ -148,6 +173,44 @@ CONFIGS = {
         moe_intermediate_size=24,
         routed_scaling_factor=1.5,
     ),
+    "olmo3": Olmo3Config(
+        **SIZES,
+        sliding_window=4,
+        layer_types=ALTERNATING,
+        rope_parameters={"sliding_attention": rope("default"), "full_attention": YARN_ROPE},
+    ),
+    "smollm3": SmolLM3Config(
+        **SIZES,
+        pad_token_id=0,
+        no_rope_layers=[1, 0, 1],
+        use_sliding_window=True,
+        sliding_window=4,
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "smollm3, no windows": SmolLM3Config(**SIZES, pad_token_id=0, no_rope_layer_interval=2),
+    "smollm3, no rope": SmolLM3Config(**SIZES, pad_token_id=0, no_rope_layers=[0, 0, 0]),
+    "seed_oss": SeedOssConfig(
+        **SIZES, head_dim=16, attention_out_bias=True, mlp_bias=True, residual_dropout=0.0
+    ),
+    "ernie4_5": Ernie4_5Config(**SIZES, head_dim=16, use_bias=True, tie_word_embeddings=False),
+    "exaone4": Exaone4Config(**SIZES, sliding_window=4, layer_types=ALTERNATING),
+    "exaone4, no windows": Exaone4Config(
+        **SIZES, sliding_window=None, layer_types=["full_attention"] * 3
+    ),
+    "cohere2": Cohere2Config(
+        **SIZES,
+        logit_scale=2.0,
+        sliding_window=4,
+        layer_types=ALTERNATING,
+        attention_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "starcoder2": Starcoder2Config(**SIZES, sliding_window=4, tie_word_embeddings=False),
+    "starcoder2, no biases": Starcoder2Config(
+        **SIZES, use_bias=False, hidden_act="gelu", tie_word_embeddings=False
+    ),
+    "nemotron": NemotronConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=16),
     "glm4": Glm4Config(**SIZES, pad_token_id=0, head_dim=16),
     "glm4, all of each head": Glm4Config(
         **SIZES,
@@ -157,6 +220,12 @@ CONFIGS = {
         rope_parameters=rope("default", partial_rotary_factor=1.0),
     ),
 }
+
+
+def with_rope(config: Any, parameters: dict[str, Any]) -> Any:
+    """``config`` with what a config.json may state, and transformers does not check."""
+    config.rope_parameters = parameters
+    return config
 
 
 class DenseCausal(AttentionBackend):
@@ -242,7 +311,22 @@ def test_llama3_frequencies_are_transformers_to_the_bit(name: str) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "name", ["qwen3, tied", "gemma2", "olmo2", "granite", "glm4", "qwen2_moe", "glm4_moe"]
+    "name",
+    [
+        "qwen3, tied",
+        "gemma2",
+        "gemma3",
+        "olmo2",
+        "granite",
+        "glm4",
+        "smollm3",
+        "exaone4",
+        "cohere2",
+        "starcoder2",
+        "nemotron",
+        "qwen2_moe",
+        "glm4_moe",
+    ],
 )
 def test_half_precision(
     name: str,
@@ -297,7 +381,13 @@ def test_a_limited_table_changes_nothing_within_it(tmp_path: Path, device: torch
 
 @pytest.mark.parametrize(
     ("name", "longest"),
-    [("llama", 64), ("llama, dynamic rope", 64), ("llama, longrope", 32), ("llama, yarn rope", 64)],
+    [
+        ("llama", 64),
+        ("llama, dynamic rope", 64),
+        ("llama, longrope", 32),
+        ("phi3, partial longrope", 32),
+        ("llama, yarn rope", 64),
+    ],
 )
 def test_longest_sequence(name: str, longest: int) -> None:
     config = DecoderConfig.from_hf(CONFIGS[name])
@@ -345,11 +435,26 @@ def test_few_layers_are_two_of_each_kind() -> None:
     ("config", "reason"),
     [
         (AutoConfig.for_model("gpt2"), "model_type is 'gpt2'"),
-        (LlamaConfig(**SIZES, hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (LlamaConfig(**SIZES, hidden_act="tanh"), "hidden_act is 'tanh'"),
         (LlamaConfig(**SIZES, quantization_config={"quant_method": "awq"}), "quantized"),
         (
             LlamaConfig(**SIZES, rope_parameters=rope("default", partial_rotary_factor=0.5)),
             r"only a part \(0.5\) of each head",
+        ),
+        (
+            Gemma3TextConfig(**SIZES, use_bidirectional_attention=True),
+            "its attention is bidirectional",
+        ),
+        (
+            with_rope(
+                Gemma3TextConfig(**SIZES, layer_types=ALTERNATING),
+                {"sliding_attention": rope("default")},
+            ),
+            "do not state RoPE of 'full_attention' layers",
+        ),
+        (
+            with_rope(LlamaConfig(**SIZES), {"full_attention": rope("default")}),
+            r"rope_parameters differ by type of layer \(\['full_attention'\]\)",
         ),
         (
             Qwen3Config(**SIZES, layer_types=["chunked_attention"] * 3),
@@ -376,6 +481,12 @@ def test_what_it_can_run_it_says(name: str) -> None:
         ({"windows": (None,)}, "1 windows for 3 layers"),
         ({"head_dim": 11}, "head_dim 11 is odd"),
         ({"hidden_size": 0}, "hidden_size .* not 0"),
+        ({"layer_rotaries": (0, 0)}, "RoPE of 2 layers for 3 layers"),
+        ({"qk_norm": "head", "layer_norm": True}, "norms of queries and keys go with RMSNorm"),
+        (
+            {"qk_norm": "head", "rotary": DecoderConfig.from_hf(CONFIGS["glm4"]).rotary},
+            "RoPE of whole heads by halves",
+        ),
     ],
 )
 def test_impossible_configs(change: dict[str, Any], message: str) -> None:
@@ -389,6 +500,10 @@ def test_impossible_configs(change: dict[str, Any], message: str) -> None:
     [
         (GraniteConfig(**SIZES, logits_scaling=0.0), "granite: .*division"),
         (GraniteConfig(**SIZES, residual_multiplier=-1.0), "residual_scale .* not -1.0"),
+        (
+            SmolLM3Config(**SIZES, pad_token_id=0, no_rope_layers=[1, 0], layer_types=ALTERNATING),
+            "smollm3: .* RoPE in or out of 2 layers, for 3 layers",
+        ),
         (Gemma2Config(**SIZES, attn_logit_softcapping=-5.0), "attention_soft_cap .* not -5.0"),
         (
             Glm4Config(

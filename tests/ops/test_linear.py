@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch import Tensor
 from ostinato import compat
 from ostinato.errors import BatchError
 from ostinato.ops import tuning
+from ostinato.ops.activation import Activation, activate
 from ostinato.ops.linear import Gemm, Norm, linear, run_kernel
 from ostinato.ops.tile_config import (
     GemmChoice,
@@ -60,6 +60,7 @@ class Case:
         gated: bool = False,
         residual: bool = False,
         size: float = 1.0,
+        activation: Activation = "silu",
     ) -> None:
         generator = torch.Generator().manual_seed(num_rows + outputs + k)
 
@@ -75,6 +76,7 @@ class Case:
         self.norm = Norm(draw(k), 1e-5) if norm else None
         self.residual = draw(num_rows, outputs) if residual else None
         self.gated = gated
+        self.activation: Activation = activation
 
     def expected(self) -> Tensor:
         x = self.x.double()
@@ -86,7 +88,7 @@ class Case:
             y = y + self.bias.double()
         if self.gated:
             gate, up = y.chunk(2, dim=1)
-            y = F.silu(gate) * up
+            y = activate(gate, self.activation) * up
         return y if self.residual is None else y + self.residual.double()
 
     def check(self, y: Tensor) -> None:
@@ -102,7 +104,7 @@ class Case:
         x = self.x if self.x.shape[0] > 1 else self.x.contiguous()
         before = [None if t is None else t.clone() for t in (x, self.residual)]
         gemm = Gemm(x, self.weight, self.bias, self.norm, self.gated, self.residual)
-        y = run_kernel(config, gemm)
+        y = run_kernel(config, gemm._replace(activation=self.activation))
         for tensor, copy in zip((x, self.residual), before, strict=True):
             assert tensor is None or torch.equal(tensor, copy)
         return y
@@ -138,6 +140,21 @@ def test_kernel_of_several_rows(device: torch.device, extras: dict[str, bool], s
     config = TileConfig(32, 32, 4, num_stages=2, split_k=split, prefetch=1)
     case.check(case.launch(config))
     case.check(case.launch(config))  # counters are zero whatever ran before
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "relu2"])
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_kernel_of_other_gates(device: torch.device, num_rows: int, activation: Any) -> None:
+    """With a norm whose weight is in float32, as Gemma has it."""
+    dtype = torch.float16 if device.type == "cuda" else torch.float32
+    case = Case(
+        num_rows, 21, 64, device=device, dtype=dtype, norm=True, gated=True, activation=activation
+    )
+    assert case.norm is not None
+    case.norm = case.norm._replace(weight=torch.randn(64, device=device))
+    case.check(case.launch(TileConfig(16, 32, 4, num_stages=2)))
+    gemm = linear(case.x, case.weight, norm=case.norm, gated=True, activation=activation)
+    case.check(gemm)
 
 
 @pytest.mark.slow

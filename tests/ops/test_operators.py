@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato import GraphPool
-from ostinato.ops import activation, decode_state, norm, sampling
+from ostinato.ops import activation, decode_state, layer_norm, norm, sampling
 from ostinato.ops.counter_random import exponential_log, spread_seed
 from ostinato.ops.decode_state import DecodeInputs, DecodeState
 from ostinato.ops.sampling_reference import sample_reference
@@ -146,6 +146,87 @@ def test_norm_of_a_sum_that_comes_in_parts(
     assert got.shape == total.shape == residual.shape
 
 
+@few
+@given(
+    parts=st.integers(0, 3),
+    rows=st.integers(1, 4),
+    dim=st.integers(1, 300),
+    dtype=dtypes,
+    wide=st.booleans(),
+    then=st.booleans(),
+)
+def test_norm_of_an_output_then_of_the_sum(
+    find: Any,
+    device: torch.device,
+    parts: int,
+    rows: int,
+    dim: int,
+    dtype: torch.dtype,
+    wide: bool,
+    then: bool,
+) -> None:
+    """Gemma's two norms between sublayers; without the second, OLMo 2's one."""
+    dtype = known(dtype, find, device)
+    shape = (parts, rows, dim) if parts else (rows, dim)
+    x = strided(*shape, dtype=dtype, device=device)
+    residual = strided(rows, dim, dtype=dtype, device=device)
+    weights = [torch.randn(dim).to(device, torch.float32 if wide else dtype) for _ in range(2)]
+    output_norm, after = (norm.Norm(weight, 1e-5) for weight in weights)
+    before = x.clone(), residual.clone()
+    add_output_norm = find(norm, "add_output_norm")
+    got, total = add_output_norm(x, residual, output_norm, after if then else None)
+    summed = x.double().sum(0) if parts else x
+    exact = llama_norm(summed.to(dtype), weights[0], 1e-5).to(dtype).double() + residual.double()
+    # The norm is rounded before it is added, and a part of a sum may be larger than the sum.
+    size = (x.double().abs().sum(0) if parts else x.double().abs()) / summed.double().square().mean(
+        -1, keepdim=True
+    ).add(1e-5).sqrt() * weights[0].double().abs() + exact.abs()
+    assert ((total.double() - exact).abs() <= 8 * ROUNDING[dtype] * size + 1e-6).all()
+    assert_rounded(got, llama_norm(total, weights[1], 1e-5) if then else total, dtype)
+    assert got.shape == total.shape == residual.shape
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
+@few
+@given(
+    parts=st.integers(0, 3),
+    rows=st.integers(1, 4),
+    dim=st.integers(2, 300),
+    dtype=dtypes,
+    biased=st.booleans(),
+)
+def test_layer_norm_is_torchs(
+    find: Any,
+    device: torch.device,
+    parts: int,
+    rows: int,
+    dim: int,
+    dtype: torch.dtype,
+    biased: bool,
+) -> None:
+    dtype = known(dtype, find, device)
+    x = strided(rows, dim, dtype=dtype, device=device) + 3
+    weight = torch.randn(dim).to(device, dtype)
+    bias = torch.randn(dim).to(device, dtype) if biased else None
+
+    def expected(x: Tensor) -> Tensor:
+        wide = None if bias is None else bias.double()
+        return F.layer_norm(x.double(), (dim,), weight.double(), wide, 1e-5)
+
+    def check(got: Tensor, exact: Tensor) -> None:
+        assert got.dtype is dtype
+        rtol = 4 * ROUNDING[dtype]
+        torch.testing.assert_close(got.double(), exact, rtol=rtol, atol=2e-5)
+
+    check(find(layer_norm, "layer_norm")(x, weight, bias, 1e-5), expected(x))
+    shape = (parts, rows, dim) if parts else (rows, dim)
+    terms = strided(*shape, dtype=dtype, device=device)
+    got, total = find(layer_norm, "add_layer_norm")(terms, x, weight, bias, 1e-5)
+    assert_rounded(total, (terms.double().sum(0) if parts else terms.double()) + x.double(), dtype)
+    check(got, expected(total))
+
+
 @given(
     parts=st.sampled_from([1, 2, 3, 4]),
     rows=st.integers(1, 6),
@@ -231,6 +312,47 @@ def test_silu_and_mul_is_rounded_once(
     assert got.is_contiguous()
     exact = F.silu(gate) * up
     assert ((got.double() - exact).abs() <= exact.abs() * ROUNDING[dtype] * 1.001 + 1e-7).all()
+
+
+@few
+@given(
+    name=st.sampled_from(["silu", "gelu_tanh", "gelu", "relu2"]),
+    rows=st.integers(1, 5),
+    width=st.integers(1, 1500),
+    dtype=dtypes,
+    size=st.floats(0.1, 20),
+)
+def test_every_activation_is_rounded_once(
+    find: Any,
+    device: torch.device,
+    name: Any,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    size: float,
+) -> None:
+    from transformers.activations import ACT2FN
+
+    dtype = known(dtype, find, device)
+    gate_up = strided(rows, 2 * width, dtype=dtype, device=device)
+    gate_up[:, :width] *= size
+    got = find(activation, "activate_and_mul")(gate_up, name)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    exact = ACT2FN["gelu_pytorch_tanh" if name == "gelu_tanh" else name](gate) * up
+    assert got.dtype is dtype
+    # Where 1 + erf or 1 + tanh cancels, only the absolute error is small.
+    least = 1e-6 * gate.abs() * up.abs()
+    bound = exact.abs() * ROUNDING[dtype] * 1.001 + least + 1e-7
+    assert ((got.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", ["gelu_tanh", "gelu", "relu2"])
+def test_extreme_gates(find: Any, device: torch.device, name: Any) -> None:
+    gate = torch.tensor([[-3e38, -1e15, -100.0, -10.0, 0.0, 10.0, 1e15, torch.nan]])
+    up = torch.full_like(gate, 0.5)
+    got = find(activation, "activate_and_mul")(torch.cat((gate, up), dim=1).to(device), name).cpu()
+    expected = activation.activate(gate, name) * up
+    torch.testing.assert_close(got, expected, equal_nan=True, rtol=1e-5, atol=1e-20)
 
 
 @pytest.mark.parametrize("shape", [(10,), (2, 3, 10), (0, 10)])

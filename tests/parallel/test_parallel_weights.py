@@ -71,7 +71,7 @@ def test_parts_of_random_weights(
         assert models[1].lm_head is None  # the head is the base model's
 
 
-@pytest.mark.parametrize("name", ["glm4", "phi4_mini"])
+@pytest.mark.parametrize("name", ["glm4", "phi4_mini", "cohere2", "nemotron"])
 def test_random_weights_whose_rows_are_read_in_another_order(name: str) -> None:
     """As the tensors of a checkpoint, which the whole model would have read."""
     config, device = DecoderConfig.from_hf(TINY_NATIVE[name]()), torch.device("cpu")

@@ -109,16 +109,17 @@ def linear_weights(model: Decoder) -> dict[LinearShape, list[torch.Tensor]]:
             shape = LinearShape(num_rows, n, k, model.dtype, norm, gated, residual)
             kinds.setdefault(shape, []).append(weight)
 
-    # As ``SmallM`` fuses them. A norm after a sublayer, or a scale, prevents fusing the residual.
+    # As ``SmallM`` fuses them. A norm after a sublayer, or a scale, prevents fusing the residual;
+    # a LayerNorm is a kernel of its own.
     config, names = model.config, model.config.names
     pre_norm = names.attention_norm is not None and names.attention_output_norm is None
     fused = pre_norm and config.residual_scale == 1.0
     for layer in model.decoder_layers():
-        add(layer.qkv_proj.weight, norm=fused)
+        add(layer.qkv_proj.weight, norm=fused and not config.layer_norm)
         add(layer.o_proj.weight, residual=fused)
         if layer.mixture is None:  # the GEMMs of experts have other kernels
-            add(layer.gate_up_proj.weight, norm=fused, gated=config.activation == "silu")
+            norm = fused and not config.layer_norm
+            add(layer.gate_up_proj.weight, norm=norm, gated=config.gated)
             add(layer.down_proj.weight, residual=fused)
-    if config.norm_offset == 0.0:  # others are in float32, which no kernel fuses
-        add(model.head_weight, norm=True)
+    add(model.head_weight, norm=not config.layer_norm)
     return kinds

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from ostinato.models.native.layer_kernels import (
     AnyKernels,
+    AnyNorm,
     LayerKernels,
     Linear,
     PendingNorm,
     SmallM,
 )
 from ostinato.models.native.mixture import MixtureOfExperts
-from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate_and_mul
-from ostinato.ops.linear import Gemm
 from ostinato.ops.lora import LoraRows, LoraWeights, expand, expand_gated, shrink
 from ostinato.ops.lora_linear import lora_linear
 
@@ -38,7 +37,8 @@ class SmallMWithAdapters(SmallM):
     """``SmallM`` whose GEMMs add the adapters themselves, so that all that it fuses stays fused."""
 
     def __init__(self, run: SmallM, weights: AdaptedLinears, rows: LoraRows) -> None:
-        super().__init__(run._table, run._positions)
+        super().__init__(run._tables, run._positions)
+        self.slots = run.slots
         self._weights = weights
         self._rows = rows
 
@@ -47,11 +47,10 @@ class SmallMWithAdapters(SmallM):
         projection: Linear,
         x: PendingNorm | Tensor,
         *,
-        gated: bool = False,
+        gate: Activation | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        rows, norm = x if isinstance(x, PendingNorm) else (x, None)
-        operands = Gemm(rows, projection.weight, projection.bias, norm, gated, residual)
+        operands = self.operands(projection, x, gate, residual)
         return lora_linear(operands, self._weights[id(projection)], self._rows)
 
 
@@ -68,14 +67,17 @@ class WithAdapters(LayerKernels[Tensor, Tensor]):
         self._rows = rows
 
     def norm(
-        self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None
+        self, norm: AnyNorm | None, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self._run.norm(norm, x, residual)
         assert residual is not None
         return normed, residual
 
-    def output_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+    def output_norm(self, norm: AnyNorm, x: Tensor) -> Tensor:
         return self._run.output_norm(norm, x)
+
+    def delta_norm(self, norm: AnyNorm, x: Tensor) -> Any:
+        return self._run.delta_norm(norm, x)
 
     def project(self, projection: Linear, x: Tensor) -> Tensor:
         weights = self._weights[id(projection)]
@@ -99,6 +101,9 @@ class WithAdapters(LayerKernels[Tensor, Tensor]):
 
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         return self._run.attend(layer, qkv)
+
+    def finish(self, x: Tensor, residual: Tensor | None) -> tuple[Any, Tensor | None]:
+        return self._run.finish(x, residual)
 
     def add(self, x: Tensor, residual: Tensor | None) -> Tensor:
         total: Any = self._run.add(x, residual)

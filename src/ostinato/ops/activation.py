@@ -1,8 +1,8 @@
 """The gated activation of a feed-forward layer: SiLU of the first half times the second half.
 
-SwiGLU is computed in float32 throughout, and rounded once. On CUDA it is one Triton kernel; on the
-CPU a Numba kernel, or plain torch operators, which CPU graphs can replay in place. Other
-activations (GeGLU) use torch operators on every device.
+SwiGLU and GeGLU are computed in float32 throughout, and rounded once. On CUDA each is one Triton
+kernel; on the CPU SwiGLU is a Numba kernel, and all else plain torch operators, which CPU graphs
+can replay in place.
 """
 
 from __future__ import annotations
@@ -17,20 +17,26 @@ from ostinato.ops.numba import MOST_ROWS, prepare_kernel, runs_compiled
 from ostinato.ops.triton.launch import launch, overlap
 
 _BLOCK = 1024
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 
 
 def activate(x: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """SiLU, or GELU in its tanh approximation."""
-    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+    """SiLU, GELU in its tanh approximation, GELU, or the square of ReLU, in torch operators."""
+    if activation == "silu":
+        return F.silu(x)
+    if activation == "relu2":
+        return F.relu(x).square()
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def activate_and_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """``silu_and_mul``, or the same with another activation, in torch operators."""
+    """``silu_and_mul``, or the same with another activation."""
     if activation == "silu":
         return silu_and_mul(gate_up)
-    gate, up = gate_up.chunk(2, dim=-1)
-    return activate(gate, activation) * up
+    if gate_up.is_cuda:
+        return triton_activate_and_mul(gate_up, activation)
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (activate(gate, activation) * up).to(gate_up.dtype)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -48,7 +54,12 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def triton_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """``silu_and_mul`` in Triton. CPU tensors are for the tests, under Triton's interpreter."""
-    from ostinato.ops.triton.activation import silu_and_mul_kernel
+    return triton_activate_and_mul(gate_up, "silu")
+
+
+def triton_activate_and_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``activate_and_mul`` in Triton."""
+    from ostinato.ops.triton.activation import activate_and_mul_kernel
 
     out = _half_as_wide(gate_up)
     if out.numel() == 0:
@@ -57,10 +68,11 @@ def triton_silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     rows = gate_up.reshape(-1, 2 * width)  # a view, if the leading dimensions can be merged
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     launch(
-        silu_and_mul_kernel,
+        activate_and_mul_kernel,
         (rows.shape[0], -(-width // _BLOCK)),
         (rows, out),
         (rows.stride(0), width),
+        ACTIVATION=activation,
         BLOCK=_BLOCK,
         **overlap(out.device),
         num_warps=4,

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from ostinato.errors import BatchError
+from ostinato.ops.norm import Norm as Norm  # also exported from here
+from ostinato.ops.norm import rms_norm
 from ostinato.ops.tile_config import (
     MAX_ROWS,
     GemmChoice,
@@ -29,15 +31,11 @@ from ostinato.ops.triton.counters import take_counters
 from ostinato.ops.triton.launch import launch, overlap
 from ostinato.ops.tuning import tuning
 
+if TYPE_CHECKING:
+    from ostinato.ops.activation import Activation
+
 _HALVES = (torch.float16, torch.bfloat16)
 _EVICT = "evict_first"  # a weight is read once a step, and does not stay until the next
-
-
-class Norm(NamedTuple):
-    """An RMS norm of the input: x / sqrt(mean(x^2) + eps) * weight."""
-
-    weight: torch.Tensor  # [K]
-    eps: float
 
 
 class Gemm(NamedTuple):
@@ -49,6 +47,7 @@ class Gemm(NamedTuple):
     norm: Norm | None = None
     gated: bool = False
     residual: torch.Tensor | None = None  # as the result
+    activation: Activation = "silu"  # if gated
 
 
 class LoraTerm(NamedTuple):
@@ -70,14 +69,19 @@ def linear(
     norm: Norm | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
+    activation: Activation = "silu",
 ) -> torch.Tensor:
-    """norm(x) @ weight.T + bias; silu(first half) * second half if ``gated``; + ``residual``.
+    """norm(x) @ weight.T + bias; activation(first half) * second half if ``gated``; + ``residual``.
 
     ``x`` is [M, K], ``weight`` [N, K], the result a new [M, N], or [M, N / 2] if gated, in x's
     dtype. Sums are in float32. Never synchronises; allocates the result, and the partial sums of a
     split-K GEMM.
     """
-    gemm = Gemm(x, weight, bias, norm, gated, residual)
+    return run_linear(Gemm(x, weight, bias, norm, gated, residual, activation))
+
+
+def run_linear(gemm: Gemm) -> torch.Tensor:
+    """``linear`` of these operands."""
     check_shapes(gemm)
     choice = choose_kernel(gemm)
     return torch_linear(gemm) if choice == "torch" else run_kernel(choice, gemm)
@@ -85,7 +89,7 @@ def linear(
 
 def check_shapes(gemm: Gemm) -> None:
     """Raise unless the shapes fit: a kernel would read beyond a tensor that is too small."""
-    x, weight, bias, norm, gated, residual = gemm
+    x, weight, bias, norm, gated, residual, _ = gemm
     x_shape, weight_shape = x.shape, weight.shape
     if len(x_shape) != 2 or len(weight_shape) != 2 or x_shape[1] != weight_shape[1]:
         raise BatchError(
@@ -109,18 +113,16 @@ def check_shapes(gemm: Gemm) -> None:
 
 def torch_linear(gemm: Gemm) -> torch.Tensor:
     """The GEMM by torch's operators: for large M, for other devices, and as the reference."""
-    x, weight, bias, norm, gated, residual = gemm
+    x, weight, bias, norm, gated, residual, _ = gemm
     if norm is not None:
-        from ostinato.ops.norm import rms_norm
-
         x = rms_norm(x, norm.weight, norm.eps)
     if residual is not None and bias is None and not gated:
         return torch.addmm(residual, x, weight.mT)
     y = F.linear(x, weight, bias)
     if gated:
-        from ostinato.ops.activation import silu_and_mul
+        from ostinato.ops.activation import activate_and_mul
 
-        y = silu_and_mul(y)
+        y = activate_and_mul(y, gemm.activation)
     return y if residual is None else y + residual
 
 
@@ -132,11 +134,13 @@ def choose_kernel(gemm: Gemm, *, adapters: bool = False) -> GemmChoice:
 
     ``adapters``: of a kernel that can add those of LoRA.
     """
-    x, weight, bias, norm, gated, residual = gemm
+    x, weight, bias, norm, gated, residual, _ = gemm
     if not 1 <= x.shape[0] <= MAX_ROWS or not has_kernels(x.device, x.dtype):
         return "torch"
-    others = (weight, bias, norm.weight if norm else None, residual)
+    others = (weight, bias, residual)
     if any(tensor is not None and tensor.dtype != x.dtype for tensor in others):
+        return "torch"
+    if norm is not None and norm.weight.dtype not in (x.dtype, torch.float32):
         return "torch"
     dense_rows = x.stride(1) == 1 and (residual is None or residual.stride(1) == 1)
     if not weight.is_contiguous() or not dense_rows:
@@ -169,6 +173,7 @@ def run_kernel(config: TileConfig, gemm: Gemm, lora: LoraTerm | None = None) -> 
         "N": outputs,
         "K": x.shape[1],
         "GATED": gated,
+        "ACTIVATION": gemm.activation,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "PREFETCH": config.prefetch,
@@ -197,7 +202,7 @@ def _run_row(
 ) -> None:
     from ostinato.ops.triton.linear import row_kernel
 
-    x, weight, bias, norm, _, residual = gemm
+    x, weight, bias, norm, _, residual, _ = gemm
     norm_weight, eps = (None, 0.0) if norm is None else norm
     adapters = (None,) * 3 if lora is None else (lora.b, lora.small, lora.slots)
     tensors = (x, weight, bias, norm_weight, residual, out, *adapters)
@@ -209,7 +214,7 @@ def _run_in_registers(
 ) -> None:
     from ostinato.ops.triton.mma_linear import mma_kernel
 
-    x, weight, bias, norm, _, residual = _with_safe_norm(gemm)
+    x, weight, bias, norm, _, residual, _ = _with_safe_norm(gemm)
     norm_weight, eps = (None, 0.0) if norm is None else norm
     tensors = (x, weight, bias, norm_weight, residual, out)
     strides = (x.stride(0), 0 if residual is None else residual.stride(0))
@@ -229,8 +234,6 @@ def _with_safe_norm(gemm: Gemm) -> Gemm:
     """The same GEMM; in float16, after its norm: without it, x * norm.weight could overflow."""
     if gemm.norm is None or gemm.x.dtype is not torch.float16:
         return gemm
-    from ostinato.ops.norm import rms_norm
-
     return gemm._replace(x=rms_norm(gemm.x, gemm.norm.weight, gemm.norm.eps), norm=None)
 
 
@@ -244,10 +247,8 @@ def _run_tiles(
 ) -> None:
     from ostinato.ops.triton.linear import tile_kernel
 
-    x, weight, bias, norm, gated, residual = gemm
+    x, weight, bias, norm, gated, residual, _ = gemm
     if norm is not None:
-        from ostinato.ops.norm import rms_norm
-
         x = rms_norm(x, norm.weight, norm.eps)
     num_rows, split_k = x.shape[0], config.split_k
     block_m = max(16, row_class(num_rows))  # what tensor cores take

@@ -13,6 +13,7 @@ from itertools import accumulate
 
 import torch
 
+from ostinato.ops.activation import activate_and_mul
 from ostinato.ops.linear import Gemm, LoraTerm, check_shapes, choose_kernel, linear, run_kernel
 from ostinato.ops.lora import (
     RANK_TILE,
@@ -49,7 +50,7 @@ def lora_linear(gemm: Gemm, weights: LoraWeights, rows: LoraRows) -> torch.Tenso
 
 def lora_linear_apart(gemm: Gemm, weights: LoraWeights, rows: LoraRows) -> torch.Tensor:
     """The operators one after the other: for other devices and shapes, and as the reference."""
-    x, weight, bias, norm, gated, residual = gemm
+    x, weight, bias, norm, gated, residual, activation = gemm
     if norm is not None:
         x = rms_norm(x, norm.weight, norm.eps)
     small = shrink(x, weights, rows)
@@ -57,7 +58,12 @@ def lora_linear_apart(gemm: Gemm, weights: LoraWeights, rows: LoraRows) -> torch
         y = linear(x, weight, bias, residual=residual)
         expand(y, small, weights, rows)
         return y
-    y = expand_gated(linear(x, weight, bias), small, weights, rows)
+    y = linear(x, weight, bias)
+    if activation == "silu":
+        y = expand_gated(y, small, weights, rows)
+    else:
+        expand(y, small, weights, rows)
+        y = activate_and_mul(y, activation)
     return y if residual is None else y + residual
 
 

@@ -16,7 +16,8 @@ import torch
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.decoder_config import DecoderConfig, first_layers
+from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.native.shapes import draw_parameters
 from ostinato.models.native.weight_rows import WeightRows
@@ -70,12 +71,12 @@ def draw_sharded_weights(models: Sequence[ShardedDecoder], seed: int) -> None:
     for model in models:
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if isinstance(module, RMSNorm):
-                    parameter.fill_(1.0)
-                elif name == "bias":
+                if name == "bias":
                     parameter.zero_()
+                elif isinstance(module, RMSNorm | LayerNorm):
+                    parameter.fill_(1.0)
     whole = Decoder(
-        replace(config, num_layers=1, windows=(None,)),
+        first_layers(config, 1),
         device=device,
         dtype=first.dtype,
         max_position=1,

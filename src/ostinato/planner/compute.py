@@ -43,16 +43,18 @@ def rank_weights(config: DecoderConfig, layout: ParallelLayout, model: Model) ->
     num_heads, num_kv_heads = head_counts(config, layout, model)
     hidden, width, size = config.hidden_size, config.intermediate_size // parts, config.head_dim
     queries, keys = num_heads * size, num_kv_heads * size
-    layer = hidden * (2 * queries + 2 * keys + 3 * width + config.names.num_norms)
+    layer = hidden * (2 * queries + 2 * keys + (2 + config.gated) * width)
+    layer += hidden * config.names.num_norms * (1 + config.norm_bias)
     layer += (queries + 2 * keys) * config.qkv_bias + hidden * config.output_bias
-    layer += (2 * width + hidden) * config.mlp_bias + (queries + keys) * bool(config.qk_norm)
+    layer += ((1 + config.gated) * width + hidden) * config.mlp_bias
+    layer += (queries + keys) * bool(config.qk_norm)
     table = len(vocabulary(config.vocab_size, parts, 0)) * hidden
     no_head = config.tied_head or model == "shift"
     return RankWeights(
         layers=layer * config.num_layers,
         embedding=table,
         head=0 if no_head else table,
-        norm=hidden,
+        norm=hidden * (1 + config.norm_bias),
     )
 
 

@@ -1,10 +1,11 @@
 """Runs any transformers causal language model, by transformers' modules, on a flat row of tokens.
 
-The modules are unchanged except for attention, expert layers and recurrent layers, which are ours.
-When a model is loaded, it runs a few tokens to find out how its layers call attention, and to check
-the assumptions of this path: that tokens interact only in attention and in recurrent layers, that
-the model uses the given positions, and that the head is applied to the last hidden state. It is the
-general path; the native decoder is the fast one.
+The modules are unchanged except for attention, expert layers and recurrent layers, which are ours,
+and, in half precision, plain norms and gated MLPs (``fused_modules.py``). When a model is loaded,
+it runs a few tokens to find out how its layers call attention, and to check the assumptions of this
+path: that tokens interact only in attention and in recurrent layers, that the model uses the given
+positions, and that the head is applied to the last hidden state. It is the general path; the native
+decoder is the fast one.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from ostinato.models.hf.attention import (
     record_calls,
 )
 from ostinato.models.hf.experts import EXPERTS
+from ostinato.models.hf.fused_modules import fuse_modules
 from ostinato.models.hf.head import decoder_of, head_of
 from ostinato.models.hf.mixer_check import check_mixers, tokens_apart
 from ostinato.models.hf.mixers import install_mixers
@@ -76,6 +78,7 @@ class HFCausalLM(CausalLM):
         self._decoder = decoder_of(model)
         self._head = head_of(model, self._decoder)
         self.attention_specs: Sequence[AttentionSpec] = ()
+        self.num_fused_modules = fuse_modules(model)
         self._mixers = install_mixers(model)
         self.recurrent_specs = [mixer.spec for mixer in self._mixers]
         with torch.no_grad():

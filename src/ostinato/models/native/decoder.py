@@ -28,14 +28,16 @@ from ostinato.models.native.layer import (
     LayerOffloader,
     empty_linear,
     empty_norm,
-    norm_slot,
+    norm_slots,
     run_layers,
 )
 from ostinato.models.native.layer_kernels import Adapters, AnyKernels, LargeM, Plain, SmallM
+from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.native.token_slots import TOKEN_SLOTS, token_slots
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
-from ostinato.ops.linear import Norm, linear
+from ostinato.ops.linear import linear
+from ostinato.ops.norm import Norm
 from ostinato.ops.numba import runs_compiled
 from ostinato.ops.tile_config import MAX_ROWS
 
@@ -96,8 +98,9 @@ class Decoder(nn.Module, CausalLM):
         # In the precision of the states that it scales, as in the models that have one.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         # float32 for every dtype: bfloat16 cannot represent a position such as 100,001.
-        table = config.rotary.table(self.max_position, device)
-        self.register_buffer("rotary_table", table, persistent=False)
+        for number, rotary in enumerate(config.rotaries):
+            table = rotary.table(self.max_position, device)
+            self.register_buffer(_table_name(number), table, persistent=False)
         self.rotary_table: torch.Tensor
         self.attention_specs: Sequence[AttentionSpec] = [
             layer.spec for layer in self.decoder_layers()
@@ -122,7 +125,12 @@ class Decoder(nn.Module, CausalLM):
         if self.offloader is None:
             return run_layers(layers, hidden, run, self._aux)
         with closing(self.offloader.over(layers)) as with_weights:
-            return run_layers(with_weights, hidden, run, self._aux)
+            return run_layers(with_weights, hidden, run, self._aux, weights_leave=True)
+
+    @property
+    def rotary_tables(self) -> list[torch.Tensor]:
+        """The RoPE tables that layers refer to by number (``DecoderLayer.rotary_table``)."""
+        return [getattr(self, _table_name(n)) for n in range(len(self.config.rotaries))]
 
     def _kernels(
         self,
@@ -133,18 +141,18 @@ class Decoder(nn.Module, CausalLM):
     ) -> AnyKernels:
         """Choose the kernels that run the layers for these rows, by shapes and device alone.
 
-        With adapters, if the batch has some. ``table``: what positions are rows of; None: the
-        model's RoPE table.
+        With adapters, if the batch has some. ``table``: what positions are rows of, if the model
+        has one table; None: the model's RoPE tables.
         """
-        table = self.rotary_table if table is None else table
+        tables = self.rotary_tables if table is None else [table]
         run: AnyKernels
         if not self._runs_fused(hidden):  # first: a trace must not depend on the number of rows
-            run = Plain(table, positions, self.dtype)
+            run = Plain(tables, positions, self.dtype)
         else:
             few = hidden.shape[0] <= MAX_ROWS and self.dtype is not torch.float32
             # GEMMs that are summed over ranks cannot add the residual.
             kernels = SmallM if few and not self._exchange.sums else LargeM
-            run = kernels(table, all_positions)
+            run = kernels(tables, all_positions)
         if self.config.experts is not None:
             run.slots = token_slots(hidden)
         return run if self.adapters is None else self.adapters.adapted(run, hidden.shape[0])
@@ -178,8 +186,10 @@ class Decoder(nn.Module, CausalLM):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] of hidden states [B, hidden_size]."""
-        if hidden.is_cuda:
+        if hidden.is_cuda and isinstance(self.norm, RMSNorm):
             logits = linear(hidden, self.head_weight, norm=Norm(self.norm.weight, self.norm.eps))
+        elif hidden.is_cuda:
+            logits = linear(self.norm.fused(hidden), self.head_weight)
         else:
             logits = F.linear(self.norm(hidden), self.head_weight)
         return self._scaled_logits(logits)
@@ -219,7 +229,7 @@ class Decoder(nn.Module, CausalLM):
         yield _vocabulary_slot("model.embed_tokens.weight", self.embed_tokens.weight)
         for index, layer in enumerate(self.decoder_layers()):
             yield from layer.weight_slots(f"model.layers.{index}")
-        yield norm_slot("model.norm.weight", self.norm)
+        yield from norm_slots("model.norm", self.norm)
         if self.lm_head is not None:
             yield _vocabulary_slot("lm_head.weight", self.lm_head.weight)
 
@@ -255,6 +265,10 @@ def _checked_max_position(config: DecoderConfig, asked: int | None) -> int:
             f"only from 1 to {config.max_position} tokens; choose a length in that range"
         )
     return asked
+
+
+def _table_name(number: int) -> str:
+    return f"rotary_table_{number}" if number else "rotary_table"
 
 
 def _vocabulary_slot(name: str, parameter: torch.Tensor) -> WeightSlot:

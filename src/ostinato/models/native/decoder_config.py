@@ -15,7 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from ostinato.errors import ConfigError
 from ostinato.models.native.experts_config import ExpertsConfig
 from ostinato.models.native.families import FAMILIES, LLAMA_NAMES, Family, WeightNames
-from ostinato.models.native.rotary import LONGEST_SEQUENCE, Rotary, rotary_unsupported_reason
+from ostinato.models.native.rotary import (
+    LONGEST_SEQUENCE,
+    Rotary,
+    rope_kinds,
+    rotary_unsupported_reason,
+)
 from ostinato.ops.activation import Activation
 from ostinato.quoting import said, shown
 
@@ -24,7 +29,12 @@ if TYPE_CHECKING:
 
     from ostinato.models.native.raw_config import RawConfig
 
-_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu": "gelu",
+    "relu2": "relu2",
+}
 _SCALES = (
     "attention_scale",
     "attention_soft_cap",
@@ -49,11 +59,11 @@ _LARGEST = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """One decoder: attention and a gated MLP, or several, in each layer; RMSNorm, RoPE.
+    """One decoder: attention and an MLP, or several, in each layer; norms, RoPE.
 
     ``windows`` has one entry per layer: the number of keys that a query sees, itself included, or
-    None for all. ``max_position`` is the longest sequence for which ``rotary`` is right. Options
-    default to Llama's.
+    None for all. ``max_position`` is the longest sequence for which RoPE is right. Options default
+    to Llama's.
     """
 
     vocab_size: int
@@ -83,6 +93,12 @@ class DecoderConfig:
     residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
+    other_rotaries: tuple[Rotary, ...] = ()  # of some layers; they differ in frequencies alone
+    layer_rotaries: tuple[int, ...] = ()  # one per layer: 0 is ``rotary``, then the others
+    gated: bool = True  # the MLP has a gate; activation is the gate's, or else that of all of it
+    parallel: bool = False  # attention and MLP read the same norm
+    layer_norm: bool = False  # LayerNorm in place of RMSNorm
+    norm_bias: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -119,8 +135,23 @@ class DecoderConfig:
                 "the native decoder adds the output of experts to the residual stream as it is: "
                 "without a scale, and without a norm after it"
             )
+        if self.layer_rotaries and len(self.layer_rotaries) != self.num_layers:
+            raise ConfigError(
+                f"RoPE of {len(self.layer_rotaries)} layers for {self.num_layers} layers"
+            )
+        if self.qk_norm is not None and self.layer_norm:
+            raise ConfigError("norms of queries and keys go with RMSNorm")
         if self.head_dim % 2:
             raise ConfigError(f"RoPE rotates pairs, but head_dim {self.head_dim} is odd")
+
+    def rotary_number(self, layer: int) -> int:
+        """Which of ``rotaries`` a layer has."""
+        return self.layer_rotaries[layer] if self.layer_rotaries else 0
+
+    @property
+    def rotaries(self) -> tuple[Rotary, ...]:
+        """The different RoPEs of the model."""
+        return (self.rotary, *self.other_rotaries)
 
     @classmethod
     def from_hf(cls, config: PretrainedConfig | RawConfig) -> DecoderConfig:
@@ -135,6 +166,10 @@ class DecoderConfig:
             options = {"windows": (None,) * num_layers, **family.options(config)}
         except (ArithmeticError, TypeError, ValueError) as error:
             raise ConfigError(f"{config.model_type}: {said(error)}") from error
+        layer_rotaries = _layer_rotaries(config, family)
+        # The first decides the order of a head's rows, so layers without RoPE come last.
+        rotary, *others = sorted(dict.fromkeys(layer_rotaries), key=lambda each: each.num_fixed)
+        numbers = {each: number for number, each in enumerate((rotary, *others))}
         return cls(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -143,10 +178,12 @@ class DecoderConfig:
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=_head_dim(config),
-            rms_norm_eps=config.rms_norm_eps,
+            rms_norm_eps=getattr(config, family.eps),
             tied_head=bool(config.tie_word_embeddings),
-            rotary=Rotary.from_hf(config, _head_dim(config), interleaved=family.interleaved),
-            max_position=_max_position(config),
+            rotary=rotary,
+            other_rotaries=tuple(others),
+            layer_rotaries=tuple(numbers[each] for each in layer_rotaries) if others else (),
+            max_position=min(_max_position(config, rope) for rope in rope_kinds(config).values()),
             names=family.names,
             activation=_ACTIVATIONS[getattr(config, family.activation)],
             **options,
@@ -155,7 +192,12 @@ class DecoderConfig:
 
 def first_layers(config: DecoderConfig, num_layers: int) -> DecoderConfig:
     """The decoder that ends after ``num_layers`` layers."""
-    return replace(config, num_layers=num_layers, windows=config.windows[:num_layers])
+    return replace(
+        config,
+        num_layers=num_layers,
+        windows=config.windows[:num_layers],
+        layer_rotaries=config.layer_rotaries[:num_layers],
+    )
 
 
 def _check_sizes(config: PretrainedConfig | RawConfig) -> None:
@@ -186,8 +228,9 @@ def unsupported_reason(config: PretrainedConfig | RawConfig) -> str | None:
     unknown = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     if unknown:
         return f"it has layers of the types {shown(sorted(unknown))}"
-    reason = family.unsupported(config)
-    return reason or rotary_unsupported_reason(config, partial=family.partial_rotary)
+    return family.refuses(config) or rotary_unsupported_reason(
+        config, partial=family.partial_rotary, by_layer_type=family.rotary_by_layer_type
+    )
 
 
 def supports(config: PretrainedConfig | RawConfig) -> bool:
@@ -200,9 +243,27 @@ def _head_dim(config: PretrainedConfig | RawConfig) -> int:
     return head_dim or config.hidden_size // config.num_attention_heads
 
 
-def _max_position(config: PretrainedConfig | RawConfig) -> int:
+def _layer_rotaries(config: PretrainedConfig | RawConfig, family: Family) -> tuple[Rotary, ...]:
+    """RoPE of every layer."""
+    head_dim, num_layers = _head_dim(config), config.num_hidden_layers
+    kinds = {
+        kind: Rotary.from_hf(config, head_dim, interleaved=family.interleaved, layer_type=kind)
+        for kind in rope_kinds(config)
+    }
+    layer_kinds = config.layer_types if family.rotary_by_layer_type else (None,) * num_layers
+    rotated = family.rotated(config)
+    if len(layer_kinds) != num_layers or len(rotated) != num_layers:
+        raise ConfigError(
+            f"{config.model_type}: {len(layer_kinds)} layer types, and RoPE in or out of "
+            f"{len(rotated)} layers, for {num_layers} layers"
+        )
+    none = Rotary.none(head_dim, interleaved=family.interleaved)
+    pairs = zip(layer_kinds, rotated, strict=True)
+    return tuple(kinds[kind] if has_rope else none for kind, has_rope in pairs)
+
+
+def _max_position(config: PretrainedConfig | RawConfig, rope: dict[str, Any]) -> int:
     stated: int = config.max_position_embeddings
-    rope: dict[str, Any] = config.rope_parameters
     if rope["rope_type"] == "yarn" and rope.get("factor") is not None:
         # Such configs often state the length of pretraining, which the factor then extends.
         return max(stated, int(rope["original_max_position_embeddings"] * rope["factor"]))

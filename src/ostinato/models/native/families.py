@@ -7,7 +7,7 @@ before the MLP (pre-norm, as in Llama), after each (post-norm, as in OLMo 2), or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,11 +58,12 @@ LLAMA_NAMES = WeightNames()
 class Family:
     """``options``: fields of ``DecoderConfig``, from a model's config, that differ from Llama's.
 
-    ``activation``: the config field with the name of the activation. ``interleaved``: RoPE pairs
-    neighbours (2i, 2i + 1) instead of halves. ``partial_rotary``: it uses partial_rotary_factor.
-    ``experts``: it has a mixture of experts. ``unsupported``: why a model of it cannot run; None if
-    it can. ``fields``: further fields that a config.json must state to be read without
-    transformers; None: transformers reads it.
+    ``activation``: the config field with the name of the activation; ``eps``: that with the norms'
+    eps. ``interleaved``: RoPE pairs neighbours (2i, 2i + 1) instead of halves. ``partial_rotary``:
+    it uses partial_rotary_factor. ``rotary_by_layer_type``: rope_parameters has an entry for each
+    type of layer. ``rotated``: which layers have RoPE. ``experts``: it has a mixture of experts.
+    ``refuses``: why a model of the family cannot run, None if it can. ``fields``: further fields
+    that a config.json must state to be read without transformers; None: transformers reads it.
     """
 
     options: Callable[[Any], dict[str, Any]] = lambda config: {}
@@ -70,8 +71,11 @@ class Family:
     activation: str = "hidden_act"
     interleaved: bool = False
     partial_rotary: bool = False
+    eps: str = "rms_norm_eps"
+    rotary_by_layer_type: bool = False
+    rotated: Callable[[Any], Sequence[bool]] = lambda config: (True,) * config.num_hidden_layers
     experts: bool = False
-    unsupported: Callable[[Any], str | None] = lambda config: None
+    refuses: Callable[[Any], str | None] = lambda config: None
     fields: Mapping[str, Types] | None = field(default=None, hash=False)
 
 
@@ -95,6 +99,38 @@ def window_by_layer(config: Any) -> dict[str, Any]:
         return {}
     kinds = config.layer_types
     return {"windows": tuple(window if kind == "sliding_attention" else None for kind in kinds)}
+
+
+def _bidirectional(config: Any) -> str | None:
+    """Gemma's option for embedding models."""
+    if getattr(config, "use_bidirectional_attention", None):
+        return "its attention is bidirectional (use_bidirectional_attention)"
+    return None
+
+
+_GEMMA_NAMES = WeightNames(
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
+)
+_OLMO_NAMES = WeightNames(
+    attention_norm=None,
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_output_norm="post_feedforward_layernorm",
+)
+
+
+def _windowed(config: Any) -> list[bool]:
+    """RoPE in the layers that have a window, of models in which some have one."""
+    if config.sliding_window is None:
+        return [True] * config.num_hidden_layers
+    return [kind == "sliding_attention" for kind in config.layer_types]
+
+
+def _use_bias(config: Any) -> dict[str, Any]:
+    """On all projections, if the config says so."""
+    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bool(config.use_bias))
 
 
 # --- the families -------------------------------------------------------------------------------
@@ -133,12 +169,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         options=lambda config: {"qk_norm": "full", **attention_bias(config)},
-        names=WeightNames(
-            attention_norm=None,
-            attention_output_norm="post_attention_layernorm",
-            mlp_norm=None,
-            mlp_output_norm="post_feedforward_layernorm",
-        ),
+        names=_OLMO_NAMES,
     ),
     "gemma2": Family(
         options=lambda config: {
@@ -150,12 +181,41 @@ FAMILIES: dict[str, Family] = {
             **attention_bias(config),
             **window_by_layer(config),
         },
-        names=WeightNames(
-            attention_output_norm="post_attention_layernorm",
-            mlp_norm="pre_feedforward_layernorm",
-            mlp_output_norm="post_feedforward_layernorm",
-        ),
+        names=_GEMMA_NAMES,
         activation="hidden_activation",
+        refuses=_bidirectional,
+    ),
+    "gemma": Family(
+        options=lambda config: {
+            "norm_offset": 1.0,
+            "embedding_scale": config.hidden_size**0.5,
+            **attention_bias(config),
+        },
+        refuses=_bidirectional,
+    ),
+    "gemma3_text": Family(  # its attn_logit_softcapping is not used by transformers either
+        options=lambda config: {
+            "norm_offset": 1.0,
+            "qk_norm": "head",
+            "embedding_scale": config.hidden_size**0.5,
+            "attention_scale": config.query_pre_attn_scalar**-0.5,
+            "logit_soft_cap": config.final_logit_softcapping,
+            **attention_bias(config),
+            **window_by_layer(config),
+        },
+        names=_GEMMA_NAMES,
+        activation="hidden_activation",
+        rotary_by_layer_type=True,
+        refuses=_bidirectional,
+        fields={
+            "head_dim": (int,),
+            "query_pre_attn_scalar": (int, float),
+            "attention_bias": (bool,),
+            "sliding_window": (int,),
+            "layer_types": (list,),
+            "final_logit_softcapping": (float, type(None)),
+            "use_bidirectional_attention": (bool, type(None)),
+        },
     ),
     "phi3": Family(
         options=window_everywhere,
@@ -167,6 +227,7 @@ FAMILIES: dict[str, Family] = {
             up="mlp.gate_up_proj",
         ),
         partial_rotary=True,
+        fields={"sliding_window": (int, type(None))},
     ),
     "glm4": Family(
         options=lambda config: {"qkv_bias": bool(config.attention_bias)},
@@ -224,7 +285,7 @@ FAMILIES: dict[str, Family] = {
             **olmoe_experts(config),
         },
         experts=True,
-        unsupported=lambda config: (
+        refuses=lambda config: (
             None if config.clip_qkv is None else f"its clip_qkv is {config.clip_qkv}, not null"
         ),
     ),
@@ -245,5 +306,74 @@ FAMILIES: dict[str, Family] = {
         },
         partial_rotary=True,
         experts=True,
+    ),
+    "olmo3": Family(
+        options=lambda config: {
+            "qk_norm": "full",
+            **attention_bias(config),
+            **window_by_layer(config),
+        },
+        names=_OLMO_NAMES,
+        rotary_by_layer_type=True,
+    ),
+    "smollm3": Family(
+        options=lambda config: {
+            "mlp_bias": bool(config.mlp_bias),
+            **attention_bias(config),
+            **(window_by_layer(config) if config.use_sliding_window else {}),
+        },
+        rotated=lambda config: [bool(each) for each in config.no_rope_layers],
+    ),
+    "seed_oss": Family(
+        options=lambda config: {
+            "qkv_bias": bool(config.attention_bias),
+            "output_bias": bool(config.attention_out_bias),
+            "mlp_bias": bool(config.mlp_bias),
+        },
+    ),
+    "ernie4_5": Family(options=_use_bias, interleaved=True),
+    "exaone4": Family(
+        options=lambda config: {"qk_norm": "head", **window_by_layer(config)},
+        names=_OLMO_NAMES,
+        rotated=_windowed,
+    ),
+    "cohere2": Family(
+        options=lambda config: {
+            "parallel": True,
+            "layer_norm": True,
+            "logit_scale": config.logit_scale,
+            **attention_bias(config),
+            **window_by_layer(config),
+        },
+        names=WeightNames(mlp_norm=None),
+        eps="layer_norm_eps",
+        interleaved=True,
+        rotated=lambda config: [
+            config.sliding_window is not None and kind == "sliding_attention"
+            for kind in config.layer_types
+        ],
+    ),
+    "starcoder2": Family(
+        options=lambda config: {
+            "gated": False,
+            "layer_norm": True,
+            "norm_bias": True,
+            **_use_bias(config),
+            **window_everywhere(config),
+        },
+        names=WeightNames(up="mlp.c_fc", down="mlp.c_proj"),
+        eps="norm_epsilon",
+    ),
+    "nemotron": Family(
+        options=lambda config: {
+            "gated": False,
+            "layer_norm": True,
+            "norm_bias": True,
+            "norm_offset": 1.0,
+            "mlp_bias": bool(config.mlp_bias),
+            **attention_bias(config),
+        },
+        eps="norm_eps",
+        partial_rotary=True,
     ),
 }

@@ -18,14 +18,17 @@ from ostinato.attention.base import AttentionSpec
 from ostinato.graphs.capture.pool import WeightOffloader
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
-from ostinato.models.native.layer_kernels import AnyKernels, Linear
+from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, Linear
+from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.mixture import MixtureOfExperts
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.weight_slot import Role, WeightSlot
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a gated MLP or a mixture of them, each added to the residual stream.
+    """Attention, then an MLP or a mixture of them, each added to the residual stream.
+
+    Or both, of one norm (parallel).
 
     There is a norm before each (pre-norm), after each (post-norm), or both, as the family's names
     say (``families.py``). A norm that does not exist is None. A layer with a ``mixture`` of experts
@@ -55,6 +58,7 @@ class DecoderLayer(nn.Module):
         )
         self.head_counts = (config.num_heads, config.num_kv_heads)
         self.rms_norm_eps = config.rms_norm_eps
+        self.rotary_table = config.rotary_number(layer)
         self._config = config
         self._activation = config.activation
         self._residual_scale = config.residual_scale
@@ -65,7 +69,7 @@ class DecoderLayer(nn.Module):
         def linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
             return empty_linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
 
-        def norm(there: object, *shape: int) -> RMSNorm | None:
+        def norm(there: object, *shape: int) -> Any:
             return empty_norm(config, *shape, device=device, dtype=dtype) if there else None
 
         names, full = config.names, config.qk_norm == "full"
@@ -90,7 +94,8 @@ class DecoderLayer(nn.Module):
                 linear=lambda inputs, outputs: linear(inputs, outputs, False),
             )
         else:
-            self.gate_up_proj = linear(hidden, 2 * width, config.mlp_bias)
+            # Without a gate, only what is called up.
+            self.gate_up_proj = linear(hidden, (1 + config.gated) * width, config.mlp_bias)
             self.down_proj = linear(width, hidden, config.mlp_bias)
         self.mlp_output_norm = norm(names.mlp_output_norm, hidden)
 
@@ -102,6 +107,9 @@ class DecoderLayer(nn.Module):
         Returns the same for the next layer. Only ``run`` knows the form of ``x``.
         """
         x, residual = run.norm(self.attention_norm, x, residual)
+        if self._config.parallel:
+            residual = run.add(self.attention(x, run), residual)
+            return self.mlp(x, run), residual
         x = self.attention(x, run)
         x, residual = run.norm(self.mlp_norm, x, residual)
         x = self.mlp(x, run)
@@ -114,7 +122,8 @@ class DecoderLayer(nn.Module):
     def mlp(self, x: Any, run: AnyKernels) -> Any:
         if self.mixture is not None:
             return run.experts(self.mixture, x, self._shared(self.mixture, x, run))
-        x = run.gated(self.gate_up_proj, x, self._activation)
+        widen = run.gated if self._config.gated else run.activated
+        x = widen(self.gate_up_proj, x, self._activation)
         return self._output(self.down_proj, x, self.mlp_output_norm, run)
 
     def _shared(self, mixture: MixtureOfExperts, x: Any, run: AnyKernels) -> torch.Tensor | None:
@@ -138,15 +147,18 @@ class DecoderLayer(nn.Module):
         return torch.cat((query, key, value), dim=1)
 
     def _output(
-        self, projection: Linear, x: torch.Tensor, norm: RMSNorm | None, run: AnyKernels
+        self, projection: Linear, x: torch.Tensor, norm: AnyNorm | None, run: AnyKernels
     ) -> Any:
         """The value that a sublayer adds to the residual stream."""
-        if norm is None and self._residual_scale == 1.0 and not self.exchange.sums:
-            return run.output(projection, x)
-        x = self.exchange.sum(run.project(projection, x))
-        if norm is not None:
-            x = run.output_norm(norm, x)
-        return x if self._residual_scale == 1.0 else x * self._residual_scale
+        if self._residual_scale != 1.0:
+            x = self.exchange.sum(run.project(projection, x))
+            return (x if norm is None else run.output_norm(norm, x)) * self._residual_scale
+        delta: Any = (
+            self.exchange.sum(run.project(projection, x))
+            if self.exchange.sums
+            else run.output(projection, x)
+        )
+        return delta if norm is None else run.delta_norm(norm, delta)
 
     def linear_slots(self, prefix: str) -> Iterator[tuple[nn.Linear, list[WeightSlot]]]:
         """The layer's linears, each with its tensors by their checkpoint names."""
@@ -166,8 +178,9 @@ class DecoderLayer(nn.Module):
         ]
         if self.mixture is None:
             width = self.down_proj.in_features
+            widened: list[_RowRange] = [(names.gate, "gate", width), (names.up, "up", width)]
             linears += [
-                (self.gate_up_proj, [(names.gate, "gate", width), (names.up, "up", width)]),
+                (self.gate_up_proj, widened if self._config.gated else widened[1:]),
                 (self.down_proj, [(names.down, "down", hidden)]),
             ]
         for linear, row_ranges in linears:
@@ -193,14 +206,16 @@ class DecoderLayer(nn.Module):
         )
         for name, norm in norms:
             if norm is not None:
-                yield norm_slot(f"{prefix}.{name}.weight", norm)
+                yield from norm_slots(f"{prefix}.{name}", norm)
         if self.qk_norm is not None:  # one weight, repeated for each head
             per_head = self.qk_norm.weight.detach().split(self.head_counts)
             order = self._config.rotary.head_rows
             parts = order if len(order) > 1 else None  # in the order of the rows that it norms
             for name, target in zip((names.query_norm, names.key_norm), per_head, strict=True):
                 shape = torch.Size([head_dim])
-                yield WeightSlot(f"{prefix}.{name}.weight", target, shape, parts=parts)
+                offset = self.qk_norm.offset
+                name = f"{prefix}.{name}.weight"
+                yield WeightSlot(name, target, shape, parts=parts, offset=offset)
 
 
 class LayerOffloader(WeightOffloader, Protocol):
@@ -221,15 +236,22 @@ def run_layers(
     hidden: torch.Tensor,
     run: AnyKernels,
     aux: Mapping[int, torch.Tensor] | None = None,
+    *,
+    weights_leave: bool = False,
 ) -> torch.Tensor:
-    """Run ``hidden`` through ``layers``; copy the input of those in ``aux`` there."""
+    """Run ``hidden`` through ``layers``; copy the input of those in ``aux`` there.
+
+    ``weights_leave``: a layer's weights are gone when the next one runs.
+    """
     stream: list[Any] = [hidden, None]
     for layer in layers:  # handed over, not kept here: a layer's values end with their last reader
         if aux and layer.spec.layer in aux:
             hidden = run.add(*stream)
             aux[layer.spec.layer][: hidden.shape[0]].copy_(hidden)
             stream = [hidden, None]
-        stream += run.finish(*layer.forward(stream.pop(0), stream.pop(0), run))
+        stream += layer.forward(stream.pop(0), stream.pop(0), run)
+        if weights_leave:
+            stream += run.finish(stream.pop(0), stream.pop(0))
     return run.add(*stream)
 
 
@@ -255,18 +277,26 @@ def empty_linear(
 
 def empty_norm(
     config: DecoderConfig, *shape: int, device: torch.device, dtype: torch.dtype
-) -> RMSNorm:
+) -> AnyNorm:
     """An uninitialised norm; its weight is float32 if the family adds an offset to it."""
     dtype = torch.float32 if config.norm_offset else dtype
-    norm = RMSNorm(shape, config.rms_norm_eps, device=device, dtype=dtype)
+    eps = config.rms_norm_eps
+    norm: AnyNorm = (
+        LayerNorm(shape, eps, bias=config.norm_bias, device=device, dtype=dtype)
+        if config.layer_norm
+        else RMSNorm(shape, eps, device=device, dtype=dtype)
+    )
     norm.offset = config.norm_offset
     return norm
 
 
-def norm_slot(name: str, norm: RMSNorm) -> WeightSlot:
-    """The weight of a norm, which is whole on every rank."""
+def norm_slots(name: str, norm: AnyNorm) -> Iterator[WeightSlot]:
+    """The tensors of the norm called ``name``, which are whole on every rank."""
     weight = norm.weight.detach()
-    return WeightSlot(name, weight, weight.shape, offset=norm.offset)
+    yield WeightSlot(f"{name}.weight", weight, weight.shape, offset=norm.offset)
+    if isinstance(norm, LayerNorm) and norm.bias is not None:
+        bias = norm.bias.detach()
+        yield WeightSlot(f"{name}.bias", bias, bias.shape)
 
 
 def _linear_slots(

@@ -2,13 +2,15 @@
 
 A fusion across two lines of the body is a value. ``norm`` may return a pending norm that the next
 GEMM applies; ``output`` may return a pending GEMM that adds the residual, or the partial sums of a
-split-K GEMM, which the next ``norm`` adds up. Each strategy consumes its own values, so the body
-never inspects them. A strategy serves one forward: it holds the batch's positions.
+split-K GEMM, which the next ``norm`` adds up; ``delta_norm`` a pending norm of these. Each strategy
+consumes its own values, so the body never inspects them. A strategy serves one forward: it holds
+the batch's positions.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -16,19 +18,21 @@ import torch.nn.functional as F
 
 from ostinato.attention.base import attend, attend_qkv
 from ostinato.attention.rope import RotaryEmbedding, angles_at, rotate
+from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.mixture import MixtureOfExperts
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate, activate_and_mul
 from ostinato.ops.expert_kernels import RoutedToken, down_row, expert_parts, gate_up_row
 from ostinato.ops.experts import run_experts
-from ostinato.ops.linear import Norm, linear
-from ostinato.ops.norm import add_rms_norm, rms_norm
+from ostinato.ops.linear import Gemm, run_linear
+from ostinato.ops.norm import Norm, add_output_norm, rms_norm
 from ostinato.ops.split_k import split_k_gemm
 
 if TYPE_CHECKING:
     from ostinato.models.native.layer import DecoderLayer
 
 Tensor = torch.Tensor
+AnyNorm = RMSNorm | LayerNorm
 Normed = TypeVar("Normed")  # what a sublayer reads
 Delta = TypeVar("Delta")  # what a sublayer adds to the residual
 
@@ -53,7 +57,7 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
 
     @abstractmethod
     def norm(
-        self, norm: RMSNorm | None, x: Delta | Tensor, residual: Tensor | None
+        self, norm: AnyNorm | None, x: Delta | Tensor, residual: Tensor | None
     ) -> tuple[Normed | Tensor, Tensor]:
         """The norm of ``residual + x``, and the sum; ``residual`` None: ``x`` is all of it.
 
@@ -61,7 +65,7 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
         """
 
     @abstractmethod
-    def output_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+    def output_norm(self, norm: AnyNorm, x: Tensor) -> Tensor:
         """The norm of a projection's result, or of some columns of it."""
 
     @abstractmethod
@@ -75,6 +79,15 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
     @abstractmethod
     def output(self, projection: Linear, x: Tensor) -> Delta:
         """``project`` for a result that goes to ``norm`` or ``add``, summed over ranks."""
+
+    def activated(self, projection: Linear, x: Normed, activation: Activation) -> Tensor:
+        """``activation`` of the projection, for an MLP without a gate."""
+        return activate(self.project(projection, x), activation)
+
+    def delta_norm(self, norm: AnyNorm, x: Delta | Tensor) -> Delta | Tensor:
+        """The norm of what ``output`` returns, or of the same summed over ranks."""
+        assert isinstance(x, Tensor), "strategies with other values have their own"
+        return self.output_norm(norm, x)
 
     @abstractmethod
     def experts(self, experts: MixtureOfExperts, x: Normed, shared: Tensor | None) -> Delta:
@@ -101,19 +114,19 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
 class Plain(LayerKernels[Tensor, Tensor]):
     """Plain torch operators: the reference, and the code that torch.compile sees.
 
-    ``positions`` belong to the rows that the layer computes.
+    ``tables``: the model's RoPE tables. ``positions`` belong to the rows that the layer computes.
     """
 
-    def __init__(self, table: Tensor, positions: Tensor, dtype: torch.dtype) -> None:
-        self._angles = angles_at(table, positions, dtype)
+    def __init__(self, tables: Sequence[Tensor], positions: Tensor, dtype: torch.dtype) -> None:
+        self._angles = [angles_at(table, positions, dtype) for table in tables]
 
     def norm(
-        self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None
+        self, norm: AnyNorm | None, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         residual = self.add(x, residual)
         return (residual if norm is None else norm(residual)), residual
 
-    def output_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
+    def output_norm(self, norm: AnyNorm, x: Tensor) -> Tensor:
         normed: Tensor = norm(x)
         return normed
 
@@ -146,7 +159,7 @@ class Plain(LayerKernels[Tensor, Tensor]):
         """
         if layer.qk_norm is not None:
             heads = layer.qk_norm(heads, which)
-        return rotate(heads, *self._angles)
+        return rotate(heads, *self._angles[layer.rotary_table])
 
     def add(self, x: Tensor, residual: Tensor | None) -> Tensor:
         return x if residual is None else residual + x
@@ -155,15 +168,16 @@ class Plain(LayerKernels[Tensor, Tensor]):
 class _Fused(LayerKernels[Normed, Delta]):
     """Attention from the raw QKV GEMM, RoPE included.
 
-    ``positions`` belong to all tokens that attention sees, even if they are split over ranks.
+    ``tables``: the model's RoPE tables. ``positions`` belong to all tokens that attention sees,
+    even if they are split over ranks.
     """
 
-    def __init__(self, table: Tensor, positions: Tensor) -> None:
-        self._table = table
+    def __init__(self, tables: Sequence[Tensor], positions: Tensor) -> None:
+        self._tables = tables
         self._positions = positions
 
-    def output_norm(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        return rms_norm(x, norm.weight, norm.eps)
+    def output_norm(self, norm: AnyNorm, x: Tensor) -> Tensor:
+        return norm.fused(x)
 
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         (num_heads, _), spec = layer.head_counts, layer.spec
@@ -172,7 +186,9 @@ class _Fused(LayerKernels[Normed, Delta]):
         if qk_norm is not None and spec.num_heads < num_heads:
             # Attention has some of these heads. One weight serves all queries, and one all keys.
             qk_norm = qk_norm[num_heads - spec.num_heads : num_heads + spec.num_kv_heads]
-        rotary = RotaryEmbedding(table=self._table, qk_norm=qk_norm, eps=layer.rms_norm_eps)
+        rotary = RotaryEmbedding(
+            table=self._tables[layer.rotary_table], qk_norm=qk_norm, eps=layer.rms_norm_eps
+        )
         mixed = attend_qkv(spec, qkv, rotary, self._positions, layer.sinks)
         return layer.exchange.heads_for_tokens(mixed).flatten(1)
 
@@ -198,7 +214,22 @@ class PendingExperts(NamedTuple):
     shared: Tensor | None
 
 
-Pending = PendingGemm | PendingExperts | Tensor
+class PendingDeltaNorm(NamedTuple):
+    """The norm of ``x``, to be applied where it is added to the residual."""
+
+    x: Tensor  # or partial sums of it
+    norm: RMSNorm
+
+    def added(self, residual: Tensor | None, norm: AnyNorm | None) -> tuple[Tensor, Tensor]:
+        """``norm`` of the residual with this added to it, and that sum."""
+        assert residual is not None, "a sublayer has read a residual"
+        after = Norm(norm.weight, norm.eps) if isinstance(norm, RMSNorm) else None
+        own = Norm(self.norm.weight, self.norm.eps)
+        normed, total = add_output_norm(self.x, residual, own, after)
+        return (norm.fused(total) if isinstance(norm, LayerNorm) else normed), total
+
+
+Pending = PendingGemm | PendingDeltaNorm | PendingExperts | Tensor
 
 
 class SmallM(_Fused[PendingNorm | Tensor, Pending]):
@@ -209,14 +240,18 @@ class SmallM(_Fused[PendingNorm | Tensor, Pending]):
     """
 
     def norm(
-        self, norm: RMSNorm | None, x: Pending, residual: Tensor | None
+        self, norm: AnyNorm | None, x: Pending, residual: Tensor | None
     ) -> tuple[PendingNorm | Tensor, Tensor]:
+        if isinstance(x, PendingDeltaNorm):
+            return x.added(residual, norm)
         if norm is not None and residual is not None and isinstance(x, Tensor):
             # A result summed over ranks, normed or scaled cannot be added inside the GEMM.
-            return add_rms_norm(x, residual, norm.weight, norm.eps)
+            return norm.fused_add(x, residual)
         residual = self.add(x, residual)
         if norm is None:
             return residual, residual
+        if isinstance(norm, LayerNorm):  # its mean is no factor of the result
+            return norm.fused(residual), residual
         return PendingNorm(residual, Norm(norm.weight, norm.eps)), residual
 
     def gemm(
@@ -224,21 +259,31 @@ class SmallM(_Fused[PendingNorm | Tensor, Pending]):
         projection: Linear,
         x: PendingNorm | Tensor,
         *,
-        gated: bool = False,
+        gate: Activation | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """The projection with what is fused into it: all GEMMs of a layer come here."""
+        """The projection with what is fused into it: all GEMMs of a layer come here.
+
+        ``gate``: the activation of the first half, by which the second is multiplied.
+        """
+        return run_linear(self.operands(projection, x, gate, residual))
+
+    def operands(
+        self,
+        projection: Linear,
+        x: PendingNorm | Tensor,
+        gate: Activation | None,
+        residual: Tensor | None,
+    ) -> Gemm:
         rows, norm = x if isinstance(x, PendingNorm) else (x, None)
         weight, bias = projection.weight, projection.bias
-        return linear(rows, weight, bias, norm=norm, gated=gated, residual=residual)
+        return Gemm(rows, weight, bias, norm, gate is not None, residual, gate or "silu")
 
     def project(self, projection: Linear, x: PendingNorm | Tensor) -> Tensor:
         return self.gemm(projection, x)
 
     def gated(self, projection: Linear, x: PendingNorm | Tensor, activation: Activation) -> Tensor:
-        if activation != "silu":
-            return activate_and_mul(self.project(projection, x), activation)
-        return self.gemm(projection, x, gated=True)
+        return self.gemm(projection, x, gate=activation)
 
     def output(self, projection: Linear, x: Tensor) -> PendingGemm:
         return PendingGemm(projection, x)
@@ -255,10 +300,16 @@ class SmallM(_Fused[PendingNorm | Tensor, Pending]):
             return PendingExperts(token, shared)
         return expert_parts(rows, experts.weights, self.slots, norm, shared)
 
-    def finish(self, x: Pending, residual: Tensor | None) -> tuple[Pending, Tensor | None]:
+    def delta_norm(self, norm: AnyNorm, x: Pending) -> PendingDeltaNorm | Tensor:
+        rows = self.add(x, None)
+        return PendingDeltaNorm(rows, norm) if isinstance(norm, RMSNorm) else norm.fused(rows)
+
+    def finish(self, x: Pending, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return (x, residual) if isinstance(x, Tensor) else (self.add(x, residual), None)
 
     def add(self, x: Pending, residual: Tensor | None) -> Tensor:
+        if isinstance(x, PendingDeltaNorm):
+            return x.added(residual, None)[1]
         if isinstance(x, PendingGemm):
             return self.gemm(x.projection, x.x, residual=residual)
         if isinstance(x, PendingExperts):
@@ -268,21 +319,23 @@ class SmallM(_Fused[PendingNorm | Tensor, Pending]):
         return _added(x, residual)
 
 
-class LargeM(_Fused[Tensor, Tensor]):
+class LargeM(_Fused[Tensor, PendingDeltaNorm | Tensor]):
     """For large M: torch's GEMMs, and small operators between them.
 
     A GEMM too small to fill the GPU is split-K: [P, T, N], added up by the next norm.
     """
 
     def norm(
-        self, norm: RMSNorm | None, x: Tensor, residual: Tensor | None
+        self, norm: AnyNorm | None, x: PendingDeltaNorm | Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        if isinstance(x, PendingDeltaNorm):
+            return x.added(residual, norm)
         if norm is None:
             residual = self.add(x, residual)
             return residual, residual
         if residual is None:
-            return rms_norm(x, norm.weight, norm.eps), x
-        return add_rms_norm(x, residual, norm.weight, norm.eps)
+            return norm.fused(x), x
+        return norm.fused_add(x, residual)
 
     def project(self, projection: Linear, x: Tensor) -> Tensor:
         return F.linear(x, projection.weight, projection.bias)
@@ -300,7 +353,20 @@ class LargeM(_Fused[Tensor, Tensor]):
             return expert_parts(x, experts.weights, self.slots, None, shared)
         return _with(shared, run_experts(x, experts.weights, self.slots))
 
-    def add(self, x: Tensor, residual: Tensor | None) -> Tensor:
+    def delta_norm(self, norm: AnyNorm, x: PendingDeltaNorm | Tensor) -> PendingDeltaNorm | Tensor:
+        assert isinstance(x, Tensor), "it is normed once"
+        if isinstance(norm, RMSNorm):
+            return PendingDeltaNorm(x, norm)
+        return norm.fused(x.sum(0) if x.dim() > 2 else x)
+
+    def finish(
+        self, x: PendingDeltaNorm | Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        return (x, residual) if isinstance(x, Tensor) else (self.add(x, residual), None)
+
+    def add(self, x: PendingDeltaNorm | Tensor, residual: Tensor | None) -> Tensor:
+        if isinstance(x, PendingDeltaNorm):
+            return x.added(residual, None)[1]
         return _added(x, residual)
 
 

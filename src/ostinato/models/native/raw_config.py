@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ostinato.models.native.families import FAMILIES
+from ostinato.models.native.families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,8 +21,6 @@ _COMMON: dict[str, tuple[type, ...]] = {
     "num_attention_heads": (int,),
     "num_key_value_heads": (int,),
     "max_position_embeddings": (int,),
-    "rms_norm_eps": (float,),
-    "hidden_act": (str,),
     "tie_word_embeddings": (bool,),
     "rope_parameters": (dict,),
 }
@@ -70,11 +68,22 @@ def raw_config(fields: Any) -> RawConfig | None:
         return None
     if any(fields.get(name) is not None for name in _DOUBTFUL):
         return None
-    for name, types in {**_COMMON, **family.fields}.items():
+    own = {family.activation: (str,), family.eps: (float,), **family.fields}
+    for name, types in {**_COMMON, **own}.items():
         if name not in fields or type(fields[name]) not in types:
             return None
-    rope = fields["rope_parameters"]
-    kind = rope.get("rope_type")
-    if not isinstance(kind, str) or _ROPE.get(kind) != rope.keys():
-        return None
-    return RawConfig(fields)
+    rope, layer_types = fields["rope_parameters"], fields.get("layer_types") or []
+    if family.rotary_by_layer_type:
+        if {each for each in layer_types if isinstance(each, str)} != rope.keys():
+            return None
+        known = all(_is_known_rope(each, family) for each in rope.values())
+    else:
+        known = _is_known_rope(rope, family)
+    return RawConfig(fields) if known else None
+
+
+def _is_known_rope(rope: Any, family: Family) -> bool:
+    """Whether these parameters of RoPE are all that their type has."""
+    kind = rope.get("rope_type") if isinstance(rope, dict) else None
+    own = {"partial_rotary_factor"} if family.partial_rotary else set()
+    return isinstance(kind, str) and kind in _ROPE and rope.keys() == _ROPE[kind] | own

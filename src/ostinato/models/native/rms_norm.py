@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ostinato.ops.norm import add_rms_norm, rms_norm
+
 
 class RMSNorm(nn.Module):
     """The norm over the last dimension. Its weight broadcasts: [D], or one row per head.
@@ -39,3 +41,13 @@ class RMSNorm(nn.Module):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         scale = torch.addcmul(self._eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).to(x.dtype) * weight
+
+    def fused(self, x: torch.Tensor) -> torch.Tensor:
+        """The same in one kernel, where there is one."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def fused_add(
+        self, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of ``residual + x``, and the sum; ``x`` may be partial sums."""
+        return add_rms_norm(x, residual, self.weight, self.eps)

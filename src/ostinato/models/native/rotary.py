@@ -43,18 +43,29 @@ class Rotary:
     interleaved: bool = False  # the model pairs (2i, 2i + 1)
 
     @classmethod
+    def none(cls, head_dim: int, *, interleaved: bool = False) -> Rotary:
+        """No rotation."""
+        pairs = head_dim // 2
+        return cls(inverse_frequencies=(), scale=1.0, num_fixed=pairs, interleaved=interleaved)
+
+    @classmethod
     def from_hf(
-        cls, config: PretrainedConfig | RawConfig, head_dim: int, *, interleaved: bool = False
+        cls,
+        config: PretrainedConfig | RawConfig,
+        head_dim: int,
+        *,
+        interleaved: bool = False,
+        layer_type: str | None = None,
     ) -> Rotary:
-        """The frequencies that transformers computes for this config."""
-        rope: dict[str, Any] = config.rope_parameters
+        """The frequencies that transformers computes for this config, or a layer type in it."""
+        rope = rope_kinds(config)[layer_type]
         rotated, odd = divmod(int(head_dim * rope.get(_PARTIAL, 1.0)), 2)
         if _PARTIAL in rope and (odd or not rotated):
             raise ConfigError(
                 f"rope_parameters {shown(rope)} do not rotate whole pairs of head_dim {head_dim}"
             )
         try:
-            frequencies, scale = _frequencies(config, 2 * rotated)
+            frequencies, scale = _frequencies(config, 2 * rotated, layer_type)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise ConfigError(f"rope_parameters {shown(rope)}: {said(error)}") from error
         if len(frequencies) != rotated or not all(map(math.isfinite, (*frequencies, scale))):
@@ -81,6 +92,12 @@ class Rotary:
         rows = (first, range(end, end + fixed), second, range(end + fixed, end + 2 * fixed))
         return tuple(part for part in rows if part)
 
+    @property
+    def reorders(self) -> bool:
+        """Whether ``head_rows`` are in another order than in the checkpoint."""
+        rows = [row for part in self.head_rows for row in part]
+        return rows != sorted(rows)
+
     def table(self, max_position: int, device: torch.device) -> torch.Tensor:
         """Cosines, then sines, of positions 0 to max_position - 1: [max_position, head_dim]."""
         if device.type == "meta":  # computing without memory would import all of Dynamo
@@ -94,11 +111,19 @@ class Rotary:
         return torch.cat((cos, fixed + 1, sin, fixed), dim=-1)
 
 
+def rope_kinds(config: PretrainedConfig | RawConfig) -> dict[str | None, dict[str, Any]]:
+    """The config's rope_parameters by layer type; those of all layers under None."""
+    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    if rope and all(isinstance(each, dict) for each in rope.values()):
+        return dict(rope.items())
+    return {None: rope}
+
+
 def _frequencies(
-    config: PretrainedConfig | RawConfig, rotary_dim: int
+    config: PretrainedConfig | RawConfig, rotary_dim: int, layer_type: str | None
 ) -> tuple[tuple[float, ...], float]:
     """The frequencies of a head's first ``rotary_dim`` rows, and the scale of cos and sin."""
-    rope: dict[str, Any] = config.rope_parameters
+    rope = rope_kinds(config)[layer_type]
     # The two most common kinds without transformers, whose import takes a second.
     if rope["rope_type"] in ("default", "llama3"):
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
@@ -107,7 +132,8 @@ def _frequencies(
             frequencies = _stretch_long_waves(frequencies, rope)
     else:
         compute = rope_functions.demand()[rope["rope_type"]]
-        frequencies, scale = compute(config, torch.device("cpu"))
+        kind = {} if layer_type is None else {"layer_type": layer_type}
+        frequencies, scale = compute(config, torch.device("cpu"), **kind)
     return tuple(frequencies.tolist()), float(scale)
 
 
@@ -127,17 +153,25 @@ def _stretch_long_waves(frequencies: torch.Tensor, rope: dict[str, Any]) -> torc
 
 
 def rotary_unsupported_reason(
-    config: PretrainedConfig | RawConfig, *, partial: bool = False
+    config: PretrainedConfig | RawConfig, *, partial: bool = False, by_layer_type: bool = False
 ) -> str | None:
     """Why the native decoder does not support this model's RoPE; None if it does.
 
-    ``partial``: its family may rotate a part of each head.
+    ``partial``: its family may rotate a part of each head. ``by_layer_type``: it states RoPE for
+    each type of layers.
     """
-    rope: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type")
-    if kind not in _TYPES:
-        return f"its RoPE type is {shown(kind)}, not one of {', '.join(_TYPES)}"
-    part = rope.get(_PARTIAL, 1.0)
-    if part != 1.0 and not (partial and type(part) in (int, float) and 0 < part < 1):
-        return f"it rotates only a part ({shown(part)}) of each head"
+    kinds = rope_kinds(config)
+    if by_layer_type:
+        for layer_type in config.layer_types:
+            if layer_type not in kinds:
+                return f"its rope_parameters do not state RoPE of {shown(layer_type)} layers"
+    elif None not in kinds:
+        return f"its rope_parameters differ by type of layer ({shown(sorted(map(str, kinds)))})"
+    for rope in kinds.values():
+        kind = rope.get("rope_type")
+        if kind not in _TYPES:
+            return f"its RoPE type is {shown(kind)}, not one of {', '.join(_TYPES)}"
+        part = rope.get(_PARTIAL, 1.0)
+        if part != 1.0 and not (partial and type(part) in (int, float) and 0 < part < 1):
+            return f"it rotates only a part ({shown(part)}) of each head"
     return None

@@ -13,6 +13,7 @@ from torch import nn
 
 from ostinato.errors import ConfigError
 from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.raw_config import RawConfig, raw_config
 from ostinato.models.native.rms_norm import RMSNorm
 
@@ -62,6 +63,8 @@ _QWEN3: dict[str, Any] = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _LLAMA_3
@@ -132,6 +135,54 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    "gemma-3-1b": {
+        "model_type": "gemma3_text",
+        "vocab_size": 262144,
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+        "sliding_window": 512,
+        "layer_types": [_FULL if layer % 6 == 5 else _SLIDING for layer in range(26)],
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            _SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+            _FULL: {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+    },
+    # RoPE is not scaled: as published, sequences of at most 4,096 tokens could be run.
+    "phi-4-mini": {
+        "model_type": "phi3",
+        "vocab_size": 200064,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 8,
+        "hidden_act": "silu",
+        "sliding_window": None,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+        },
+        "tie_word_embeddings": True,
+        "bos_token_id": 199999,
+        "eos_token_id": 199999,
+    },
     "smollm2-135m": _LLAMA
     | {
         "vocab_size": 49152,
@@ -191,10 +242,10 @@ def draw_parameters(module: nn.Module, generator: torch.Generator) -> None:
     """The same for a part of a decoder, from the current state of ``generator``."""
     for inner in module.modules():
         for name, parameter in inner.named_parameters(recurse=False):
-            if isinstance(inner, RMSNorm):
-                parameter.fill_(1.0)
-            elif name.endswith("bias"):
+            if name.endswith("bias"):
                 parameter.zero_()
+            elif isinstance(inner, RMSNorm | LayerNorm):
+                parameter.fill_(1.0)
             else:
                 here = parameter.device.type == generator.device.type  # else in host memory
                 drawn = parameter if here else torch.empty_like(parameter, device=generator.device)

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ostinato.ops.triton.linear import _prefetch
+from ostinato.ops.triton.linear import prefetch
 from ostinato.ops.triton.routing import choose_experts
 
 
@@ -86,7 +86,7 @@ def expert_tile_kernel(
     start = tl.load(blocks + 2 + 2 * index, cache_modifier=".cg")
     own = weight + expert * ROWS * K
     if OVERLAP and not GATED and PREFETCH > 0:
-        _prefetch(own, first_n, 0, N, K, BLOCK_N, PREFETCH * BLOCK_K)
+        prefetch(own, first_n, 0, N, K, BLOCK_N, PREFETCH * BLOCK_K)
     place = start + tl.arange(0, BLOCK_M)
     there = place < tl.load(counters + expert, cache_modifier=".cg")
     pair = tl.load(buckets + expert * T + place, mask=there, other=0, cache_modifier=".cg")
@@ -297,7 +297,7 @@ def down_row_kernel(
         if OVERLAP:
             for turn in tl.static_range(TOP_K):
                 later = tl.sum(tl.where(number == turn, experts, 0), axis=0).to(tl.int64)
-                _prefetch(weight + later * (N * K), first, 0, N, K, BLOCK_N, K)
+                prefetch(weight + later * (N * K), first, 0, N, K, BLOCK_N, K)
             gdc_wait()
             gdc_launch_dependents()
         for turn in range(TOP_K):

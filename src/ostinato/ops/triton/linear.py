@@ -2,7 +2,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """Small-M GEMMs, fused with the operations before and after them.
 
-y = x @ weight.T + bias, then silu(gate) * up of its two halves if GATED, then + residual.
+y = x @ weight.T + bias, then ACTIVATION(gate) * up of its two halves if GATED, then + residual.
 Two kernels: ``row_kernel`` for one row, without tensor cores, and ``tile_kernel`` for up to BLOCK_M
 rows, on tensor cores, with the weight as the large operand. Both are bound by reading the weight
 once; everything else is arranged around that. Sums are in float32.
@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ostinato.ops.triton.activation import activated
 from ostinato.ops.triton.lora_in_gemm import (
     expand_row,
     expand_tile,
@@ -83,11 +84,6 @@ def _vector(pointer, k, K: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _silu(x):
-    return x / (1 + tl.exp(-x))
-
-
-@triton.jit
 def row_kernel(
     x,
     weight,
@@ -102,6 +98,7 @@ def row_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -193,7 +190,7 @@ def row_kernel(
         if GATED:
             up += up_bias_n
     if GATED:
-        y = _silu(y) * up
+        y = activated(y, ACTIVATION) * up
     if residual is not None:
         y += residual_n
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
@@ -230,6 +227,7 @@ def tile_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -340,7 +338,7 @@ def tile_kernel(
     if GATED:
         if bias is not None:
             up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
-        y = _silu(y) * up
+        y = activated(y, ACTIVATION) * up
     if residual is not None:
         y += residual_n.to(tl.float32)
     tl.store(out + rows * N + n[:, None], y.to(out.dtype.element_ty), mask=results)

@@ -32,8 +32,19 @@ def _weights(tile, there, MASKED: gl.constexpr, EVICT: gl.constexpr):
 
 
 @gluon.jit
-def _silu(x):
-    return x / (1 + gl.exp(-x))
+def _activated(x, ACTIVATION: gl.constexpr):
+    """``ops.triton.activation.activated``, which is no function of Gluon's."""
+    if ACTIVATION == "gelu_tanh":
+        y = x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "relu2":
+        x = gl.where(x < 0, 0.0, x)  # NaN stays NaN
+        y = x * x
+    else:
+        gl.static_assert(ACTIVATION == "silu")
+        y = x / (1.0 + gl.exp(-x))
+    return y
 
 
 @gluon.jit
@@ -57,6 +68,7 @@ def mma_kernel(
     N: gl.constexpr,
     K: gl.constexpr,
     GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
@@ -175,7 +187,7 @@ def mma_kernel(
         if GATED:
             up += up_bias_n
     if GATED:
-        y = _silu(y) * up
+        y = _activated(y, ACTIVATION) * up
     if residual is not None:
         y += residual_n.to(gl.float32)
     gl.store(out + m.to(gl.int64) * N + n, y.to(out.dtype.element_ty), mask=results)

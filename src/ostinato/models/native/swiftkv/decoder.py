@@ -41,7 +41,7 @@ class WithLateLayers(Decoder):
         hidden = super().forward(input_ids, positions)
         if self.late is None:
             return hidden
-        result: torch.Tensor = self.late(hidden, positions, self.rotary_table)
+        result: torch.Tensor = self.late(hidden, positions, self.rotary_tables)
         return result
 
     def ignored_names(self) -> list[str]:

@@ -6,7 +6,7 @@ key and value projections read the hidden state before all late layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +18,12 @@ from ostinato.attention.store import store_kv
 from ostinato.graphs.capture.context import get_forward_context
 from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
-from ostinato.models.native.layer import DecoderLayer, empty_norm, norm_slot, run_layers
-from ostinato.models.native.layer_kernels import AnyKernels, Plain, SmallM
-from ostinato.models.native.rms_norm import RMSNorm
+from ostinato.models.native.layer import DecoderLayer, empty_norm, norm_slots, run_layers
+from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, Plain, SmallM
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.weight_slot import WeightSlot
 
-_NORM = "model.norm_swiftkv.weight"
+_NORM = "model.norm_swiftkv"
 
 
 class _Projection(NamedTuple):
@@ -69,7 +68,7 @@ class _Selected(Plain):
     """For selected tokens, whose keys and values are in the cache."""
 
     def __init__(self, every: Plain, selected: SelectedTokens) -> None:
-        self._angles = selected.of(every._angles[0]), selected.of(every._angles[1])
+        self._angles = [(selected.of(cos), selected.of(sin)) for cos, sin in every._angles]
         self._selected = selected
 
     def attend(self, layer: DecoderLayer, qkv: torch.Tensor) -> torch.Tensor:
@@ -103,7 +102,7 @@ class LateLayers(nn.Module):
         )
         first = next(self.late_layers()).attention_norm
         assert first is not None, "checked by SwiftKVConfig"
-        self.norm_swiftkv: RMSNorm = (
+        self.norm_swiftkv: AnyNorm = (
             empty_norm(decoder, decoder.hidden_size, device=device, dtype=dtype)
             if config.trained
             else first  # one module in two roles, loaded once
@@ -119,12 +118,12 @@ class LateLayers(nn.Module):
             yield layer
 
     def forward(
-        self, hidden: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+        self, hidden: torch.Tensor, positions: torch.Tensor, tables: Sequence[torch.Tensor]
     ) -> torch.Tensor:
         """States after the last layer for selected tokens; the others keep their ``hidden``.
 
-        ``hidden`` [T, hidden_size]: states of all tokens after the early layers. ``table`` is the
-        model's RoPE table. Afterwards the keys and values of all tokens are in the cache.
+        ``hidden`` [T, hidden_size]: states of all tokens after the early layers. ``tables``: the
+        model's RoPE tables. Afterwards the keys and values of all tokens are in the cache.
         """
         source = self.norm_swiftkv(hidden)
         # A compiler cannot see the context, so all tokens run, including the selected ones.
@@ -134,27 +133,27 @@ class LateLayers(nn.Module):
             else select_tokens(get_forward_context().attn_metadata, hidden.shape[0])
         )
         if selected is None:
-            run: AnyKernels = self._kernels(positions, table)
+            run: AnyKernels = self._kernels(positions, tables)
             run.source = source
             return run_layers(self.late_layers(), hidden, run)
-        every = Plain(table, positions, self.dtype)
+        every = Plain(tables, positions, self.dtype)
         for layer in self.late_layers():  # one at a time, to save memory
             layer.store(source, every)
         rows = selected.of(hidden)
         rows = run_layers(self.late_layers(), rows, _Selected(every, selected))
         return selected.put_back(rows, hidden)
 
-    def _kernels(self, positions: torch.Tensor, table: torch.Tensor) -> AnyKernels:
+    def _kernels(self, positions: torch.Tensor, tables: Sequence[torch.Tensor]) -> AnyKernels:
         if self._fused and not torch.compiler.is_compiling():
-            return SmallM(table, positions)
-        return Plain(table, positions, self.dtype)
+            return SmallM(tables, positions)
+        return Plain(tables, positions, self.dtype)
 
     def weight_slots(self) -> Iterator[WeightSlot]:
         """The layers' tensors by the names in the model's checkpoint."""
         for slot in self._plain_slots():
             yield slot._replace(name=_trained_name(slot)) if self._trained else slot
         if self._trained:
-            yield norm_slot(_NORM, self.norm_swiftkv)
+            yield from norm_slots(_NORM, self.norm_swiftkv)
 
     def ignored_names(self) -> list[str]:
         """Tensors that a checkpoint may have and that are not used: the teacher's projections."""
