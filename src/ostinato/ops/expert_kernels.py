@@ -210,7 +210,7 @@ def _tile_logits(x: torch.Tensor, mixture: Mixture, logits: torch.Tensor) -> Non
         K=hidden,
         BLOCK_M=block_m,
         BLOCK_E=block_e,
-        BLOCK_K=128 // (x.element_size() // 2),
+        BLOCK_K=(128 if many else 256) // x.element_size(),
         STAGES=4,
         **overlap(x.device),
         num_warps=4,
