@@ -75,7 +75,7 @@ def test_the_kernels_in_every_layer(
 ) -> None:
     calls: list[int] = []
 
-    def choose(gemm: Gemm) -> GemmChoice:
+    def choose(gemm: Gemm, **_: bool) -> GemmChoice:
         return TileConfig(16, 32, 4, 2) if len(gemm.x) <= MAX_ROWS else "torch"
 
     def run(config: TileConfig, gemm: Gemm, *adapters: Any) -> torch.Tensor:

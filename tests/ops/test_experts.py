@@ -256,17 +256,25 @@ def test_padding_chooses_no_expert() -> None:
 @pytest.mark.parametrize("num_pairs", [1, 8, 32, 256, 2048, 65536])
 @pytest.mark.parametrize("num_experts", [8, 60, 128])
 def test_blocks_hold_every_choice(num_pairs: int, num_experts: int) -> None:
-    """The worst choices: all tokens to one expert, and one more than a block to each."""
     block_m = block_rows(num_pairs, num_experts)
     most = most_blocks(num_pairs, num_experts, block_m)
-    assert -(-num_pairs // block_m) <= most
-    spread, rest = num_experts, num_pairs
-    used = 0
-    while rest > 0 and spread > 0:
-        tokens = min(block_m + 1, rest)
-        used += -(-tokens // block_m)
-        rest, spread = rest - tokens, spread - 1
-    assert used + -(-rest // block_m) <= most + 1
+    used = min(num_experts, num_pairs)
+    generator = torch.Generator().manual_seed(num_pairs)
+    # All to one expert; one to each and the rest to one; one more than whole blocks to each; any.
+    worst = torch.ones(used, dtype=torch.int64)
+    worst += (num_pairs - used) // block_m // used * block_m
+    worst[0] += num_pairs - worst.sum()
+    choices = [
+        torch.tensor([num_pairs]),
+        torch.tensor([num_pairs - used + 1, *[1] * (used - 1)]),
+        worst,
+        torch.randint(num_experts, (num_pairs,), generator=generator).bincount(),
+    ]
+    blocks = []
+    for counts in choices:
+        assert counts.sum() == num_pairs
+        blocks.append(int((-(-counts // block_m)).sum()))
+    assert max(blocks) == most  # and no more programs than that
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

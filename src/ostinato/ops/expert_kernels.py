@@ -74,7 +74,7 @@ def parts_of(
     counters = take_counters(device, num_experts + 1)
     weights = torch.empty(num_tokens, top_k, device=device, dtype=torch.float32)
     buckets = torch.empty(num_experts, num_tokens, device=device, dtype=torch.int32)
-    blocks = torch.empty(1 + 2 * num_blocks, device=device, dtype=torch.int32)
+    blocks = torch.empty(1 + 3 * num_blocks, device=device, dtype=torch.int32)
     launch(
         route_kernel,
         (num_tokens,),
@@ -97,7 +97,7 @@ def parts_of(
         num_warps=1,
     )
     inner = torch.empty(num_pairs, mixture.width, device=device, dtype=x.dtype)
-    routing = (counters, buckets, blocks)
+    routing = (buckets, blocks)
     _tiles(x, mixture, weights, inner, routing, (num_tokens, num_blocks, block_m), gated=True)
     _tiles(inner, mixture, weights, parts, routing, (num_tokens, num_blocks, block_m), gated=False)
     return parts
@@ -108,7 +108,7 @@ def _tiles(
     mixture: Mixture,
     pair_weights: torch.Tensor,
     out: torch.Tensor,
-    routing: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    routing: tuple[torch.Tensor, torch.Tensor],
     sizes: tuple[int, int, int],
     *,
     gated: bool,
@@ -210,7 +210,7 @@ def _tile_logits(x: torch.Tensor, mixture: Mixture, logits: torch.Tensor) -> Non
         K=hidden,
         BLOCK_M=block_m,
         BLOCK_E=block_e,
-        BLOCK_K=128 // (x.element_size() // 2),
+        BLOCK_K=(128 if many else 256) // x.element_size(),
         STAGES=4,
         **overlap(x.device),
         num_warps=4,

@@ -140,7 +140,7 @@ class DecoderConfig:
                 f"RoPE of {len(self.layer_rotaries)} layers for {self.num_layers} layers"
             )
         if self.qk_norm is not None and self.layer_norm:
-            raise ConfigError("norms of queries and keys go with RMSNorm")
+            raise ConfigError("norms of queries and keys are RMSNorms, and layer_norm is True")
         if self.head_dim % 2:
             raise ConfigError(f"RoPE rotates pairs, but head_dim {self.head_dim} is odd")
 

@@ -209,8 +209,9 @@ class DecoderLayer(nn.Module):
                 yield from norm_slots(f"{prefix}.{name}", norm)
         if self.qk_norm is not None:  # one weight, repeated for each head
             per_head = self.qk_norm.weight.detach().split(self.head_counts)
-            order = self._config.rotary.head_rows
-            parts = order if len(order) > 1 else None  # in the order of the rows that it norms
+            rotary = self._config.rotary
+            # In the order of the rows that it norms.
+            parts = rotary.head_rows if rotary.interleaved or rotary.num_fixed else None
             for name, target in zip((names.query_norm, names.key_norm), per_head, strict=True):
                 shape = torch.Size([head_dim])
                 offset = self.qk_norm.offset

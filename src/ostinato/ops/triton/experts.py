@@ -46,7 +46,6 @@ def expert_tile_kernel(
     bias,
     pair_weights,
     out,
-    counters,
     buckets,
     blocks,
     T,
@@ -82,14 +81,15 @@ def expert_tile_kernel(
         if OVERLAP and not GATED:
             gdc_wait()  # or this kernel might end before the previous one
         return
-    expert = tl.load(blocks + 1 + 2 * index, cache_modifier=".cg").to(tl.int64)
-    start = tl.load(blocks + 2 + 2 * index, cache_modifier=".cg")
+    expert = tl.load(blocks + 1 + 3 * index, cache_modifier=".cg").to(tl.int64)
+    start = tl.load(blocks + 2 + 3 * index, cache_modifier=".cg")
+    num_rows = tl.load(blocks + 3 + 3 * index, cache_modifier=".cg")
     own = weight + expert * ROWS * K
     if OVERLAP and not GATED and PREFETCH > 0:
         prefetch(own, first_n, 0, N, K, BLOCK_N, PREFETCH * BLOCK_K)
-    place = start + tl.arange(0, BLOCK_M)
-    there = place < tl.load(counters + expert, cache_modifier=".cg")
-    pair = tl.load(buckets + expert * T + place, mask=there, other=0, cache_modifier=".cg")
+    m = tl.arange(0, BLOCK_M)
+    there = m < num_rows
+    pair = tl.load(buckets + expert * T + start + m, mask=there, other=0, cache_modifier=".cg")
     if OVERLAP and not GATED:
         gdc_wait()
         gdc_launch_dependents()

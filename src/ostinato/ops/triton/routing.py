@@ -218,12 +218,14 @@ def _build_blocks(counters, load, blocks, E: tl.constexpr, E_PAD: tl.constexpr, 
         seen = tl.load(load + e, mask=there, other=0)
         tl.store(load + e, seen + counts, mask=there)
     num_blocks = (counts + BLOCK_M - 1) // BLOCK_M
-    place = blocks + 1 + 2 * (tl.cumsum(num_blocks, axis=0) - num_blocks)
+    place = blocks + 1 + 3 * (tl.cumsum(num_blocks, axis=0) - num_blocks)
     most = tl.max(num_blocks, axis=0)
     for number in range(most):
         mine = there & (number < num_blocks)
-        tl.store(place + 2 * number, e, mask=mine)
-        tl.store(place + 2 * number + 1, number * BLOCK_M + tl.zeros_like(e), mask=mine)
+        first = number * BLOCK_M + tl.zeros_like(e)
+        tl.store(place + 3 * number, e, mask=mine)
+        tl.store(place + 3 * number + 1, first, mask=mine)
+        tl.store(place + 3 * number + 2, tl.minimum(counts - first, BLOCK_M), mask=mine)
     tl.store(blocks, tl.sum(num_blocks, axis=0))
 
 
@@ -256,7 +258,8 @@ def route_kernel(
 
     ``counters`` [E + 1] int32 must be 0; they end as the tokens of each expert, and T. ``weights``
     [T, TOP_K] float32. ``buckets`` [E, T] int32 hold pairs, token * TOP_K + number. ``blocks``
-    int32: their number, then an expert and the place of a first token in its bucket for each.
+    int32: their number, then for each an expert, the place of its first token in the expert's
+    bucket, and its number of tokens.
     Tokens with a negative slot choose none, and their rows of ``parts`` become zero.
     """
     if OVERLAP:
