@@ -14,10 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
 from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE, VOCAB_SIZE, save_tiny
 from transformers import AutoModelForCausalLM
 
 from ostinato import LLM, GraphConfig, SamplingParams
+from ostinato.models.native.decoder import Decoder
 from ostinato.runner.step_result import SampledLogits
 
 NEW_TOKENS = 32  # beyond windows of 8, and into another two blocks of 16
@@ -160,3 +163,46 @@ def test_greedy_tokens_without_numba(
         assert llm.engine.runner.backend.name == "torch"
         results = llm.generate(prompts_for(name), params)
     assert [result.outputs[0].token_ids for result in results] == reference.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["language_model.model", "model.language_model"])
+def test_the_language_model_of_gemma_3(order: str, tmp_path: Path) -> None:
+    """In a checkpoint with an image encoder, under either order of names."""
+    text = ARCHITECTURES["gemma3"]().to_dict()
+    config = transformers.Gemma3Config(
+        text_config=text,
+        vision_config={
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        mm_tokens_per_image=4,
+        image_token_id=VOCAB_SIZE - 1,
+        tie_word_embeddings=False,
+    )
+    save_tiny(config, tmp_path, auto=transformers.AutoModelForImageTextToText)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    renamed = {
+        name.replace("language_model.model", order).replace(
+            "language_model.lm_head", "lm_head" if order[0] == "m" else "language_model.lm_head"
+        ): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, file, metadata={"format": "pt"})
+    prompts = prompts_for("gemma3")
+    model: Any = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    with open_llm(tmp_path, torch.device("cpu"), "FULL_AND_PIECEWISE") as llm:
+        assert isinstance(llm.engine.model, Decoder)
+        for prompt, result in zip(prompts, llm.generate(prompts, params), strict=True):
+            ids = torch.tensor([prompt + result.outputs[0].token_ids])
+            with torch.no_grad():
+                logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(dim=-1).tolist() == result.outputs[0].token_ids

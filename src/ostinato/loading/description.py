@@ -6,6 +6,7 @@ describes a SwiftKV model; ``as_swiftkv`` turns any other model of the native de
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
     ModelConfig = PretrainedConfig | RawConfig
 
+_IMAGES_UNUSED = ("gemma3",)
+
 NativeConfig: TypeAlias = DecoderConfig | SwiftKVConfig
 
 
@@ -34,12 +37,14 @@ NativeConfig: TypeAlias = DecoderConfig | SwiftKVConfig
 class ModelDescription:
     """``config`` is the plain model's; for a SwiftKV model, that of its plain decoder.
 
-    ``generic_reason`` says why the native decoder cannot run it; None if it can.
+    ``generic_reason`` says why the native decoder cannot run it; None if it can. ``whole``: the
+    config of the checkpoint's image-and-text model, if this is the language model of one.
     """
 
     config: ModelConfig
     generic_reason: str | None
     swiftkv: SwiftKVConfig | None = None
+    whole: PretrainedConfig | None = None
 
     @property
     def native_config(self) -> NativeConfig:
@@ -107,7 +112,21 @@ def _describe(path: Path, fields: dict[str, Any]) -> ModelDescription:
     from transformers import AutoConfig
 
     config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    text = _language_model(config)
+    if text is not None and unsupported_reason(text) is None:
+        return ModelDescription(config=text, generic_reason=None, whole=config)
     return ModelDescription(config=config, generic_reason=unsupported_reason(config))
+
+
+def _language_model(config: PretrainedConfig) -> PretrainedConfig | None:
+    """The config of the language model of an image-and-text model that takes no images here."""
+    if config.model_type not in _IMAGES_UNUSED or getattr(config, "quantization_config", None):
+        return None
+    text: PretrainedConfig = copy.deepcopy(config.get_text_config())
+    text.tie_word_embeddings = config.tie_word_embeddings
+    if getattr(config, "eos_token_id", None) is not None:
+        text.eos_token_id = config.eos_token_id
+    return text
 
 
 @contextmanager

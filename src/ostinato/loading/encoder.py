@@ -70,7 +70,10 @@ def load_encoder(
     check_fit(str(path), checkpoint.num_elements() * dtype.itemsize, device, dtype)
     with errors_named(path / "config.json"):
         model = HFEncoder.from_pretrained(
-            path, config=as_hf(described.config), **options, checkpoint=checkpoint
+            path,
+            config=described.whole or as_hf(described.config),
+            **options,
+            checkpoint=checkpoint,
         )
     return LoadedEncoder(model=model, path=path, tokenizer=read_tokenizer(path), settings=settings)
 
@@ -82,4 +85,4 @@ def _shape(name: str) -> tuple[Path | None, Any]:
 
         return None, AutoConfig.for_model(**ENCODER_SHAPES[name])
     path, described = describe_shape(name)
-    return path, as_hf(described.config)
+    return path, described.whole or as_hf(described.config)

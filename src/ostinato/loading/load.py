@@ -217,6 +217,8 @@ class _Build:
 
     def from_files(self, path: Path, described: ModelDescription) -> Sequence[CausalLM]:
         checkpoint = Checkpoint(path)
+        if described.whole is not None:
+            checkpoint = checkpoint.language_model()
         if described.generic_reason is not None:
             self._check_fit(str(path), checkpoint.num_elements() * self.dtype.itemsize)
             with errors_named(path / "config.json"):

@@ -7,10 +7,11 @@ rejected: reading them can run code.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,6 +30,7 @@ _SINGLE = "model.safetensors"
 _LARGEST_INDEX = 64 * 2**20
 FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 _PREFIX = "model."
+_IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Old conversions saved the rotary frequencies; we compute them from the config.
 _HARMLESS = ("rotary_emb.inv_freq",)
@@ -41,11 +43,15 @@ _NO_PARTS: Mapping[str, Parts] = {}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint, from its file's header; ``dtype`` is safetensors' name for it."""
+    """One tensor of a checkpoint, from its file's header; ``dtype`` is safetensors' name for it.
+
+    ``stored_as``: its name in the file, if it is another.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    stored_as: str | None = None
 
 
 class Checkpoint:
@@ -84,6 +90,18 @@ class Checkpoint:
                 )
             self.tensors[name] = info
 
+    def language_model(self) -> Checkpoint:
+        """The language model of an image-and-text model, as it would be saved by itself."""
+        part = copy.copy(self)
+        part.tensors = {}
+        for name, info in self.tensors.items():
+            if name.removeprefix(_PREFIX).startswith(_IMAGE_PARTS):
+                continue
+            own = name.removeprefix("language_model.")  # transformers has had two orders
+            own = own.replace(f"{_PREFIX}language_model.", _PREFIX, 1)
+            part.tensors[own] = replace(info, stored_as=name)
+        return part
+
     def num_elements(self) -> int:
         """The total number of elements in all tensors."""
         return sum(math.prod(info.shape) for info in self.tensors.values())
@@ -103,7 +121,7 @@ class Checkpoint:
                 with safe_open(file, framework="pt", device=str(device)) as reader:
                     for name in its_names:
                         wanted = parts.get(name)
-                        yield name, _read(reader, name, wanted)
+                        yield name, _read(reader, self.tensors[name].stored_as or name, wanted)
             except (SafetensorError, OSError) as error:
                 raise _damaged(file, error) from error
 
@@ -116,7 +134,7 @@ class Checkpoint:
             for name, info in self.tensors.items():
                 if info.file not in readers:
                     readers[info.file] = stack.enter_context(safe_open(info.file, framework="pt"))
-                slices[name] = readers[info.file].get_slice(name)
+                slices[name] = readers[info.file].get_slice(info.stored_as or name)
             yield slices
 
     def check_num_layers(self, num_layers: int) -> None:
