@@ -41,6 +41,13 @@ def propose_drafts(memory: StepMemory, rows: DecodeState) -> None:
     memory.proposer.propose(rows)
 
 
+def keep_valid(memory: StepMemory, input_ids: torch.Tensor, vocab_size: int) -> None:
+    """Replace drafts that are no token ids, unless what proposes them is sure that all are."""
+    assert memory.proposer is not None, "a step with drafts has been scheduled"
+    if not memory.proposer.drafts_are_valid:
+        input_ids.clamp_(0, vocab_size - 1)
+
+
 def admit_requests(memory: StepMemory, plan: StepPlan) -> None:
     """Tell what proposes drafts which requests are new in this step."""
     if memory.proposer is not None and not isinstance(plan, DecodePlan):
