@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -11,11 +12,12 @@ def progress_bars(shown: bool) -> Iterator[None]:
     """Turn them off unless they are ``shown``; for all threads, but it is only what they print."""
     from transformers.utils import logging
 
-    if shown or not logging.is_progress_bar_enabled():
+    bars: Any = logging  # has no types
+    if shown or not bars.is_progress_bar_enabled():
         yield
         return
-    logging.disable_progress_bar()
+    bars.disable_progress_bar()
     try:
         yield
     finally:
-        logging.enable_progress_bar()
+        bars.enable_progress_bar()
