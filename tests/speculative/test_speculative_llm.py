@@ -442,8 +442,8 @@ class _ConstantProposer(Proposer):
             state.token_ids[rows, last + offset] = self._draft
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("draft", [-(2**31), -1, 10**9])
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("draft", [-1, 10**9])
 def test_drafts_that_are_no_tokens(device: torch.device, draft: int, mode: str) -> None:
     params = greedy(6)
     filtered = SamplingParams(temperature=0, max_tokens=6, repetition_penalty=1.5, logprobs=1)

@@ -20,7 +20,6 @@ from ostinato.ops.decode_state import DecodeInputs, load_decode_inputs, store_de
 from ostinato.ops.sampling import sample_rows
 from ostinato.runner.draft_sampling import (
     decode_rows,
-    keep_valid,
     observe_step,
     propose_drafts,
     sample_drafts,
@@ -60,10 +59,8 @@ def decode_step(
         tokens.slot_mappings[0, :num_tokens],
     )
     if query_len > 1 or memory.drafts_read_all:
-        propose_drafts(memory, rows)
+        propose_drafts(memory, rows, model.vocab_size)
     load_decode_inputs(rows, inputs)
-    if query_len > 1:
-        keep_valid(memory, inputs.input_ids, model.vocab_size)
     buffers.keep_own_part(num_reqs=num_reqs, num_tokens=num_tokens)
     if buffers.position_offsets is not None:
         owners = rows.req_indices
