@@ -60,6 +60,12 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     *(({name: 0}, f"{name} must be a positive integer, got 0") for name in LIMITS),
     *(({name: True}, f"{name} must be a positive integer, got True") for name in LIMITS),
     ({"max_num_seqs": "8"}, "max_num_seqs must be a positive integer, got '8'"),
+    ({"kv_cache_tokens": 0}, "kv_cache_tokens must be a positive integer, got 0"),
+    (
+        {"kv_cache_tokens": 63, "max_model_len": 64},
+        "kv_cache_tokens 63 is below max_model_len 64, so the longest request would not fit; raise "
+        "the first or lower the other",
+    ),
     ({"block_size": None}, "block_size must be a positive integer, got None"),
     ({"seed": -1}, "seed must be an integer in [0, 2**63), got -1"),
     ({"seed": 2**63}, f"seed must be an integer in [0, 2**63), got {2**63}"),

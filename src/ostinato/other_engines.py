@@ -40,7 +40,7 @@ ENGINE_OPTIONS = {
     "offload_num_in_group": Foreign("write offload=OffloadConfig(offloaded=...)", (0,)),
     "offload_prefetch_step": Foreign("write offload=OffloadConfig(prefetch=...)", (0,)),
     "kv_cache_dtype": Foreign("the KV cache has the model's dtype", ("auto",)),
-    "num_gpu_blocks_override": Foreign("write kv_cache_memory_bytes", (None,)),
+    "num_gpu_blocks_override": Foreign("write kv_cache_tokens or kv_cache_memory_bytes", (None,)),
     "enable_chunked_prefill": Foreign(
         "prompts are always chunked; to run a prompt in one step, raise max_num_batched_tokens",
         (True, None),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import gc
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +17,9 @@ from transformers import LlamaConfig
 
 from ostinato import LLM, GraphConfig, OffloadConfig, SamplingParams
 from ostinato.graphs.policy.modes import ModeName
-from ostinato.loading.load import load_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-CUDA = torch.device("cuda", 0)
 NUM_LAYERS = 8
 PROMPTS = [[(7 * row + 3 * column) % 97 + 3 for column in range(8)] for row in range(8)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -96,31 +96,61 @@ def test_the_same_tokens_as_without(
             assert list(in_random_order(llm, poisoned=True)) == wanted
 
 
+# In its own process: what other tests leave behind is freed at any time, and would count.
+LOADING = """
+import gc, json, sys
+import torch
+from ostinato import OffloadConfig
+from ostinato.loading.load import load_model
+
+cuda = torch.device("cuda", 0)
+
+def requested(which):
+    # Bytes as asked for: torch's blocks may be up to 1 MiB larger, each of them.
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{which}"]
+
+def load(offload):
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = requested("current")
+    model = load_model(
+        sys.argv[1], device=cuda, dtype=torch.bfloat16, random_weights=True, offload=offload
+    ).model
+    gc.collect()
+    return model, requested("current") - before, requested("peak") - before
+
+offload = OffloadConfig(group=4, offloaded=3, prefetch=1)
+for each in (None, offload):  # makes what a process makes once, such as workspaces
+    load(each)
+_, plain, _ = load(None)
+model, resident, peak = load(offload)
+offloader = model.offloader
+print(json.dumps({
+    "plain": plain,
+    "resident": resident,
+    "peak": peak,
+    "saved": offloader.host_bytes - offloader.slot_bytes,
+    "slot": offloader.slot_bytes,
+    "pinned": all(host.is_pinned() for host in offloader.host),
+}))
+"""
+
+
 def test_loading_takes_only_the_memory_of_resident_layers(shape: Path) -> None:
     """At no time, and not even while weights are drawn; the rest is pinned."""
-
-    def requested(which: str) -> int:
-        """Bytes as asked for: torch's blocks may be up to 1 MiB larger, each of them."""
-        return int(torch.cuda.memory_stats()[f"requested_bytes.all.{which}"])
-
-    def load(offload: OffloadConfig | None) -> tuple[Any, int, int]:
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = requested("current")
-        loaded = load_model(
-            str(shape), device=CUDA, dtype=torch.bfloat16, random_weights=True, offload=offload
-        )
-        return loaded.model, requested("current") - before, requested("peak") - before
-
-    _, plain, _ = load(None)
-    offload = OffloadConfig(group=4, offloaded=3, prefetch=1)
-    model, resident, peak = load(offload)
-    offloader = model.offloader
-    saved = offloader.host_bytes - offloader.slot_bytes
-    assert abs(plain - resident - saved) < 2**20
-    assert peak < resident + 2 * offloader.slot_bytes
-    assert all(host.is_pinned() for host in offloader.host)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADING, str(shape)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert abs(found["plain"] - found["resident"] - found["saved"]) < 2**20, found
+    assert found["peak"] < found["resident"] + 2 * found["slot"], found
+    assert found["pinned"]
 
 
 def test_memory_can_be_pinned_again(shape: Path) -> None:

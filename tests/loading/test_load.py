@@ -15,7 +15,13 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-from tiny_models import TINY_MIXTURES, TINY_NATIVE, TINY_WITH_OPTIONS, save_tiny
+from tiny_models import (
+    TINY_GENERIC,
+    TINY_MIXTURES,
+    TINY_NATIVE,
+    TINY_WITH_OPTIONS,
+    save_tiny,
+)
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
@@ -130,6 +136,17 @@ def test_progress_can_be_seen_or_not(path: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == ""
     load(path, show_progress=True)
     assert "loading weights" in capsys.readouterr().err
+
+
+def test_progress_of_transformers_can_be_seen_or_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tiny(TINY_GENERIC["gpt2"](), tmp_path)
+    capsys.readouterr()
+    load(tmp_path, show_progress=False)
+    assert capsys.readouterr().err == ""
+    load(tmp_path, show_progress=True)
+    assert "Loading weights" in capsys.readouterr().err
 
 
 def test_old_rotary_frequencies_are_ignored(path: Path) -> None:

@@ -87,6 +87,18 @@ def cut_short(path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
+    "targets that lack one": (
+        lambda path: edit_config(path, target_modules=["v_proj", "k_proj"]),
+        r"changes model.layers.0.mlp.down_proj, which target_modules in .* leaves out .*'v_proj'",
+    ),
+    "layers that lack one": (
+        lambda path: edit_config(path, layers_to_transform=[0]),
+        r"changes model.layers.1.mlp.down_proj, which layers_to_transform in .* leaves out \(\[0\]",
+    ),
+    "a layer that is not the only one": (
+        lambda path: edit_config(path, layers_to_transform=1),
+        r"changes model.layers.0.mlp.down_proj, which layers_to_transform in .* leaves out \(1\)",
+    ),
     "no config": (lambda path: (path / "adapter_config.json").unlink(), r"has no adapter_config"),
     "no weights": (without_weights, r"has no adapter_model\.safetensors.*\.bin is a pickle file"),
     "damaged": (cut_short, r"adapter_model\.safetensors .* cannot be read as safetensors"),

@@ -276,6 +276,8 @@ def test_texts_are_tokenized_as_the_checkpoint_says(tmp_path: Path) -> None:
         ([[4]], {"pooling": "max"}, "pooling must be one of auto, cls, last, mean, got 'max'"),
         ([[4]], {"dimensions": 65}, "dimensions must be an integer from 1 to 64, .*got 65"),
         ([[4]], {"dimensions": 0}, "dimensions must be"),
+        ([[4]], {"normalize": "no"}, "normalize must be True or False, got 'no'"),
+        ([[4]], {"truncate": 8}, "truncate must be True or False, got 8"),
     ],
 )
 def test_bad_requests_are_named(

@@ -112,6 +112,23 @@ def test_any_budget(asked: dict[str, Any], caplog: pytest.LogCaptureFixture) -> 
     assert f"max_model_len is {length} instead of the model's {limit}" in record.message
 
 
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (16, 1), (17, 2), (64, 4), (10**9, 8)])
+def test_a_limit_in_tokens(tokens: int, blocks: int, caplog: pytest.LogCaptureFixture) -> None:
+    """In whole blocks, however many fit; without a given length the longest request is shorter."""
+    asked: dict[str, Any] = {"bytes_per_block": 100, "block_size": 16, "max_num_seqs": 2}
+    size = size_cache(10**9, max_tokens=tokens, max_model_len=None, model_limit=64, **asked)
+    assert size.num_blocks == blocks + 1  # one is reserved
+    assert size.max_model_len == min(64, blocks * 16)
+    raised = "raise kv_cache_tokens for more" in caplog.text
+    assert raised == (blocks < 4)
+    # Memory limits it still, and is then named.
+    caplog.clear()
+    assert (
+        size_cache(200, max_tokens=64, max_model_len=None, model_limit=64, **asked).num_blocks == 2
+    )
+    assert "(100 bytes); raise kv_cache_memory_bytes for more" in caplog.text
+
+
 def test_the_errors_say_what_to_do() -> None:
     asked = {"bytes_per_block": 100, "block_size": 16, "model_limit": 4096, "max_num_seqs": 8}
     message = (

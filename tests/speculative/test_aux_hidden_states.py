@@ -39,10 +39,12 @@ class _Watching(Proposer):
 
     def __init__(self, states: Any) -> None:
         self.states = states
+        # A number would be copied from the host, which a capture forbids.
+        self.draft = torch.zeros((), dtype=torch.int32, device=states[0].device)
 
     def propose(self, state: DecodeState) -> None:
         rows, last = state.req_indices, state.num_computed[state.req_indices].long()
-        state.token_ids[rows, last + 1] = 0
+        state.token_ids[rows, last + 1] = self.draft
 
 
 @dataclass(frozen=True, kw_only=True)

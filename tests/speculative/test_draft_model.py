@@ -12,6 +12,7 @@ import torch
 import transformers
 from tiny_hybrid import TINY_HYBRID
 from tiny_models import TINY_NATIVE, save_tiny
+from tiny_vision import save_vision_model
 from workers import GlooPool
 
 from ostinato import LLM, ConfigError, DraftModel, GraphConfig, SamplingParams
@@ -164,3 +165,6 @@ def test_models_that_cannot_draft(tmp_path: Path) -> None:
     recurrent = DraftModel(model=str(save_tiny(TINY_HYBRID["lfm2"](), tmp_path / "recurrent")))
     with pytest.raises(ConfigError, match="a draft model cannot have recurrent layers"):
         open_llm("tiny", speculative=recurrent)
+    save_vision_model(tmp_path / "images", "qwen2_vl")
+    with pytest.raises(ConfigError, match="a draft model cannot be one that takes images"):
+        open_llm("tiny", speculative=DraftModel(model=str(tmp_path / "images")))

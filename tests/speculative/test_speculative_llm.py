@@ -422,6 +422,49 @@ def test_a_proposer_of_ones_own(device: torch.device) -> None:
         assert llm.speculation.num_runs > 8
 
 
+@dataclass(frozen=True, kw_only=True)
+class Constant(Speculation):
+    """Drafts one number, whether it is a token id or not."""
+
+    draft: int = 0
+
+    def build(self, context: ProposerContext) -> Proposer:
+        return _ConstantProposer(torch.tensor(self.draft, dtype=torch.int32, device=context.device))
+
+
+class _ConstantProposer(Proposer):
+    def __init__(self, draft: torch.Tensor) -> None:
+        self._draft = draft
+
+    def propose(self, state: DecodeState) -> None:
+        rows, last = state.req_indices, state.num_computed[state.req_indices].long()
+        for offset in range(1, state.query_len):
+            state.token_ids[rows, last + offset] = self._draft
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("draft", [-1, 10**9])
+def test_drafts_that_are_no_tokens(device: torch.device, draft: int, mode: str) -> None:
+    params = greedy(6)
+    filtered = SamplingParams(temperature=0, max_tokens=6, repetition_penalty=1.5, logprobs=1)
+    graphs = GraphConfig(mode=mode)
+    with open_tiny(device, graphs=graphs) as llm:
+        outputs = [tokens_of(llm, PROMPTS, each) for each in (params, filtered)]
+    with open_tiny(device, graphs=graphs, speculative=Constant(draft=draft, num_tokens=2)) as llm:
+        assert [tokens_of(llm, PROMPTS, each) for each in (params, filtered)] == outputs
+        assert llm.speculation.num_runs > 8
+
+
+@pytest.mark.parametrize("built", [None, object()])
+def test_what_is_no_proposer(built: Any) -> None:
+    class Wrong(Speculation):
+        def build(self, context: ProposerContext) -> Proposer:
+            return built  # type: ignore[no-any-return]
+
+    with pytest.raises(ConfigError, match=r"Wrong\.build\(\) returned .*, which is no proposer"):
+        open_tiny(speculative=Wrong())
+
+
 def test_modes_are_resolved_for_the_longest_query(device: torch.device) -> None:
     with open_tiny(device) as llm:
         plain = llm.engine.resolved_mode
@@ -495,6 +538,14 @@ def test_a_step_that_fails_loses_no_token(device: torch.device, overlap: bool) -
         (lambda: NgramDrafts(max_match=0), "max_match must be a positive integer, got 0"),
         (lambda: NgramDrafts(num_token=3), "did you mean num_tokens?"),
         (lambda: SuffixDrafts(history_len=-1), "history_len must be a positive integer, got -1"),
+        (lambda: SuffixDrafts(history_len=10**12), "history_len is at most 268435456, got 10000"),
+        (lambda: ReplayedDrafts(texts="abc"), "texts must be a list of lists of token ids, got"),
+        (lambda: ReplayedDrafts(texts=[3]), "texts must be lists of token ids, got 3"),
+        (lambda: ReplayedDrafts(texts=[[1, -5]]), r"texts must be lists of token ids, got \[1, -5"),
+        (
+            lambda: open_tiny(speculative=ReplayedDrafts(texts=[[1], [2, 10**6]])),
+            "texts of ReplayedDrafts have the token 1000000, but token ids of this model go from",
+        ),
         (lambda: ReplayedDrafts(acceptance=1.5), r"acceptance must be in \[0, 1\], got 1.5"),
         (lambda: open_tiny(speculative="eagle9"), "speculative must be 'ngram', 'suffix', or an"),
         (lambda: open_tiny(speculative=4), "speculative must be 'ngram', 'suffix', or an object"),

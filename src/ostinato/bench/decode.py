@@ -13,7 +13,7 @@ import functools
 import random
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from ostinato.bench.baselines import (
 from ostinato.bench.floor import kv_bytes, measure_bandwidth, weight_bytes
 from ostinato.bench.measure import machine, timed
 from ostinato.bench.profile import check_path, longest_for, profile_decode
+from ostinato.bench.room import with_kv_cache_for, with_room
 from ostinato.bench.tpot import Record, evaluate
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
@@ -54,6 +55,11 @@ class Window:
     @property
     def longest(self) -> int:
         return self.prompt_len + SHORT + self.new_tokens
+
+    @property
+    def why(self) -> str:
+        """Where the length comes from, in an error."""
+        return f"sequences have prompt_len + {SHORT} + new_tokens tokens, or more for a profile"
 
     @property
     def context(self) -> range:
@@ -94,7 +100,8 @@ def run(
         _, budget = config.batch_limits(device)
         needed = longest_for(window.middle, batch=max(batches), max_num_batched_tokens=budget)
         longest = max(longest, needed)
-    config = with_room(config, num_seqs=max(batches), length=longest)
+    config = with_room(config, num_seqs=max(batches), length=longest, why=window.why)
+    config = with_kv_cache_for(config, num_seqs=max(batches), length=longest)
     bandwidth = measure_bandwidth(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # before the engine checks free memory
@@ -145,25 +152,6 @@ def _profiled(
     if unknown:
         raise ConfigError(f"batches {unknown} are profiled but not measured; add them to --batch")
     return [(batch, path) for batch in (batches if chosen is None else chosen)]
-
-
-def with_room(config: EngineConfig, *, num_seqs: int, length: int) -> EngineConfig:
-    """Derive limits that were not given from the batches; limits that were given must suffice."""
-    for name, limit, needed in (
-        ("max_num_seqs", config.max_num_seqs, num_seqs),
-        ("max_model_len", config.max_model_len, length),
-    ):
-        if limit is not None and limit < needed:
-            raise ConfigError(
-                f"{name} {limit} is too small for this measurement, which needs {needed} "
-                f"(sequences have prompt_len + {SHORT} + new_tokens tokens, or more for a "
-                "profile); raise it or measure less"
-            )
-    return replace(
-        config,
-        max_num_seqs=config.max_num_seqs or num_seqs,
-        max_model_len=config.max_model_len or length,
-    )
 
 
 def _about(config: EngineConfig, llm: LLM, window: Window) -> dict[str, Any]:

@@ -16,8 +16,9 @@ import torch
 from tqdm import tqdm
 
 from ostinato.bench.baselines import Generate, from_engine
-from ostinato.bench.decode import OURS, Window, check_counts, measure_batch, with_room
+from ostinato.bench.decode import OURS, Window, check_counts, measure_batch
 from ostinato.bench.measure import machine
+from ostinato.bench.room import with_kv_cache_for, with_room
 from ostinato.config import EngineConfig
 from ostinato.llm import LLM
 from ostinato.sampling_params import SamplingParams
@@ -44,7 +45,8 @@ def run(
         repeats=repeats,
     )
     window = Window(prompt_len=prompt_len, new_tokens=new_tokens, repeats=repeats)
-    config = with_room(config, num_seqs=max(batches), length=window.longest)
+    room = {"num_seqs": max(batches), "length": window.longest}
+    config = with_kv_cache_for(with_room(config, **room, why=window.why), **room)
     with_lora = replace(config, enable_lora=True, max_loras=adapters, max_lora_rank=rank)
     with ExitStack() as stack:
         plain, llm = (stack.enter_context(LLM.from_config(each)) for each in (config, with_lora))

@@ -17,8 +17,9 @@ import torch
 from tqdm import tqdm
 
 from ostinato.bench.baselines import from_engine
-from ostinato.bench.decode import OURS, Window, check_counts, measure_batch, with_room
+from ostinato.bench.decode import OURS, Window, check_counts, measure_batch
 from ostinato.bench.measure import machine, timed
+from ostinato.bench.room import with_kv_cache_for, with_room
 from ostinato.config import EngineConfig
 from ostinato.llm import LLM
 from ostinato.models.native.decoder import Decoder
@@ -26,7 +27,6 @@ from ostinato.offload.offload_config import OffloadConfig
 from ostinato.offload.prefetch import PrefetchOffloader
 
 PLAIN = "no offload"
-_KV_CACHE = "2GiB"  # two engines share the device, so none can take what is left
 
 
 def run(
@@ -43,9 +43,8 @@ def run(
     """Time per output token of each batch size, and the time of a step's copies."""
     check_counts(batches, prompt_len=prompt_len, new_tokens=new_tokens, repeats=repeats)
     window = Window(prompt_len=prompt_len, new_tokens=new_tokens, repeats=repeats)
-    config = with_room(config, num_seqs=max(batches), length=window.longest)
-    if config.kv_cache_memory_bytes is None and config.torch_device().type == "cuda":
-        config = replace(config, kv_cache_memory_bytes=_KV_CACHE)
+    room = {"num_seqs": max(batches), "length": window.longest}
+    config = with_kv_cache_for(with_room(config, **room, why=window.why), **room)
     with ExitStack() as stack:
         llm = stack.enter_context(LLM.from_config(replace(config, offload=offload)))
         subjects = {OURS: from_engine(llm)}

@@ -1,7 +1,7 @@
 """``ostinato bench prefill``: time to first token of one prompt, eagerly and through graphs.
 
 All modes are open at once and measured in turns, on new tokens each time, so that neither machine
-drift nor the prefix cache favours one of them.
+drift nor the prefix cache favours one of them. So their KV caches hold one prompt each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ostinato.bench.measure import machine, synchronize
+from ostinato.bench.room import with_kv_cache_for, with_room
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import CUDAGraphMode
@@ -32,6 +33,10 @@ def run(
         raise ConfigError(f"prompt lengths must be positive integers, got {list(lengths)}")
     if repeats < 1:
         raise ConfigError(f"repeats must be at least 1, got {repeats}")
+    longest = max(lengths) + 1  # the first token
+    num_seqs, _ = config.batch_limits(config.torch_device())  # decides which sizes have graphs
+    config = with_room(config, num_seqs=num_seqs, length=longest, why="the longest prompt and 1")
+    config = with_kv_cache_for(config, num_seqs=1, length=longest)
     names = [EAGER, *(CUDAGraphMode.parse(mode).name for mode in modes)]
     with ExitStack() as stack:
         llms = {

@@ -56,7 +56,8 @@ def run(
     config = replace(
         config,
         max_num_seqs=max(batches),
-        max_model_len=prompt_len + SHORT + new_tokens + 3 * (1 + num_tokens),
+        # A step has drafts only if they fit, and a free block for each request besides.
+        max_model_len=prompt_len + SHORT + new_tokens + 3 * (1 + num_tokens) + config.block_size,
         enable_prefix_caching=False,
         speculative=ReplayedDrafts(num_tokens=num_tokens),
     )

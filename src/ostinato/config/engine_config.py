@@ -94,6 +94,12 @@ class EngineConfig:
         "on CUDA, 512 MiB on the CPU.",
         cli=str,
     )
+    kv_cache_tokens: int | None = option(
+        None,
+        "At most this many tokens in the KV cache, in whole blocks, however much memory there is: "
+        "for several engines on one device. None: all that fit and max_num_seqs requests can use.",
+        cli=int,
+    )
     gpu_memory_utilization: float = option(
         0.9,
         "Fraction of a GPU's memory for weights, graphs and KV cache together.",
@@ -223,12 +229,19 @@ class EngineConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_model_len",
+            "kv_cache_tokens",
             "long_prefill_token_threshold",
         )
         for name in (*limits, "swiftkv_layers"):
             if getattr(self, name) is not None:
                 check_positive_int(name, getattr(self, name))
         check_positive_int("block_size", self.block_size)
+        most, longest = self.kv_cache_tokens, self.max_model_len
+        if most is not None and longest is not None and most < longest:
+            raise ConfigError(
+                f"kv_cache_tokens {most} is below max_model_len {longest}, so the longest request "
+                "would not fit; raise the first or lower the other"
+            )
         check_attention(self)
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")

@@ -60,6 +60,11 @@ class Completion:
         self.output.text = detokenizer.text
         return found
 
+    def forget_text(self) -> None:
+        """Decode all tokens anew at the next ``read_text``: the last one was interrupted."""
+        if self.detokenizer is not None:
+            self.detokenizer = self.detokenizer.anew()
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRequest:

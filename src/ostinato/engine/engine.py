@@ -65,6 +65,9 @@ class Engine(Owner):
         self._completions: dict[str, Completion] = {}
         self._submissions: WeakSet[Submission] = WeakSet()
         self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        # Committed tokens that are not in the outputs yet: empty, unless a step was interrupted.
+        self._to_emit: deque[tuple[TokenEvent, StepResult]] = deque()
+        self._ended: dict[Completion, None] = {}  # to be returned by ``step``
         # Batches that may run before the host has read their tokens.
         self._num_ahead = 1 if config.overlaps_on(self.model.device) else 0
         self._seeds = random.Random(config.seed)
@@ -162,7 +165,7 @@ class Engine(Owner):
 
     def _slots_in_use(self) -> set[int]:
         """The slots of adapters that unfinished requests use, or will use."""
-        used = {completion.request.lora_slot for completion in self._completions.values()}
+        used = {each.request.lora_slot for each in self._completions.values() if not each.finished}
         return used.union(*(each.lora_slots for each in self._submissions if each.num_left))
 
     @one_thread(is_part=True)
@@ -190,7 +193,7 @@ class Engine(Owner):
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or bool(self._to_emit)
 
     def _scheduler_of(self, request: Request) -> Scheduler:
         return self.scheduler
@@ -236,13 +239,16 @@ class Engine(Owner):
 
         With ``async_scheduling`` the device always has a batch to run while the host processes the
         tokens of the previous one; without it, both are the same batch. If a step raises or is
-        interrupted, no token is lost: batches in flight are computed again.
+        interrupted, no token is lost: batches in flight are computed again, and the next call
+        returns what this one would have. A sequence whose text cannot be decoded is aborted.
         """
         return self._step()
 
     def _step(self) -> list[Completion]:
         if self._closed:
             raise _closed()
+        if self._to_emit:
+            return self._emit()
         try:
             plan = self.scheduler.schedule()
             if plan.num_tokens:
@@ -251,13 +257,31 @@ class Engine(Owner):
             if not (self._in_flight and catches_up):
                 return []
             plan, result = self._in_flight.popleft()
-            events = self.scheduler.commit(plan, result.token_ids())
+            self._queue(self.scheduler.commit(plan, result.token_ids()), result)
         except BaseException:
             self._in_flight.clear()
+            self._take_back_unheard_of()
             self.scheduler.rollback()
             self._end_unheard_of()
             raise
-        return self._emit(events, result) if events else []
+        return self._emit() if self._to_emit else []
+
+    def _queue(self, events: Sequence[TokenEvent], result: StepResult) -> None:
+        """Keep the events that someone waits for until they are in the outputs."""
+        self._to_emit += [(event, result) for event in events if event.is_heard]
+
+    def _take_back_unheard_of(self) -> None:
+        """Forget tokens whose log-probabilities are lost; they are sampled again, and are the same.
+
+        They were committed in a step that is about to be rolled back.
+        """
+        self._to_emit.clear()
+        for completion in self._completions.values():
+            output = completion.output
+            if output.logprobs is not None and len(output.token_ids) > len(output.logprobs):
+                self._scheduler_of(completion.request).take_back(
+                    completion.request, len(output.logprobs)
+                )
 
     def _end_unheard_of(self) -> None:
         """Close sequences that the scheduler ended in a step that did not return them."""
@@ -268,20 +292,40 @@ class Engine(Owner):
                 del self._completions[name]
                 completion.tell()
 
-    def _emit(self, events: Sequence[TokenEvent], result: StepResult) -> list[Completion]:
-        ended = []
-        for event in events:
-            request = event.request
-            if not (request.watched or event.finished):
-                continue
-            completion = self._completions[request.request_id]
-            self._take_in(completion, event, result)
-            if completion.finished:
-                del self._completions[request.request_id]
-                ended.append(completion)
+    def _emit(self) -> list[Completion]:
+        """Update the outputs; return the sequences that ended. If interrupted, call it again."""
+        while self._to_emit:
+            event, result = self._to_emit[0]
+            name = event.request.request_id
+            completion = self._completions.get(name)
+            if completion is not None:  # not aborted meanwhile
+                try:
+                    self._take_in(completion, event, result)
+                except Exception:
+                    self._to_emit.popleft()
+                    self._drop(completion)  # it would fail again
+                    raise
+                except BaseException:
+                    completion.forget_text()
+                    raise
+                completion.tell()
+                if completion.finished:
+                    self._ended[completion] = None
+                    del self._completions[name]
+            self._to_emit.popleft()
+            if completion is not None and completion.finished:
                 self.runner.learn(completion.output.token_ids)
-            completion.tell()
+        ended = list(self._ended)
+        self._ended.clear()
         return ended
+
+    def _drop(self, completion: Completion) -> None:
+        """Abort a sequence whose output cannot be updated; its tokens so far stay."""
+        name = completion.request.request_id
+        self._scheduler_of(completion.request).abort(name)
+        self._completions.pop(name, None)
+        completion.output.finish_reason = FinishReason.ABORT.value
+        completion.tell()
 
     def _take_in(self, completion: Completion, event: TokenEvent, result: StepResult) -> None:
         """Update a completion's logprobs, text and end for tokens already in its list."""
@@ -289,15 +333,23 @@ class Engine(Owner):
         found = completion.read_text(final=event.finished)
         if output.logprobs is not None:
             num_new = len(output.token_ids) - len(output.logprobs)
-            for index in range(event.index, event.index + num_new):
-                row = result.logprobs(index, request.params.logprobs or 0)
-                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + row[0][1]
-                output.logprobs.append(
-                    {
-                        token: Logprob(logprob=value, decoded_token=self._decode_token(token))
-                        for token, value in row
-                    }
-                )
+            rows = [
+                result.logprobs(index, request.params.logprobs or 0)
+                for index in range(event.index, event.index + num_new)
+            ]
+            total = output.cumulative_logprob or 0.0
+            for row in rows:
+                total += row[0][1]
+            decoded = [
+                {
+                    token: Logprob(logprob=value, decoded_token=self._decode_token(token))
+                    for token, value in row
+                }
+                for row in rows
+            ]
+            # Both at the end: if all above is interrupted, it is done again from the start.
+            output.logprobs += decoded
+            output.cumulative_logprob = total
         if found is not None:
             if not event.finished:
                 scheduler = self._scheduler_of(request)
@@ -335,6 +387,7 @@ class Engine(Owner):
         try:
             self._completions.clear()
             self._in_flight.clear()
+            self._to_emit.clear()
             self.runner.close()
         finally:
             del self.model

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ostinato.errors import RequestError
-from ostinato.loading.load import LoadedModel
+from ostinato.loading.load import LoadedModel, as_hf
 
 if TYPE_CHECKING:
     from ostinato.vision.image_reader import ImageReader
@@ -26,6 +26,7 @@ class EngineImages:
 
             assert isinstance(loaded.model, VisionLM), "no other model uses M-RoPE"
             self._reader = ImageReader(loaded.model, loaded.path)
+            self._video_token_id = getattr(as_hf(loaded.config), "video_token_id", None)
 
     @property
     def are_taken(self) -> bool:
@@ -37,6 +38,11 @@ class EngineImages:
     ) -> tuple[list[int], PromptImages | None]:
         """Read images; returns the prompt with as many tokens for each as it takes, and them."""
         if self._reader is not None:
+            if self._video_token_id in prompt_token_ids:
+                raise RequestError(
+                    f"{name} has a placeholder of a video (token {self._video_token_id}); videos "
+                    "are not supported: give images"
+                )
             return self._reader.place(name, prompt_token_ids, images, self._max_tokens)
         if images:
             raise RequestError(f"{name} has {len(images)} images, but this model takes text only")

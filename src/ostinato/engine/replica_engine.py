@@ -38,7 +38,7 @@ class ReplicaEngine(Engine):
 
     @property
     def has_unfinished(self) -> bool:
-        return any(scheduler.has_unfinished for scheduler in self.schedulers)
+        return any(scheduler.has_unfinished for scheduler in self.schedulers) or bool(self._to_emit)
 
     @one_thread(is_part=True)
     def replica_stats(self) -> list[ReplicaStats]:
@@ -69,6 +69,8 @@ class ReplicaEngine(Engine):
 
     def _step(self) -> list[Completion]:
         self._check_open()
+        if self._to_emit:
+            return self._emit()
         steps = self._steps_in_flight
         try:
             plans = [scheduler.schedule() for scheduler in self.schedulers]
@@ -80,21 +82,19 @@ class ReplicaEngine(Engine):
                 return []
             step = steps.popleft()
             tokens = [result.token_ids() for _, result in step]  # of all, before any is applied
-            events = [
-                scheduler.commit(plan, sampled)
-                for scheduler, (plan, _), sampled in zip(self.schedulers, step, tokens, strict=True)
-            ]
+            for scheduler, (plan, result), sampled in zip(
+                self.schedulers, step, tokens, strict=True
+            ):
+                self._queue(scheduler.commit(plan, sampled), result)
         except BaseException:
             steps.clear()
+            self._take_back_unheard_of()
             for scheduler in self.schedulers:
                 scheduler.rollback()
             self._end_unheard_of()
             raise
         self._placement.loads = None  # requests have grown
-        ended: list[Completion] = []
-        for its_events, (_, result) in zip(events, step, strict=True):
-            ended += self._emit(its_events, result)
-        return ended
+        return self._emit()
 
     def _leader(self) -> LeadingRunner:
         if not isinstance(self.runner, LeadingRunner):

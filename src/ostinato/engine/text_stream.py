@@ -93,7 +93,8 @@ def _deltas(submission: Submission) -> Iterator[TextDelta]:
             num_chars, num_tokens = shown.pop(completion, (0, 0))
             if not completion.finished:
                 shown[completion] = len(output.text), len(output.token_ids)
-            if len(output.token_ids) == num_tokens:
+            has_more = len(output.token_ids) > num_tokens or len(output.text) > num_chars
+            if not has_more and not completion.finished:
                 continue
             yield TextDelta(
                 prompt_index=number,

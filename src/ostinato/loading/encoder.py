@@ -12,6 +12,7 @@ from ostinato.errors import ConfigError
 from ostinato.loading.description import describe, describe_shape, errors_named
 from ostinato.loading.load import as_hf, check_fit, free_memory, read_tokenizer
 from ostinato.loading.locate import find_model
+from ostinato.loading.progress import progress_bars
 from ostinato.loading.sentence import SentenceSettings, read_settings
 from ostinato.loading.task import ENCODER_SHAPES
 from ostinato.models.checkpoint import Checkpoint
@@ -68,7 +69,7 @@ def load_encoder(
     settings = read_settings(path)
     checkpoint = Checkpoint(path)
     check_fit(str(path), checkpoint.num_elements() * dtype.itemsize, device, dtype)
-    with errors_named(path / "config.json"):
+    with errors_named(path / "config.json"), progress_bars(show_progress):
         model = HFEncoder.from_pretrained(
             path,
             config=described.whole or as_hf(described.config),

@@ -24,6 +24,7 @@ from ostinato.loading.description import (
     errors_named,
 )
 from ostinato.loading.locate import find_model
+from ostinato.loading.progress import progress_bars
 from ostinato.loading.tokenizer_check import check_tokenizer
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
@@ -221,7 +222,7 @@ class _Build:
             checkpoint = checkpoint.language_model()
         if described.generic_reason is not None:
             self._check_fit(str(path), checkpoint.num_elements() * self.dtype.itemsize)
-            with errors_named(path / "config.json"):
+            with errors_named(path / "config.json"), progress_bars(self.show_progress):
                 hf_config = as_hf(described.config)
                 model = _hf_class(hf_config).from_pretrained(
                     path,

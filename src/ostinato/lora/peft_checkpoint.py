@@ -53,6 +53,7 @@ def read_adapter(path: Path, weights: AdapterWeights) -> Matrices:
     config = _read_config(path)
     checkpoint = Checkpoint(path, only=path / WEIGHTS)
     pairs = _pairs(checkpoint, weights)
+    _check_targeted(path, config, pairs)
     ranks = {
         module: _check_shapes(checkpoint, module, pair, weights.targets[module])
         for module, pair in pairs.items()
@@ -149,6 +150,29 @@ def _pairs(checkpoint: Checkpoint, weights: AdapterWeights) -> dict[str, tuple[s
             )
     _check_spellings(checkpoint, found, targets)
     return {module: (pair["A"], pair["B"]) for module, pair in found.items()}
+
+
+def _check_targeted(path: Path, config: dict[str, Any], modules: Iterable[str]) -> None:
+    """Raise if the config does not name a linear that has tensors: PEFT would leave them out.
+
+    Patterns are not looked at: they may be for names of another version of transformers.
+    """
+    targets, layers = config.get("target_modules"), config.get("layers_to_transform")
+    layers = [layers] if isinstance(layers, int) else layers
+    for module in modules:
+        layer = int(module.partition(".layers.")[2].partition(".")[0])
+        if isinstance(targets, list) and not f".{module}".endswith(
+            tuple(f".{target}" for target in targets)
+        ):
+            field = "target_modules"
+        elif isinstance(layers, list) and layers and layer not in layers:
+            field = "layers_to_transform"
+        else:
+            continue
+        raise ModelLoadError(
+            f"{path / WEIGHTS} changes {module}, which {field} in {path / CONFIG} leaves out "
+            f"({shown(config[field])}); the files belong to different adapters"
+        )
 
 
 def _check_spellings(

@@ -119,6 +119,7 @@ class PoolingEngine(Owner):
     ) -> list[EmbeddingOutput]:
         self._check_task("embed")
         self._check_dimensions(dimensions)
+        _check_switches(normalize=normalize, truncate=truncate)
         inputs = self._reader.prompts(prompts, truncate=truncate)
         states = self._run(inputs, self._pooling(pooling), use_tqdm)[:, :dimensions]
         if normalize:
@@ -135,6 +136,7 @@ class PoolingEngine(Owner):
         self, prompts: Any, *, truncate: bool, use_tqdm: bool | None
     ) -> list[ClassificationOutput]:
         self._check_task("classify")
+        _check_switches(truncate=truncate)
         inputs = self._reader.prompts(prompts, truncate=truncate)
         names = label_names(self.model.config)
         return [
@@ -150,6 +152,7 @@ class PoolingEngine(Owner):
         self, query: Any, documents: Any, *, truncate: bool, use_tqdm: bool | None
     ) -> list[ScoreOutput]:
         self._check_task("embed", "classify")
+        _check_switches(truncate=truncate)
         if self.task == "embed":
             queries, inputs = self._reader.queries(query, documents, truncate=truncate)
             states = self._run([*queries, *inputs], self._pooling("auto"), use_tqdm)
@@ -303,6 +306,12 @@ def _resolve_mode(config: EngineConfig) -> ResolvedMode:
         requested = CUDAGraphMode.PIECEWISE
     assert isinstance(requested, CUDAGraphMode)
     return resolve_mode(requested, AttentionCGSupport.NEVER, piecewise_available=True)
+
+
+def _check_switches(**switches: object) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} must be True or False, got {shown(value)}")
 
 
 def _bar(total: int) -> Any:

@@ -59,7 +59,7 @@ def decode_step(
         tokens.slot_mappings[0, :num_tokens],
     )
     if query_len > 1 or memory.drafts_read_all:
-        propose_drafts(memory, rows)
+        propose_drafts(memory, rows, model.vocab_size)
     load_decode_inputs(rows, inputs)
     buffers.keep_own_part(num_reqs=num_reqs, num_tokens=num_tokens)
     if buffers.position_offsets is not None:

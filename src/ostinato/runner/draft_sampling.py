@@ -35,10 +35,20 @@ def decode_rows(
     )
 
 
-def propose_drafts(memory: StepMemory, rows: DecodeState) -> None:
-    """Write drafts into the state, behind the last token of each row."""
+def propose_drafts(memory: StepMemory, rows: DecodeState, vocab_size: int) -> None:
+    """Write drafts into the state, behind the last token of each row.
+
+    What is no token id is replaced by one, unless what proposes drafts is sure that all are.
+    """
     assert memory.proposer is not None, "a step with drafts has been scheduled"
     memory.proposer.propose(rows)
+    if rows.query_len == 1 or memory.proposer.drafts_are_valid:
+        return
+    offsets = torch.arange(1, rows.query_len, device=memory.device)
+    positions = rows.num_computed[rows.req_indices].long().unsqueeze(1) + offsets
+    req_indices = rows.req_indices.unsqueeze(1)
+    drafts = rows.token_ids[req_indices, positions].clamp(0, vocab_size - 1)
+    rows.token_ids[req_indices, positions] = drafts
 
 
 def admit_requests(memory: StepMemory, plan: StepPlan) -> None:

@@ -52,9 +52,12 @@ def size_cache(
     model_limit: int,
     max_model_len: int | None,
     max_num_seqs: int,
+    max_tokens: int | None = None,
     part: ContextPart | None = None,
 ) -> CacheSize:
     """Choose the number of blocks for ``budget`` bytes, at most what all requests can use.
+
+    ``max_tokens``: no more blocks than hold this many tokens, even if they would fit.
 
     ``block_size``: tokens of a block that are stored here; with a ``part`` other ranks store more.
 
@@ -68,6 +71,9 @@ def size_cache(
     block_size *= 1 if part is None else part.size
     # Without attention, blocks take no memory.
     affordable = budget // bytes_per_block if bytes_per_block else sys.maxsize
+    option = "kv_cache_memory_bytes"
+    if max_tokens is not None and -(-max_tokens // block_size) + 1 < affordable:
+        affordable, option = -(-max_tokens // block_size) + 1, "kv_cache_tokens"
     wanted = max_model_len or model_limit
     needed = -(-wanted // block_size) + 1
     if affordable < needed:
@@ -80,11 +86,13 @@ def size_cache(
             )
         wanted = (affordable - 1) * block_size
         logger.warning(
-            "max_model_len is %d instead of the model's %d, because no more fits in %d bytes of KV "
-            "cache; raise kv_cache_memory_bytes for more",
+            "max_model_len is %d instead of the model's %d, because no more fits in %d blocks of "
+            "KV cache (%d bytes); raise %s for more",
             wanted,
             model_limit,
-            budget,
+            affordable - 1,
+            (affordable - 1) * bytes_per_block,
+            option,
         )
     useful = max_num_seqs * -(-wanted // block_size) + 1
     return CacheSize(

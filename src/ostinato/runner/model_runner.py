@@ -299,7 +299,7 @@ class ModelRunner:
         req_indices, query_len = list(plan.req_indices), plan.max_query_len
         self.buffers.set_rows(req_indices, len(req_indices))
         rows = draft_sampling.decode_rows(self.state, self.buffers, len(req_indices), query_len)
-        draft_sampling.propose_drafts(memory, rows)
+        draft_sampling.propose_drafts(memory, rows, self.model.vocab_size)
         metadata = self._fill(plan, choice)
         hidden = graphs.hidden_states(choice, metadata, plan.num_tokens, across)
         draft_sampling.observe_step(memory, rows)

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from ostinato.errors import ConfigError
 from ostinato.graphs.capture.tree import tensors_in
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.models.base import CausalLM
+from ostinato.quoting import shown
 from ostinato.recurrent.base import RecurrentStates
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache
@@ -91,6 +93,11 @@ class StepMemory:
                     aux_hidden_states=tuple(aux.values()),
                 )
             )
+            if Proposer not in type(proposer).__mro__:
+                raise ConfigError(
+                    f"{type(speculation).__name__}.build() returned {shown(proposer)}, which is no "
+                    "proposer; return an object of a class that derives from ostinato.Proposer"
+                )
         return cls(
             state=state,
             buffers=InputBuffers(

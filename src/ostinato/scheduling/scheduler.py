@@ -301,6 +301,17 @@ class Scheduler:
                 self._prefixes.publish(request, index, index + 1)
             self._steady = None
 
+    def take_back(self, request: Request, num_output: int) -> None:
+        """Forget all but the first ``num_output`` output tokens, and an end at one of them.
+
+        ``rollback`` must follow: uncommitted plans may count on them.
+        """
+        del request.output_token_ids[num_output:]
+        if request.status is RequestStatus.FINISHED:
+            request.status = RequestStatus.RUNNING
+            request.finish_reason = request.stop_reason = None
+            self._requests[request.request_id] = request
+
     def rollback(self) -> None:
         """Drop all uncommitted plans; running requests go back to the queue, none is lost.
 

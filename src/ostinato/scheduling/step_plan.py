@@ -65,6 +65,11 @@ class TokenEvent:
     index: int
     finished: bool
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether the request's output changes now: at its end, or with every token."""
+        return self.finished or self.request.watched
+
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulePlan:

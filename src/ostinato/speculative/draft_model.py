@@ -58,6 +58,8 @@ class DraftModelProposer(Proposer):
             raise ConfigError("a draft model cannot be a SwiftKV model; choose another")
         if model.recurrent_specs:
             raise ConfigError("a draft model cannot have recurrent layers; choose another")
+        if model.uses_mrope:
+            raise ConfigError("a draft model cannot be one that takes images; choose another")
         self._model = model
         self._context = context
         self._layers: KVLayers = context.new_kv_cache(model.attention_specs)
@@ -72,6 +74,10 @@ class DraftModelProposer(Proposer):
         self._seq_lens = zeros(rows, dtype=torch.int32)
         self._starts = zeros(rows + 1, dtype=torch.int32)
         self._block_table = zeros(rows, context.blocks_per_request, dtype=torch.int32)
+
+    @property
+    def drafts_are_valid(self) -> bool:
+        return True
 
     @property
     def reads_all_tokens(self) -> bool:

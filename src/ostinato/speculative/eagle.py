@@ -59,6 +59,10 @@ class EagleProposer(Proposer):
         )
 
     @property
+    def drafts_are_valid(self) -> bool:
+        return True
+
+    @property
     def reads_all_tokens(self) -> bool:
         return True
 

@@ -23,6 +23,10 @@ class LookUpProposer(Proposer):
         self._where = LookUp(history, min_match, max_match)
         self._next = 0  # where the next output goes in the history
 
+    @property
+    def drafts_are_valid(self) -> bool:
+        return True
+
     def propose(self, state: DecodeState) -> None:
         look_up_drafts(state, self._where)
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from ostinato.models.base import CausalLM
     from ostinato.speculative.proposer import Proposer, ProposerContext
 
+MAX_HISTORY = 2**28  # tokens, which take 1 GiB
+
 _NUM_TOKENS_HELP = (
     "Drafts per request and step. By batch size: {8: 4, 32: 2} means 4 in steps of up to 8 "
     "requests, 2 in steps of up to 32, and none in larger ones."
@@ -137,6 +139,8 @@ class SuffixDrafts(Speculation):
         super().__post_init__()
         _check_match(self.min_match, self.max_match)
         check_positive_int("history_len", self.history_len)
+        if self.history_len > MAX_HISTORY:
+            raise ConfigError(f"history_len is at most {MAX_HISTORY}, got {self.history_len}")
 
     def build(self, context: ProposerContext) -> Proposer:
         from ostinato.speculative.look_up import LookUpProposer
@@ -225,6 +229,13 @@ class ReplayedDrafts(Speculation):
         super().__post_init__()
         if not isinstance(self.acceptance, int | float) or not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance must be in [0, 1], got {shown(self.acceptance)}")
+        texts: object = self.texts
+        if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
+            raise ConfigError(f"texts must be a list of lists of token ids, got {shown(texts)}")
+        for text in texts:
+            listed = isinstance(text, Sequence) and not isinstance(text, str | bytes)
+            if not listed or any(type(token) is not int or token < 0 for token in text):
+                raise ConfigError(f"texts must be lists of token ids, got {shown(text)}")
 
     def build(self, context: ProposerContext) -> Proposer:
         from ostinato.speculative.replayed import ReplayProposer

@@ -49,10 +49,18 @@ class Proposer(Protocol):
     def propose(self, state: DecodeState) -> None:
         """Write ``state.query_len - 1`` drafts behind the last token of each real row.
 
-        Request r has tokens 0 to ``num_computed[r]`` in ``token_ids``, and drafts follow. A draft
-        is a valid token id. Runs in every decode step, inside its graph: at fixed addresses and
+        Request r has tokens 0 to ``num_computed[r]`` in ``token_ids``, and drafts follow. Runs in
+        every decode step, inside its graph: at fixed addresses and
         without reading anything on the host. Rows of ``padding_req_index`` may be written.
         """
+
+    @property
+    def drafts_are_valid(self) -> bool:
+        """Whether every draft is sure to be a token id of the model.
+
+        If not, what is no token id is replaced by one, which takes a few operators more per step.
+        """
+        return False
 
     def admit(self, req_index: int, request: Request) -> None:
         """A request starts, or continues after a preemption, in this row of the state."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ostinato.errors import ConfigError
 from ostinato.ops.counter_random import WORD_BITS, random_words, spread_seed
 from ostinato.ops.decode_state import DecodeState
 from ostinato.scheduling.request import Request
@@ -24,6 +25,12 @@ class ReplayProposer(Proposer):
         seed: int,
     ) -> None:
         self.texts = [list(text) for text in texts]
+        largest = max((max(text, default=0) for text in self.texts), default=0)
+        if largest >= context.vocab_size:
+            raise ConfigError(
+                f"texts of ReplayedDrafts have the token {largest}, but token ids of this model go "
+                f"from 0 to {context.vocab_size - 1}"
+            )
         self._vocab_size = context.vocab_size
         self._key = spread_seed(seed)
         self._threshold = torch.zeros((), dtype=torch.int64, device=context.device)
@@ -37,6 +44,10 @@ class ReplayProposer(Proposer):
     def set_acceptance(self, acceptance: float) -> None:
         """Change the rate of right drafts from the next step on."""
         self._threshold.fill_(int(acceptance * (1 << WORD_BITS)))
+
+    @property
+    def drafts_are_valid(self) -> bool:
+        return True
 
     def propose(self, state: DecodeState) -> None:
         req_indices, num_drafts = state.req_indices, state.query_len - 1

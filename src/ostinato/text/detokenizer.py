@@ -29,6 +29,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self.text = ""
         self._tokenizer = tokenizer
+        self._params = params
         self._skip_special_tokens = params.skip_special_tokens
         self._stop = stop_strings(tuple(params.stop)) if params.stop else None
         self._state = 0  # of the search for stop strings
@@ -39,6 +40,10 @@ class Detokenizer:
         self._taken = 0  # characters of the window's text that are in _decoded
         self._cut = 0  # where the window will be cut once enough follows
         self._unfinished = 0  # tokens since the text last ended in a whole character
+
+    def anew(self) -> Detokenizer:
+        """One for the same text that has read nothing yet."""
+        return Detokenizer(self._tokenizer, self._params)
 
     def read(self, token_ids: Sequence[int], min_tokens: int = 0) -> str | None:
         """Take the tokens added to ``token_ids`` since the last read.

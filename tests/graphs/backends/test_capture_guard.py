@@ -58,6 +58,14 @@ REFUSED = {
         lambda x: x.index_put((x > 0,), x[0], accumulate=True),
         "aten.index_put.default",
     ),
+    "number_at_indices": (
+        lambda x: (x * 1).__setitem__(x.long() % 2, 0.0),
+        {"cpu": "Tensor.__setitem__", "cuda": "aten.index_put_.default"},
+    ),
+    "number_at_row_and_column": (
+        lambda x: (x * 1).view(2, 2).__setitem__((slice(None), x[:2].long() % 2), 1),
+        {"cpu": "Tensor.__setitem__", "cuda": "aten.index_put_.default"},
+    ),
     "masked_select": (lambda x: x.masked_select(x > 0), "aten.masked_select.default"),
     "unique": (lambda x: x.unique(), "aten._unique2.default"),
     "bincount": (lambda x: torch.bincount(x.long()), "aten.bincount.default"),
@@ -99,6 +107,9 @@ REFUSED_ON_CPU = {
 ALLOWED: dict[str, Function] = {
     "repeat_interleave_sized": lambda x: x.repeat_interleave(x.long() * 0 + 1, output_size=4),
     "mask_scalar_assignment": lambda x: (x * 1).__setitem__(x > 0, 0.0),
+    "tensor_at_indices": lambda x: (x * 1).__setitem__(x.long() % 2, x[0] * 0),
+    "number_at_slices": lambda x: (x * 1).view(2, 2).__setitem__((slice(None), 1), 0.0),
+    "number_filled_at_indices": lambda x: x.index_fill(0, x.long() % 2, 0.0),
     "shape_logic": lambda x: x * 2 if x.shape[0] > 2 and x.dim() == 1 and len(x) else x,
     "metadata": lambda x: x * x.numel() + x.element_size() + x.is_contiguous(),
     "is_same_object": lambda x: x + 1 if x is not None and x.data_ptr() else x,

@@ -42,6 +42,7 @@ _DYNAMIC_SHAPE = "has an output whose shape depends on the data"
 _BOOLEAN_MASK = "selects by a boolean mask, so its shape depends on the data"
 _HOST_DATA = "builds a tensor from host data"
 HOST_COPY = "copies from the device to the host"
+HOST_NUMBER = "copies a number from the host to the positions in a tensor of indices"
 _REBINDS = "changes which memory a tensor refers to"
 _GENERATOR = "draws from a generator that is not registered with the graph pool"
 _HIGHER_ORDER = "is a higher-order operator, whose control flow cannot be recorded"
@@ -53,6 +54,7 @@ _WHAT_TO_DO = {
     _BOOLEAN_MASK: "use torch.where or masked_fill",
     _HOST_DATA: "build the tensor once, before the capture, and keep it",
     HOST_COPY: "keep the result on the device and copy it after the replay",
+    HOST_NUMBER: "assign a tensor that was made on the device before the capture",
     _REBINDS: "write into the tensor with copy_ instead",
     _GENERATOR: "pass it in `generators=` where the pool is made",
     _HIGHER_ORDER: "call the operator outside the graph",
@@ -236,7 +238,7 @@ class CaptureGuard(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             return lambda args, kwargs: _HIGHER_ORDER
         if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
-            return self._boolean_mask
+            return self._indices
         if func in _READ_THEIR_ARGUMENTS:
             return lambda args, kwargs: HOST_READ if self._on_device(args) else None
         if func.namespace != "aten" and self._device_type == "cpu" and _returns_number(func):
@@ -266,12 +268,14 @@ class CaptureGuard(TorchDispatchMode):
         fixed = kwargs.get("output_size") is not None
         return None if fixed or not self._on_device(args) else _DYNAMIC_SHAPE
 
-    def _boolean_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def _indices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         masks = [index for index in args[1] if index is not None]
-        if not any(mask.dtype in (torch.bool, torch.uint8) for mask in masks):
-            return None
-        # x[mask] = scalar becomes masked_fill, which is allowed.
         value = args[2] if len(args) > 2 else kwargs.get("values")
+        if not any(mask.dtype in (torch.bool, torch.uint8) for mask in masks):
+            # On the CPU backend a number looks like a tensor here; ``host_reads`` refuses it.
+            on_host = value is not None and not self._on_device(value)
+            return HOST_NUMBER if on_host and self._on_device(args[0]) else None
+        # x[mask] = scalar becomes masked_fill, which is allowed.
         accumulates = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
         if value is not None and value.numel() == 1 and len(masks) == 1 and not accumulates:
             return None

@@ -110,6 +110,7 @@ def build_runner(
         model_limit=model.max_position,
         max_model_len=config.max_model_len,
         max_num_seqs=plan.max_num_seqs,
+        max_tokens=config.kv_cache_tokens,
         part=part_of(backend),
     )
     runner = make(

@@ -1,6 +1,7 @@
 """Host reads that dispatch no operator: tolist(), numpy(), printing, pickling, DLPack, cpu().
 
-A dispatch mode does not see them. A function mode would, but code can detect a function mode:
+And ``x[indices] = 0``, whose number arrives at the operator as a tensor like any other. A dispatch
+mode does not see them. A function mode would, but code can detect a function mode:
 ``torch.overrides.has_torch_function`` becomes true, and nn.MultiheadAttention takes another path.
 So the functions themselves are replaced when the first CPU recording begins, and stay replaced:
 restoring them after every capture would invalidate Python's method caches of ``torch.Tensor``, and
@@ -21,7 +22,7 @@ import torch
 import torch.utils.dlpack
 
 from ostinato.compat import replaceable
-from ostinato.graphs.backends.guard import HOST_COPY, HOST_READ, forbidden
+from ostinato.graphs.backends.guard import HOST_COPY, HOST_NUMBER, HOST_READ, forbidden
 
 _Refuses = Callable[..., bool]
 
@@ -101,6 +102,19 @@ def _packed(*args: Any, **kwargs: Any) -> bool:
     return len(args) > 2 and isinstance(args[1], torch.Tensor) and args[1].dtype == torch.int64
 
 
+def _number_at_indices(tensor: Any, index: Any, value: Any) -> bool:
+    """A Python number assigned by a tensor of indices, which CUDA copies; one at a mask, it fills.
+
+    A list of indices is refused as host data, an index without dimensions as a host read.
+    """
+    each = index if isinstance(index, tuple) else (index,)
+    return isinstance(value, int | float | complex) and any(
+        isinstance(part, torch.Tensor) and part.dim() and part.dtype not in _MASKS for part in each
+    )
+
+
+_MASKS = (torch.bool, torch.uint8)
+
 # Where each function lives, its name in errors, the problem, and the arguments it applies to.
 # The private ones:
 # - torch._tensor_str._str prints every tensor. It disables dispatch modes, so none sees its reads.
@@ -120,6 +134,7 @@ _READERS: list[tuple[Any, str, str, str, _Refuses]] = [
     (torch.Tensor, "_reduce_ex_internal", "Tensor.__reduce_ex__", HOST_READ, _always),
     (torch.Tensor, "tensor_split", "Tensor.tensor_split", HOST_READ, _by_tensor),
     (torch, "tensor_split", "torch.tensor_split", HOST_READ, _by_tensor),
+    (torch.Tensor, "__setitem__", "Tensor.__setitem__", HOST_NUMBER, _number_at_indices),
     (replaceable("torch._tensor_str"), "_str", "Tensor.__repr__", HOST_READ, _always),
     (_C, "_to_dlpack", "Tensor.__dlpack__", HOST_READ, _always),
     (_C, "_to_dlpack_versioned", "Tensor.__dlpack__", HOST_READ, _always),
