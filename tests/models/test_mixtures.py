@@ -5,6 +5,7 @@ Their tokens are compared with transformers' in ``test_parity.py``.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ostinato.models.native.decoder_config import DecoderConfig, unsupported_rea
 from ostinato.models.native.experts_config import ExpertsConfig
 from ostinato.offload.offload_config import OffloadConfig
 from ostinato.ops.routing import RouterOptions
+from ostinato.planner.forecast import Question, run
 
 CPU = torch.device("cpu")
 
@@ -126,6 +128,17 @@ def test_other_models_are_left_to_transformers(config: Any, reason: str) -> None
     said = unsupported_reason(config)
     assert said is not None
     assert reason in said
+
+
+def test_an_output_that_is_scaled_is_refused() -> None:
+    config = DecoderConfig.from_hf(TINY_MIXTURES["mixtral"]())
+    with pytest.raises(ConfigError, match="adds the output of experts to the residual stream"):
+        dataclasses.replace(config, residual_scale=0.5)
+
+
+def test_plans_of_experts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="mixtral-8x7b has a mixture of experts, whose cost"):
+        run(Question(model="mixtral-8x7b"))
 
 
 def test_a_qwen_without_experts_is_dense() -> None:

@@ -255,7 +255,8 @@ def gate_up_row(
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         TILES=tiles,
-        **_row_constants(mixture, x.device),
+        **_choice_constants(mixture),
+        **_row_constants(x.device),
     )
     return RoutedToken(mixture, logits, inner, slots)
 
@@ -286,30 +287,33 @@ def down_row(token: RoutedToken, residual: torch.Tensor | None) -> torch.Tensor:
         K=width,
         BLOCK_N=block_n,
         BLOCK_K=min(1024, max(64, next_power_of_2(width))),
-        **_row_constants(mixture, inner.device),
+        **_routing_constants(mixture),
+        **_row_constants(inner.device),
     )
     return out
 
 
-def _row_constants(mixture: Mixture, device: torch.device) -> dict[str, Any]:
-    return {
-        **_routing_constants(mixture),
-        "EVICT": _EVICT,
-        **overlap(device),
-        "num_warps": 4,
-        "num_stages": 1,
-    }
+def _row_constants(device: torch.device) -> dict[str, Any]:
+    return {"EVICT": _EVICT, **overlap(device), "num_warps": 4, "num_stages": 1}
 
 
 def _routing_constants(mixture: Mixture) -> dict[str, Any]:
+    """Of kernels that choose all experts of a token."""
+    options = mixture.options
+    return {
+        **_choice_constants(mixture),
+        "TOP_K": options.top_k,
+        "K_PAD": next_power_of_2(options.top_k),
+        "RENORMALIZE": options.renormalize,
+    }
+
+
+def _choice_constants(mixture: Mixture) -> dict[str, Any]:
     options = mixture.options
     return {
         "E": mixture.num_experts,
         "E_PAD": next_power_of_2(mixture.num_experts),
-        "TOP_K": options.top_k,
-        "K_PAD": next_power_of_2(options.top_k),
         "SIGMOID": options.scoring == "sigmoid",
-        "RENORMALIZE": options.renormalize,
         "NUM_GROUPS": options.num_groups,
         "TOP_GROUPS": options.top_groups,
     }

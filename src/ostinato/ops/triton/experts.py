@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.ops.triton.linear import prefetch
-from ostinato.ops.triton.routing import choose_experts
+from ostinato.ops.triton.routing import choose_experts, nth_expert
 
 
 @triton.jit
@@ -159,10 +159,7 @@ def gate_up_row_kernel(
     out,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
-    TOP_K: tl.constexpr,
-    K_PAD: tl.constexpr,
     SIGMOID: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     N: tl.constexpr,
@@ -186,20 +183,7 @@ def gate_up_row_kernel(
         if tl.load(slots, cache_modifier=".cg") < 0:
             return
     turn = tl.program_id(0)
-    experts, _ = choose_experts(
-        logits,
-        correction,
-        1.0,
-        E,
-        E_PAD,
-        TOP_K,
-        K_PAD,
-        SIGMOID,
-        RENORMALIZE,
-        NUM_GROUPS,
-        TOP_GROUPS,
-    )
-    expert = tl.sum(tl.where(tl.arange(0, K_PAD) == turn, experts, 0), axis=0)
+    expert = nth_expert(logits, correction, turn, E, E_PAD, SIGMOID, NUM_GROUPS, TOP_GROUPS)
     if load is not None:  # noqa: SIM102
         if tl.program_id(1) == 0:
             tl.store(load + expert, tl.load(load + expert) + 1)

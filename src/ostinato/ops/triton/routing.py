@@ -107,35 +107,21 @@ def router_tile_kernel(
 
 
 @triton.jit
-def load_logits(logits, e, E: tl.constexpr):
-    """The logits of experts ``e``: finite, but -inf beyond E.
+def _scores_of(logits, e, E: tl.constexpr, SIGMOID: tl.constexpr):
+    """The logits of experts ``e``, finite, but -inf beyond E; and their scores, 0 beyond E.
 
     Not from L1, which may hold an earlier layer's if the previous kernel has not ended yet.
     """
     values = tl.load(logits + e, mask=e < E, other=0.0, cache_modifier=".cg")
     values = tl.where(values == values, values, -_LARGEST)
     values = tl.minimum(tl.maximum(values, -_LARGEST), _LARGEST)
-    return tl.where(e < E, values, float("-inf"))
-
-
-@triton.jit
-def choice_of(values, scores, correction, e, E: tl.constexpr, SIGMOID: tl.constexpr):
-    """What experts are chosen by: the larger, the sooner. -inf beyond E."""
-    choice = values  # a softmax keeps the order, but may round two of them to the same
+    values = tl.where(e < E, values, float("-inf"))
     if SIGMOID:
-        choice = scores
-    if correction is not None:
-        choice = scores + tl.load(correction + e, mask=e < E, other=0.0).to(tl.float32)
-    return tl.where(e < E, choice, float("-inf"))
-
-
-@triton.jit
-def scores_of(values, SIGMOID: tl.constexpr):
-    """The scores of all experts; 0 beyond the last."""
-    if SIGMOID:
-        return 1 / (1 + tl.exp(-values))
-    powers = tl.exp(values - tl.max(values, axis=0))
-    return powers / tl.sum(powers, axis=0)
+        scores = 1 / (1 + tl.exp(-values))
+    else:
+        powers = tl.exp(values - tl.max(values, axis=0))
+        scores = powers / tl.sum(powers, axis=0)
+    return values, scores
 
 
 @triton.jit
@@ -162,6 +148,48 @@ def _in_best_groups(
 
 
 @triton.jit
+def _choice_of(
+    logits,
+    correction,
+    e,
+    E: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+):
+    """What experts are chosen by: the larger, the sooner, -inf beyond E; and their scores."""
+    values, scores = _scores_of(logits, e, E, SIGMOID)
+    choice = values  # a softmax keeps the order, but may round two of them to the same
+    if SIGMOID:
+        choice = scores
+    if correction is not None:
+        choice = scores + tl.load(correction + e, mask=e < E, other=0.0).to(tl.float32)
+    choice = tl.where(e < E, choice, float("-inf"))
+    if NUM_GROUPS > TOP_GROUPS:
+        choice = _in_best_groups(choice, e, E // NUM_GROUPS, NUM_GROUPS, TOP_GROUPS)
+    return choice, scores
+
+
+@triton.jit
+def nth_expert(
+    logits,
+    correction,
+    n,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+):
+    """Expert number ``n`` of ``choose_experts``, alone."""
+    e = tl.arange(0, E_PAD)
+    choice, _ = _choice_of(logits, correction, e, E, SIGMOID, NUM_GROUPS, TOP_GROUPS)
+    for _ in range(n):
+        choice = tl.where(e == tl.argmax(choice, axis=0), float("-inf"), choice)
+    return tl.argmax(choice, axis=0)
+
+
+@triton.jit
 def choose_experts(
     logits,
     correction,
@@ -177,11 +205,7 @@ def choose_experts(
 ):
     """The experts of a token with these logits, and their weights: [K_PAD] each, TOP_K in use."""
     e = tl.arange(0, E_PAD)
-    values = load_logits(logits, e, E)
-    scores = scores_of(values, SIGMOID)
-    choice = choice_of(values, scores, correction, e, E, SIGMOID)
-    if NUM_GROUPS > TOP_GROUPS:
-        choice = _in_best_groups(choice, e, E // NUM_GROUPS, NUM_GROUPS, TOP_GROUPS)
+    choice, scores = _choice_of(logits, correction, e, E, SIGMOID, NUM_GROUPS, TOP_GROUPS)
     number = tl.arange(0, K_PAD)
     experts = tl.zeros([K_PAD], dtype=tl.int32)
     chosen = tl.zeros([K_PAD], dtype=tl.float32)
