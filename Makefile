@@ -31,7 +31,7 @@ test-gpu:
 	@$(PYTHON) -c "import torch; assert torch.cuda.is_available()" 2>/dev/null || { \
 		echo "make test-gpu needs a CUDA device and a torch that finds it, which $(PYTHON) does" \
 			"not have; without one, make test runs everything that a CPU can" >&2; exit 1; }
-	OMP_NUM_THREADS=2 PYTHONPATH=$(CURDIR)/src $(PYTHON) tests/shards.py -m gpu --jobs 8
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(PYTHON) tests/shards.py -m gpu
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

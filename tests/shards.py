@@ -1,6 +1,6 @@
 """Run tests in several processes with just pytest installed: ``make test-gpu``.
 
-    python tests/shards.py -m gpu --jobs 8
+    python tests/shards.py -m gpu
 
 A process runs tests of one file. Tests marked ``alone`` run last, one process at a time. Prints
 one line per process, the full output of failed ones, and the sum of all counts.
@@ -9,6 +9,7 @@ one line per process, the full output of failed ones, and the sum of all counts.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from itertools import groupby
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=-q"]
 MOST_TESTS = 50  # per process: long files are split
+MOST_JOBS = 16  # that share one GPU's memory
+LONG = {"attention", "compile", "engine", "gpu", "lora", "models", "ops", "speculative"}
 NO_TESTS_COLLECTED = 5
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|xfailed|errors?)\b")
 
@@ -36,8 +39,13 @@ def collect(expression: str, paths: list[str]) -> list[list[str]]:
         number = -(-len(of_file) // MOST_TESTS)
         size = -(-len(of_file) // number)
         shards += [of_file[at : at + size] for at in range(0, len(of_file), size)]
-    # Tests in tests/gpu are few and compile many kernels.
-    return sorted(shards, key=lambda tests: ("/gpu/" in tests[0], len(tests)), reverse=True)
+    return sorted(shards, key=_first, reverse=True)
+
+
+def _first(tests: list[str]) -> tuple[bool, int]:
+    """Tests that compile kernels or start engines come first: they take seconds each."""
+    folders = tests[0].partition("::")[0].split("/")[:-1]
+    return not LONG.isdisjoint(folders), len(tests)
 
 
 def run(tests: list[str]) -> tuple[Counter[str], bool]:
@@ -58,7 +66,8 @@ def run(tests: list[str]) -> tuple[Counter[str], bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-m", dest="marks", required=True, help="which tests, as for pytest")
-    parser.add_argument("--jobs", type=int, default=4, help="processes at a time")
+    jobs = min(os.cpu_count() or 1, MOST_JOBS)
+    parser.add_argument("--jobs", type=int, default=jobs, help="processes at a time")
     parser.add_argument("paths", nargs="*")
     options = parser.parse_args()
     start, results = time.monotonic(), []

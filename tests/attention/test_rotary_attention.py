@@ -192,8 +192,9 @@ def test_even_shares_are_for_batches_that_may_need_them() -> None:
     assert stream_rule(qwen) == StreamRule(min_longest=512, min_spread=3)
     assert stream_rule(qwen._replace(max_keys=1024)) is None
     assert stream_rule(qwen._replace(num_reqs=64)) is None
-    assert stream_rule(qwen._replace(num_reqs=4)) == StreamRule(min_longest=2048, min_spread=0)
-    assert stream_rule(qwen._replace(num_reqs=4, max_keys=4096)) is None
+    assert stream_rule(qwen._replace(num_reqs=4)) is None
+    long = qwen._replace(num_reqs=4, max_keys=32768)
+    assert stream_rule(long) == StreamRule(min_longest=0, min_spread=0)
     assert stream_rule(qwen._replace(num_kv_heads=1)) is None  # 32 heads in a group
 
 

@@ -90,7 +90,7 @@ def test_every_tile_config_computes_the_gemm(
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "relu2"])
-@pytest.mark.parametrize("num_rows", [1, 8, 32, 64, 100])
+@pytest.mark.parametrize("num_rows", [1, 8, 16, 32, 64])
 def test_gates_of_other_families(num_rows: int, activation: Activation) -> None:
     """Gemma-3-1B's GEMM, with the weight of its norm in float32."""
     torch.manual_seed(num_rows)
