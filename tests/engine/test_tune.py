@@ -66,10 +66,12 @@ def test_what_is_fused_with_a_gemm_is_measured_with_it() -> None:
         )
     )
     weights = linear_weights(Decoder(config, device=torch.device("meta"), dtype=torch.bfloat16))
-    # The head's norm is in float32, so the head always runs in torch.
-    assert {s.n for s in weights} == {256, 64, 192}
-    # Norms behind attention and MLP, and GeGLU, are no part of a GEMM.
-    assert not any(s.norm or s.gated or s.residual for s in weights)
+    qkv, output, gate_up, head = 256, 64, 192, 100
+    assert {s.n for s in weights} == {qkv, output, gate_up, head}
+    # Norms behind attention and MLP are no part of a GEMM, and keep residuals out of it.
+    assert {s.n for s in weights if s.norm} == {head}
+    assert {s.n for s in weights if s.gated} == {gate_up}
+    assert not any(s.residual for s in weights)
 
 
 def test_a_known_shape_has_entries_for_an_h200() -> None:

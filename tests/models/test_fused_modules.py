@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from test_hf_models import logits_of, prompt, row_of
-from tiny_models import TINY_GENERIC, TINY_NATIVE
+from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE
 from torch import nn
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
@@ -62,7 +62,7 @@ def randomized(module: nn.Module, dtype: torch.dtype, device: torch.device) -> n
 @pytest.mark.parametrize("name", FUSED)
 def test_half_precision_is_as_exact_as_transformers(name: str, device: torch.device) -> None:
     dtype, ids = torch.bfloat16, prompt(24)
-    config = (TINY_GENERIC.get(name) or TINY_NATIVE[name])()
+    config = (TINY_GENERIC | TINY_NATIVE | TINY_MIXTURES)[name]()
     torch.manual_seed(0)
     theirs: Any = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32

@@ -208,8 +208,8 @@ def test_kernel_takes_the_model_of_the_smallest_shapes(device: torch.device, num
 @pytest.mark.parametrize("gated", [False, True])
 def test_kernel_takes_an_odd_split(device: torch.device, gated: bool) -> None:
     """A GPU of a few SMs splits a small GEMM as a large one splits a large GEMM."""
-    case = Case(3, 180, 2601, device=device, dtype=torch.float16, gated=gated)
-    shape = LinearShape(3, 360 if gated else 180, 2601, torch.float16, gated=gated)
+    case = Case(12, 180, 2601, device=device, dtype=torch.float16, gated=gated)
+    shape = LinearShape(12, 360 if gated else 180, 2601, torch.float16, gated=gated)
     config = candidates(shape, Gpu("small", num_sms=9))[0]
     assert config.split_k == 3
     case.check(case.launch(config))
