@@ -231,15 +231,15 @@ def test_layers(name: str, num_tokens: int) -> None:
     assert layer.mixture is not None
     if layer.mixture.correction_bias is not None:
         layer.mixture.correction_bias.data = layer.mixture.correction_bias.float()
-    table = config.rotary.table(64, CUDA)
+    tables = [config.rotary.table(64, CUDA)]
     positions = torch.zeros(num_tokens, dtype=torch.int64, device=CUDA)
     x, stream = draw(num_tokens, config.hidden_size), draw(num_tokens, config.hidden_size)
     slots = torch.arange(num_tokens, device=CUDA)
     results = []
     strategies: list[AnyKernels] = [
-        SmallM(table, positions),
-        LargeM(table, positions),
-        Plain(table, positions, torch.bfloat16),
+        SmallM(tables, positions),
+        LargeM(tables, positions),
+        Plain(tables, positions, torch.bfloat16),
     ]
     for run in strategies:
         run.slots = slots

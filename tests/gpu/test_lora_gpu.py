@@ -131,10 +131,9 @@ def test_small_m_gemms_at_real_shapes(num_rows: int, case: dict[str, Any], rank:
     choice = choose_kernel(gemm, adapters=True)
     assert choice != "torch"
     assert can_fuse(choice, gemm, weights)
-    y = lora_linear(gemm, weights, rows)
-    torch.testing.assert_close(
-        y.double(), expected_gemm(gemm, weights, rows), rtol=2**-6, atol=0.06
-    )
+    y, want = lora_linear(gemm, weights, rows), expected_gemm(gemm, weights, rows)
+    # By norms: results are sums of 4,096 terms and more, of which some cancel out.
+    assert (y.double() - want).norm() < 2**-7 * want.norm()
     assert torch.equal(lora_linear(gemm, weights, rows), y)  # sums have a fixed order
 
 
@@ -143,10 +142,9 @@ def test_small_m_gemms_at_real_shapes(num_rows: int, case: dict[str, Any], rank:
 def test_small_m_gemms_with_one_adapter_and_with_many(case: dict[str, Any], num_slots: int) -> None:
     """Groups of 8 adapters of rank 16 are multiplied at once: 20 take several turns."""
     gemm, weights, rows = made_gemm(40, 16, num_slots, **case)
-    y = lora_linear(gemm, weights, rows)
-    torch.testing.assert_close(
-        y.double(), expected_gemm(gemm, weights, rows), rtol=2**-6, atol=0.06
-    )
+    y, want = lora_linear(gemm, weights, rows), expected_gemm(gemm, weights, rows)
+    # By norms: results are sums of 4,096 terms and more, of which some cancel out.
+    assert (y.double() - want).norm() < 2**-7 * want.norm()
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 32])
