@@ -33,6 +33,13 @@ QUICK = ("llama", "gpt2")  # one of each kind, where a run is to take a minute
 NAMES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES
 ]
+CASES = [
+    pytest.param(name, mode, marks=() if name in QUICK and mode in BY_BREAKS else pytest.mark.slow)
+    for name in ARCHITECTURES
+    for mode in (*BY_BREAKS, *BY_COMPILE)
+    # The other compiled mode runs batches with prompts in the same pieces.
+    if name in QUICK or mode != "PIECEWISE compiled"
+]
 
 
 def prompts_for(name: str) -> list[list[int]]:
@@ -116,10 +123,7 @@ def record_logits(llm: LLM) -> dict[str, list[torch.Tensor]]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    "mode", [*BY_BREAKS, *(pytest.param(mode, marks=pytest.mark.slow) for mode in BY_COMPILE)]
-)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "mode"), CASES)
 def test_greedy_tokens_and_logits(
     name: str,
     mode: str,
