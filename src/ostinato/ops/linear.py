@@ -1,7 +1,7 @@
 """A GEMM fused with the norm before it, and the activation and residual after it.
 
 For the small M of a decode step on CUDA it is one kernel (``ops.triton.linear``, or
-``ops.triton.mma_linear`` for 2 to 16 rows on Hopper) with a tile config from ``ops.tuning``, plus a
+``ops.triton.mma_linear`` for 2 to 8 rows on Hopper) with a tile config from ``ops.tuning``, plus a
 kernel for the norm where that one does not fuse it. Everything else runs torch's operators
 (``torch_linear``). Only shapes, dtypes and strides decide, so a graph and an eager call agree.
 ``linear`` is a plain function: graphs capture it, torch.compile should not see it.

@@ -127,8 +127,8 @@ def lora_norm_shrink_kernel(
     """RMSNorm of x, and shrink of its result, for at most BLOCK_M rows, side by side.
 
     The first programs shrink x times the norm's weight. What is left, 1 / rms of a row, is a factor
-    of the row's ``small``: whoever reads that multiplies it by ``scales`` [T]. The last
-    ``num_rows`` programs write the norm itself, [T, K].
+    of the row's ``small``, which its reader applies: ``scales`` [T]. The last ``num_rows`` programs
+    write the norm itself, [T, K].
     """
     if OVERLAP:
         gdc_launch_dependents()
