@@ -20,13 +20,13 @@ from typing import Any
 
 import torch
 
-from ostinato.ops import expert_kernels
-from ostinato.ops.expert_kernels import down_row, expert_parts, gate_up_row
-from ostinato.ops.expert_tiles import ExpertTiles
-from ostinato.ops.experts import Mixture
-from ostinato.ops.linear import Norm
+from ostinato.ops.experts import expert_kernels
+from ostinato.ops.experts.expert_kernels import down_row, expert_parts, gate_up_row
+from ostinato.ops.experts.expert_tiles import ExpertTiles
+from ostinato.ops.experts.experts import Mixture
+from ostinato.ops.experts.routing import RouterOptions
+from ostinato.ops.gemm.linear import Norm
 from ostinato.ops.norm import add_rms_norm
-from ostinato.ops.routing import RouterOptions
 from ostinato.ops.triton.compile_ahead import compiling_ahead
 from ostinato.ops.triton.counters import shared_counters
 

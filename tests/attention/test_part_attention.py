@@ -19,8 +19,8 @@ from part_batches import build_whole, check_parts, rows_of, stored_part
 
 from ostinato.attention import triton_paged
 from ostinato.attention.triton_paged import triton_part_attention
-from ostinato.parallel.context_parallel import combine
-from ostinato.parallel.context_part import ContextPart
+from ostinato.parallel.context.context_parallel import combine
+from ostinato.parallel.context.context_part import ContextPart
 
 pytest.importorskip("triton")
 

@@ -17,8 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ostinato
 from ostinato import LLM
 from ostinato.attention.base import AttentionSpec
-from ostinato.bench import baselines, core, floor, plot, profile
-from ostinato.bench.breakdown import (
+from ostinato.bench import core, plot
+from ostinato.bench.timing import baselines, floor, profile
+from ostinato.bench.timing.breakdown import (
     ATTENTION,
     COPIES,
     GAPS,
@@ -29,7 +30,7 @@ from ostinato.bench.breakdown import (
     break_down,
     part_of,
 )
-from ostinato.bench.tpot import Record, agreement, evaluate, time_per_token
+from ostinato.bench.timing.tpot import Record, agreement, evaluate, time_per_token
 from ostinato.errors import ConfigError, MeasurementError
 
 # --- the time per output token --------------------------------------------------------------------
@@ -173,7 +174,7 @@ def test_part_of(name: str, part: str) -> None:
 def test_all_our_kernels_are_known() -> None:
     """A missing kernel would be counted as a small one."""
     found = set()
-    for path in Path(ostinato.__path__[0]).glob("*/triton/*.py"):
+    for path in Path(ostinato.__path__[0]).glob("**/triton/*.py"):
         functions = [
             node
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -181,7 +182,7 @@ def test_all_our_kernels_are_known() -> None:
         ]
         found |= {each.name for each in functions if each.name.endswith("_kernel")}
     missing = sorted(found - set(KERNELS))
-    assert not missing, f"say in bench/breakdown.py which part of a step these are: {missing}"
+    assert not missing, f"say in timing/breakdown.py which part of a step these are: {missing}"
 
 
 def test_overlap_counts_for_the_kernel_that_started_first() -> None:

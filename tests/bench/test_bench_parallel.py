@@ -22,10 +22,10 @@ from ostinato.bench.layouts.rank_step import BLOCK_SIZE, SilentComm, make_batch,
 from ostinato.cli.parallel_tables import plan_tables
 from ostinato.errors import ConfigError
 from ostinato.models.checkpoint import Checkpoint
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.parallel.comm import Comm
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.parallel.sharded_decoder import build_base
+from ostinato.parallel.sharded.sharded_decoder import build_base
 from ostinato.planner import forecast as plan
 from ostinato.testing.loopback import LoopbackWorld
 

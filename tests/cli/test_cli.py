@@ -537,7 +537,7 @@ def test_bench_throughput_table(ostinato: Run) -> None:
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bandwidth is measured on less memory; no test checks its value."""
-    monkeypatch.setattr("ostinato.bench.floor._CPU_BYTES", 2**20)
+    monkeypatch.setattr("ostinato.bench.timing.floor._CPU_BYTES", 2**20)
 
 
 @pytest.fixture
@@ -690,7 +690,7 @@ def test_bench_decode_goes_on_when_a_baseline_fails(
     ostinato: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One cannot be built; another fails at one batch size."""
-    from ostinato.bench import baselines
+    from ostinato.bench.timing import baselines
 
     def fails_at_3(model: Any) -> baselines.Generate:
         def generate(prompts: list[list[int]], num_tokens: int) -> list[list[int]]:

@@ -30,8 +30,8 @@ from ostinato.compile.cache import CompileCache
 from ostinato.errors import BatchError, CaptureError, ConfigError
 from ostinato.graphs.backends.ambient import compiled_functions_run_eagerly
 from ostinato.models.hf.model import HFCausalLM
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig
 
 WIDTH, HEADS, VOCAB = 32, 4, 64
 MAX_TOKENS = 40

@@ -15,12 +15,12 @@ from ostinato import LLM, ConfigError, GraphConfig
 from ostinato.config import EngineConfig
 from ostinato.engine import tune as tune_module
 from ostinato.engine.tune import linear_weights, tune, tune_at_start
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import shape_config
-from ostinato.ops import measuring
-from ostinato.ops.tile_config import ROW_CLASSES, Gpu, LinearShape
-from ostinato.ops.tuning import StepGemm, cache_file, tuning
+from ostinato.ops.gemm import measuring
+from ostinato.ops.gemm.tile_config import ROW_CLASSES, Gpu, LinearShape
+from ostinato.ops.gemm.tuning import StepGemm, cache_file, tuning
 from ostinato.runner import startup
 
 

@@ -33,9 +33,9 @@ from ostinato.attention.base import AttentionMetadata
 from ostinato.attention.paged import PagedBatch
 from ostinato.attention.triton_paged import triton_part_attention
 from ostinato.compat import runs_gluon
-from ostinato.parallel.context_part import ContextPart
+from ostinato.parallel.context.context_part import ContextPart
+from ostinato.parallel.context.triton_context_parallel import TritonContextParallelAttention
 from ostinato.parallel.distributed import DistributedComm
-from ostinato.parallel.triton_context_parallel import TritonContextParallelAttention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

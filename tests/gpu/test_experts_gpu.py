@@ -1,6 +1,6 @@
 """What only a GPU shows of mixtures of experts: bfloat16, tensor cores, graphs, overlap.
 
-The kernels' arithmetic is tested in ``tests/ops/test_experts.py``, in Triton's interpreter.
+The kernels' arithmetic is tested in ``tests/ops/experts/test_experts.py``, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 
 from ostinato import LLM, GraphConfig, SamplingParams
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.layer import DecoderLayer
 from ostinato.models.native.layer_kernels import AnyKernels, LargeM, Plain, SmallM
-from ostinato.ops.expert_kernels import down_row, expert_parts, gate_up_row
-from ostinato.ops.experts import Mixture, run_experts
-from ostinato.ops.linear import Norm
-from ostinato.ops.routing import RouterOptions, route
+from ostinato.ops.experts.expert_kernels import down_row, expert_parts, gate_up_row
+from ostinato.ops.experts.experts import Mixture, run_experts
+from ostinato.ops.experts.routing import RouterOptions, route
+from ostinato.ops.gemm.linear import Norm
 from ostinato.ops.triton.counters import shared_counters
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

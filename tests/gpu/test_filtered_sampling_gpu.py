@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ostinato import GraphPool
-from ostinato.ops.counter_random import exponential_log
-from ostinato.ops.filtered_sampling import sample_filtered
-from ostinato.ops.sampling_reference import Steps, processed_logits, sample_reference
+from ostinato.ops.sampling.counter_random import exponential_log
+from ostinato.ops.sampling.filtered_sampling import sample_filtered
+from ostinato.ops.sampling.sampling_reference import Steps, processed_logits, sample_reference
 from ostinato.sampling.sampler import sample
 from ostinato.sampling.sampling_state import SamplingFeatures, SamplingState
 from ostinato.sampling_params import SamplingParams

@@ -1,6 +1,6 @@
 """What only a GPU shows of small-M GEMMs: bfloat16, tensor cores, graphs, overlap.
 
-The kernels' arithmetic is tested in ``tests/ops/test_linear.py``, here on CUDA as well.
+The kernels' arithmetic is tested in ``tests/ops/gemm/test_linear.py``, here on CUDA as well.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato import GraphPool
-from ostinato.ops import linear as module
 from ostinato.ops.activation import Activation, activate
-from ostinato.ops.linear import Gemm, Norm, linear, run_kernel, torch_linear
-from ostinato.ops.measuring import compile_all, measure_step
-from ostinato.ops.tile_config import GemmChoice, LinearShape, TileConfig, candidates, gpu_of
+from ostinato.ops.gemm import linear as module
+from ostinato.ops.gemm.linear import Gemm, Norm, linear, run_kernel, torch_linear
+from ostinato.ops.gemm.measuring import compile_all, measure_step
+from ostinato.ops.gemm.tile_config import GemmChoice, LinearShape, TileConfig, candidates, gpu_of
+from ostinato.ops.gemm.tuning import StepGemm
 from ostinato.ops.triton.counters import shared_counters
-from ostinato.ops.tuning import StepGemm
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from ostinato import LLM, GraphConfig, GraphPool, SamplingParams
-from ostinato.ops import lora
-from ostinato.ops.linear import Gemm, Norm, choose_kernel
-from ostinato.ops.lora import NO_SLOT, NOT_ACTIVE, LoraRows, LoraWeights
-from ostinato.ops.lora_linear import can_fuse, lora_linear, lora_linear_apart
+from ostinato.ops.gemm import lora
+from ostinato.ops.gemm.linear import Gemm, Norm, choose_kernel
+from ostinato.ops.gemm.lora import NO_SLOT, NOT_ACTIVE, LoraRows, LoraWeights
+from ostinato.ops.gemm.lora_linear import can_fuse, lora_linear, lora_linear_apart
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -14,19 +14,19 @@ from torch import Tensor
 
 from ostinato import GraphPool
 from ostinato.ops.activation import Activation, activate, activate_and_mul, silu_and_mul
-from ostinato.ops.counter_random import spread_seed
 from ostinato.ops.decode_state import (
     DecodeInputs,
     DecodeState,
     load_decode_inputs,
     store_decode_outputs,
 )
+from ostinato.ops.gemm.split_k import num_parts, split_k_gemm
 from ostinato.ops.layer_norm import add_layer_norm, layer_norm
 from ostinato.ops.norm import Norm, add_output_norm, add_rms_norm, rms_norm
 from ostinato.ops.rotate_heads import rotate_heads
-from ostinato.ops.sampling import sample_rows
-from ostinato.ops.sampling_reference import sample_reference
-from ostinato.ops.split_k import num_parts, split_k_gemm
+from ostinato.ops.sampling.counter_random import spread_seed
+from ostinato.ops.sampling.sampling import sample_rows
+from ostinato.ops.sampling.sampling_reference import sample_reference
 from ostinato.sampling.sampling_state import SamplingFeatures, SamplingState
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

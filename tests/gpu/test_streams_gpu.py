@@ -19,8 +19,8 @@ import transformers
 from ostinato import LLM, GraphConfig, GraphPool, SamplingParams, graphed
 from ostinato.attention.triton.tile_config import BatchShape, decode_tile_config
 from ostinato.errors import CaptureError
-from ostinato.ops.linear import Gemm, run_kernel
-from ostinato.ops.tile_config import LinearShape, TileConfig, default_choice, gpu_of
+from ostinato.ops.gemm.linear import Gemm, run_kernel
+from ostinato.ops.gemm.tile_config import LinearShape, TileConfig, default_choice, gpu_of
 from ostinato.ops.triton.counters import take_counters
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

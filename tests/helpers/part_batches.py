@@ -15,8 +15,8 @@ from torch import Tensor
 from ostinato.attention.paged import PagedBatch
 from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.triton_paged import triton_part_attention
-from ostinato.parallel.context_parallel import ContextParallelAttention, combine
-from ostinato.parallel.context_part import ContextPart
+from ostinato.parallel.context.context_parallel import ContextParallelAttention, combine
+from ostinato.parallel.context.context_part import ContextPart
 from ostinato.testing.loopback import LoopbackWorld
 
 

@@ -15,10 +15,10 @@ from ostinato import set_forward_context
 from ostinato.attention.base import AttentionMetadata
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.parallel.sharded_decoder import build_base, build_shift
+from ostinato.parallel.sharded.sharded_decoder import build_base, build_shift
 from ostinato.runner.kv_cache import KVCache
 
 CPU = torch.device("cpu")

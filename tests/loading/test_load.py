@@ -34,9 +34,9 @@ from transformers import (
 from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.loading.load import LoadedModel, free_memory, load_model
 from ostinato.models.hf.model import HFCausalLM
+from ostinato.models.native.config.decoder_config import DecoderConfig
+from ostinato.models.native.config.raw_config import raw_config
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig
-from ostinato.models.native.raw_config import raw_config
 from ostinato.models.native.shapes import SHAPES, shape_config
 
 CPU = torch.device("cpu")

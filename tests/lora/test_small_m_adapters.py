@@ -17,10 +17,10 @@ from tiny_models import TINY_NATIVE, save_tiny
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.models.native import decoder
 from ostinato.models.native.layer_kernels import SmallM
-from ostinato.ops import lora_linear
-from ostinato.ops.linear import Gemm
-from ostinato.ops.lora_linear import run_lora_kernels
-from ostinato.ops.tile_config import MAX_ROWS, GemmChoice, TileConfig
+from ostinato.ops.gemm import lora_linear
+from ostinato.ops.gemm.linear import Gemm
+from ostinato.ops.gemm.lora_linear import run_lora_kernels
+from ostinato.ops.gemm.tile_config import MAX_ROWS, GemmChoice, TileConfig
 
 pytest.importorskip("triton")
 pytestmark = [

@@ -42,11 +42,11 @@ from ostinato.attention.base import AttentionBackend
 from ostinato.errors import ConfigError
 from ostinato.loading.load import load_model
 from ostinato.models.native import layer_kernels
+from ostinato.models.native.config.decoder_config import DecoderConfig, supports, unsupported_reason
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig, supports, unsupported_reason
 from ostinato.models.native.rotary import Rotary
 from ostinato.models.native.shapes import shape_config
-from ostinato.ops.split_k import in_parts
+from ostinato.ops.gemm.split_k import in_parts
 
 SIZES = {
     "vocab_size": 97,

@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from ostinato import GraphPool
-from ostinato.models.hf.fused_modules import fuse_modules
 from ostinato.models.hf.model import HFCausalLM
+from ostinato.models.hf.replaced.fused_modules import fuse_modules
 from ostinato.ops.rotate_heads import rotate_heads, triton_rotate_heads
 
 # Modules of the two layers of each tiny model that are taken over, and the last norm: norms, MLPs,

@@ -26,8 +26,8 @@ from ostinato import GraphPool
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.graphs.capture.context import set_forward_context
-from ostinato.models.hf import experts as expert_layers
 from ostinato.models.hf.model import HFCausalLM
+from ostinato.models.hf.replaced import experts as expert_layers
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4

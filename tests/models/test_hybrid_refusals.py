@@ -18,8 +18,8 @@ from ostinato.config import EngineConfig
 from ostinato.engine.explain import explain_batch
 from ostinato.graphs.policy.modes import AttentionCGSupport, CUDAGraphMode
 from ostinato.models.hf.encoder import HFEncoder
-from ostinato.models.hf.mixers import ShortConv
 from ostinato.models.hf.model import HFCausalLM
+from ostinato.models.hf.replaced.mixers import ShortConv
 
 CPU = torch.device("cpu")
 

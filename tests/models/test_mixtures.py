@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.errors import ConfigError
 from ostinato.loading.load import load_model
+from ostinato.models.native.config.decoder_config import DecoderConfig, unsupported_reason
+from ostinato.models.native.config.experts_config import ExpertsConfig
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig, unsupported_reason
-from ostinato.models.native.experts_config import ExpertsConfig
 from ostinato.offload.offload_config import OffloadConfig
-from ostinato.ops.routing import RouterOptions
+from ostinato.ops.experts.routing import RouterOptions
 from ostinato.planner.forecast import Question, run
 
 CPU = torch.device("cpu")

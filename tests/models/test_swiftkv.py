@@ -46,8 +46,8 @@ from ostinato.compile.backend import compile_piecewise
 from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.graphs.policy.counters import compilation_counter
 from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder, convert
 

@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato import GraphPool
-from ostinato.ops import activation, decode_state, layer_norm, norm, sampling
-from ostinato.ops.counter_random import exponential_log, spread_seed
+from ostinato.ops import activation, decode_state, layer_norm, norm
 from ostinato.ops.decode_state import DecodeInputs, DecodeState
-from ostinato.ops.sampling_reference import sample_reference
-from ostinato.ops.split_k import in_parts, num_parts
+from ostinato.ops.gemm.split_k import in_parts, num_parts
+from ostinato.ops.sampling import sampling
+from ostinato.ops.sampling.counter_random import exponential_log, spread_seed
+from ostinato.ops.sampling.sampling_reference import sample_reference
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.request_state import RequestState

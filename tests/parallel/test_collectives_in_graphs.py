@@ -16,7 +16,7 @@ from ostinato.parallel.comm import Comm, NoComm
 from ostinato.parallel.distributed import DistributedComm
 from ostinato.parallel.rank_context import RankContext
 from ostinato.parallel.rank_exchange import TensorExchange
-from ostinato.parallel.sharded_decoder import ShardedDecoder
+from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder
 from ostinato.runner import startup
 from ostinato.testing.recording_comm import RecordingComm
 

@@ -13,13 +13,13 @@ from ostinato.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.parallel.comm import NoComm
-from ostinato.parallel.context_parallel import (
+from ostinato.parallel.context.context_parallel import (
     ContextParallelAttention,
     PartBatch,
     attend_part,
     combine,
 )
-from ostinato.parallel.context_part import ContextPart
+from ostinato.parallel.context.context_part import ContextPart
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.rank_context import RankContext
 from ostinato.runner import startup

@@ -17,7 +17,7 @@ from ostinato import GraphConfig, SamplingParams
 from ostinato.config import EngineConfig
 from ostinato.errors import CaptureError
 from ostinato.parallel.rank_context import RankContext
-from ostinato.parallel.sharded_decoder import ShardedDecoder
+from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder
 from ostinato.runner import startup
 from ostinato.runner.model_runner import ModelRunner
 from ostinato.scheduling.block_allocator import BlockAllocator

@@ -10,13 +10,13 @@ import torch
 from tiny_models import TINY_NATIVE, save_tiny
 
 from ostinato.loading.load import load_model
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import draw_weights, shape_config
 from ostinato.parallel.comm import NoComm
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.rank_context import RankContext
-from ostinato.parallel.sharded_models import (
+from ostinato.parallel.sharded.sharded_models import (
     build_models,
     draw_sharded_weights,
     weights_fingerprint,

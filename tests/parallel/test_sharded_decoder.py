@@ -13,10 +13,10 @@ from sharded_steps import RankResult, Step, config_of, run_request
 from transformers import AutoModelForCausalLM
 
 from ostinato.errors import BatchError, ConfigError
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.parallel.sharded_decoder import ShardedDecoder, build_base
-from ostinato.parallel.sharding import Shard
+from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder, build_base
+from ostinato.parallel.sharded.sharding import Shard
 from ostinato.testing.loopback import LoopbackWorld
 
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]

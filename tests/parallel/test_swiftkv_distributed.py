@@ -20,8 +20,8 @@ from workers import GlooPool
 
 from ostinato import set_forward_context
 from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import draw_weights
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder, convert
@@ -29,8 +29,8 @@ from ostinato.parallel.comm import Comm
 from ostinato.parallel.distributed import DistributedComm
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.rank_context import RankContext
-from ostinato.parallel.sharded_models import draw_sharded_weights
-from ostinato.parallel.swiftkv_sharded import ShardedSwiftKV, build_swiftkv_models
+from ostinato.parallel.sharded.sharded_models import draw_sharded_weights
+from ostinato.parallel.sharded.swiftkv_sharded import ShardedSwiftKV, build_swiftkv_models
 from ostinato.testing.loopback import LoopbackWorld
 from ostinato.testing.recording_comm import RecordingComm
 

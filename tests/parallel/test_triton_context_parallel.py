@@ -16,11 +16,11 @@ from part_batches import build_whole, own_slots, run_ranks
 from ostinato.attention.rope import RotaryEmbedding
 from ostinato.config import EngineConfig
 from ostinato.parallel.comm import NoComm
-from ostinato.parallel.context_parallel import ContextParallelAttention
-from ostinato.parallel.context_part import ContextPart
+from ostinato.parallel.context.context_parallel import ContextParallelAttention
+from ostinato.parallel.context.context_part import ContextPart
+from ostinato.parallel.context.triton_context_parallel import TritonContextParallelAttention
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.rank_context import RankContext
-from ostinato.parallel.triton_context_parallel import TritonContextParallelAttention
 from ostinato.runner import startup
 from ostinato.runner.startup import build
 

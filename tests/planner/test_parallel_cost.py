@@ -17,11 +17,11 @@ from ostinato import set_forward_context
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.bench.layouts.rank_step import SilentComm, make_batch, make_cache
 from ostinato.errors import ConfigError
-from ostinato.models.native.decoder_config import DecoderConfig
-from ostinato.models.native.families import FAMILIES
+from ostinato.models.native.config.decoder_config import DecoderConfig
+from ostinato.models.native.config.families import FAMILIES
 from ostinato.models.native.shapes import draw_weights, shape_config
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.parallel.sharded_decoder import build_base, build_shift
+from ostinato.parallel.sharded.sharded_decoder import build_base, build_shift
 from ostinato.planner.communication import (
     MODELS,
     Collective,

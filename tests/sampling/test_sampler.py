@@ -27,9 +27,9 @@ from transformers import (
 
 from ostinato import GraphPool
 from ostinato.errors import ConfigError
-from ostinato.ops import counter_random
-from ostinato.ops.counter_random import exponential_log, mix32, random_words, spread_seed
-from ostinato.ops.sampling_reference import processed_logits
+from ostinato.ops.sampling import counter_random
+from ostinato.ops.sampling.counter_random import exponential_log, mix32, random_words, spread_seed
+from ostinato.ops.sampling.sampling_reference import processed_logits
 from ostinato.sampling.sampler import SamplerOutput, sample
 from ostinato.sampling.sampling_state import (
     STOP_IDS_WIDTH,

@@ -27,7 +27,7 @@ from tiny_vision import (
 
 from ostinato import LLM, CUDAGraphMode, ReplayedDrafts, SamplingParams
 from ostinato.graphs.policy.dispatch import DispatchStats
-from ostinato.models.hf.vision_language import VisionLM
+from ostinato.models.hf.vision.vision_language import VisionLM
 from ostinato.models.native.decoder import Decoder
 from ostinato.scheduling.step_plan import StepPlan
 
@@ -101,7 +101,7 @@ def test_language_models_by_transformers_modules(
     name: str, mode: str, saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As those with experts are; here the others too."""
-    module = "ostinato.models.hf.vision_language"
+    module = "ostinato.models.hf.vision.vision_language"
     monkeypatch.setattr(f"{module}.native_config", lambda config: None)
     path, _, expected = saved(name)
     with open_vision(path, mode) as llm:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ostinato.bench.measure import machine
+from ostinato.bench.timing.measure import machine
 from ostinato.config import EngineConfig
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.llm import LLM

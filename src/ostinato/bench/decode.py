@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ostinato.bench.baselines import (
+from ostinato.bench.timing.baselines import (
     Generate,
     check_names,
     checkpoint,
@@ -28,11 +28,11 @@ from ostinato.bench.baselines import (
     open_baselines,
     reason,
 )
-from ostinato.bench.floor import kv_bytes, measure_bandwidth, weight_bytes
-from ostinato.bench.measure import machine, timed
-from ostinato.bench.profile import check_path, longest_for, profile_decode
-from ostinato.bench.room import with_kv_cache_for, with_room
-from ostinato.bench.tpot import Record, evaluate
+from ostinato.bench.timing.floor import kv_bytes, measure_bandwidth, weight_bytes
+from ostinato.bench.timing.measure import machine, timed
+from ostinato.bench.timing.profile import check_path, longest_for, profile_decode
+from ostinato.bench.timing.room import with_kv_cache_for, with_room
+from ostinato.bench.timing.tpot import Record, evaluate
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.sizes import check_positive_int

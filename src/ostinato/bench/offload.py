@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ostinato.bench.baselines import from_engine
 from ostinato.bench.decode import OURS, Window, check_counts, measure_batch
-from ostinato.bench.measure import machine, timed
-from ostinato.bench.room import with_kv_cache_for, with_room
+from ostinato.bench.timing.baselines import from_engine
+from ostinato.bench.timing.measure import machine, timed
+from ostinato.bench.timing.room import with_kv_cache_for, with_room
 from ostinato.config import EngineConfig
 from ostinato.llm import LLM
 from ostinato.models.native.decoder import Decoder

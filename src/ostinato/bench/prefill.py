@@ -14,8 +14,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from ostinato.bench.measure import machine, synchronize
-from ostinato.bench.room import with_kv_cache_for, with_room
+from ostinato.bench.timing.measure import machine, synchronize
+from ostinato.bench.timing.room import with_kv_cache_for, with_room
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import CUDAGraphMode

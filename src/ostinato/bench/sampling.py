@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ostinato.bench.measure import machine, synchronize
+from ostinato.bench.timing.measure import machine, synchronize
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.pool import GraphPool
-from ostinato.ops.sampling_reference import sample_reference
+from ostinato.ops.sampling.sampling_reference import sample_reference
 from ostinato.sampling.sampler import sample
 from ostinato.sampling.sampling_state import SamplingFeatures, SamplingState
 from ostinato.sampling_params import SamplingParams

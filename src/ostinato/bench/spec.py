@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ostinato.bench.measure import machine, timed
-from ostinato.bench.tpot import time_per_token
+from ostinato.bench.timing.measure import machine, timed
+from ostinato.bench.timing.tpot import time_per_token
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.sizes import check_positive_int

@@ -17,7 +17,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ostinato.bench.measure import machine, synchronize
 from ostinato.bench.mixes import (
     Mix,
     TimedRequest,
@@ -25,6 +24,7 @@ from ostinato.bench.mixes import (
     choose_mixes,
     draw_requests,
 )
+from ostinato.bench.timing.measure import machine, synchronize
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
 from ostinato.errors import ConfigError

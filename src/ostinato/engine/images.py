@@ -21,7 +21,7 @@ class EngineImages:
         self._reader: ImageReader | None = None
         if loaded.model.uses_mrope:
             # transformers' modules take long to import.
-            from ostinato.models.hf.vision_language import VisionLM
+            from ostinato.models.hf.vision.vision_language import VisionLM
             from ostinato.vision.image_reader import ImageReader
 
             assert isinstance(loaded.model, VisionLM), "no other model uses M-RoPE"

@@ -16,10 +16,10 @@ from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.models.base import CausalLM
 from ostinato.models.native.decoder import Decoder
-from ostinato.ops.linear import has_kernels
-from ostinato.ops.tile_config import ROW_CLASSES, LinearShape, gpu_of, row_class
+from ostinato.ops.gemm.linear import has_kernels
+from ostinato.ops.gemm.tile_config import ROW_CLASSES, LinearShape, gpu_of, row_class
+from ostinato.ops.gemm.tuning import tune_linears, tuning
 from ostinato.ops.triton.launch import is_interpreted
-from ostinato.ops.tuning import tune_linears, tuning
 from ostinato.runner import startup
 
 logger = logging.getLogger(__name__)

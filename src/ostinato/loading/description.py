@@ -17,8 +17,8 @@ import torch
 
 from ostinato.errors import ConfigError, ModelLoadError, OstinatoError
 from ostinato.models.json_file import check_numbers, read_object
-from ostinato.models.native.decoder_config import DecoderConfig, unsupported_reason
-from ostinato.models.native.raw_config import RawConfig, raw_config
+from ostinato.models.native.config.decoder_config import DecoderConfig, unsupported_reason
+from ostinato.models.native.config.raw_config import RawConfig, raw_config
 from ostinato.models.native.shapes import SHAPES, shape_config
 from ostinato.models.native.swiftkv.config import SwiftKVConfig, is_swiftkv, plain_config
 from ostinato.quoting import said

@@ -29,9 +29,9 @@ from ostinato.loading.tokenizer_check import check_tokenizer
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.json_file import check_numbers, read_object
+from ostinato.models.native.config.decoder_config import DecoderConfig
+from ostinato.models.native.config.raw_config import RawConfig
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig
-from ostinato.models.native.raw_config import RawConfig
 from ostinato.models.native.shapes import draw_weights
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from ostinato.loading.description import ModelConfig
     from ostinato.models.hf.model import HFCausalLM
     from ostinato.parallel.rank_context import RankContext
-    from ostinato.parallel.sharded_decoder import ShardedDecoder
+    from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder
 
 FreeMemory = Callable[[torch.device], int | None]
 
@@ -206,7 +206,7 @@ class _Build:
         config = described.native_config
         self._check_decoders_fit("the model", self._decoders(config, "meta"))
         if self.rank_context is not None:
-            from ostinato.parallel.sharded_models import draw_sharded_weights
+            from ostinato.parallel.sharded.sharded_models import draw_sharded_weights
 
             parts = self._parts(config, self.device, self.rank_context)
             draw_sharded_weights(parts, seed)
@@ -274,8 +274,8 @@ class _Build:
     def _parts(
         self, config: NativeConfig, device: torch.device, rank_context: RankContext
     ) -> Sequence[ShardedDecoder]:
-        from ostinato.parallel.sharded_models import build_models
-        from ostinato.parallel.swiftkv_sharded import build_swiftkv_models
+        from ostinato.parallel.sharded.sharded_models import build_models
+        from ostinato.parallel.sharded.swiftkv_sharded import build_swiftkv_models
 
         dtype, max_position = self.dtype, self.max_position
         if isinstance(config, SwiftKVConfig):
@@ -331,7 +331,7 @@ def as_hf(config: ModelConfig) -> PretrainedConfig:
 
 def _hf_class(config: PretrainedConfig) -> type[HFCausalLM]:
     """The class that runs a model of ``config`` through transformers' modules."""
-    from ostinato.models.hf.vision_language import HFVisionLM, takes_images
+    from ostinato.models.hf.vision.vision_language import HFVisionLM, takes_images
 
     if takes_images(config):
         return HFVisionLM

@@ -16,7 +16,7 @@ from ostinato.lora.layer_kernels import with_adapters
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.layer_kernels import AnyKernels
 from ostinato.models.weight_slot import WeightSlot
-from ostinato.ops.lora import NO_SLOT, NOT_ACTIVE, LoraRows, LoraWeights
+from ostinato.ops.gemm.lora import NO_SLOT, NOT_ACTIVE, LoraRows, LoraWeights
 from ostinato.ops.triton.launch import next_power_of_2
 
 _SMALLEST_RANK = 16  # of tensor cores

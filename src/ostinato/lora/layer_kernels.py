@@ -17,8 +17,8 @@ from ostinato.models.native.layer_kernels import (
 )
 from ostinato.models.native.mixture import MixtureOfExperts
 from ostinato.ops.activation import Activation, activate_and_mul
-from ostinato.ops.lora import LoraRows, LoraWeights, expand, expand_gated, shrink
-from ostinato.ops.lora_linear import lora_linear
+from ostinato.ops.gemm.lora import LoraRows, LoraWeights, expand, expand_gated, shrink
+from ostinato.ops.gemm.lora_linear import lora_linear
 
 if TYPE_CHECKING:
     from ostinato.models.native.layer import DecoderLayer

@@ -16,7 +16,7 @@ from ostinato.errors import ConfigError
 from ostinato.parallel.layout import ParallelLayout, vocabulary
 
 if TYPE_CHECKING:
-    from ostinato.models.native.decoder_config import DecoderConfig
+    from ostinato.models.native.config.decoder_config import DecoderConfig
 
 Model: TypeAlias = Literal["base", "shift"]  # the two models of a layout
 MODELS: tuple[Model, ...] = ("base", "shift")

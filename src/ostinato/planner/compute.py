@@ -20,7 +20,7 @@ from ostinato.planner.communication import MODELS, Model, check_number, head_cou
 from ostinato.planner.cost import KINDS, Kind
 
 if TYPE_CHECKING:
-    from ostinato.models.native.decoder_config import DecoderConfig
+    from ostinato.models.native.config.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)

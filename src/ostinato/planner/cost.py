@@ -24,7 +24,7 @@ from ostinato.planner.communication import (
 )
 
 if TYPE_CHECKING:
-    from ostinato.models.native.decoder_config import DecoderConfig
+    from ostinato.models.native.config.decoder_config import DecoderConfig
 
 # The kinds of batches whose costs differ most: one token from each of many requests, and many
 # tokens of one request.

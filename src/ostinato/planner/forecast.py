@@ -14,7 +14,7 @@ from typing import Any
 
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.sizes import check_positive_int
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import shape_config
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.planner.communication import Interconnect

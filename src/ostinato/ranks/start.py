@@ -9,7 +9,7 @@ from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import ResolvedMode
 from ostinato.loading.load import LoadedModel
-from ostinato.parallel.sharded_models import weights_fingerprint
+from ostinato.parallel.sharded.sharded_models import weights_fingerprint
 from ostinato.ranks.rendezvous import join_world
 from ostinato.ranks.shared_results import SharingFollower, SharingLeader
 from ostinato.ranks.sharing import Sharing, Started, Unshared

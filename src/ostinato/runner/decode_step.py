@@ -17,7 +17,7 @@ import torch
 
 from ostinato.models.base import CausalLM
 from ostinato.ops.decode_state import DecodeInputs, load_decode_inputs, store_decode_outputs
-from ostinato.ops.sampling import sample_rows
+from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.runner.draft_sampling import (
     decode_rows,
     observe_step,

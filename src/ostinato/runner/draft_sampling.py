@@ -11,8 +11,8 @@ import torch
 
 from ostinato.attention.base import AttentionMetadata
 from ostinato.ops.decode_state import DecodeState
-from ostinato.ops.drafts import accept_drafts
-from ostinato.ops.sampling import sample_rows
+from ostinato.ops.sampling.drafts import accept_drafts
+from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.runner.filtered_rows import FilteredRows
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.request_state import RequestState

@@ -11,7 +11,7 @@ import torch
 
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError
-from ostinato.parallel.context_part import ContextPart
+from ostinato.parallel.context.context_part import ContextPart
 
 logger = logging.getLogger(__name__)
 

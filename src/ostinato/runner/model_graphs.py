@@ -26,8 +26,8 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.models.base import CausalLM
-from ostinato.ops.split_k import MOST_ROWS
-from ostinato.ops.tile_config import MAX_ROWS, row_class
+from ostinato.ops.gemm.split_k import MOST_ROWS
+from ostinato.ops.gemm.tile_config import MAX_ROWS, row_class
 from ostinato.ops.triton.launch import next_power_of_2
 from ostinato.paths import private_cache_directory
 from ostinato.runner.decode_step import DecodeOutput, decode_step

@@ -31,7 +31,7 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.lora.adapter_weights import AdapterWeights, Matrices
 from ostinato.models.base import CausalLM
-from ostinato.ops.sampling import sample_rows
+from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.parallel.agreement import Reducer
 from ostinato.runner import draft_sampling

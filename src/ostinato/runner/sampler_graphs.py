@@ -29,8 +29,8 @@ from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
 from ostinato.graphs.manager import FullGraph
-from ostinato.ops.logprobs import write_requested_logprobs
-from ostinato.ops.resampling import resample_rows
+from ostinato.ops.sampling.logprobs import write_requested_logprobs
+from ostinato.ops.sampling.resampling import resample_rows
 from ostinato.ops.triton.launch import next_power_of_2
 from ostinato.runner.autocast import without_autocast
 from ostinato.runner.draft_sampling import accept_again, decode_rows, restore_drafts

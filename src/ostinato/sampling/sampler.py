@@ -1,8 +1,9 @@
 """``sample``: logits to tokens and their log-probabilities, entirely on the device.
 
 Nothing here reads a value back to the host, so it runs the same eagerly and inside a captured
-graph. A row's token depends on that row alone, bit for bit. ``ops.sampling_reference`` says what
-each parameter does; on CUDA the kernels of ``ops.filtered_sampling`` compute the same tokens.
+graph. A row's token depends on that row alone, bit for bit. ``ops.sampling.sampling_reference``
+says what each parameter does; on CUDA the kernels of ``ops.sampling.filtered_sampling`` compute
+the same tokens.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.ops.filtered_sampling import sample_filtered
-from ostinato.ops.logprobs import write_logprobs
+from ostinato.ops.sampling.filtered_sampling import sample_filtered
+from ostinato.ops.sampling.logprobs import write_logprobs
 from ostinato.sampling.sampling_state import SamplingFeatures, SamplingState
 
 __all__ = ["SamplerOutput", "SamplingFeatures", "SamplingState", "sample"]

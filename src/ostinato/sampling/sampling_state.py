@@ -15,8 +15,8 @@ from operator import or_
 import torch
 
 from ostinato.errors import ConfigError
-from ostinato.ops.counter_random import spread_seed
-from ostinato.ops.sampling_reference import SamplingTables, Steps
+from ostinato.ops.sampling.counter_random import spread_seed
+from ostinato.ops.sampling.sampling_reference import SamplingTables, Steps
 from ostinato.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,

@@ -22,7 +22,7 @@ from ostinato.ops.decode_state import (
     load_decode_inputs,
     store_decode_outputs,
 )
-from ostinato.ops.sampling import sample_rows
+from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.speculative.options import Speculation
 from ostinato.speculative.proposer import KVLayers, Proposer, ProposerContext
 

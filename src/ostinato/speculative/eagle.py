@@ -15,7 +15,7 @@ import torch
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.ops.decode_state import DecodeState
-from ostinato.ops.sampling import sample_rows
+from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.speculative.eagle_head import EagleHead
 from ostinato.speculative.options import Speculation
 from ostinato.speculative.proposer import KVLayers, Proposer, ProposerContext

@@ -20,8 +20,8 @@ from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.loading.description import describe
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.decoder_config import DecoderConfig
 
 _PREFIXES = ("midlayer", "layers.0")
 

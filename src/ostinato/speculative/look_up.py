@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ostinato.ops.decode_state import DecodeState
-from ostinato.ops.drafts import LookUp, look_up_drafts
+from ostinato.ops.sampling.drafts import LookUp, look_up_drafts
 from ostinato.speculative.proposer import Proposer, ProposerContext
 
 _SEPARATOR = -1

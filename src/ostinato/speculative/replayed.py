@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ostinato.errors import ConfigError
-from ostinato.ops.counter_random import WORD_BITS, random_words, spread_seed
 from ostinato.ops.decode_state import DecodeState
+from ostinato.ops.sampling.counter_random import WORD_BITS, random_words, spread_seed
 from ostinato.scheduling.request import Request
 from ostinato.speculative.proposer import Proposer, ProposerContext
 

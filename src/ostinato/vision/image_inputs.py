@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ostinato.models.hf.image_rows import ImageRows
-from ostinato.models.hf.vision_language import VisionLM
+from ostinato.models.hf.vision.image_rows import ImageRows
+from ostinato.models.hf.vision.vision_language import VisionLM
 from ostinato.scheduling.step_plan import ScheduledRequest
 from ostinato.vision.prompt_images import ImagePatches, PromptImages
 from ostinato.vision.vision_runner import VisionRunner

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from ostinato.errors import RequestError
-from ostinato.models.hf.vision import HFVisionEncoder
-from ostinato.models.hf.vision_language import VisionLM
+from ostinato.models.hf.vision.vision_encoder import HFVisionEncoder
+from ostinato.models.hf.vision.vision_language import VisionLM
 from ostinato.quoting import is_failure, said, shown
 from ostinato.vision.prompt_images import ImagePatches, PromptImages, place_images
 

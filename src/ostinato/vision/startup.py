@@ -5,7 +5,7 @@ from __future__ import annotations
 from ostinato.config import EngineConfig
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.models.base import CausalLM
-from ostinato.models.hf.vision_language import VisionLM
+from ostinato.models.hf.vision.vision_language import VisionLM
 from ostinato.vision.image_inputs import ImageInputs
 from ostinato.vision.vision_runner import VisionRunner
 

@@ -22,7 +22,7 @@ from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import PlanEntry
 from ostinato.graphs.wrapper import CUDAGraphWrapper
-from ostinato.models.hf.vision import HFVisionEncoder, VisionInputs
+from ostinato.models.hf.vision.vision_encoder import HFVisionEncoder, VisionInputs
 from ostinato.vision.prompt_images import ImagePatches
 from ostinato.vision.vision_plan import images_shape, plan_vision
 

@@ -14,7 +14,9 @@ from ostinato import CapturePlan, CUDAGraphMode, DraftModel, GraphConfig, Suffix
 from ostinato.attention import triton_paged
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.config import EngineConfig
-from ostinato.ops import decode_state, drafts, lora
+from ostinato.ops import decode_state
+from ostinato.ops.gemm import lora
+from ostinato.ops.sampling import drafts
 from ostinato.ops.triton.launch import without_running
 from ostinato.runner import decode_step, draft_sampling, startup
 from ostinato.runner.startup.compile_kernels import compile_kernels, request_kernels

@@ -2,8 +2,8 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
 """Attention over all keys, from that over each rank's keys and its log-sum-exp, in one kernel.
 
-The reference is ``parallel.context_parallel.combine``. Launched without overlap: a collective comes
-before it, perhaps on another stream.
+The reference is ``parallel.context.context_parallel.combine``. Launched without overlap: a
+collective comes before it, perhaps on another stream.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
 starts. ``rotary_store``, which may run instead, is launched with overlap, so queries are read after
 the wait.
 
-The cache may hold a part of the keys (``parallel.context_part``). Results of parts are weighted by
-the log-sum-exp of their scores, which is written behind the values of each row.
+The cache may hold a part of the keys (``parallel.context.context_part``). Results of parts are
+weighted by the log-sum-exp of their scores, which is written behind the values of each row.
 """
 
 from __future__ import annotations

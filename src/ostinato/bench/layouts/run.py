@@ -22,7 +22,7 @@ from torch import Tensor
 from ostinato.attention import create_attention
 from ostinato.attention.base import AttentionMetadata
 from ostinato.bench.layouts.rank_step import SilentComm, make_batch, make_cache
-from ostinato.bench.measure import machine
+from ostinato.bench.timing.measure import machine
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import set_forward_context
@@ -31,10 +31,10 @@ from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.graphs.wrapper import CUDAGraphWrapper
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import draw_weights, shape_config
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.parallel.sharded_decoder import ShardedDecoder, build_base, build_shift
+from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder, build_base, build_shift
 from ostinato.planner.communication import Model
 from ostinato.planner.cost import KINDS, Kind, check_layout, default_layouts
 

@@ -26,9 +26,10 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.hf.attention import DISCOVERY, AttentionCall, record_calls
-from ostinato.models.hf.experts import EXPERTS
 from ostinato.models.hf.head import head_of
-from ostinato.models.hf.modules import (
+from ostinato.models.hf.packed import PACKED, TokensApart, bind_packed_specs
+from ostinato.models.hf.replaced.experts import EXPERTS
+from ostinato.models.hf.replaced.modules import (
     attention_implementation,
     close,
     configs_in,
@@ -36,7 +37,6 @@ from ostinato.models.hf.modules import (
     model_errors_explained,
     own_copy,
 )
-from ostinato.models.hf.packed import PACKED, TokensApart, bind_packed_specs
 from ostinato.models.hf.support import check_config, freeze_rope, longest_sequence
 from ostinato.models.hf.weights import check_size, load_weights
 from ostinato.models.pooling import POOLINGS, Pooling, pool

@@ -30,12 +30,12 @@ from ostinato.models.hf.attention import (
     TokenByToken,
     record_calls,
 )
-from ostinato.models.hf.experts import EXPERTS
-from ostinato.models.hf.fused_modules import fuse_modules
 from ostinato.models.hf.head import decoder_of, head_of
-from ostinato.models.hf.mixer_check import check_mixers, tokens_apart
-from ostinato.models.hf.mixers import install_mixers
-from ostinato.models.hf.modules import (
+from ostinato.models.hf.replaced.experts import EXPERTS
+from ostinato.models.hf.replaced.fused_modules import fuse_modules
+from ostinato.models.hf.replaced.mixer_check import check_mixers, tokens_apart
+from ostinato.models.hf.replaced.mixers import install_mixers
+from ostinato.models.hf.replaced.modules import (
     attention_implementation,
     close,
     configs_in,

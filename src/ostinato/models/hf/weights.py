@@ -30,7 +30,7 @@ from ostinato import compat
 from ostinato.errors import ModelLoadError, OstinatoError
 from ostinato.models.checkpoint import FLOAT_TYPES, Checkpoint
 from ostinato.models.finite_check import FiniteCheck
-from ostinato.models.hf.modules import own_copy
+from ostinato.models.hf.replaced.modules import own_copy
 from ostinato.quoting import listed, said, shown
 
 _PLAIN_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -21,7 +21,7 @@ from torch import nn
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError
 from ostinato.models.base import CausalLM
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.layer import (
     DecoderLayer,
@@ -36,10 +36,10 @@ from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.native.token_slots import TOKEN_SLOTS, token_slots
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
-from ostinato.ops.linear import linear
+from ostinato.ops.gemm.linear import linear
+from ostinato.ops.gemm.tile_config import MAX_ROWS
 from ostinato.ops.norm import Norm
 from ostinato.ops.numba import runs_compiled
-from ostinato.ops.tile_config import MAX_ROWS
 
 
 class Decoder(nn.Module, CausalLM):

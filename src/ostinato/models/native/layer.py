@@ -16,7 +16,7 @@ from torch import nn
 
 from ostinato.attention.base import AttentionSpec
 from ostinato.graphs.capture.pool import WeightOffloader
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, Linear
 from ostinato.models.native.layer_norm import LayerNorm

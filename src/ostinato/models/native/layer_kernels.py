@@ -22,11 +22,11 @@ from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.mixture import MixtureOfExperts
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate, activate_and_mul
-from ostinato.ops.expert_kernels import RoutedToken, down_row, expert_parts, gate_up_row
-from ostinato.ops.experts import run_experts
-from ostinato.ops.linear import Gemm, run_linear
+from ostinato.ops.experts.expert_kernels import RoutedToken, down_row, expert_parts, gate_up_row
+from ostinato.ops.experts.experts import run_experts
+from ostinato.ops.gemm.linear import Gemm, run_linear
+from ostinato.ops.gemm.split_k import split_k_gemm
 from ostinato.ops.norm import Norm, add_output_norm, rms_norm
-from ostinato.ops.split_k import split_k_gemm
 
 if TYPE_CHECKING:
     from ostinato.models.native.layer import DecoderLayer

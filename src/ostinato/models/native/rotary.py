@@ -20,7 +20,7 @@ from ostinato.quoting import said, shown
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from ostinato.models.native.raw_config import RawConfig
+    from ostinato.models.native.config.raw_config import RawConfig
 
 _PARTIAL = "partial_rotary_factor"
 # Tables have a row for every position.

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from ostinato.errors import ConfigError
+from ostinato.models.native.config.raw_config import RawConfig, raw_config
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.layer_norm import LayerNorm
-from ostinato.models.native.raw_config import RawConfig, raw_config
 from ostinato.models.native.rms_norm import RMSNorm
 
 _STANDARD_DEVIATION = 0.02

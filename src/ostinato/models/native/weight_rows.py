@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.weight_slot import Role, WeightSlot
 
 _BY_COLUMNS = (("output",), ("down",))  # their inputs are split, and their results summed

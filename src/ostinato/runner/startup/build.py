@@ -23,7 +23,7 @@ from ostinato.lora.adapter_weights import AdapterWeights
 from ostinato.models.base import CausalLM
 from ostinato.models.native.decoder import Decoder
 from ostinato.ops.triton.compile_ahead import triton_starting
-from ostinato.parallel.context_parallel import ContextParallelAttention, part_of
+from ostinato.parallel.context.context_parallel import ContextParallelAttention, part_of
 from ostinato.runner.kv_cache import bytes_per_block, size_cache
 from ostinato.runner.model_runner import ModelRunner
 from ostinato.runner.small_batch_model import SmallBatchModel
@@ -149,7 +149,7 @@ def attention_of(
     comm = rank_context.comm_of(group)
     attention: type[ContextParallelAttention] = ContextParallelAttention
     if create_attention(config.attention, model.device).name == "triton":
-        from ostinato.parallel.triton_context_parallel import TritonContextParallelAttention
+        from ostinato.parallel.context.triton_context_parallel import TritonContextParallelAttention
 
         attention = TritonContextParallelAttention
     return attention(comm, config.dcp_kv_cache_interleave_size)

@@ -15,7 +15,7 @@ from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.models.base import CausalLM
-from ostinato.parallel.context_parallel import part_of
+from ostinato.parallel.context.context_parallel import part_of
 from ostinato.recurrent.chunks import most_chunks
 from ostinato.runner.draft_sampling import read_step
 from ostinato.runner.kv_cache import CacheSize

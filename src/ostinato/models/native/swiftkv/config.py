@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ostinato.errors import ConfigError
-from ostinato.models.native.decoder_config import DecoderConfig, first_layers
-from ostinato.models.native.raw_config import RawConfig, raw_config
+from ostinato.models.native.config.decoder_config import DecoderConfig, first_layers
+from ostinato.models.native.config.raw_config import RawConfig, raw_config
 from ostinato.quoting import said, shown
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from ostinato.attention.base import AttentionSpec
 from ostinato.attention.selected import SelectedTokens, attend_selected, select_tokens
 from ostinato.attention.store import store_kv
 from ostinato.graphs.capture.context import get_forward_context
-from ostinato.models.native.decoder_config import DecoderConfig
+from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.layer import DecoderLayer, empty_norm, norm_slots, run_layers
 from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, Plain, SmallM

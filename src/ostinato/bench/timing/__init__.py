@@ -1,0 +1,1 @@
+"""How the benchmarks measure: clocks, floors, baselines, profiles."""

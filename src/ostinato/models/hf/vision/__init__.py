@@ -1,0 +1,1 @@
+"""Image-and-text models: encoders, and where their rows enter the prompt."""

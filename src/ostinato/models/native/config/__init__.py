@@ -1,0 +1,1 @@
+"""What a checkpoint's config says, as options of the native decoder."""

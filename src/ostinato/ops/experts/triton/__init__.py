@@ -1,0 +1,1 @@
+"""Kernels of routing and experts, in Triton."""

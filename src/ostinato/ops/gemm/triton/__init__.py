@@ -1,0 +1,1 @@
+"""Kernels of GEMMs and LoRA, in Triton and Gluon."""

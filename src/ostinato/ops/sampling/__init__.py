@@ -1,0 +1,1 @@
+"""From logits to tokens: filters, penalties, random numbers, log-probabilities, drafts."""

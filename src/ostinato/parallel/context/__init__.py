@@ -1,0 +1,1 @@
+"""Decode context parallel: the KV cache split over ranks by token."""
