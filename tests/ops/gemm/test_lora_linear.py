@@ -15,7 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.ops.gemm import lora_linear as lora_linear_module
 from ostinato.ops.gemm.linear import Gemm, Norm
 from ostinato.ops.gemm.lora import NO_SLOT, NOT_ACTIVE, LoraRows, LoraWeights
 from ostinato.ops.gemm.lora_linear import can_fuse, lora_linear, run_lora_kernels
@@ -190,24 +189,3 @@ def test_what_cannot_be_fused_is_computed_apart(
     fits = gated and rank <= 128
     assert can_fuse(TILES, case.gemm, case.weights) == (fits or num_rows == 90)
     case.check(None)
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "gated", "fused"),
-    [(1, True, True), (2, True, False), (40, True, False), (1, False, True), (40, False, True)],
-)
-def test_gated_gemms_of_several_rows_are_not_fused(
-    device: torch.device, num_rows: int, gated: bool, fused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their kernel was wrong on a GPU, for a reason that is not known."""
-    ran = []
-
-    def counted(*args: Any) -> Tensor:
-        ran.append(args)
-        return run_lora_kernels(*args)
-
-    monkeypatch.setattr(lora_linear_module, "choose_kernel", lambda gemm, adapters: TILES)
-    monkeypatch.setattr(lora_linear_module, "run_lora_kernels", counted)
-    slots = [(2, NO_SLOT, 0)[row % 3] for row in range(num_rows)]
-    Case(device, slots, widths=(16, 16), gated=gated, norm=True).check(None)
-    assert len(ran) == fused

@@ -52,7 +52,7 @@ class LoraRows(NamedTuple):
     """The adapters of a batch, on the device."""
 
     slots: torch.Tensor  # [T] int32, of each row; NO_SLOT: none
-    active: torch.Tensor  # [n] int32, every slot in use once; the rest is NOT_ACTIVE
+    active: torch.Tensor  # [n] int32, every slot in use once, and then NOT_ACTIVE
 
 
 def shrink(x: torch.Tensor, weights: LoraWeights, rows: LoraRows) -> torch.Tensor:

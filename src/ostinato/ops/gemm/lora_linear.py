@@ -43,7 +43,7 @@ def lora_linear(gemm: Gemm, weights: LoraWeights, rows: LoraRows) -> torch.Tenso
     """
     check_shapes(gemm)
     config = choose_kernel(gemm, adapters=True)
-    if config != "torch" and can_fuse(config, gemm, weights) and _is_trusted(gemm):
+    if config != "torch" and can_fuse(config, gemm, weights):
         return run_lora_kernels(config, gemm, weights, rows)
     return lora_linear_apart(gemm, weights, rows)
 
@@ -78,16 +78,6 @@ def can_fuse(config: TileConfig, gemm: Gemm, weights: LoraWeights) -> bool:
     return len(widths) <= 3 and all(start % config.block_n == 0 for start in starts)
 
 
-def _is_trusted(gemm: Gemm) -> bool:
-    """Whether the fused kernel has been right for GEMMs of this kind wherever it was tried.
-
-    Gated ones of several rows have not: on an H200, gate and up of Llama-3.1-8B were wrong with 2
-    to 16 rows, and right with 32 and 64. As long as the cause is unknown, no tile config of them is
-    used.
-    """
-    return not gemm.gated or gemm.x.shape[0] == 1
-
-
 # --- our kernels: CPU tensors are for the tests, under Triton's interpreter -----------------------
 
 
@@ -111,7 +101,8 @@ def run_lora_kernels(
     group = min(_GROUP_WIDTH // weights.rank, next_power_of_2(-(-num_slots // config.split_k)))
     num_groups = -(-num_slots // (group * config.split_k))
     constants = _constants(small.shape[0], weights, group, num_groups)
-    term = LoraTerm(weights.b, small, scales, *rows, constants)
+    # No more than there are slots, so that ``num_groups`` holds.
+    term = LoraTerm(weights.b, small, scales, rows.slots, rows.active[:num_slots], constants)
     return run_kernel(_prefetching(config, gemm), gemm, term)
 
 

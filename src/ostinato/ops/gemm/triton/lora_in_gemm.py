@@ -109,28 +109,6 @@ def _group_rows(total, row_slots, its_slots, LORA: tl.constexpr):
 
 
 @triton.jit
-def _expand_group(
-    sums,
-    up_sums,
-    columns,
-    up_columns,
-    total,
-    up_total,
-    row_slots,
-    its_slots,
-    GATED: tl.constexpr,
-    LORA: tl.constexpr,
-):
-    rows = _group_rows(total, row_slots, its_slots, LORA)
-    sums = tl.dot(columns, rows.to(columns.dtype), sums, input_precision="ieee")
-    if GATED:
-        if LORA[2] == 2:
-            rows = _group_rows(up_total, row_slots, its_slots, LORA)
-        up_sums = tl.dot(up_columns, rows.to(columns.dtype), up_sums, input_precision="ieee")
-    return sums, up_sums
-
-
-@triton.jit
 def expand_tile(
     columns,
     up_columns,
@@ -160,49 +138,27 @@ def expand_tile(
     PARTS: tl.constexpr = LORA[2]
     GROUP: tl.constexpr = LORA[5]
     MORE: tl.constexpr = LORA[6]
-    group = tl.program_id(1)
+    ROWS: tl.constexpr = 2 * N if GATED else N
     sums = tl.zeros([n.shape[0], BLOCK_M], dtype=tl.float32)
     up_sums = tl.zeros([n.shape[0], BLOCK_M], dtype=tl.float32)
-    # Without this branch, which is nearly always taken, the compiler would keep the operands of
-    # these GEMMs in shared memory until the one that adds to their sums is done.
-    if group * GROUP < num_active:
-        part = _part(first, GATED, LORA)
-        total = _sum_of_splits(small, scales, row_slots, part, M, BLOCK_M, LORA)
-        up_total = total
-        if GATED and PARTS == 2:
-            up_total = _sum_of_splits(small, scales, row_slots, 1, M, BLOCK_M, LORA)
-        sums, up_sums = _expand_group(
-            sums,
-            up_sums,
-            columns,
-            up_columns,
-            total,
-            up_total,
-            row_slots,
-            its_slots,
-            GATED,
-            LORA,
-        )
+    total = _sum_of_splits(small, scales, row_slots, _part(first, GATED, LORA), M, BLOCK_M, LORA)
+    up_total = total
+    if GATED and PARTS == 2:
+        up_total = _sum_of_splits(small, scales, row_slots, 1, M, BLOCK_M, LORA)
+    # A loop even where there is at most one group. Straight-line code would keep the operands of
+    # these GEMMs in shared memory until the one that adds to their sums is done. A branch would
+    # not, but ptxas 13.0 makes wrong code of a branch around the two GEMMs of gate and up.
+    for group in tl.range(tl.program_id(1), tl.cdiv(num_active, GROUP), SPLIT_K, num_stages=1):
+        rows = _group_rows(total, row_slots, its_slots, LORA).to(columns.dtype)
+        sums = tl.dot(columns, rows, sums, input_precision="ieee")
+        if GATED:
+            if PARTS == 2:
+                rows = _group_rows(up_total, row_slots, its_slots, LORA).to(columns.dtype)
+            up_sums = tl.dot(up_columns, rows, up_sums, input_precision="ieee")
         if MORE:
-            ROWS: tl.constexpr = 2 * N if GATED else N
-            end = tl.cdiv(num_active, GROUP)
-            for later in tl.range(group + SPLIT_K, end, SPLIT_K, num_stages=1):
-                columns = group_columns(b, active, num_active, later, n, there, ROWS, LORA)
-                if GATED:
-                    up_n = n + N
-                    up_columns = group_columns(
-                        b, active, num_active, later, up_n, there, ROWS, LORA
-                    )
-                sums, up_sums = _expand_group(
-                    sums,
-                    up_sums,
-                    columns,
-                    up_columns,
-                    total,
-                    up_total,
-                    row_slots,
-                    group_slots(active, num_active, later, LORA),
-                    GATED,
-                    LORA,
-                )
+            later = group + SPLIT_K
+            its_slots = group_slots(active, num_active, later, LORA)
+            columns = group_columns(b, active, num_active, later, n, there, ROWS, LORA)
+            if GATED:
+                up_columns = group_columns(b, active, num_active, later, n + N, there, ROWS, LORA)
     return sums, up_sums
