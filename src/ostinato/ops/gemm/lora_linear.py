@@ -30,7 +30,6 @@ from ostinato.ops.norm import rms_norm
 from ostinato.ops.triton.launch import launch, next_power_of_2, num_sms, overlap
 
 _MOST_RANK = 128  # larger ones are more than a small term of the GEMM
-_GROUP_WIDTH = 128  # ranks of all adapters that a program multiplies at once
 _ROW_BLOCK_K = 512  # fewest inputs of a program that shrinks one row
 _MOST_ROW_SPLITS = 16
 _PREFETCH_BYTES = 64 * 1024  # by each program, while it waits
@@ -69,13 +68,21 @@ def lora_linear_apart(gemm: Gemm, weights: LoraWeights, rows: LoraRows) -> torch
 
 def can_fuse(config: TileConfig, gemm: Gemm, weights: LoraWeights) -> bool:
     """Whether the GEMM's kernel can add the adapters: every tile has columns of one part."""
-    if weights.rank > _MOST_RANK or weights.b.dtype != gemm.x.dtype:
+    if weights.rank > _group_width(config) or weights.b.dtype != gemm.x.dtype:
         return False
     widths = weights.widths
     if gemm.gated:
         return len(widths) == 1 or (len(widths) == 2 and widths[0] == widths[1])
     starts = list(accumulate(widths))[:-1]
     return len(widths) <= 3 and all(start % config.block_n == 0 for start in starts)
+
+
+def _group_width(config: TileConfig) -> int:
+    """Ranks of all adapters that a program multiplies at once: as many as 8 wgmma take.
+
+    Each of those needs 4 of the 63 uniform registers for the whole loop over groups.
+    """
+    return _MOST_RANK // max(1, config.block_n // (16 * config.num_warps))
 
 
 # --- our kernels: CPU tensors are for the tests, under Triton's interpreter -----------------------
@@ -98,7 +105,8 @@ def run_lora_kernels(
         gemm = gemm._replace(x=normed, norm=None)
     num_slots = weights.b.shape[0]
     # The programs of a tile share its adapters, as they share its inputs.
-    group = min(_GROUP_WIDTH // weights.rank, next_power_of_2(-(-num_slots // config.split_k)))
+    most = _group_width(config) // weights.rank
+    group = min(most, next_power_of_2(-(-num_slots // config.split_k)))
     num_groups = -(-num_slots // (group * config.split_k))
     constants = _constants(small.shape[0], weights, group, num_groups)
     # No more than there are slots, so that ``num_groups`` holds.

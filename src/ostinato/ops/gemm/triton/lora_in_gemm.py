@@ -109,6 +109,35 @@ def _group_rows(total, row_slots, its_slots, LORA: tl.constexpr):
 
 
 @triton.jit
+def _expand_groups(
+    columns,
+    its_slots,
+    total,
+    row_slots,
+    b,
+    active,
+    num_active,
+    n,
+    there,
+    ROWS: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    LORA: tl.constexpr,
+):
+    """The sums [BLOCK_N, BLOCK_M] of rows ``n`` of B, over this program's groups of adapters."""
+    sums = tl.zeros([n.shape[0], total.shape[1]], dtype=tl.float32)
+    # A loop even where there is at most one group: in straight-line code, operands would keep their
+    # shared memory until the GEMM that adds to these sums is done.
+    for group in tl.range(tl.program_id(1), tl.cdiv(num_active, LORA[5]), SPLIT_K, num_stages=1):
+        rows = _group_rows(total, row_slots, its_slots, LORA)
+        sums = tl.dot(columns, rows.to(columns.dtype), sums, input_precision="ieee")
+        if LORA[6]:
+            later = group + SPLIT_K
+            its_slots = group_slots(active, num_active, later, LORA)
+            columns = group_columns(b, active, num_active, later, n, there, ROWS, LORA)
+    return sums
+
+
+@triton.jit
 def expand_tile(
     columns,
     up_columns,
@@ -135,30 +164,30 @@ def expand_tile(
     ``its_slots`` are of the first one: the caller loads them, and the slots of rows, before it
     waits for ``small``.
     """
-    PARTS: tl.constexpr = LORA[2]
-    GROUP: tl.constexpr = LORA[5]
-    MORE: tl.constexpr = LORA[6]
     ROWS: tl.constexpr = 2 * N if GATED else N
-    sums = tl.zeros([n.shape[0], BLOCK_M], dtype=tl.float32)
-    up_sums = tl.zeros([n.shape[0], BLOCK_M], dtype=tl.float32)
-    total = _sum_of_splits(small, scales, row_slots, _part(first, GATED, LORA), M, BLOCK_M, LORA)
-    up_total = total
-    if GATED and PARTS == 2:
-        up_total = _sum_of_splits(small, scales, row_slots, 1, M, BLOCK_M, LORA)
-    # A loop even where there is at most one group. Straight-line code would keep the operands of
-    # these GEMMs in shared memory until the one that adds to their sums is done. A branch would
-    # not, but ptxas 13.0 makes wrong code of a branch around the two GEMMs of gate and up.
-    for group in tl.range(tl.program_id(1), tl.cdiv(num_active, GROUP), SPLIT_K, num_stages=1):
-        rows = _group_rows(total, row_slots, its_slots, LORA).to(columns.dtype)
-        sums = tl.dot(columns, rows, sums, input_precision="ieee")
-        if GATED:
-            if PARTS == 2:
-                rows = _group_rows(up_total, row_slots, its_slots, LORA).to(columns.dtype)
-            up_sums = tl.dot(up_columns, rows, up_sums, input_precision="ieee")
-        if MORE:
-            later = group + SPLIT_K
-            its_slots = group_slots(active, num_active, later, LORA)
-            columns = group_columns(b, active, num_active, later, n, there, ROWS, LORA)
-            if GATED:
-                up_columns = group_columns(b, active, num_active, later, n + N, there, ROWS, LORA)
+    part = _part(first, GATED, LORA)
+    total = _sum_of_splits(small, scales, row_slots, part, M, BLOCK_M, LORA)
+    sums = _expand_groups(
+        columns, its_slots, total, row_slots, b, active, num_active, n, there, ROWS, SPLIT_K, LORA
+    )
+    up_sums = sums
+    if GATED:
+        # Not in the same loop: the descriptors of both products' operands are more than there are
+        # uniform registers. ptxas 12.8 makes wrong code of that, in a branch as in a loop.
+        if LORA[2] == 2:
+            total = _sum_of_splits(small, scales, row_slots, 1, M, BLOCK_M, LORA)
+        up_sums = _expand_groups(
+            up_columns,
+            its_slots,
+            total,
+            row_slots,
+            b,
+            active,
+            num_active,
+            n + N,
+            there,
+            ROWS,
+            SPLIT_K,
+            LORA,
+        )
     return sums, up_sums
