@@ -65,6 +65,11 @@ class PagedBatch(NamedTuple):
         )
 
     @property
+    def values_in_keys(self) -> bool:
+        """As the spec says: the value cache is a view of the key cache."""
+        return self.value_cache.data_ptr() == self.key_cache.data_ptr()
+
+    @property
     def is_plain(self) -> bool:
         """Whether the weights are the softmax of the scaled scores, and nothing else."""
         return self.soft_cap is None and self.sinks is None
