@@ -173,7 +173,7 @@ class AttentionBackend(Protocol):
     ) -> None:
         """``embedding.apply``, then ``forward``; some backends override it with fewer kernels."""
         whole, key = embedding.apply(query, rope_query, compressed, positions)
-        self.forward(spec, whole, key, key[..., : spec.value_dim], metadata, out)
+        self.forward(spec, whole, key, key[..., : spec.value_dim], metadata, out, None)
 
 
 def attend(

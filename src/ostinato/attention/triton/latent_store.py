@@ -103,9 +103,9 @@ def latent_store_kernel(
         )
     else:
         zeros = tl.zeros([RANK_PAD], dtype=out.dtype.element_ty)
-        for head in range(NUM_HEADS):
-            target = out + token * out_token_stride + head * out_head_stride + c
-            tl.store(target, zeros, mask=c < RANK)
+        for number in range(NUM_HEADS):
+            place = out + token * out_token_stride + number * out_head_stride + c
+            tl.store(place, zeros, mask=c < RANK)
 
 
 def latent_store(

@@ -7,14 +7,17 @@ from typing import NamedTuple
 
 from ostinato.attention.paged import PagedBatch
 from ostinato.attention.triton.tile_config import padded_row
+from ostinato.ops.gemm.tile_config import gpu_of
 from ostinato.ops.triton.launch import next_power_of_2
 
 _PROGRAMS_PER_SM = 2
 _MAX_SPLITS = 64
 # Of the parts of all splits, in float32. Each is as long as a latent vector.
 _MOST_PART_BYTES = 64 << 20
-# Rows of a tile, queries x heads: as many accumulators of 512 columns as eight warps hold.
-_MOST_ROWS = 64
+# Rows of a tile, queries x heads: as many accumulators of 512 columns as eight warps hold. Their
+# queries take shared memory, beside two blocks of keys.
+_MOST_ROWS, _FEW_ROWS = 64, 16
+_MEMORY_OF_MOST_ROWS = 148 << 10
 
 
 class LatentShape(NamedTuple):
@@ -27,9 +30,11 @@ class LatentShape(NamedTuple):
     itemsize: int
     max_keys: int  # room in a row of the block table
     num_sms: int
+    shared_memory: int  # bytes that a program can have
 
     @classmethod
     def of(cls, batch: PagedBatch, num_sms: int) -> LatentShape:
+        device = batch.out.device
         num_tokens, num_heads, rank = batch.out.shape
         return cls(
             num_tokens=num_tokens,
@@ -39,6 +44,7 @@ class LatentShape(NamedTuple):
             itemsize=batch.key_cache.itemsize,
             max_keys=batch.block_table.shape[1] * batch.key_cache.shape[1],
             num_sms=num_sms,
+            shared_memory=gpu_of(device).shared_memory if batch.out.is_cuda else 227 << 10,
         )
 
 
@@ -60,10 +66,11 @@ class LatentTileConfig(NamedTuple):
 def latent_tile_config(shape: LatentShape) -> LatentTileConfig:
     """Right for all batches of this shape, fast for even ones."""
     half = shape.itemsize < 4
+    widest = _MOST_ROWS if half and shape.shared_memory >= _MEMORY_OF_MOST_ROWS else _FEW_ROWS
     # Tiles have several queries wherever there may be prompts.
     decode = shape.num_tokens <= shape.num_reqs
-    rows = next_power_of_2(shape.num_heads) if decode or not half else _MOST_ROWS
-    block_m = max(16, min(rows, _MOST_ROWS if half else 16))
+    rows = next_power_of_2(shape.num_heads) if decode else widest
+    block_m = max(_FEW_ROWS, min(rows, widest))
     heads = min(shape.num_heads, block_m)
     block_q = block_m // heads
     num_tiles = (shape.num_tokens + shape.num_reqs * (block_q - 1)) // block_q
@@ -85,6 +92,7 @@ def latent_tile_config(shape: LatentShape) -> LatentTileConfig:
         chunk=chunk,
         num_tiles=num_tiles,
         num_splits=max(1, num_splits),
-        num_warps=8 if block_m >= 32 else 4,
-        num_stages=2 if half else 1,
+        # The first stages read the block table ahead. Two programs of few rows fit an SM.
+        num_warps=4 if half and block_m == _FEW_ROWS else 8,
+        num_stages=(5 if block_m == _FEW_ROWS else 3) if half else 1,
     )
