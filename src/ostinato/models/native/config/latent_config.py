@@ -68,10 +68,11 @@ def latent_options(config: Any) -> dict[str, Any]:
 
 def _scale(latent: LatentConfig, rope: dict[str, Any]) -> float:
     """Of scores. With YaRN it grows with the context, by ``mscale_all_dim``."""
-    scale, growth = latent.query_dim**-0.5, rope.get("mscale_all_dim", 0)
+    scale: float = latent.query_dim**-0.5
+    growth = rope.get("mscale_all_dim", 0)
     if rope.get("rope_type", "default") == "default" or not growth or rope["factor"] <= 1:
         return scale
-    return scale * (0.1 * growth * math.log(rope["factor"]) + 1.0) ** 2
+    return scale * float(0.1 * growth * math.log(rope["factor"]) + 1.0) ** 2
 
 
 def latent_unsupported_reason(config: Any) -> str | None:
