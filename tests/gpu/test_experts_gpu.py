@@ -146,6 +146,7 @@ def test_prompts(num_tokens: int) -> None:
         RouterOptions(top_k=3, renormalize=False),
         RouterOptions(top_k=6, scoring="sigmoid", scale=2.5),
         RouterOptions(top_k=4, scoring="sigmoid", num_groups=8, top_groups=3),
+        RouterOptions(top_k=4, renormalize=False, num_groups=8, top_groups=3, group_best=1),
     ],
     ids=["plain", "sigmoid", "groups"],
 )

@@ -60,6 +60,15 @@ NATIVE: dict[str, Callable[[], Any]] = {
     "cohere2": lambda: transformers.Cohere2Config(**SIZES, **WINDOWS),
     "starcoder2": lambda: transformers.Starcoder2Config(**SIZES),
     "nemotron": lambda: transformers.NemotronConfig(**SIZES),
+    # Without experts: another rounding may choose others.
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **SIZES | {"num_key_value_heads": 8}, q_lora_rank=None, first_k_dense_replace=4
+    ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **SIZES | {"num_attention_heads": 128, "num_key_value_heads": 128},
+        q_lora_rank=256,
+        first_k_dense_replace=4,
+    ),
 }
 # Through transformers' modules: norms, MLPs and RoPE in fused operators.
 GENERIC: dict[str, Callable[[], Any]] = {

@@ -232,12 +232,46 @@ def _glm4_moe() -> PretrainedConfig:
     )
 
 
+def _deepseek_v2() -> PretrainedConfig:
+    return transformers.DeepseekV2Config(
+        **{**_COMMON, "num_hidden_layers": 3},
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=24,
+        rms_norm_eps=1e-2,  # not that of latent vectors
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        moe_intermediate_size=32,
+        n_routed_experts=8,
+        n_shared_experts=2,
+        num_experts_per_tok=3,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.5,
+            "mscale_all_dim": 0.9,
+            "original_max_position_embeddings": 64,
+        },
+    )
+
+
 def _deepseek_v3() -> PretrainedConfig:
     return transformers.DeepseekV3Config(
         **_COMMON,
         num_key_value_heads=4,
+        attention_bias=True,
         q_lora_rank=24,
         kv_lora_rank=16,
+        rms_norm_eps=1e-2,
         qk_nope_head_dim=16,
         qk_rope_head_dim=16,
         v_head_dim=16,
@@ -310,7 +344,6 @@ TINY_GENERIC: dict[str, Callable[[], PretrainedConfig]] = {
     "gpt_neox": _gpt_neox,
     "stablelm": _stablelm,
     "cohere": _cohere,
-    "deepseek_v3": _deepseek_v3,
 }
 
 
@@ -382,6 +415,8 @@ TINY_MIXTURES: dict[str, Callable[[], PretrainedConfig]] = {
     "olmoe": _olmoe,
     "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
 }
 
 # Dense models on the native decoder.

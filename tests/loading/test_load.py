@@ -402,6 +402,7 @@ def test_hub_gives_a_directory(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         ("phi-4-mini", 3_836_021_760),
         ("qwen3-30b-a3b", 30_532_122_624),
         ("mixtral-8x7b", 46_702_792_704),
+        ("deepseek-v2-lite", 15_706_484_224),
         ("smollm2-135m", 134_515_008),
         ("tiny", 139_584),
     ],
@@ -430,6 +431,7 @@ def test_shapes_mean_what_transformers_takes_them_for(name: str) -> None:
     "name",
     [
         *sorted(TINY_NATIVE.keys() - TINY_WITH_OPTIONS),
+        "deepseek_v2",
         "gemma3",
         "mixtral",
         "phi3",

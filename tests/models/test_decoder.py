@@ -14,6 +14,8 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Cohere2Config,
+    DeepseekV2Config,
+    DeepseekV3Config,
     Ernie4_5Config,
     Exaone4Config,
     Gemma2Config,
@@ -71,6 +73,13 @@ LLAMA3_ROPE = rope(
     original_max_position_embeddings=16,
 )
 YARN_ROPE = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
 ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
@@ -117,6 +126,21 @@ CONFIGS = {
         tie_word_embeddings=False,
     ),
     "gemma": GemmaConfig(**SIZES, head_dim=16, tie_word_embeddings=False),
+    "deepseek_v2": DeepseekV2Config(
+        **SIZES | LATENT,
+        q_lora_rank=None,
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=2.0,
+        rope_parameters=rope(
+            "yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.5, mscale_all_dim=0.8
+        ),
+    ),
+    "deepseek_v3, dense": DeepseekV3Config(
+        **SIZES | LATENT, q_lora_rank=20, attention_bias=True, first_k_dense_replace=3
+    ),
     "gemma3": Gemma3TextConfig(
         **SIZES,
         head_dim=16,
@@ -326,6 +350,8 @@ def test_llama3_frequencies_are_transformers_to_the_bit(name: str) -> None:
         "nemotron",
         "qwen2_moe",
         "glm4_moe",
+        "deepseek_v2",
+        "deepseek_v3, dense",
     ],
 )
 def test_half_precision(

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.rope import RotaryEmbedding
 from ostinato.compile.operators import splitting_operator
 from ostinato.errors import ConfigError
@@ -35,6 +36,9 @@ class AttentionSpec:
 
     A query at position p sees the keys at positions p - window + 1 to p (``window`` None: all up to
     p). ``soft_cap`` c turns scores s into c * tanh(s / c).
+
+    ``values_in_keys``: values are the first ``value_dim`` columns of keys, as in latent attention,
+    and have no memory of their own.
     """
 
     layer: int
@@ -45,6 +49,12 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    values_in_keys: bool = False
+
+    @property
+    def cached_dim(self) -> int:
+        """Elements in the cache for each token and KV head."""
+        return self.head_dim if self.values_in_keys else self.head_dim + self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +77,8 @@ class AttentionMetadata:
     -1 for padding. None: all tokens. Models may skip the last layers of the others.
 
     ``kv_caches``: for each layer keys [num_blocks, block_size, num_kv_heads, head_dim], and values
-    likewise. No request ever holds block 0. ``backend`` computes attention.
+    likewise; with ``values_in_keys``, values are a view of the keys. No request ever holds block 0.
+    ``backend`` computes attention.
 
     ``recurrent``: the same batch for layers with a state per request; None if the model has none.
 
@@ -148,6 +159,21 @@ class AttentionBackend(Protocol):
             qkv, positions, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
         )
         self.forward(spec, query, key, value, metadata, out, sinks)
+
+    def forward_latent(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        rope_query: torch.Tensor,
+        compressed: torch.Tensor,
+        embedding: LatentEmbedding,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """``embedding.apply``, then ``forward``; some backends override it with fewer kernels."""
+        whole, key = embedding.apply(query, rope_query, compressed, positions)
+        self.forward(spec, whole, key, key[..., : spec.value_dim], metadata, out, None)
 
 
 def attend(

@@ -1,8 +1,8 @@
 """What backends over the paged cache share: one layer's batch, and operator schemas.
 
 An operator takes plain values, so a ``PagedBatch`` is passed to it field by field, behind the
-queries, keys and values, or behind the raw QKV and its RoPE. Here it is taken apart
-and put together again; kernels take it whole.
+queries, keys and values, behind the raw QKV and its RoPE, or behind the inputs of latent attention.
+Here it is taken apart and put together again; kernels take it whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.rope import RotaryEmbedding
+from ostinato.ops.norm import Norm
 
 T = TypeVar("T")
 
@@ -65,6 +67,11 @@ class PagedBatch(NamedTuple):
         )
 
     @property
+    def values_in_keys(self) -> bool:
+        """As the spec says: the value cache is a view of the key cache."""
+        return self.value_cache.data_ptr() == self.key_cache.data_ptr()
+
+    @property
     def is_plain(self) -> bool:
         """Whether the weights are the softmax of the scaled scores, and nothing else."""
         return self.soft_cap is None and self.sinks is None
@@ -85,6 +92,12 @@ def qkv_schema(name: str) -> str:
     """Of an operator whose kernel, ``over_qkv(kernel)``, takes the raw QKV."""
     rotary = "Tensor table, Tensor? qk_norm, float eps"
     return f"{name}(Tensor qkv, Tensor positions, {rotary}, {_BATCH}) -> ()"
+
+
+def latent_schema(name: str) -> str:
+    """Of an operator whose kernel, ``over_latent(kernel)``, takes latent attention's inputs."""
+    inputs = "Tensor query, Tensor rope_query, Tensor compressed, Tensor positions"
+    return f"{name}({inputs}, Tensor table, Tensor norm, float eps, {_BATCH}) -> ()"
 
 
 def over_heads(
@@ -113,6 +126,29 @@ def over_qkv(
     ) -> T:
         rotary = RotaryEmbedding(table=table, qk_norm=qk_norm, eps=eps)
         return kernel(qkv, positions, rotary, PagedBatch(*batch))
+
+    return run
+
+
+def over_latent(
+    kernel: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, LatentEmbedding, torch.Tensor, PagedBatch], T
+    ],
+) -> Callable[..., T]:
+    """``kernel(query, rope_query, compressed, embedding, positions, batch)`` likewise."""
+
+    def run(
+        query: torch.Tensor,
+        rope_query: torch.Tensor,
+        compressed: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        *batch: Any,
+    ) -> T:
+        embedding = LatentEmbedding(table=table, norm=Norm(norm, eps))
+        return kernel(query, rope_query, compressed, embedding, positions, PagedBatch(*batch))
 
     return run
 

@@ -1,24 +1,30 @@
 """Attention over the paged cache in Triton kernels: for CUDA, in or out of graphs, for any batch.
 
-To torch it is two operators: ``ostinato::triton_paged_attention``, and for models that pass the raw
-result of their QKV GEMM ``ostinato::triton_qkv_attention``. Here tile configs are chosen; kernels
-and launches are in ``triton``, which is imported by the first call. CPU tensors are for the tests,
-under Triton's interpreter.
+To torch it is three operators: ``ostinato::triton_paged_attention``, for models that pass the raw
+result of their QKV GEMM ``ostinato::triton_qkv_attention``, and for latent attention
+``ostinato::triton_latent_attention``. Here tile configs are chosen; kernels and launches are in
+``triton``, which is imported by the first call. CPU tensors are for the tests, under Triton's
+interpreter.
 """
 
 from __future__ import annotations
 
 import torch
 
+from ostinato.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.paged import (
     PagedBatch,
     PagedQkvAttention,
     heads_schema,
+    latent_schema,
     over_heads,
+    over_latent,
     over_qkv,
     qkv_schema,
 )
 from ostinato.attention.rope import RotaryEmbedding
+from ostinato.attention.triton.latent_tiles import LatentShape, latent_tile_config
 from ostinato.attention.triton.tile_config import (
     STREAM_GROUP,
     BatchShape,
@@ -65,6 +71,33 @@ def triton_qkv_attention(
         from ostinato.attention.triton.stream_decode import stream_decode
 
         stream_decode(query, batch, rule=rule)
+
+
+def triton_latent_attention(
+    query: torch.Tensor,
+    rope_query: torch.Tensor,
+    compressed: torch.Tensor,
+    embedding: LatentEmbedding,
+    positions: torch.Tensor,
+    batch: PagedBatch,
+) -> None:
+    """Norm, apply RoPE, store, attend over the latent cache, and write all of ``out``."""
+    if query.shape[0] == 0:
+        return
+    from ostinato.attention.triton.latent_store import latent_store
+
+    rope_query, compressed = _rows_in_one_piece(rope_query), _rows_in_one_piece(compressed)
+    rotated = latent_store(rope_query, compressed, embedding, positions, batch)
+    _attend_latent(query, rotated, batch)
+
+
+def _attend_latent(query: torch.Tensor, rope_query: torch.Tensor, batch: PagedBatch) -> None:
+    """Latent attention over what is in the cache."""
+    from ostinato.attention.triton.latent_attention import latent_attention
+
+    config = latent_tile_config(LatentShape.of(batch, num_sms(query.device)))
+    rope_query = _rows_in_one_piece(rope_query)
+    latent_attention(_rows_in_one_piece(query), rope_query, batch, config)
 
 
 def triton_part_attention(
@@ -122,6 +155,10 @@ def _attend(query: torch.Tensor, batch: PagedBatch) -> None:
     """Attend over what is in the cache."""
     if batch.seq_lens.shape[0] == 0:
         return
+    if batch.values_in_keys:
+        rank = batch.out.shape[2]
+        _attend_latent(query[..., :rank], query[..., rank:], batch)
+        return
     shape = BatchShape.of(batch, num_sms(query.device))
     if not takes_prompts(shape, batch.uniform_decode) or not _fits_hopper_kernels(query, batch):
         from ostinato.attention.triton.paged_attention import paged_attention
@@ -175,6 +212,13 @@ _qkv_operator = define(
 )
 
 
+_latent_operator = define(
+    latent_schema("triton_latent_attention"),
+    cpu=over_latent(triton_latent_attention),
+    cuda=over_latent(triton_latent_attention),
+)
+
+
 class TritonPagedAttention(PagedQkvAttention):
     """The ``AttentionBackend`` for CUDA. Never relies on ``max_seq_len``.
 
@@ -207,3 +251,23 @@ class TritonPagedAttention(PagedQkvAttention):
             triton_qkv_attention(qkv, positions, rotary, batch)
             return
         _qkv_operator(qkv, positions, rotary.table, rotary.qk_norm, rotary.eps, *batch)
+
+    @torch.no_grad()
+    def forward_latent(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        rope_query: torch.Tensor,
+        compressed: torch.Tensor,
+        embedding: LatentEmbedding,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Any batch in two kernels, or three where keys may be split."""
+        batch = PagedBatch.of(spec, metadata, out, None)
+        if query.is_cuda:  # as above
+            triton_latent_attention(query, rope_query, compressed, embedding, positions, batch)
+            return
+        tensors = query, rope_query, compressed, positions
+        _latent_operator(*tensors, embedding.table, *embedding.norm, *batch)

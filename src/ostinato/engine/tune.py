@@ -116,6 +116,8 @@ def linear_weights(model: Decoder) -> dict[LinearShape, list[torch.Tensor]]:
     fused = pre_norm and config.residual_scale == 1.0
     for layer in model.decoder_layers():
         add(layer.qkv_proj.weight, norm=fused and not config.layer_norm)
+        if layer.latent is not None and layer.latent.query_proj is not None:
+            add(layer.latent.query_proj.weight)
         add(layer.o_proj.weight, residual=fused)
         if layer.mixture is None:  # the GEMMs of experts have other kernels
             norm = fused and not config.layer_norm

@@ -21,6 +21,7 @@ from ostinato.ops.gemm.lora import LoraRows, LoraWeights, expand, expand_gated, 
 from ostinato.ops.gemm.lora_linear import lora_linear
 
 if TYPE_CHECKING:
+    from ostinato.models.native.latent_attention import LatentAttention
     from ostinato.models.native.layer import DecoderLayer
 
 AdaptedLinears = Mapping[int, LoraWeights]  # by the linear's id
@@ -101,6 +102,16 @@ class WithAdapters(LayerKernels[Tensor, Tensor]):
 
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         return self._run.attend(layer, qkv)
+
+    def attend_latent(
+        self,
+        layer: DecoderLayer,
+        latent: LatentAttention,
+        query: Tensor,
+        rope_query: Tensor,
+        compressed: Tensor,
+    ) -> Tensor:
+        return self._run.attend_latent(layer, latent, query, rope_query, compressed)
 
     def finish(self, x: Tensor, residual: Tensor | None) -> tuple[Any, Tensor | None]:
         return self._run.finish(x, residual)

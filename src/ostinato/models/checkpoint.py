@@ -146,7 +146,10 @@ class Checkpoint:
             )
 
     def check(self, slots: Iterable[WeightSlot], *, ignored: Iterable[str] = ()) -> None:
-        """Raise unless the tensors match ``slots`` in names, shapes and dtypes."""
+        """Raise unless the tensors match ``slots`` in names, shapes and dtypes.
+
+        ``ignored``: names of others, or, with a dot at the end, how they begin.
+        """
         wanted = {slot.name: slot for slot in slots}
         missing = [name for name in wanted if name not in self.tensors]
         if missing:
@@ -162,8 +165,11 @@ class Checkpoint:
                 f"{self.path} lacks {listed(missing)}, which its config.json asks for; the "
                 "checkpoint is incomplete or belongs to another config"
             )
+        ignored = list(ignored)
         known = wanted.keys() | set(ignored)
-        extra = [n for n in self.tensors if n not in known and not n.endswith(_HARMLESS)]
+        beginnings = tuple(name for name in ignored if name.endswith("."))
+        unknown = [name for name in self.tensors if name not in known]
+        extra = [n for n in unknown if not (n.endswith(_HARMLESS) or n.startswith(beginnings))]
         if extra:
             raise ModelLoadError(
                 f"{self.tensors[extra[0]].file} has {listed(extra)}, which this architecture does "

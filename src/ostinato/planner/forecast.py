@@ -69,6 +69,10 @@ def run(question: Question) -> dict[str, Any]:
         raise ConfigError(
             f"{model} has a mixture of experts, whose cost is not predicted; name a dense model"
         )
+    if config.latent is not None:
+        raise ConfigError(
+            f"{model} has latent attention, whose cost is not predicted; name another model"
+        )
     compute, from_what = (
         _roofline(question, config, dtype)
         if measured is None

@@ -1,4 +1,7 @@
-"""The paged KV cache: one pair of tensors per layer, in blocks of a fixed number of tokens."""
+"""The paged KV cache: one pair of tensors per layer, in blocks of a fixed number of tokens.
+
+Where values are columns of the keys (latent attention), they are a view of them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 def bytes_per_block(specs: Sequence[AttentionSpec], block_size: int, dtype: torch.dtype) -> int:
     """The bytes of one block in all layers together."""
-    elements = sum(spec.num_kv_heads * (spec.head_dim + spec.value_dim) for spec in specs)
+    elements = sum(spec.num_kv_heads * spec.cached_dim for spec in specs)
     return block_size * elements * dtype.itemsize
 
 
@@ -117,14 +120,14 @@ class KVCache:
     ) -> None:
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for spec in specs:
-            keys, values = (
-                torch.zeros(
-                    (num_blocks, block_size, spec.num_kv_heads, dim), dtype=dtype, device=device
-                )
-                for dim in (spec.head_dim, spec.value_dim)
-            )
+            shape = num_blocks, block_size, spec.num_kv_heads
+            keys = torch.zeros((*shape, spec.head_dim), dtype=dtype, device=device)
+            values = keys[..., : spec.value_dim]
+            if not spec.values_in_keys:
+                values = torch.zeros((*shape, spec.value_dim), dtype=dtype, device=device)
             self.layers.append((keys, values))
 
     @property
     def num_bytes(self) -> int:
-        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+        each = [tensor for pair in self.layers for tensor in pair if tensor.is_contiguous()]
+        return sum(tensor.nbytes for tensor in each)  # values that are a view of keys are not

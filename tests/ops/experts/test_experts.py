@@ -83,7 +83,13 @@ class Case:
         choice = scores if mixture.correction is None else scores + mixture.correction.double()
         if options.num_groups > 1:
             groups = choice.view(options.num_groups, -1)
-            best = groups.sort(1).values[:, -2:].sum(1).topk(options.top_groups).indices
+            best = (
+                groups.sort(1)
+                .values[:, -options.group_best :]
+                .sum(1)
+                .topk(options.top_groups)
+                .indices
+            )
             for group in set(range(options.num_groups)) - set(best.tolist()):
                 groups[group] = -torch.inf
             choice = groups.flatten()
@@ -117,6 +123,9 @@ OPTIONS = {
     "scores as they are": RouterOptions(top_k=2, renormalize=False),
     "sigmoid": RouterOptions(top_k=3, scoring="sigmoid", scale=1.5),
     "groups": RouterOptions(top_k=2, scoring="sigmoid", num_groups=4, top_groups=2, scale=2.5),
+    "best of groups": RouterOptions(
+        top_k=2, renormalize=False, num_groups=4, top_groups=2, scale=2.5, group_best=1
+    ),
     "one": RouterOptions(top_k=1),
 }
 

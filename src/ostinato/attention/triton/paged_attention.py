@@ -33,7 +33,7 @@ SEARCH = tl.constexpr(256)
 
 
 @triton.jit
-def _find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
+def find_request(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):
     """The last request whose tiles start at or before ``tile``.
 
     Counting reads all starts at once; a bisection would wait for memory at every step.
@@ -125,7 +125,7 @@ def attend_kernel(
     tile = tl.program_id(0) // NUM_KV_HEADS
     kv_head = tl.program_id(0) % NUM_KV_HEADS
     split = tl.program_id(1)
-    request = _find_request(query_start_loc, tile, num_reqs, BLOCK_Q)
+    request = find_request(query_start_loc, tile, num_reqs, BLOCK_Q)
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     first_query = (tile - (start + request * (BLOCK_Q - 1)) // BLOCK_Q) * BLOCK_Q

@@ -90,5 +90,5 @@ def kv_bytes(specs: Sequence[AttentionSpec], dtype: torch.dtype, context: range)
     for spec in specs:
         limit = spec.window if spec.window is not None else context[-1]
         keys = statistics.mean(min(count, limit) for count in context)
-        total += keys * spec.num_kv_heads * (spec.head_dim + spec.value_dim) * dtype.itemsize
+        total += keys * spec.num_kv_heads * spec.cached_dim * dtype.itemsize
     return total

@@ -234,8 +234,8 @@ class Decoder(nn.Module, CausalLM):
             yield _vocabulary_slot("lm_head.weight", self.lm_head.weight)
 
     def ignored_names(self) -> list[str]:
-        """Tensors that a checkpoint may have in addition to ``weight_slots``."""
-        return []
+        """Tensors that a checkpoint may have in addition to ``weight_slots``, as in its check."""
+        return [f"model.layers.{number}." for number in self.config.unused_layers]
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:

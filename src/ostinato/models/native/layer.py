@@ -18,6 +18,7 @@ from ostinato.attention.base import AttentionSpec
 from ostinato.graphs.capture.pool import WeightOffloader
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
+from ostinato.models.native.latent_attention import LatentAttention
 from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, Linear
 from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.mixture import MixtureOfExperts
@@ -32,7 +33,8 @@ class DecoderLayer(nn.Module):
 
     There is a norm before each (pre-norm), after each (post-norm), or both, as the family's names
     say (``families.py``). A norm that does not exist is None. A layer with a ``mixture`` of experts
-    has neither ``gate_up_proj`` nor ``down_proj``.
+    has neither ``gate_up_proj`` nor ``down_proj``. ``latent``: its attention is latent; the two
+    GEMMs around it are the layer's.
     """
 
     def __init__(
@@ -46,16 +48,6 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.exchange = exchange
-        self.spec = AttentionSpec(
-            layer=layer,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            value_dim=config.head_dim,
-            scale=config.attention_scale or config.head_dim**-0.5,
-            window=config.windows[layer],
-            soft_cap=config.attention_soft_cap,
-        )
         self.head_counts = (config.num_heads, config.num_kv_heads)
         self.rms_norm_eps = config.rms_norm_eps
         self.rotary_table = config.rotary_number(layer)
@@ -74,14 +66,28 @@ class DecoderLayer(nn.Module):
 
         names, full = config.names, config.qk_norm == "full"
         self.attention_norm = norm(names.attention_norm, hidden)
-        self.qkv_proj = linear(hidden, queries + 2 * keys, config.qkv_bias)
+        self.latent: LatentAttention | None = None
+        first, last = queries + 2 * keys, queries
+        if config.latent is None:
+            self.spec = _attention_spec(config, layer)
+        else:
+            self.latent = LatentAttention(
+                config,
+                device=device,
+                dtype=dtype,
+                linear=lambda inputs, outputs: linear(inputs, outputs, False),
+            )
+            self.spec = self.latent.spec(layer)
+            first = self.latent.first_width + config.latent.row_dim
+            last = config.num_heads * config.latent.v_head_dim
+        self.qkv_proj = linear(hidden, first, config.qkv_bias)
         self.qk_norm = norm(config.qk_norm == "head", sum(self.head_counts), config.head_dim)
         self.query_norm, self.key_norm = norm(full, queries), norm(full, keys)
         self.sinks: nn.Parameter | None = None
         if config.sinks:
             sinks = torch.empty(config.num_heads, device=device, dtype=dtype)
             self.sinks = nn.Parameter(sinks, requires_grad=False)
-        self.o_proj = linear(queries, hidden, config.output_bias)
+        self.o_proj = linear(last, hidden, config.output_bias)
         self.attention_output_norm = norm(names.attention_output_norm, hidden)
         self.mlp_norm = norm(names.mlp_norm, hidden)
         self.mixture: MixtureOfExperts | None = None
@@ -116,8 +122,9 @@ class DecoderLayer(nn.Module):
         return x, residual
 
     def attention(self, x: Any, run: AnyKernels) -> Any:
-        x = run.attend(self, self.qkv(x, run))
-        return self._output(self.o_proj, x, self.attention_output_norm, run)
+        latent = self.latent
+        mixed = run.attend(self, self.qkv(x, run)) if latent is None else latent(x, self, run)
+        return self._output(self.o_proj, mixed, self.attention_output_norm, run)
 
     def mlp(self, x: Any, run: AnyKernels) -> Any:
         if self.mixture is not None:
@@ -165,17 +172,22 @@ class DecoderLayer(nn.Module):
         names, head_dim = self._config.names, self._config.head_dim
         queries, keys = (count * head_dim for count in self.head_counts)
         hidden = self.o_proj.out_features
-        linears: list[tuple[nn.Linear, list[_RowRange]]] = [
-            (
-                self.qkv_proj,
-                [
-                    (names.query, "query", queries),
-                    (names.key, "key", keys),
-                    (names.value, "value", keys),
-                ],
-            ),
-            (self.o_proj, [(names.output, "output", hidden)]),
-        ]
+        linears: list[tuple[nn.Linear, list[_RowRange]]] = []
+        if self.latent is None:
+            linears = [
+                (
+                    self.qkv_proj,
+                    [
+                        (names.query, "query", queries),
+                        (names.key, "key", keys),
+                        (names.value, "value", keys),
+                    ],
+                ),
+                (self.o_proj, [(names.output, "output", hidden)]),
+            ]
+        else:
+            yield self.qkv_proj, list(self.latent.first_slots(prefix, self.qkv_proj))
+            yield self.o_proj, list(_whole_slots(f"{prefix}.{names.output}", self.o_proj))
         if self.mixture is None:
             width = self.down_proj.in_features
             widened: list[_RowRange] = [(names.gate, "gate", width), (names.up, "up", width)]
@@ -191,6 +203,8 @@ class DecoderLayer(nn.Module):
         names, head_dim = self._config.names, self._config.head_dim
         for _, slots in self.linear_slots(prefix):
             yield from slots
+        if self.latent is not None:
+            yield from self.latent.weight_slots(prefix)
         if self.mixture is not None:
             yield from self.mixture.weight_slots(prefix)
         if self.sinks is not None:
@@ -298,6 +312,26 @@ def norm_slots(name: str, norm: AnyNorm) -> Iterator[WeightSlot]:
     if isinstance(norm, LayerNorm) and norm.bias is not None:
         bias = norm.bias.detach()
         yield WeightSlot(f"{name}.bias", bias, bias.shape)
+
+
+def _attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
+    return AttentionSpec(
+        layer=layer,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        value_dim=config.head_dim,
+        scale=config.attention_scale or config.head_dim**-0.5,
+        window=config.windows[layer],
+        soft_cap=config.attention_soft_cap,
+    )
+
+
+def _whole_slots(name: str, linear: nn.Linear) -> Iterator[WeightSlot]:
+    """The tensors of a linear that is read as it is."""
+    for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
+        if parameter is not None:
+            yield WeightSlot(f"{name}.{kind}", parameter.detach(), parameter.shape)
 
 
 def _linear_slots(

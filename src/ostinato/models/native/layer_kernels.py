@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from ostinato.attention.base import attend, attend_qkv
+from ostinato.attention.latent import attend_latent
+from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.rope import RotaryEmbedding, angles_at, rotate
 from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.mixture import MixtureOfExperts
@@ -29,6 +31,7 @@ from ostinato.ops.gemm.split_k import split_k_gemm
 from ostinato.ops.norm import Norm, add_output_norm, rms_norm
 
 if TYPE_CHECKING:
+    from ostinato.models.native.latent_attention import LatentAttention
     from ostinato.models.native.layer import DecoderLayer
 
 Tensor = torch.Tensor
@@ -101,6 +104,17 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
         """RoPE and attention: ``qkv`` [T, all heads * head_dim] -> [T, num_heads * head_dim]."""
 
     @abstractmethod
+    def attend_latent(
+        self,
+        layer: DecoderLayer,
+        latent: LatentAttention,
+        query: Tensor,
+        rope_query: Tensor,
+        compressed: Tensor,
+    ) -> Tensor:
+        """Norm, RoPE and latent attention -> [T, heads, rank]; as ``attention.latent`` says."""
+
+    @abstractmethod
     def add(self, x: Delta | Tensor, residual: Tensor | None) -> Tensor:
         """The sum of both."""
 
@@ -152,6 +166,20 @@ class Plain(LayerKernels[Tensor, Tensor]):
         mixed = attend(layer.spec, query, key, value, layer.sinks)
         return layer.exchange.heads_for_tokens(mixed).flatten(1)
 
+    def attend_latent(
+        self,
+        layer: DecoderLayer,
+        latent: LatentAttention,
+        query: Tensor,
+        rope_query: Tensor,
+        compressed: Tensor,
+    ) -> Tensor:
+        rank, spec = query.shape[2], layer.spec
+        values = latent.kv_norm(compressed[:, :rank]).unsqueeze(1)
+        key = torch.cat((values, self.rotated(layer, compressed[:, None, rank:])), dim=2)
+        query = torch.cat((query, self.rotated(layer, rope_query)), dim=2)
+        return attend(spec, query, key, key[..., :rank])
+
     def rotated(self, layer: DecoderLayer, heads: Tensor, which: slice | None = None) -> Tensor:
         """Apply the norm, if any, and RoPE to ``heads``.
 
@@ -191,6 +219,18 @@ class _Fused(LayerKernels[Normed, Delta]):
         )
         mixed = attend_qkv(spec, qkv, rotary, self._positions, layer.sinks)
         return layer.exchange.heads_for_tokens(mixed).flatten(1)
+
+    def attend_latent(
+        self,
+        layer: DecoderLayer,
+        latent: LatentAttention,
+        query: Tensor,
+        rope_query: Tensor,
+        compressed: Tensor,
+    ) -> Tensor:
+        norm = Norm(latent.kv_norm.weight, latent.kv_norm.eps)
+        embedding = LatentEmbedding(table=self._tables[layer.rotary_table], norm=norm)
+        return attend_latent(layer.spec, query, rope_query, compressed, embedding, self._positions)
 
 
 class PendingNorm(NamedTuple):

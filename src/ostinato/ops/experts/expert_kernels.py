@@ -316,4 +316,5 @@ def _choice_constants(mixture: Mixture) -> dict[str, Any]:
         "SIGMOID": options.scoring == "sigmoid",
         "NUM_GROUPS": options.num_groups,
         "TOP_GROUPS": options.top_groups,
+        "GROUP_BEST": options.group_best,
     }

@@ -165,7 +165,7 @@ _operator = define(
     Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias,
     Tensor? correction, Tensor(a!)? load, Tensor(b!) out,
     int top_k, str scoring, bool renormalize, int num_groups, int top_groups, float scale,
-    str activation
+    int group_best, str activation
 ) -> ()""",
     cpu=_run_chosen,
     cuda=_run_kernels,

@@ -23,8 +23,8 @@ class RouterOptions(NamedTuple):
     """How logits become a choice.
 
     ``renormalize``: weights of a token add up to 1, before they are multiplied by ``scale``. With
-    groups, experts of the ``top_groups`` groups alone can be chosen, those whose two best experts
-    have the largest sum.
+    groups, experts of the ``top_groups`` groups alone can be chosen, those whose ``group_best``
+    best experts have the largest sum: 1 (DeepSeek-V2) or 2.
     """
 
     top_k: int
@@ -33,6 +33,7 @@ class RouterOptions(NamedTuple):
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    group_best: int = 2
 
 
 class Routing(NamedTuple):
@@ -77,8 +78,8 @@ def route(
 def _in_best_groups(choice: torch.Tensor, options: RouterOptions) -> torch.Tensor:
     """``choice`` with all experts outside of the best groups at the bottom."""
     groups = choice.unflatten(1, (options.num_groups, -1))
-    best_two = groups.topk(min(2, groups.shape[2]), dim=2).values.sum(2)
-    kept = best_two.topk(options.top_groups, dim=1).indices
-    dropped = torch.ones_like(best_two, dtype=torch.bool).scatter_(1, kept, False)
+    best = groups.topk(min(options.group_best, groups.shape[2]), dim=2).values.sum(2)
+    kept = best.topk(options.top_groups, dim=1).indices
+    dropped = torch.ones_like(best, dtype=torch.bool).scatter_(1, kept, False)
     kept_only: torch.Tensor = groups.masked_fill(dropped.unsqueeze(2), -_LARGEST)
     return kept_only.flatten(1)

@@ -162,11 +162,8 @@ def _adapters(
     if not config.enable_lora:
         return None
     model = loaded.model
-    dense = isinstance(model, Decoder) and model.config.experts is None
-    if not isinstance(model, Decoder) or not dense or model.selects_tokens:
-        reason = loaded.generic_reason or (
-            "it is a SwiftKV model" if dense else "it has a mixture of experts"
-        )
+    reason = _no_adapters_reason(loaded)
+    if not isinstance(model, Decoder) or reason is not None:
         raise ConfigError(
             f"enable_lora needs a dense model of the native decoder; this one is not: {reason}. "
             "Merge the adapter into the checkpoint with PEFT (merge_and_unload)"
@@ -184,6 +181,18 @@ def _adapters(
         adapters.num_bytes / 2**30,
     )
     return adapters
+
+
+def _no_adapters_reason(loaded: LoadedModel) -> str | None:
+    """Why the model cannot have adapters; None if it can."""
+    model = loaded.model
+    if not isinstance(model, Decoder):
+        return loaded.generic_reason
+    if model.config.experts is not None:
+        return "it has a mixture of experts"
+    if model.config.latent is not None:
+        return "it has latent attention"
+    return "it is a SwiftKV model" if model.selects_tokens else None
 
 
 def _load_speculation(config: EngineConfig, model: CausalLM) -> Speculation | None:

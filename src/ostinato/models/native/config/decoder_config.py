@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ostinato.errors import ConfigError
 from ostinato.models.native.config.experts_config import ExpertsConfig
 from ostinato.models.native.config.families import FAMILIES, LLAMA_NAMES, Family, WeightNames
+from ostinato.models.native.config.latent_config import LatentConfig
 from ostinato.models.native.rotary import (
     LONGEST_SEQUENCE,
     Rotary,
@@ -99,6 +100,8 @@ class DecoderConfig:
     parallel: bool = False  # attention and MLP read the same norm
     layer_norm: bool = False  # LayerNorm in place of RMSNorm
     norm_bias: bool = False
+    latent: LatentConfig | None = None  # keys and values are latent; head_dim is the part with RoPE
+    unused_layers: tuple[int, ...] = ()  # of checkpoints: they predict further tokens (MTP)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -141,6 +144,11 @@ class DecoderConfig:
             )
         if self.qk_norm is not None and self.layer_norm:
             raise ConfigError("norms of queries and keys are RMSNorms, and layer_norm is True")
+        if self.latent is not None and self.latent.qk_rope_head_dim != self.head_dim:
+            raise ConfigError(
+                f"head_dim is {self.head_dim}; with latent attention it must equal "
+                f"qk_rope_head_dim, {self.latent.qk_rope_head_dim}"
+            )
         if self.head_dim % 2:
             raise ConfigError(f"RoPE rotates pairs, but head_dim {self.head_dim} is odd")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from ostinato.models.native.config.experts_config import ExpertNames, ExpertsConfig
 from ostinato.ops.experts.routing import RouterOptions
+from ostinato.quoting import shown
 
 _MIXTRAL = ExpertNames(
     router="block_sparse_moe.gate",
@@ -75,7 +76,42 @@ def olmoe_experts(config: Any) -> dict[str, Any]:
 
 
 def glm_experts(config: Any) -> dict[str, Any]:
-    """GLM-4-MoE: a sigmoid router with a correction and groups, after some dense layers."""
+    """GLM-4-MoE and DeepSeek-V3: a sigmoid router with a correction and groups."""
+    options = RouterOptions(
+        top_k=config.num_experts_per_tok,
+        scoring="sigmoid",
+        renormalize=bool(config.norm_topk_prob),
+        num_groups=config.n_group,
+        top_groups=config.topk_group,
+        scale=float(config.routed_scaling_factor),
+    )
+    return _after_dense_layers(config, options, correction=True)
+
+
+def deepseek_v2_experts(config: Any) -> dict[str, Any]:
+    """DeepSeek-V2: softmax scores as they are; transformers ignores norm_topk_prob, too."""
+    groups: dict[str, Any] = {}
+    if config.topk_method == "group_limited_greedy":
+        groups = {"num_groups": config.n_group, "top_groups": config.topk_group, "group_best": 1}
+    options = RouterOptions(
+        top_k=config.num_experts_per_tok,
+        renormalize=False,
+        scale=float(config.routed_scaling_factor),
+        **groups,
+    )
+    return _after_dense_layers(config, options, correction=False)
+
+
+def deepseek_v2_unsupported_reason(config: Any) -> str | None:
+    """Why its router is not one of ``deepseek_v2_experts``; None if it is."""
+    methods = ("greedy", "group_limited_greedy")
+    if config.topk_method in methods:
+        return None
+    return f"its topk_method is {shown(config.topk_method)}, not one of {', '.join(methods)}"
+
+
+def _after_dense_layers(config: Any, options: RouterOptions, correction: bool) -> dict[str, Any]:
+    """Experts, of which some are shared, in all layers but the first ones."""
     sparse = range(config.first_k_dense_replace, config.num_hidden_layers)
     if not sparse:
         return {}
@@ -83,17 +119,10 @@ def glm_experts(config: Any) -> dict[str, Any]:
         "experts": ExpertsConfig(
             num_experts=config.n_routed_experts,
             width=config.moe_intermediate_size,
-            options=RouterOptions(
-                top_k=config.num_experts_per_tok,
-                scoring="sigmoid",
-                renormalize=bool(config.norm_topk_prob),
-                num_groups=config.n_group,
-                top_groups=config.topk_group,
-                scale=float(config.routed_scaling_factor),
-            ),
+            options=options,
             layers=frozenset(sparse),
             names=_GLM,
-            correction=True,
+            correction=correction,
             shared_width=config.moe_intermediate_size * config.n_shared_experts or None,
         )
     }

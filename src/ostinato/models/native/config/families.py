@@ -12,11 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato.models.native.config.expert_options import (
+    deepseek_v2_experts,
+    deepseek_v2_unsupported_reason,
     glm_experts,
     gpt_oss_experts,
     mixtral_experts,
     olmoe_experts,
     qwen_experts,
+)
+from ostinato.models.native.config.latent_config import (
+    latent_options,
+    latent_unsupported_reason,
 )
 
 Types = tuple[type, ...]
@@ -306,6 +312,39 @@ FAMILIES: dict[str, Family] = {
         },
         partial_rotary=True,
         experts=True,
+    ),
+    "deepseek_v2": Family(
+        options=lambda config: {**latent_options(config), **deepseek_v2_experts(config)},
+        interleaved=True,
+        experts=True,
+        refuses=lambda config: (
+            latent_unsupported_reason(config) or deepseek_v2_unsupported_reason(config)
+        ),
+        fields={
+            "head_dim": (int,),
+            "q_lora_rank": (int, type(None)),
+            "kv_lora_rank": (int,),
+            "qk_nope_head_dim": (int,),
+            "qk_rope_head_dim": (int,),
+            "v_head_dim": (int,),
+            "attention_bias": (bool,),
+            "mlp_bias": (bool,),
+            "n_routed_experts": (int,),
+            "n_shared_experts": (int,),
+            "num_experts_per_tok": (int,),
+            "moe_intermediate_size": (int,),
+            "first_k_dense_replace": (int,),
+            "routed_scaling_factor": (int, float),
+            "topk_method": (str,),
+            "n_group": (int, type(None)),
+            "topk_group": (int, type(None)),
+        },
+    ),
+    "deepseek_v3": Family(
+        options=lambda config: {**latent_options(config), **glm_experts(config)},
+        interleaved=True,
+        experts=True,
+        refuses=latent_unsupported_reason,
     ),
     "olmo3": Family(
         options=lambda config: {

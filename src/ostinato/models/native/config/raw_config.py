@@ -34,6 +34,16 @@ _ROPE = {
         "high_freq_factor",
         "original_max_position_embeddings",
     },
+    "yarn": {
+        "rope_type",
+        "rope_theta",
+        "factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "original_max_position_embeddings",
+    },
 }
 _DOUBTFUL = ("quantization_config", "rope_scaling", "rope_theta", "auto_map")
 

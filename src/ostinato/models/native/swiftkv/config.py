@@ -80,6 +80,11 @@ class SwiftKVConfig:
             raise ConfigError(
                 "SwiftKV needs a dense model, and this one has experts; leave swiftkv_layers out"
             )
+        if self.decoder.latent is not None:
+            raise ConfigError(
+                "SwiftKV needs keys and values of every head, and this model has latent attention; "
+                "leave swiftkv_layers out"
+            )
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> SwiftKVConfig:

@@ -162,6 +162,7 @@ def gate_up_row_kernel(
     SIGMOID: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     CLAMPED: tl.constexpr,
@@ -183,7 +184,9 @@ def gate_up_row_kernel(
         if tl.load(slots, cache_modifier=".cg") < 0:
             return
     turn = tl.program_id(0)
-    expert = nth_expert(logits, correction, turn, E, E_PAD, SIGMOID, NUM_GROUPS, TOP_GROUPS)
+    expert = nth_expert(
+        logits, correction, turn, E, E_PAD, SIGMOID, NUM_GROUPS, TOP_GROUPS, GROUP_BEST
+    )
     if load is not None:  # noqa: SIM102
         if tl.program_id(1) == 0:
             tl.store(load + expert, tl.load(load + expert) + 1)
@@ -241,6 +244,7 @@ def down_row_kernel(
     RENORMALIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -274,6 +278,7 @@ def down_row_kernel(
             RENORMALIZE,
             NUM_GROUPS,
             TOP_GROUPS,
+            GROUP_BEST,
         )
         number = tl.arange(0, K_PAD)
         expert = tl.sum(tl.where(number == 0, experts, 0), axis=0).to(tl.int64)

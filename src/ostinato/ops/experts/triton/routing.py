@@ -126,24 +126,29 @@ def _scores_of(logits, e, E: tl.constexpr, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _in_best_groups(
-    choice, e, GROUP_SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr
+    choice,
+    e,
+    GROUP_SIZE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
 ):
     """``choice`` with all experts outside of the best groups at the bottom."""
     GROUPS_PAD: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
     g = tl.arange(0, GROUPS_PAD)
-    best_two = tl.where(g < NUM_GROUPS, -_LARGEST, float("-inf"))
+    best = tl.where(g < NUM_GROUPS, -_LARGEST, float("-inf"))
     for group in tl.static_range(NUM_GROUPS):
         members = tl.where(e // GROUP_SIZE == group, choice, float("-inf"))
         total = tl.max(members, axis=0)
-        if GROUP_SIZE > 1:
+        if GROUP_BEST > 1 and GROUP_SIZE > 1:
             first = tl.argmax(members, axis=0)
             total += tl.max(tl.where(e == first, float("-inf"), members), axis=0)
-        best_two = tl.where(g == group, tl.maximum(total, -_LARGEST), best_two)
+        best = tl.where(g == group, tl.maximum(total, -_LARGEST), best)
     kept = e < 0
     for _ in tl.static_range(TOP_GROUPS):
-        best = tl.argmax(best_two, axis=0)
-        kept = kept | (e // GROUP_SIZE == best)
-        best_two = tl.where(g == best, float("-inf"), best_two)
+        first = tl.argmax(best, axis=0)
+        kept = kept | (e // GROUP_SIZE == first)
+        best = tl.where(g == first, float("-inf"), best)
     return tl.where(kept | (choice == float("-inf")), choice, -_LARGEST)
 
 
@@ -156,6 +161,7 @@ def _choice_of(
     SIGMOID: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
 ):
     """What experts are chosen by: the larger, the sooner, -inf beyond E; and their scores."""
     values, scores = _scores_of(logits, e, E, SIGMOID)
@@ -166,7 +172,7 @@ def _choice_of(
         choice = scores + tl.load(correction + e, mask=e < E, other=0.0).to(tl.float32)
     choice = tl.where(e < E, choice, float("-inf"))
     if NUM_GROUPS > TOP_GROUPS:
-        choice = _in_best_groups(choice, e, E // NUM_GROUPS, NUM_GROUPS, TOP_GROUPS)
+        choice = _in_best_groups(choice, e, E // NUM_GROUPS, NUM_GROUPS, TOP_GROUPS, GROUP_BEST)
     return choice, scores
 
 
@@ -180,10 +186,11 @@ def nth_expert(
     SIGMOID: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
 ):
     """Expert number ``n`` of ``choose_experts``, alone."""
     e = tl.arange(0, E_PAD)
-    choice, _ = _choice_of(logits, correction, e, E, SIGMOID, NUM_GROUPS, TOP_GROUPS)
+    choice, _ = _choice_of(logits, correction, e, E, SIGMOID, NUM_GROUPS, TOP_GROUPS, GROUP_BEST)
     for _ in range(n):
         choice = tl.where(e == tl.argmax(choice, axis=0), float("-inf"), choice)
     return tl.argmax(choice, axis=0)
@@ -202,10 +209,13 @@ def choose_experts(
     RENORMALIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
 ):
     """The experts of a token with these logits, and their weights: [K_PAD] each, TOP_K in use."""
     e = tl.arange(0, E_PAD)
-    choice, scores = _choice_of(logits, correction, e, E, SIGMOID, NUM_GROUPS, TOP_GROUPS)
+    choice, scores = _choice_of(
+        logits, correction, e, E, SIGMOID, NUM_GROUPS, TOP_GROUPS, GROUP_BEST
+    )
     number = tl.arange(0, K_PAD)
     experts = tl.zeros([K_PAD], dtype=tl.int32)
     chosen = tl.zeros([K_PAD], dtype=tl.float32)
@@ -274,6 +284,7 @@ def route_kernel(
     RENORMALIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -306,6 +317,7 @@ def route_kernel(
             RENORMALIZE,
             NUM_GROUPS,
             TOP_GROUPS,
+            GROUP_BEST,
         )
         number = tl.arange(0, K_PAD)
         mine = number < TOP_K
