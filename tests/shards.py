@@ -19,9 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-o", "addopts=-q"]
-MOST_TESTS = 50  # per process: long files are split
 MOST_JOBS = 16  # that share one GPU's memory
-LONG = {"attention", "compile", "engine", "gpu", "lora", "models", "ops", "speculative"}
+# Folders by the time that a test takes, longest first, and the most tests of a process, which takes
+# seconds to start. Tests at real shapes compile kernels; engines start in most of the next.
+FOLDERS = (
+    ({"gpu"}, 12),
+    ({"attention", "compile", "engine", "lora", "models", "ops", "speculative"}, 40),
+)
+OTHERS = 200
 NO_TESTS_COLLECTED = 5
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|xfailed|errors?)\b")
 
@@ -36,16 +41,18 @@ def collect(expression: str, paths: list[str]) -> list[list[str]]:
     shards = []
     for _, group in groupby(tests, key=lambda test: test.split("::")[0]):
         of_file = list(group)
-        number = -(-len(of_file) // MOST_TESTS)
+        number = -(-len(of_file) // most_tests(of_file[0]))
         size = -(-len(of_file) // number)
         shards += [of_file[at : at + size] for at in range(0, len(of_file), size)]
-    return sorted(shards, key=_first, reverse=True)
+    return sorted(shards, key=lambda tests: (most_tests(tests[0]), -len(tests)))
 
 
-def _first(tests: list[str]) -> tuple[bool, int]:
-    """Tests that compile kernels or start engines come first: they take seconds each."""
-    folders = tests[0].partition("::")[0].split("/")[:-1]
-    return not LONG.isdisjoint(folders), len(tests)
+def most_tests(test: str) -> int:
+    return next((most for folders, most in FOLDERS if folders & _folders(test)), OTHERS)
+
+
+def _folders(test: str) -> set[str]:
+    return set(test.partition("::")[0].split("/")[:-1])
 
 
 def run(tests: list[str]) -> tuple[Counter[str], bool]:

@@ -148,7 +148,7 @@ def test_prompts(num_tokens: int) -> None:
         RouterOptions(top_k=4, scoring="sigmoid", num_groups=8, top_groups=3),
         RouterOptions(top_k=4, renormalize=False, num_groups=8, top_groups=3, group_best=1),
     ],
-    ids=["plain", "sigmoid", "groups"],
+    ids=["plain", "sigmoid", "groups", "best of groups"],
 )
 def test_routers(options: RouterOptions, biases: bool, num_tokens: int) -> None:
     mixture = mixture_of("glm", options, biases=biases)
