@@ -227,7 +227,7 @@ def tune_linears(
     for key, gemms in tqdm(options.items(), "measuring GEMMs", disable=not show_progress):
         before = [
             StepGemm(shape, found.get(shape.key(gpu.name)) or known.choice(shape, gpu), each)
-            for shape, each in _step_before(gemms[0].shape, weights).items()
+            for shape, each in step_before(gemms[0].shape, weights).items()
         ]
         choice = choose(before, gemms, measure)
         found[key] = choice or "torch"
@@ -236,7 +236,7 @@ def tune_linears(
     known.remember(found, unsaved=failed)
 
 
-def _step_before(shape: LinearShape, weights: Weights) -> Weights:
+def step_before(shape: LinearShape, weights: Weights) -> Weights:
     """The GEMMs since the last one of ``shape``: those of a layer, in order, with as many rows.
 
     A head, which is not in every layer, follows a whole layer.
