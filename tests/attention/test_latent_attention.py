@@ -20,6 +20,7 @@ from ostinato.attention.base import AttentionBackend, AttentionMetadata, Attenti
 from ostinato.attention.latent import attend_latent
 from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.triton.latent_tiles import LatentShape, latent_tile_config
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.errors import ConfigError
 from ostinato.ops.norm import Norm
@@ -202,7 +203,7 @@ def test_the_reference_is_the_dense_softmax(dtype: torch.dtype, device: torch.de
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-@pytest.mark.parametrize(("heads", "rank", "rope"), [(4, 24, 8), (5, 32, 16), (20, 32, 8)])
+@pytest.mark.parametrize(("heads", "rank", "rope"), [(5, 24, 8), (20, 32, 16)])
 def test_kernels_are_the_dense_softmax(
     num_sms: int, heads: int, rank: int, rope: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -251,6 +252,37 @@ def test_queries_and_keys_may_come_whole(num_sms: int, device: torch.device) -> 
     with set_forward_context(attn_metadata=metadata):
         out = attend(case.spec, query, key, key[..., :24])
     torch.testing.assert_close(out.cpu().double(), case.expected, rtol=1e-5, atol=1e-5)
+
+
+# --- tile configs ---------------------------------------------------------------------------------
+
+
+def shape_of(num_tokens: int, num_reqs: int, heads: int = 16, **rules: int) -> LatentShape:
+    sizes = {"rank": 512, "itemsize": 2, "max_keys": 1 << 17, "num_sms": 132}
+    sizes |= {"num_tokens": num_tokens, "num_reqs": num_reqs, "num_heads": heads}
+    return LatentShape(**{"shared_memory": 227 << 10, **sizes, **rules})
+
+
+def test_few_requests_are_split_and_many_are_not() -> None:
+    splits = [latent_tile_config(shape_of(n, n)).num_splits for n in (1, 8, 32, 256)]
+    assert splits == [64, 33, 8, 1]
+    assert latent_tile_config(shape_of(1, 1, max_keys=96)).num_splits == 3
+    # Parts of all tokens and heads are at most 64 MiB.
+    assert latent_tile_config(shape_of(100, 4, heads=128, num_sms=10_000)).num_splits == 2
+
+
+def test_tiles_follow_heads_queries_and_shared_memory() -> None:
+    def tile(shape: LatentShape) -> tuple[int, int, int, int]:
+        config = latent_tile_config(shape)
+        return config.block_m, config.heads, config.block_q, config.block_n
+
+    assert tile(shape_of(4, 4)) == (16, 16, 1, 32)
+    assert tile(shape_of(4, 4, heads=128)) == (64, 64, 1, 64)
+    assert tile(shape_of(400, 4)) == (64, 16, 4, 64)
+    assert tile(shape_of(400, 4, heads=20)) == (64, 20, 3, 64)
+    assert tile(shape_of(400, 4, shared_memory=163 << 10)) == (64, 16, 4, 32)
+    assert tile(shape_of(400, 4, shared_memory=99 << 10)) == (16, 16, 1, 32)
+    assert tile(shape_of(400, 4, itemsize=4)) == (16, 16, 1, 16)
 
 
 # --- graphs ---------------------------------------------------------------------------------------

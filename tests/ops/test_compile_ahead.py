@@ -114,6 +114,36 @@ with compiling_ahead():
 print(json.dumps(compiled))
 """
 
+# What the interpreter does not check: types of both branches, sizes of dots.
+LATENT = """
+from ostinato.attention.latent_rope import LatentEmbedding
+from ostinato.attention.paged import PagedBatch
+from ostinato.attention.triton.latent_attention import latent_attention
+from ostinato.attention.triton.latent_store import latent_store
+from ostinato.attention.triton.latent_tiles import LatentShape, latent_tile_config
+from ostinato.ops.norm import Norm
+
+def zeros(*shape, dtype=torch.int32):
+    return torch.zeros(shape, dtype=dtype)
+
+for dtype, num_tokens in ((torch.bfloat16, 2), (torch.bfloat16, 64)):
+    cache = zeros(4, 16, 1, 48, dtype=dtype)
+    batch = PagedBatch(
+        key_cache=cache, value_cache=cache[..., :32], out=zeros(num_tokens, 16, 32, dtype=dtype),
+        query_start_loc=zeros(3), seq_lens=zeros(2), block_table=zeros(2, 32),
+        slot_mapping=zeros(num_tokens, dtype=torch.int64), scale=0.125, max_seq_len=512,
+        window=None, soft_cap=None, sinks=None, uniform_decode=num_tokens == 2,
+    )
+    config = latent_tile_config(LatentShape.of(batch, 132))
+    embedding = LatentEmbedding(table=torch.zeros(64, 16), norm=Norm(zeros(32, dtype=dtype), 1e-6))
+    with compiling_ahead():
+        rows, query = zeros(num_tokens, 48, dtype=dtype), zeros(num_tokens, 16, 32, dtype=dtype)
+        positions = zeros(num_tokens, dtype=torch.int64)
+        rope = latent_store(query[..., 16:], rows, embedding, positions, batch)
+        latent_attention(query, rope, batch, config)
+print(json.dumps(sorted(name for name, _ in compiled)))
+"""
+
 INTERRUPTED = """
 try:
     with compiling_ahead():
@@ -158,6 +188,14 @@ def test_every_variant_is_compiled_once_and_found_on_disk(tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_a_kernel_in_gluon_with_descriptors_is_compiled(tmp_path: Path) -> None:
     assert run(PREFILLS, tmp_path) == ([["prefill_kernel", False]], "")
+
+
+@pytest.mark.slow
+def test_latent_attention_compiles_for_hopper(tmp_path: Path) -> None:
+    names = ["combine_latent_kernel", "latent_kernel", "latent_store_kernel"]
+    found, log = run(LATENT, tmp_path)
+    assert (sorted(set(found)), log) == (names, "")
+    assert found.count("latent_kernel") == 2
 
 
 @pytest.mark.slow

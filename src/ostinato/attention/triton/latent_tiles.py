@@ -10,14 +10,14 @@ from ostinato.attention.triton.tile_config import padded_row
 from ostinato.ops.gemm.tile_config import gpu_of
 from ostinato.ops.triton.launch import next_power_of_2
 
-_PROGRAMS_PER_SM = 2
 _MAX_SPLITS = 64
 # Of the parts of all splits, in float32. Each is as long as a latent vector.
 _MOST_PART_BYTES = 64 << 20
 # Rows of a tile, queries x heads: as many accumulators of 512 columns as eight warps hold. Their
-# queries take shared memory, beside two blocks of keys.
+# queries take shared memory, beside two blocks of 32 or of 64 keys. Compiled for Hopper, a program
+# takes these bytes, and one of few rows 93,696, of which an SM has room for two.
 _MOST_ROWS, _FEW_ROWS = 64, 16
-_MEMORY_OF_MOST_ROWS = 148 << 10
+_MEMORY_OF_32_KEYS, _MEMORY_OF_64_KEYS = 147_712, 221_696
 
 
 class LatentShape(NamedTuple):
@@ -66,7 +66,8 @@ class LatentTileConfig(NamedTuple):
 def latent_tile_config(shape: LatentShape) -> LatentTileConfig:
     """Right for all batches of this shape, fast for even ones."""
     half = shape.itemsize < 4
-    widest = _MOST_ROWS if half and shape.shared_memory >= _MEMORY_OF_MOST_ROWS else _FEW_ROWS
+    fits = half and shape.rank <= 512 and shape.shared_memory >= _MEMORY_OF_32_KEYS
+    widest = _MOST_ROWS if fits else _FEW_ROWS
     # Tiles have several queries wherever there may be prompts.
     decode = shape.num_tokens <= shape.num_reqs
     rows = next_power_of_2(shape.num_heads) if decode else widest
@@ -75,11 +76,14 @@ def latent_tile_config(shape: LatentShape) -> LatentTileConfig:
     block_q = block_m // heads
     num_tiles = (shape.num_tokens + shape.num_reqs * (block_q - 1)) // block_q
     chunk = padded_row(shape.rank) if half else min(64, padded_row(shape.rank))
-    block_n = 32 if half else 16
+    few = block_m == _FEW_ROWS
+    block_n = 32 if few or shape.shared_memory < _MEMORY_OF_64_KEYS else 64
+    if not half:
+        block_n = 16
     programs = max(1, num_tiles * -(-shape.num_heads // heads))
     part_bytes = 4 * shape.num_tokens * shape.num_heads * shape.rank
     num_splits = min(
-        shape.num_sms * _PROGRAMS_PER_SM // programs,
+        shape.num_sms * (2 if few else 1) // programs,
         -(-shape.max_keys // block_n),
         _MOST_PART_BYTES // max(1, part_bytes),
         _MAX_SPLITS,
@@ -92,7 +96,6 @@ def latent_tile_config(shape: LatentShape) -> LatentTileConfig:
         chunk=chunk,
         num_tiles=num_tiles,
         num_splits=max(1, num_splits),
-        # The first stages read the block table ahead. Two programs of few rows fit an SM.
-        num_warps=4 if half and block_m == _FEW_ROWS else 8,
-        num_stages=(5 if block_m == _FEW_ROWS else 3) if half else 1,
+        num_warps=4 if half and few else 8,
+        num_stages=(5 if few else 3) if half else 1,  # some of them read the block table ahead
     )

@@ -86,8 +86,18 @@ class LatentAttention(nn.Module):
         plain, rope = heads.split((nope, sizes.qk_rope_head_dim), dim=2)
         absorbed = torch.bmm(plain.transpose(0, 1), self.up[:, :nope]).transpose(0, 1)
         mixed = run.attend_latent(layer, self, absorbed, rope, compressed)
-        values = torch.bmm(mixed.transpose(0, 1), self.up[:, nope:].transpose(1, 2))
-        return values.transpose(0, 1).flatten(1)
+        return self._values(mixed).flatten(1)
+
+    def _values(self, mixed: torch.Tensor) -> torch.Tensor:
+        """The latent result of attention [T, heads, rank] -> [T, heads, v_head_dim], dense."""
+        by_head = mixed.transpose(0, 1)
+        to_values = self.up[:, self.sizes.qk_nope_head_dim :].transpose(1, 2)
+        if torch.compiler.is_compiling():
+            return torch.bmm(by_head, to_values).transpose(0, 1).contiguous()
+        # Written where the next GEMM reads it, without a copy.
+        values = mixed.new_empty((*mixed.shape[:2], self.sizes.v_head_dim))
+        torch.bmm(by_head, to_values, out=values.transpose(0, 1))
+        return values
 
     def first_slots(self, prefix: str, first: nn.Linear) -> Iterator[WeightSlot]:
         """The tensors of the layer's first GEMM. Rows with RoPE are read as pairs are here."""
