@@ -161,8 +161,6 @@ def _check_can_split(rank_context: RankContext | None, described: ModelDescripti
             f"only models of the native decoder run on {ranks}; this one does not: "
             f"{described.generic_reason}"
         )
-    if _decoder_config(described.native_config).experts is not None:
-        raise ConfigError(f"models with experts do not run on {ranks}; use one rank per replica")
 
 
 def _check_can_offload(described: ModelDescription) -> None:

@@ -21,6 +21,9 @@ class TensorExchange(Exchange):
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         return self._tensor.all_reduce(partial) if self.sums else partial
 
+    def mean(self, partial: torch.Tensor) -> torch.Tensor:
+        return self.sum(partial) / self._tensor.size
+
 
 class UlyssesExchange(TensorExchange):
     """The exchange with the tokens of a batch also split over the ranks of ``sequence``.
@@ -49,6 +52,9 @@ class UlyssesExchange(TensorExchange):
         blocks = [heads.unflatten(1, (self._sequence.size, -1)) for heads in all_heads]
         joined = torch.cat(blocks, dim=2)
         return self._sequence.all_to_all(joined, split_dim=1, concat_dim=0).squeeze(1)
+
+    def own_heads(self, per_head: torch.Tensor) -> torch.Tensor:
+        return per_head.chunk(self._sequence.size)[self._sequence.index]
 
     def heads_for_tokens(self, mixed: torch.Tensor) -> torch.Tensor:
         return self._sequence.all_to_all(mixed, split_dim=0, concat_dim=1)

@@ -17,6 +17,10 @@ class Exchange:
         """The sum of ``partial`` over all ranks that compute a part of the GEMM."""
         return partial
 
+    def mean(self, partial: torch.Tensor) -> torch.Tensor:
+        """The mean of ``partial`` over the same ranks."""
+        return partial
+
     def tokens_for_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,6 +30,10 @@ class Exchange:
     def qkv_for_heads(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
         """The same for rows of a GEMM that hold the heads of all three."""
         return qkv
+
+    def own_heads(self, per_head: torch.Tensor) -> torch.Tensor:
+        """Of a tensor with a row per head of the shard, the rows of this rank's heads."""
+        return per_head
 
     def heads_for_tokens(self, mixed: torch.Tensor) -> torch.Tensor:
         """After attention: all tokens of this rank's heads -> some tokens of many heads."""

@@ -149,7 +149,7 @@ class Plain(LayerKernels[Tensor, Tensor]):
         queries_keys, value = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         query, key = self.rotated(layer, queries_keys).split(layer.head_counts, dim=1)
         query, key, value = layer.exchange.tokens_for_heads(query, key, value)
-        mixed = attend(layer.spec, query, key, value, layer.sinks)
+        mixed = attend(layer.spec, query, key, value, layer.own_sinks)
         return layer.exchange.heads_for_tokens(mixed).flatten(1)
 
     def rotated(self, layer: DecoderLayer, heads: Tensor, which: slice | None = None) -> Tensor:
@@ -189,7 +189,7 @@ class _Fused(LayerKernels[Normed, Delta]):
         rotary = RotaryEmbedding(
             table=self._tables[layer.rotary_table], qk_norm=qk_norm, eps=layer.rms_norm_eps
         )
-        mixed = attend_qkv(spec, qkv, rotary, self._positions, layer.sinks)
+        mixed = attend_qkv(spec, qkv, rotary, self._positions, layer.own_sinks)
         return layer.exchange.heads_for_tokens(mixed).flatten(1)
 
 

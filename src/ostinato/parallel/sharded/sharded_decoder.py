@@ -79,6 +79,10 @@ class ShardedDecoder(Decoder):
         hidden = self._run_layers(hidden, positions[own], positions)
         return hidden if num_ranks == 1 else self._sequence.all_gather(hidden)
 
+    def _token_slots(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        slots, count = super()._token_slots(hidden), hidden.shape[0]
+        return None if slots is None else slots[self._sequence.index * count :][:count]
+
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self._tensor.size == 1:
             return F.embedding(input_ids, self.embed_tokens.weight)

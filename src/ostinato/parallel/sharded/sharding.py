@@ -1,8 +1,8 @@
 """The part of a decoder's weights on one rank, and where to read it in a checkpoint.
 
 A rank reads only its part. Attention is split by whole heads, in the order of a ``HeadLayout``;
-feed-forward layers by their width; the embedding and the head by the vocabulary. The first rank
-alone adds the biases of GEMMs that are summed over ranks.
+feed-forward layers by their width, each expert of a mixture by its own; the embedding and the head
+by the vocabulary. The first rank alone adds the biases of GEMMs that are summed over ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ostinato.errors import ConfigError
 from ostinato.models.native.config.decoder_config import DecoderConfig, first_layers
+from ostinato.models.native.config.experts_config import ExpertsConfig, ExpertsPart
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.layout import ParallelLayout, vocabulary
@@ -34,18 +35,21 @@ class Shard:
     num_layers: int | None = None
 
     def __post_init__(self) -> None:
-        width = self.config.intermediate_size
-        if width % self.size:
-            raise ConfigError(
-                f"feed-forward layers of width {width} cannot be split evenly over {self.size} "
-                f"ranks; choose a number of ranks that divides {width}"
-            )
-        if self.size > 1 and self.config.qk_norm == "full":
-            raise ConfigError(
-                f"this model normalises queries and keys over all heads, which cannot be split "
-                f"over {self.size} ranks; use ulysses_sequence_parallel_size without a shift "
-                "threshold, or one rank"
-            )
+        for what, width in self._widths():
+            if width % self.size:
+                raise ConfigError(
+                    f"{what} of width {width} cannot be split evenly over {self.size} "
+                    f"ranks; choose a number of ranks that divides {width}"
+                )
+
+    def _widths(self) -> Iterator[tuple[str, int]]:
+        """What is split by its width."""
+        config, experts = self.config, self.config.experts
+        if experts is None or not experts.layers.issuperset(range(config.num_layers)):
+            yield "feed-forward layers", config.intermediate_size
+        if experts is not None:
+            yield "experts", experts.width
+            yield "a shared expert", experts.shared_width or 0
 
     @property
     def local_config(self) -> DecoderConfig:
@@ -54,9 +58,22 @@ class Shard:
             first_layers(self.config, self.num_layers or self.config.num_layers),
             num_heads=len(self.query_heads),
             num_kv_heads=len(self.kv_heads),
-            intermediate_size=self.config.intermediate_size // self.size,
+            intermediate_size=max(1, len(self.width)),
+            experts=self._local_experts(),
             vocab_size=len(vocabulary(self.config.vocab_size, self.size, 0)),  # the largest part
         )
+
+    def _local_experts(self) -> ExpertsConfig | None:
+        experts = self.config.experts
+        if experts is None:
+            return None
+        part = ExpertsPart(
+            experts=range(experts.num_experts),
+            width=self._share(experts.width),
+            shared=self._share(experts.shared_width or 0),
+            adds_biases=self.index == 0,
+        )
+        return replace(experts, part=part)
 
     @property
     def vocabulary(self) -> range:
@@ -65,7 +82,10 @@ class Shard:
 
     @property
     def width(self) -> range:
-        part = self.config.intermediate_size // self.size
+        return self._share(self.config.intermediate_size)
+
+    def _share(self, size: int) -> range:
+        part = size // self.size
         return range(self.index * part, (self.index + 1) * part)
 
 

@@ -1,0 +1,146 @@
+"""Mixtures of experts split over ranks by their width, against transformers in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sharded_steps import run_request
+from test_parallel_weights import rank_context_of
+from test_sharded_decoder import STEPS, TOKENS
+from tiny_models import TINY_MIXTURES, save_tiny
+from transformers import AutoModelForCausalLM
+
+from ostinato.errors import ConfigError
+from ostinato.loading.load import load_model
+from ostinato.models.native.config.decoder_config import DecoderConfig
+from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.shapes import draw_weights
+from ostinato.parallel.layout import ParallelLayout
+from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder
+from ostinato.parallel.sharded.sharded_models import build_models, draw_sharded_weights
+from ostinato.parallel.sharded.sharding import Shard
+from ostinato.testing.loopback import LoopbackWorld
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def reference(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str], tuple[str, torch.Tensor]]:
+    """A checkpoint of a family, and the logits of ``TOKENS`` by transformers."""
+    made: dict[str, tuple[str, torch.Tensor]] = {}
+
+    def make(name: str) -> tuple[str, torch.Tensor]:
+        if name not in made:
+            path = save_tiny(TINY_MIXTURES[name](), tmp_path_factory.mktemp(name))
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path, attn_implementation="eager", dtype=torch.float32
+            )
+            with torch.no_grad():
+                made[name] = str(path), model(torch.tensor([TOKENS])).logits[0]
+        return made[name]
+
+    return make
+
+
+def logits_of(layout: ParallelLayout, path: str) -> list[torch.Tensor]:
+    world = LoopbackWorld(layout.world_size)
+    results = world.run(
+        lambda rank: run_request(
+            rank, layout, lambda ranks: world.comm(ranks, rank), path, TOKENS, STEPS
+        )
+    )
+    return [result.logits for result in results]
+
+
+@pytest.mark.parametrize("name", TINY_MIXTURES)
+@pytest.mark.parametrize(("sp", "tp"), [(1, 2), (2, 2)])
+def test_logits(name: str, sp: int, tp: int, reference: Any) -> None:
+    path, expected = reference(name)
+    for logits in logits_of(ParallelLayout(sp, tp), path):
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
+
+
+def test_layers_fused(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ShardedDecoder, "_runs_fused", lambda self, hidden: True)
+    path, expected = reference("qwen2_moe")
+    for logits in logits_of(ParallelLayout(1, 2), path):
+        torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
+
+
+def parts_of(path: Path, rank: int) -> dict[str, torch.Tensor]:
+    loaded = load_model(
+        str(path),
+        device=CPU,
+        dtype=torch.float32,
+        rank_context=dataclasses.replace(rank_context_of(1, 2, rank, CPU), threshold=0),
+        tokenizer=False,
+        show_progress=False,
+    )
+    assert isinstance(loaded.model, ShardedDecoder)
+    return {name: parameter.detach() for name, parameter in loaded.model.named_parameters()}
+
+
+def test_stacked_experts_are_split_alike(tmp_path: Path) -> None:
+    """Whether a checkpoint has a tensor for each expert, or one for all."""
+    save_tiny(TINY_MIXTURES["qwen3_moe"](), tmp_path / "each")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "each", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    for rank in range(2):
+        each, stacked = parts_of(tmp_path / "each", rank), parts_of(tmp_path / "stacked", rank)
+        assert each.keys() == stacked.keys()
+        for key, weight in each.items():
+            assert torch.equal(weight, stacked[key]), key
+
+
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "gpt_oss"])
+def test_random_weights_are_parts_of_the_whole(name: str) -> None:
+    config = DecoderConfig.from_hf(TINY_MIXTURES[name]())
+    whole = Decoder(config, device=CPU, dtype=torch.float32)
+    draw_weights(whole, 5)
+    tensors = {slot.name: slot for slot in whole.weight_slots()}
+    for rank in range(2):
+        models = build_models(
+            config, rank_context_of(1, 2, rank, CPU), device=CPU, dtype=torch.float32
+        )
+        for parameter in models[0].parameters():
+            parameter.fill_(float("nan"))
+        draw_sharded_weights(models, 5)
+        assert not any(parameter.isnan().any() for parameter in models[0].parameters())
+        for slot in models[0].weight_slots():
+            if ".mlp." not in slot.name and not slot.name.endswith("sinks"):
+                continue
+            of_whole = tensors[slot.name]
+            expected = of_whole.target
+            if slot.parts:
+                rows = torch.tensor([row for part in slot.parts for row in part])
+                expected = expected.reshape(of_whole.shape).index_select(slot.dim, rows)
+            assert torch.equal(slot.target.flatten(), expected.flatten()), (rank, slot.name)
+
+
+def test_widths_that_cannot_be_split_are_refused() -> None:
+    config = DecoderConfig.from_hf(TINY_MIXTURES["qwen2_moe"]())
+    assert config.experts is not None
+    heads: dict[str, Any] = {"query_heads": (0,), "kv_heads": (0,), "index": 0, "size": 5}
+    for message, changes in (
+        ("experts of width 32", {"width": 32, "shared_width": 40}),
+        ("a shared expert of width 32", {"width": 40, "shared_width": 32}),
+    ):
+        experts = dataclasses.replace(config.experts, **changes)
+        other = dataclasses.replace(config, experts=experts, intermediate_size=40)
+        with pytest.raises(ConfigError, match=f"{message} cannot be split evenly over 5 ranks"):
+            Shard(config=other, **heads)
+
+
+def test_the_width_of_layers_that_are_not_there_may_be_any() -> None:
+    config = DecoderConfig.from_hf(TINY_MIXTURES["qwen3_moe"]())
+    assert config.experts is not None
+    experts = dataclasses.replace(config.experts, layers=frozenset(range(config.num_layers)))
+    other = dataclasses.replace(config, experts=experts, intermediate_size=33)
+    Shard(config=other, query_heads=(0,), kv_heads=(0,), index=0, size=2)
