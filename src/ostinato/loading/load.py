@@ -152,14 +152,19 @@ def _check_can_split(rank_context: RankContext | None, described: ModelDescripti
     if rank_context is None:
         return
     layout = rank_context.layout
+    spread = ", enable_expert_parallel" if rank_context.spreads_experts else ""
     ranks = (
         f"several ranks (tensor_parallel_size {layout.tp}, ulysses_sequence_parallel_size "
-        f"{layout.sp})"
+        f"{layout.sp}{spread})"
     )
     if described.generic_reason is not None:
         raise ConfigError(
             f"only models of the native decoder run on {ranks}; this one does not: "
             f"{described.generic_reason}"
+        )
+    if spread and _decoder_config(described.native_config).experts is None:
+        raise ConfigError(
+            "enable_expert_parallel is on, but the model has no mixture of experts; leave it out"
         )
 
 

@@ -159,7 +159,7 @@ class Decoder(nn.Module, CausalLM):
 
     def _token_slots(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """The slots of the tokens that experts see, whose padding chooses none."""
-        return token_slots(hidden)
+        return self._exchange.slots_of_all(token_slots(hidden), hidden.shape[0])
 
     def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
         for layer in states:

@@ -21,6 +21,23 @@ class Exchange:
         """The mean of ``partial`` over the same ranks."""
         return partial
 
+    @property
+    def gathers(self) -> bool:
+        """Whether experts run the tokens of other replicas too."""
+        return False
+
+    def slots_of_all(self, slots: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
+        """The slots of all replicas' tokens, from those of this one's ``num_tokens``."""
+        return slots
+
+    def tokens_of_all(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The rows of all replicas, in the order of ``slots``, which ``slots_of_all`` returned."""
+        return x
+
+    def own_tokens(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """What each replica's experts add to this one's tokens: [replicas, num_tokens, N]."""
+        return y.unsqueeze(0)
+
     def tokens_for_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

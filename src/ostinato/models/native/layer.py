@@ -127,10 +127,15 @@ class DecoderLayer(nn.Module):
         return self._output(self.down_proj, x, self.mlp_output_norm, run)
 
     def _experts(self, mixture: MixtureOfExperts, x: Any, run: AnyKernels) -> Any:
-        shared = self._shared(mixture, x, run)
-        if not self.exchange.sums:
-            return run.experts(mixture, x, shared)
-        return self.exchange.sum(run.add(run.experts(mixture, x, shared), None))
+        shared, exchange = self._shared(mixture, x, run), self.exchange
+        if exchange.gathers:
+            own = run.normed(x)
+            assert run.slots is not None, "those of all tokens"
+            y = run.own_experts(mixture, exchange.tokens_of_all(own, run.slots))
+            delta = run.total(exchange.own_tokens(y, own.shape[0]), shared)
+        else:
+            delta = run.experts(mixture, x, shared)
+        return exchange.sum(run.add(delta, None)) if exchange.sums else delta
 
     def _shared(self, mixture: MixtureOfExperts, x: Any, run: AnyKernels) -> torch.Tensor | None:
         """The output of the expert that runs for every token, if there is one."""

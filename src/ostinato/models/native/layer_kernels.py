@@ -24,6 +24,7 @@ from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate, activate_and_mul
 from ostinato.ops.experts.expert_kernels import RoutedToken, down_row, expert_parts, gate_up_row
 from ostinato.ops.experts.experts import run_experts
+from ostinato.ops.experts.own_experts import run_own_experts
 from ostinato.ops.gemm.linear import Gemm, run_linear
 from ostinato.ops.gemm.split_k import split_k_gemm
 from ostinato.ops.norm import Norm, add_output_norm, rms_norm
@@ -95,6 +96,19 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
 
         Padding chooses none.
         """
+
+    def normed(self, x: Normed | Tensor) -> Tensor:
+        """What a sublayer reads, computed: rows that other ranks can be sent."""
+        assert isinstance(x, Tensor), "strategies with other values have their own"
+        return x
+
+    def own_experts(self, experts: MixtureOfExperts, x: Tensor) -> Tensor:
+        """What this rank's experts add to rows ``x`` of all ranks, which ``slots`` belong to."""
+        return run_own_experts(x, experts.weights, self.slots)
+
+    def total(self, parts: Tensor, shared: Tensor | None) -> Delta | Tensor:
+        """The sum of ``parts`` [P, T, N] and of the output of a ``shared`` expert."""
+        return _with(shared, parts.sum(0))
 
     @abstractmethod
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
@@ -178,6 +192,10 @@ class _Fused(LayerKernels[Normed, Delta]):
 
     def output_norm(self, norm: AnyNorm, x: Tensor) -> Tensor:
         return norm.fused(x)
+
+    def total(self, parts: Tensor, shared: Tensor | None) -> Tensor:
+        """As they are: the next norm adds parts up."""
+        return parts if shared is None else torch.cat((parts, shared.unsqueeze(0)))
 
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         (num_heads, _), spec = layer.head_counts, layer.spec
@@ -299,6 +317,9 @@ class SmallM(_Fused[PendingNorm | Tensor, Pending]):
             token = gate_up_row(rows, experts.weights, self.slots, norm)
             return PendingExperts(token, shared)
         return expert_parts(rows, experts.weights, self.slots, norm, shared)
+
+    def normed(self, x: PendingNorm | Tensor) -> Tensor:
+        return x if isinstance(x, Tensor) else rms_norm(x.x, x.norm.weight, x.norm.eps)
 
     def delta_norm(self, norm: AnyNorm, x: Pending) -> PendingDeltaNorm | Tensor:
         rows = self.add(x, None)

@@ -25,6 +25,7 @@ from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.rank_context import RankContext
 from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder, build_base, build_shift
+from ostinato.parallel.sharded.sharding import own_experts
 
 
 def build_models(
@@ -36,6 +37,12 @@ def build_models(
     max_position: int | None = None,
 ) -> list[ShardedDecoder]:
     """The base model, and the shift model if the rank context has a threshold; uninitialised."""
+    experts, replicas = None, rank_context.replicas
+    if rank_context.spreads_experts:
+        assert config.experts is not None, "checked before"
+        per_replica = rank_context.layout.world_size
+        index = replicas.index * per_replica + rank_context.rank
+        experts = own_experts(config.experts.num_experts, replicas.size * per_replica, index)
     base = build_base(
         config,
         rank_context.layout,
@@ -44,6 +51,8 @@ def build_models(
         device=device,
         dtype=dtype,
         max_position=max_position,
+        experts=experts,
+        replicas=replicas,
     )
     if not rank_context.threshold:
         return [base]

@@ -25,6 +25,7 @@ class Shard:
     """Part ``index`` of ``size`` of a decoder: these heads, in this order, in global numbers.
 
     ``num_layers``: only its first layers; None: all. ``config`` describes the whole decoder.
+    ``experts``: these experts of each layer, whole; None: a part of the width of each expert.
     """
 
     config: DecoderConfig
@@ -33,6 +34,7 @@ class Shard:
     index: int
     size: int
     num_layers: int | None = None
+    experts: range | None = None
 
     def __post_init__(self) -> None:
         for what, width in self._widths():
@@ -48,7 +50,8 @@ class Shard:
         if experts is None or not experts.layers.issuperset(range(config.num_layers)):
             yield "feed-forward layers", config.intermediate_size
         if experts is not None:
-            yield "experts", experts.width
+            if self.experts is None:
+                yield "experts", experts.width
             yield "a shared expert", experts.shared_width or 0
 
     @property
@@ -67,11 +70,12 @@ class Shard:
         experts = self.config.experts
         if experts is None:
             return None
+        spread = self.experts is not None
         part = ExpertsPart(
-            experts=range(experts.num_experts),
-            width=self._share(experts.width),
+            experts=self.experts or range(experts.num_experts),
+            width=range(experts.width) if spread else self._share(experts.width),
             shared=self._share(experts.shared_width or 0),
-            adds_biases=self.index == 0,
+            adds_biases=spread or self.index == 0,
         )
         return replace(experts, part=part)
 
@@ -89,7 +93,21 @@ class Shard:
         return range(self.index * part, (self.index + 1) * part)
 
 
-def base_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Shard:
+def own_experts(num_experts: int, num_ranks: int, index: int) -> range:
+    """The experts of every layer that rank ``index`` of ``num_ranks`` has."""
+    share, rest = divmod(num_experts, num_ranks)
+    if rest:
+        raise ConfigError(
+            f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks; choose a "
+            "number of ranks (tensor_parallel_size x data_parallel_size) that divides "
+            f"{num_experts}, or leave out enable_expert_parallel"
+        )
+    return range(index * share, (index + 1) * share)
+
+
+def base_shard(
+    config: DecoderConfig, layout: ParallelLayout, rank: int, experts: range | None = None
+) -> Shard:
     """A rank's part of the model for large batches, sharded over TP."""
     heads = layout.heads(config.num_heads, config.num_kv_heads)
     _, t = layout.coordinates(rank)
@@ -99,6 +117,7 @@ def base_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Shar
         kv_heads=tuple(heads.base_kv_heads(t)),
         index=t,
         size=layout.tp,
+        experts=experts,
     )
 
 
