@@ -40,17 +40,18 @@ class Outcome:
     one: list[list[int]]
     load: Load
     modes: set[str]
+    weights: tuple[int, int]  # experts on this rank, and their width
 
 
 def run(path: str, mode: str, options: dict[str, Any]) -> Outcome:
     graphs = GraphConfig(mode=mode, capture_sizes=None if mode == "NONE" else SIZES)
     settings = LIMITS | {"graphs": graphs, "enable_prefix_caching": False, "rank_timeout_s": 30.0}
     with LLM(path, **settings | options) as llm:
-        runner = llm.engine.runner
+        runner: Any = llm.engine.runner
         poison(runner)
         modes: set[str] = set()
         record = runner.stats.record
-        runner.stats.record = lambda choice, n: (  # type: ignore[assignment,method-assign]
+        runner.stats.record = lambda choice, n: (
             modes.add(choice.mode.name),
             record(choice, n),
         )
@@ -60,7 +61,9 @@ def run(path: str, mode: str, options: dict[str, Any]) -> Outcome:
         load = llm.expert_load(reset=True)
         assert not any(map(any, llm.expert_load().values()))
         assert_block_0_untouched(runner)
-        return Outcome(many, one, load, modes)
+        mixture = next(layer.mixture for layer in runner.model.decoder_layers() if layer.mixture)
+        num_experts, _, width = mixture.down.shape
+        return Outcome(many, one, load, modes, (num_experts, width))
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +98,11 @@ def test_tokens_and_load(
         assert outcome.many == expected.many
         assert outcome.one == expected.one
         assert outcome.load == expected.load
+        num_experts, width = expected.weights
+        half = (num_experts, width // 2)
+        if "enable_expert_parallel" in options:
+            half = (num_experts // 2, width)
+        assert outcome.weights == half
         assert outcome.modes & set(mode.split("_")) or outcome.modes == {mode}
 
 
@@ -105,6 +113,7 @@ def test_replicas_of_two_ranks(gloo_pool: GlooPool, reference: Any) -> None:
     for outcome in gloo_pool.run(run, path, "FULL", options, world_size=4):
         assert (outcome.many, outcome.one) == (expected.many, expected.one)
         assert outcome.load == expected.load
+        assert outcome.weights[0] == expected.weights[0] // 4
 
 
 def refused(path: str, options: dict[str, Any]) -> None:
@@ -114,6 +123,4 @@ def refused(path: str, options: dict[str, Any]) -> None:
 
 def test_experts_that_cannot_be_spread(gloo_pool: GlooPool, reference: Any) -> None:
     path, _ = reference("qwen2_moe")  # six
-    gloo_pool.run(
-        refused, path, {**REPLICAS, "data_parallel_size": 4, "tensor_parallel_size": 1}, world_size=4
-    )
+    gloo_pool.run(refused, path, {**REPLICAS, "data_parallel_size": 4}, world_size=4)

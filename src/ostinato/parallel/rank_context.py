@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -35,7 +35,7 @@ class RankContext:
     threshold: int = 0
     is_whole: bool = False
     spreads_experts: bool = False
-    replicas: Comm = NoComm()
+    replicas: Comm = field(default_factory=NoComm)
 
     def check_same(self, name: str, value: str) -> None:
         """Raise on every rank unless ``value`` is the same on all. ``name`` is for the error."""

@@ -94,7 +94,8 @@ class ReplicaExchange(TensorExchange):
         return self._replicas.all_gather(_padded(x, share, value=0))
 
     def own_tokens(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        parts = self._replicas.all_to_all(y, 0, 0).unflatten(0, (self._replicas.size, -1))
+        received = self._replicas.all_to_all(y, 0, 0)
+        parts = received.view(self._replicas.size, -1, y.shape[1])
         return parts[:, :num_tokens].contiguous()
 
 

@@ -16,9 +16,7 @@ from ostinato.ops.experts.experts import Mixture, run_experts
 _CHUNK = 16384
 
 
-def run_own_experts(
-    x: torch.Tensor, mixture: Mixture, slots: torch.Tensor | None
-) -> torch.Tensor:
+def run_own_experts(x: torch.Tensor, mixture: Mixture, slots: torch.Tensor | None) -> torch.Tensor:
     """The weighted sum of the outputs of ``mixture``'s own experts, [T, hidden], for ``x``.
 
     Zero for tokens that chose none of them, and for padding (``slots`` < 0). Rounded to the dtype
