@@ -37,6 +37,8 @@ def plan_tables(results: dict[str, Any]) -> list[RenderableType]:
     gpus = list(dict.fromkeys(layout["gpus"] for layout in results["layouts"]))
     steps = [_steps_table(count, results) for count in gpus]
     tables = [table for table in steps if table is not None]
+    if results["expert_parallel"]:
+        tables.append(_experts_table(results))
     return [*lines, *tables, _layouts_table(results["layouts"]), *_load_tables(results["loads"])]
 
 
@@ -64,6 +66,28 @@ def _steps_table(gpus: int, results: dict[str, Any]) -> Table | None:
         }
         cells = [Text(_ms(row[c]), "bold" if row[c] == best[c[0]] else "") for c in columns]
         table.add_row(f"{size:,}", *cells)
+    return table
+
+
+def _experts_table(results: dict[str, Any]) -> Table:
+    """Steps of replicas with the experts spread over them, by number of GPUs."""
+    times: dict[int, list[float]] = {}
+    columns: dict[tuple[str, int], None] = {}
+    for row in sorted(results["steps"], key=lambda row: (row["kind"], row["gpus"])):
+        if row["way"] == "EP":
+            columns[row["kind"], row["gpus"]] = None
+            times.setdefault(row["num_tokens"], []).append(row["ms"])
+    weights = ", ".join(
+        f"{each['weight_bytes'] / 1e9:.2f} GB on {each['gpus']}"
+        for each in results["expert_parallel"]
+    )
+    table = _table(
+        f"Experts over replicas (EP): ms per step; weights per GPU: {weights}",
+        "tokens",
+        *(f"{kind}\n{gpus} GPUs" for kind, gpus in columns),
+    )
+    for size, row_times in times.items():
+        table.add_row(f"{size:,}", *map(_ms, row_times))
     return table
 
 

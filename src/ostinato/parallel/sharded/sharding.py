@@ -37,22 +37,7 @@ class Shard:
     experts: range | None = None
 
     def __post_init__(self) -> None:
-        for what, width in self._widths():
-            if width % self.size:
-                raise ConfigError(
-                    f"{what} of width {width} cannot be split evenly over {self.size} "
-                    f"ranks; choose a number of ranks that divides {width}"
-                )
-
-    def _widths(self) -> Iterator[tuple[str, int]]:
-        """What is split by its width."""
-        config, experts = self.config, self.config.experts
-        if experts is None or not experts.layers.issuperset(range(config.num_layers)):
-            yield "feed-forward layers", config.intermediate_size
-        if experts is not None:
-            if self.experts is None:
-                yield "experts", experts.width
-            yield "a shared expert", experts.shared_width or 0
+        self.config.check_split(self.size, experts_whole=self.experts is not None)
 
     @property
     def local_config(self) -> DecoderConfig:
