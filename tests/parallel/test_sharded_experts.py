@@ -12,7 +12,7 @@ import torch
 from sharded_steps import run_request
 from test_parallel_weights import rank_context_of
 from test_sharded_decoder import STEPS, TOKENS
-from tiny_models import TINY_MIXTURES, save_tiny
+from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE, save_tiny
 from transformers import AutoModelForCausalLM
 
 from ostinato.errors import ConfigError
@@ -144,3 +144,51 @@ def test_the_width_of_layers_that_are_not_there_may_be_any() -> None:
     experts = dataclasses.replace(config.experts, layers=frozenset(range(config.num_layers)))
     other = dataclasses.replace(config, experts=experts, intermediate_size=33)
     Shard(config=other, query_heads=(0,), kv_heads=(0,), index=0, size=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("qwen3", "enable_expert_parallel is on, but the model has no mixture of experts"),
+        ("deepseek_v3", "only models of the native decoder run on several ranks .*, enable_expert"),
+    ],
+)
+def test_models_whose_experts_cannot_be_spread(name: str, message: str, tmp_path: Path) -> None:
+    save_tiny((TINY_NATIVE | TINY_GENERIC)[name](), tmp_path)
+    rank_context = dataclasses.replace(
+        rank_context_of(1, 1, 0, CPU), threshold=0, spreads_experts=True
+    )
+    with pytest.raises(ConfigError, match=message):
+        load_model(str(tmp_path), device=CPU, dtype=torch.float32, rank_context=rank_context)
+
+
+def test_a_rank_reads_its_experts_only(tmp_path: Path) -> None:
+    """One by one or stacked; tensors of other ranks' experts may be there."""
+    save_tiny(TINY_MIXTURES["mixtral"](), tmp_path / "each")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "each", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    for rank in range(2):
+        rank_context = dataclasses.replace(
+            rank_context_of(1, 2, rank, CPU), threshold=0, spreads_experts=True
+        )
+        each, stacked = (
+            load_model(
+                str(tmp_path / kind),
+                device=CPU,
+                dtype=torch.float32,
+                rank_context=rank_context,
+                tokenizer=False,
+                show_progress=False,
+            ).model
+            for kind in ("each", "stacked")
+        )
+        assert isinstance(each, ShardedDecoder)
+        assert isinstance(stacked, ShardedDecoder)
+        theirs = model.model.layers[0].mlp.experts.gate_up_proj
+        (ours, *_), (again, *_) = each.decoder_layers(), stacked.decoder_layers()
+        assert ours.mixture is not None
+        assert again.mixture is not None
+        half = theirs.shape[0] // 2
+        assert torch.equal(ours.mixture.gate_up, theirs[rank * half : (rank + 1) * half])
+        assert torch.equal(ours.mixture.gate_up, again.mixture.gate_up)
+        assert torch.equal(ours.mixture.down, again.mixture.down)
