@@ -15,15 +15,19 @@ from test_sharded_decoder import STEPS, TOKENS
 from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE, save_tiny
 from transformers import AutoModelForCausalLM
 
+from ostinato import set_forward_context
+from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.bench.layouts.rank_step import make_batch, make_cache
 from ostinato.errors import ConfigError
 from ostinato.loading.load import load_model
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.shapes import draw_weights
+from ostinato.parallel.comm import NoComm
 from ostinato.parallel.layout import ParallelLayout
-from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder
+from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder, build_base
 from ostinato.parallel.sharded.sharded_models import build_models, draw_sharded_weights
-from ostinato.parallel.sharded.sharding import Shard
+from ostinato.parallel.sharded.sharding import Shard, own_experts
 from ostinato.testing.loopback import LoopbackWorld
 
 CPU = torch.device("cpu")
@@ -192,3 +196,74 @@ def test_a_rank_reads_its_experts_only(tmp_path: Path) -> None:
         assert torch.equal(ours.mixture.gate_up, theirs[rank * half : (rank + 1) * half])
         assert torch.equal(ours.mixture.gate_up, again.mixture.gate_up)
         assert torch.equal(ours.mixture.down, again.mixture.down)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe"])
+def test_replicas_with_batches_of_different_sizes(
+    name: str, dtype: torch.dtype, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each with padding of its own; small batches of half precision fuse norms into GEMMs."""
+    monkeypatch.setattr(Decoder, "_runs_fused", lambda self, hidden: fused)
+    config = DecoderConfig.from_hf(TINY_MIXTURES[name]())
+    assert config.experts is not None
+    num_experts, world = config.experts.num_experts, LoopbackWorld(2)
+    whole = Decoder(config, device=CPU, dtype=dtype, max_position=64)
+    draw_weights(whole, 3)
+    for layer in whole.decoder_layers():  # large enough that an expert left out shows
+        if layer.mixture is not None:
+            layer.mixture.down.mul_(20)
+    num_tokens, padded = (3, 6), (4, 6)
+
+    def batch(rank: int, model: Decoder, across: torch.Tensor | None) -> torch.Tensor:
+        cache = make_cache(model.attention_specs, max_tokens=8, context=4, device=CPU, dtype=dtype)
+        for keys, values in cache.layers:
+            keys.fill_(0.5)
+            values.fill_(0.25)
+        ids, positions, metadata = make_batch(
+            "decode",
+            num_tokens[rank],
+            padded[rank],
+            context=4,
+            vocab_size=config.vocab_size,
+            cache=cache,
+            attention=TorchPagedAttention(),
+        )
+        ids = (ids + 17 * rank) % config.vocab_size
+        with (
+            torch.inference_mode(),
+            set_forward_context(attn_metadata=metadata, num_tokens_across_dp=across),
+        ):
+            return model.forward(ids, positions)[: num_tokens[rank]]
+
+    def run_rank(rank: int) -> tuple[torch.Tensor, dict[int, list[int]]]:
+        model = build_base(
+            config,
+            ParallelLayout(),
+            0,
+            lambda ranks: NoComm(),
+            device=CPU,
+            dtype=dtype,
+            max_position=64,
+            experts=own_experts(num_experts, 2, rank),
+            replicas=world.comm(range(2), rank),
+        )
+        copy_weights(whole, model)
+        return batch(rank, model, torch.tensor(padded)), model.expert_load()
+
+    results = world.run(run_rank)
+    for rank, (hidden, _) in enumerate(results):
+        tolerance = 1e-5 if dtype is torch.float32 else 0.03
+        expected = batch(rank, whole, None)
+        torch.testing.assert_close(hidden, expected, atol=tolerance, rtol=tolerance)
+    counted, expected_load = [load for _, load in results], whole.expert_load()
+    for number, counts in expected_load.items():
+        assert [a + b for a, b in zip(*(load[number] for load in counted), strict=True)] == counts
+
+
+def copy_weights(whole: Decoder, part: ShardedDecoder) -> None:
+    """From a whole model on one device."""
+    tensors = {slot.name: slot.target for slot in whole.weight_slots()}
+    for slot in part.weight_slots():
+        slot.target.copy_(tensors[slot.name])
