@@ -66,6 +66,10 @@ class Roofline:
             + self._head(kind, num_tokens, layout.tp)
         )
 
+    def spreads_experts_over(self, num_ranks: int) -> bool:
+        experts = self.config.experts
+        return experts is not None and experts.num_experts % num_ranks == 0
+
     def expert_parallel_seconds(self, num_ranks: int, kind: Kind, num_tokens: int) -> float:
         """Of a rank with a whole replica but for its share of the experts.
 
@@ -133,7 +137,8 @@ class Measured:
             self.dtype = str(result["dtype"])
             self.context = int(result["context"])
             self._points = _points(result["rows"])
-        except (KeyError, TypeError, ValueError):
+            self._spread = _spread_points(result.get("expert_parallel", []))
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise ConfigError(f"{name} is not a result of `ostinato bench parallel`") from None
         if not self._points:
             raise ConfigError(f"{name} has no measurements")
@@ -161,11 +166,27 @@ class Measured:
                 f"{self._name} has no {kind} times of the {model} model for the layout "
                 f"{layout.sp}x{layout.tp}; it has the layouts {measured}"
             )
+        return self._between(points, num_tokens, f"the layout {layout.sp}x{layout.tp}")
+
+    def expert_parallel_seconds(self, num_ranks: int, kind: Kind, num_tokens: int) -> float:
+        """Time of a replica with its share of the experts; ``num_tokens`` of all replicas."""
+        points = self._spread.get((num_ranks, kind))
+        if points is None:
+            raise ConfigError(
+                f"{self._name} has no {kind} times of experts spread over {num_ranks} GPUs"
+            )
+        return self._between(points, num_tokens, f"experts over {num_ranks} GPUs")
+
+    def spreads_experts_over(self, num_ranks: int) -> bool:
+        """Whether replicas of this number were measured."""
+        return all((num_ranks, kind) in self._spread for kind in KINDS)
+
+    def _between(self, points: Mapping[int, float], num_tokens: int, what: str) -> float:
         sizes = sorted(points)
         if num_tokens > sizes[-1]:
             raise ConfigError(
-                f"{self._name} ends at {sizes[-1]} tokens for the layout {layout.sp}x{layout.tp}, "
-                f"but {num_tokens} tokens were requested: measure them, or lower --max-tokens"
+                f"{self._name} ends at {sizes[-1]} tokens for {what}, but {num_tokens} tokens were "
+                "requested: measure them, or lower --max-tokens"
             )
         after = bisect_left(sizes, num_tokens)
         right = sizes[after]
@@ -185,8 +206,23 @@ def _points(rows: Sequence[Mapping[str, Any]]) -> dict[_Key, dict[int, float]]:
         layout = ParallelLayout(row["sp"], row["tp"])
         kind = KINDS[KINDS.index(row["kind"])]
         for model in MODELS:
-            seconds = float(row[f"{model}_ms"]) / 1e3
-            if not 0 < seconds < math.inf:
-                raise ValueError(seconds)
+            seconds = _checked(row[f"{model}_ms"])
             points.setdefault((layout, kind, model), {})[int(row["num_tokens"])] = seconds
     return points
+
+
+def _spread_points(
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[tuple[int, Kind], dict[int, float]]:
+    points: dict[tuple[int, Kind], dict[int, float]] = {}
+    for row in rows:
+        key = int(row["gpus"]), KINDS[KINDS.index(row["kind"])]
+        points.setdefault(key, {})[int(row["num_tokens"])] = _checked(row["ms"])
+    return points
+
+
+def _checked(milliseconds: Any) -> float:
+    seconds = float(milliseconds) / 1e3
+    if not 0 < seconds < math.inf:
+        raise ValueError(seconds)
+    return seconds

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ostinato.errors import ConfigError
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.planner.communication import Collective, Interconnect
-from ostinato.planner.compute import Roofline
+from ostinato.planner.compute import Measured, Roofline
 from ostinato.planner.cost import Kind, StepTime
 from ostinato.planner.weights import num_mixtures, replica_weights
 
@@ -30,7 +30,7 @@ class ExpertParallelCost:
     config: DecoderConfig
     num_ranks: int
     itemsize: int
-    compute: Roofline
+    compute: Roofline | Measured
     interconnect: Interconnect
 
     def __post_init__(self) -> None:

@@ -104,24 +104,20 @@ def run(question: Question) -> dict[str, Any]:
 
 
 def _spread(costs: Sequence[LayoutCost]) -> list[ExpertParallelCost]:
-    """The numbers of GPUs of ``costs`` as replicas with the experts spread over them.
-
-    Only a roofline tells their time.
-    """
-    counts = dict.fromkeys(cost.layout.world_size for cost in costs)
-    experts, first = costs[0].config.experts, costs[0]
-    if experts is None or not isinstance(first.compute, Roofline):
-        return []
+    """The numbers of GPUs of ``costs`` as replicas with the experts spread over them."""
+    counts, first = dict.fromkeys(cost.layout.world_size for cost in costs), costs[0]
+    compute = first.compute
+    assert isinstance(compute, Roofline | Measured), "one of the two computes"
     return [
         ExpertParallelCost(
             config=first.config,
             num_ranks=count,
             itemsize=first.itemsize,
-            compute=first.compute,
+            compute=compute,
             interconnect=first.interconnect,
         )
         for count in counts
-        if experts.num_experts % count == 0
+        if compute.spreads_experts_over(count)
     ]
 
 
@@ -255,7 +251,7 @@ def _about_experts(config: DecoderConfig, spread: Sequence[ExpertParallelCost]) 
             "brings all of them to every GPU, and an all-to-all takes results back; loads are even"
         )
     else:
-        lines.append("EP: not predicted from measurements, or the GPUs do not divide the experts")
+        lines.append("EP: not predicted; not measured, or the GPUs do not divide the experts")
     return lines
 
 
