@@ -106,6 +106,15 @@ def test_tokens_and_load(
         assert outcome.modes & set(mode.split("_")) or outcome.modes == {mode}
 
 
+def test_tokens_split_over_ranks(gloo_pool: GlooPool, reference: Any) -> None:
+    """Each rank runs its tokens through whole experts, or all of them through its slices."""
+    path, expected = reference("qwen2_moe")
+    options = {"ulysses_sequence_parallel_size": 2, "shift_parallel_threshold": 2}
+    for outcome in gloo_pool.run(run, path, "FULL_AND_PIECEWISE", options):
+        assert (outcome.many, outcome.one) == (expected.many, expected.one)
+        assert outcome.load == expected.load
+
+
 def test_replicas_of_two_ranks(gloo_pool: GlooPool, reference: Any) -> None:
     """Experts over all four ranks; each replica splits attention over two."""
     path, expected = reference("mixtral")
