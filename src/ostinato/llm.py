@@ -118,10 +118,10 @@ class LLM(Owner):
 
         Counted on the device, inside the graphs, without padding; since start-up, or since the last
         call with ``reset``. Tokens whose keys and values were reused are not computed, so they do
-        not count. Of this process's replica. Empty for models without experts on the native
-        decoder.
+        not count. On several ranks, of all of them and of all replicas together. Empty for models
+        without experts on the native decoder.
         """
-        return self.engine.runner.model.expert_load(reset=reset)
+        return self.engine.expert_load(reset=reset)
 
     # --- generating ----------------------------------------------------------------------------
 

@@ -54,7 +54,6 @@ ENGINE_OPTIONS = {
     "pipeline_parallel_size": Foreign(
         "layers are not split over ranks; write tensor_parallel_size", (1,)
     ),
-    "enable_expert_parallel": Foreign("experts are split by tensor_parallel_size", (False,)),
     "distributed_executor_backend": Foreign(
         "ranks are processes started by the LLM or by torchrun; " + _LEAVE_OUT,
         (None, "mp", "external_launcher"),

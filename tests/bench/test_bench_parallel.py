@@ -12,16 +12,24 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tiny_models import TINY_MIXTURES
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ostinato import cli, set_forward_context
 from ostinato.attention import create_attention
 from ostinato.bench.layouts import plot as plot_parallel
 from ostinato.bench.layouts import run as parallel
-from ostinato.bench.layouts.rank_step import BLOCK_SIZE, SilentComm, make_batch, make_cache
-from ostinato.cli.parallel_tables import plan_tables
+from ostinato.bench.layouts.rank_step import (
+    BLOCK_SIZE,
+    DrawnComm,
+    SilentComm,
+    make_batch,
+    make_cache,
+)
+from ostinato.cli.parallel_tables import bench_tables, plan_tables
 from ostinato.errors import ConfigError
 from ostinato.models.checkpoint import Checkpoint
+from ostinato.models.native import shapes
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.parallel.comm import Comm
 from ostinato.parallel.layout import ParallelLayout
@@ -218,6 +226,43 @@ def test_rows(measured: dict[str, Any]) -> None:
         assert 0 < row["head_ms"] < min(row["base_ms"], row["shift_ms"])
         if row["sp"] == 1:
             assert row["base_ms"] == row["shift_ms"]
+
+
+def test_experts_over_replicas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A mixture is measured split and spread, and both are predicted from that."""
+    shape = TINY_MIXTURES["mixtral"]().to_dict() | {"eos_token_id": None}  # four experts
+    monkeypatch.setitem(shapes.SHAPES, "mixture", shape)
+    layouts = [ParallelLayout(1, 2), ParallelLayout(1, 4)]
+    results = parallel.run(
+        "mixture", layouts=layouts, tokens=[1, 5], context=8, repeats=1, device="cpu"
+    )
+    spread = results["expert_parallel"]
+    assert [(row["gpus"], row["kind"], row["num_tokens"]) for row in spread] == [
+        (gpus, kind, size) for gpus in (2, 4) for kind in ("decode", "prefill") for size in (1, 5)
+    ]
+    assert all(row["ms"] > 0 for row in spread)
+    assert any("(EP)" in str(getattr(part, "title", "")) for part in bench_tables(results))
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps(results))
+    predicted = plan.run(plan.Question(source=file))
+    steps = {
+        (row["gpus"], row["kind"], row["num_tokens"]): row["ms"] - row["communication_ms"]
+        for row in predicted["steps"]
+        if row["way"] == "EP"
+    }
+    for row in spread:
+        key = row["gpus"], row["kind"], row["num_tokens"]
+        assert steps[key] == pytest.approx(row["ms"])
+
+
+def test_drawn_rows_stay_where_they_are() -> None:
+    """Graphs read them; smaller batches have some of them, and real tokens' slots."""
+    comm = DrawnComm(range(3), 0)
+    rows = comm.all_gather(torch.zeros(4, 8))
+    assert rows.shape == (12, 8)
+    assert rows.std() > 0.5
+    assert comm.all_gather(torch.zeros(2, 8)).data_ptr() == rows.data_ptr()
+    assert comm.all_gather(torch.full((4,), -1)).tolist() == [0] * 12
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ from ostinato.models.native.layer import DecoderLayer
 from ostinato.models.native.layer_kernels import AnyKernels, LargeM, Plain, SmallM
 from ostinato.ops.experts.expert_kernels import down_row, expert_parts, gate_up_row
 from ostinato.ops.experts.experts import Mixture, run_experts
+from ostinato.ops.experts.own_experts import run_own_experts
 from ostinato.ops.experts.routing import RouterOptions, route
 from ostinato.ops.gemm.linear import Norm
 from ostinato.ops.triton.counters import shared_counters
@@ -208,6 +209,38 @@ def test_replays(num_tokens: int) -> None:
         again = layers(x)
         assert torch.equal(y[real], again[real])
         assert y[real].isfinite().all()
+
+
+@pytest.mark.parametrize("num_tokens", [2, 64, 3000])
+@pytest.mark.parametrize(("name", "num_ranks"), [("qwen3-30b-a3b", 8), ("mixtral", 2)])
+def test_experts_over_ranks(name: str, num_ranks: int, num_tokens: int) -> None:
+    """The outputs of all ranks' own experts add up, under a graph too, with new tokens."""
+    mixture = mixture_of(name)
+    hidden, own = mixture.router.shape[1], mixture.num_experts // num_ranks
+    ranks = [
+        mixture._replace(first=first, gate_up=mixture.gate_up[rows], down=mixture.down[rows])
+        for first in range(0, mixture.num_experts, own)
+        for rows in [slice(first, first + own)]
+    ]
+    x, slots = draw(num_tokens, hidden), torch.arange(num_tokens, device=CUDA)
+
+    def total() -> Tensor:
+        return torch.stack([run_own_experts(x, each, slots) for each in ranks]).float().sum(0)
+
+    total()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), shared_counters(CUDA):
+        y = total()
+    assert mixture.load is not None
+    for turn in range(2):
+        x.copy_(draw(num_tokens, hidden))
+        slots[turn] = -1
+        x[turn] = torch.nan
+        mixture.load.zero_()
+        graph.replay()
+        check(y, reference(x.nan_to_num(), mixture, slots, None))
+        assert (y[slots < 0] == 0).all()
+        assert int(mixture.load.sum()) == int((slots >= 0).sum()) * mixture.options.top_k
 
 
 def test_an_operator_for_compiled_models() -> None:

@@ -24,7 +24,6 @@ from ostinato.models.native.config.experts_config import ExpertsConfig
 from ostinato.models.native.decoder import Decoder
 from ostinato.offload.offload_config import OffloadConfig
 from ostinato.ops.experts.routing import RouterOptions
-from ostinato.planner.forecast import Question, run
 
 CPU = torch.device("cpu")
 
@@ -108,7 +107,6 @@ def test_experts_in_host_memory(tmp_path: Path) -> None:
     [
         ({"enable_lora": True}, "enable_lora needs a dense model .*it has a mixture of experts"),
         ({"swiftkv_layers": 1}, "SwiftKV needs a dense model"),
-        ({"tensor_parallel_size": 2}, "models with experts do not run on several ranks"),
     ],
 )
 def test_refusals(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -134,11 +132,6 @@ def test_an_output_that_is_scaled_is_refused() -> None:
     config = DecoderConfig.from_hf(TINY_MIXTURES["mixtral"]())
     with pytest.raises(ConfigError, match="adds the output of experts to the residual stream"):
         dataclasses.replace(config, residual_scale=0.5)
-
-
-def test_plans_of_experts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="mixtral-8x7b has a mixture of experts, whose cost"):
-        run(Question(model="mixtral-8x7b"))
 
 
 def test_a_qwen_without_experts_is_dense() -> None:

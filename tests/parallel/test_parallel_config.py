@@ -79,6 +79,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
         "shift_parallel_threshold 8 does not work with data_parallel_lockstep",
     ),
     (
+        {"enable_expert_parallel": True},
+        "enable_expert_parallel spreads experts over ranks, but there is one",
+    ),
+    (
+        {"enable_expert_parallel": True, "ulysses_sequence_parallel_size": 2},
+        "ulysses_sequence_parallel_size 2 does not work with enable_expert_parallel",
+    ),
+    (
         {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_lora": True},
         "enable_lora supports one rank per replica, not 2",
     ),
@@ -107,6 +115,12 @@ def test_more_gpus_than_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
         LLM("tiny", random_weights=True, device="cuda", tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="x data_parallel_size 2 needs 2 GPUs, but torch finds 1"):
         LLM("tiny", random_weights=True, device="cuda", data_parallel_size=2)
+
+
+def test_replicas_that_exchange_tokens_run_in_lockstep() -> None:
+    assert EngineConfig(data_parallel_size=2, enable_expert_parallel=True).data_parallel_lockstep
+    alone = EngineConfig(tensor_parallel_size=2, enable_expert_parallel=True)
+    assert not alone.data_parallel_lockstep
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [("3", "0"), ("1", "0")])

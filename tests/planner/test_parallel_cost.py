@@ -31,7 +31,7 @@ from ostinato.planner.communication import (
     layer_collectives,
     outer_collectives,
 )
-from ostinato.planner.compute import Measured, Roofline, _attended, rank_weights
+from ostinato.planner.compute import Measured, Roofline, _attended
 from ostinato.planner.cost import (
     KINDS,
     Kind,
@@ -43,6 +43,7 @@ from ostinato.planner.cost import (
     layouts_of,
 )
 from ostinato.planner.predict import predict, ways
+from ostinato.planner.weights import rank_weights
 from ostinato.testing.recording_comm import CommCall, RecordingComm
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (8, 1)]
@@ -77,8 +78,16 @@ def build(config: DecoderConfig, layout: ParallelLayout, model: Model, **options
 def test_collectives_are_those_that_the_decoder_calls(
     model: Model, sp: int, tp: int, num_kv_heads: int
 ) -> None:
-    config = replace(TINY, num_kv_heads=num_kv_heads)
-    layout, num_tokens = ParallelLayout(sp, tp), 5
+    check_collectives(replace(TINY, num_kv_heads=num_kv_heads), ParallelLayout(sp, tp), model)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_collectives_of_norms_over_all_heads(model: Model) -> None:
+    check_collectives(replace(TINY, qk_norm="full"), ParallelLayout(2, 2), model)
+
+
+def check_collectives(config: DecoderConfig, layout: ParallelLayout, model: Model) -> None:
+    num_tokens = 5
     called: list[tuple[int, CommCall]] = []
 
     class Listed(RecordingComm):
@@ -123,6 +132,7 @@ CONFIGS = {
     "tied": replace(TINY, tied_head=True),
     "biases": replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True),
     "qk_norm": replace(TINY, qk_norm="head", num_kv_heads=1),
+    "norms over all heads": replace(TINY, qk_norm="full"),
     "four norms": replace(TINY, names=FAMILIES["gemma2"].names),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -24,6 +24,8 @@ def bench_tables(results: dict[str, Any]) -> list[RenderableType]:
             times = [kinds[kind][f"{model}_ms"] for kind in kinds for model in ("base", "shift")]
             table.add_row(f"{size:,}", *map(_ms, times))
         parts.append(table)
+    if results["expert_parallel"]:
+        parts.append(_experts_table("ms of one rank", results["expert_parallel"]))
     return parts
 
 
@@ -37,6 +39,13 @@ def plan_tables(results: dict[str, Any]) -> list[RenderableType]:
     gpus = list(dict.fromkeys(layout["gpus"] for layout in results["layouts"]))
     steps = [_steps_table(count, results) for count in gpus]
     tables = [table for table in steps if table is not None]
+    spread = results["expert_parallel"]
+    if spread:
+        weights = ", ".join(
+            f"{each['weight_bytes'] / 1e9:.2f} GB on {each['gpus']}" for each in spread
+        )
+        rows = (row for row in results["steps"] if row["way"] == "EP")
+        tables.append(_experts_table(f"ms per step; weights per GPU: {weights}", rows))
     return [*lines, *tables, _layouts_table(results["layouts"]), *_load_tables(results["loads"])]
 
 
@@ -64,6 +73,20 @@ def _steps_table(gpus: int, results: dict[str, Any]) -> Table | None:
         }
         cells = [Text(_ms(row[c]), "bold" if row[c] == best[c[0]] else "") for c in columns]
         table.add_row(f"{size:,}", *cells)
+    return table
+
+
+def _experts_table(title: str, rows: Iterable[dict[str, Any]]) -> Table:
+    """Steps of replicas with the experts spread over them, by number of GPUs."""
+    times: dict[int, list[float]] = {}
+    columns: dict[tuple[str, int], None] = {}
+    for row in sorted(rows, key=lambda row: (row["kind"], row["gpus"])):
+        columns[row["kind"], row["gpus"]] = None
+        times.setdefault(row["num_tokens"], []).append(row["ms"])
+    names = (f"{kind}\n{gpus} GPUs" for kind, gpus in columns)
+    table = _table(f"Experts over replicas (EP): {title}", "tokens", *names)
+    for size, row_times in times.items():
+        table.add_row(f"{size:,}", *map(_ms, row_times))
     return table
 
 

@@ -86,6 +86,8 @@ def check_parallel(config: EngineConfig) -> None:
             )
     if config.data_parallel_lockstep:
         _check_lockstep(config)
+    if config.enable_expert_parallel:
+        _check_expert_parallel(config)
     _check_context_parallel(config)
     if config.world_size == 1:
         return
@@ -138,6 +140,20 @@ def _check_lockstep(config: EngineConfig) -> None:
         raise ConfigError(
             f"shift_parallel_threshold {config.shift_parallel_threshold} does not work with "
             "data_parallel_lockstep: replicas would run different models; leave one of them out"
+        )
+
+
+def _check_expert_parallel(config: EngineConfig) -> None:
+    if config.world_size == 1:
+        raise ConfigError(
+            "enable_expert_parallel spreads experts over ranks, but there is one; raise "
+            "data_parallel_size or tensor_parallel_size, or leave it out"
+        )
+    if config.ulysses_sequence_parallel_size > 1:
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size {config.ulysses_sequence_parallel_size} does not work "
+            "with enable_expert_parallel; leave one of them out: without the second, each expert "
+            "is split over tensor_parallel_size ranks"
         )
 
 

@@ -198,8 +198,14 @@ class EngineConfig:
     )
     data_parallel_lockstep: bool = option(
         False,
-        "Replicas run the same graph in every step, and padding if they have no work. Only models "
-        "whose replicas exchange tokens need this.",
+        "Replicas run the same graph in every step, and padding if they have no work. "
+        "enable_expert_parallel turns it on; nothing else needs it.",
+        cli=bool,
+    )
+    enable_expert_parallel: bool = option(
+        False,
+        "Spread the experts of a mixture over all ranks, whole, instead of splitting each one. "
+        "Replicas then run in lockstep (data_parallel_lockstep), and exchange tokens.",
         cli=bool,
     )
     rank_timeout_s: float = option(
@@ -261,6 +267,8 @@ class EngineConfig:
             raise ConfigError(f"tune must be 'auto' or 'off', got {shown(self.tune)}")
         if self.model == "":
             raise ConfigError("model is empty; give a directory, a hub model, a shape or None")
+        if self.enable_expert_parallel and self.data_parallel_size != 1:
+            object.__setattr__(self, "data_parallel_lockstep", True)
         check_parallel(self)
 
     @property

@@ -74,6 +74,10 @@ class Engine(Owner):
         self._numbers = itertools.count()
         self._closed = False
 
+    def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
+        """``ModelRunner.expert_load``, on every rank that runs the script."""
+        return self.sharing.call(lambda: self.runner.expert_load(reset=reset))
+
     def _new_scheduler(self) -> Scheduler:
         config, cache, plan = self.config, self.runner.cache, self.runner.plan
         return Scheduler(

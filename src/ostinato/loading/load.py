@@ -152,9 +152,10 @@ def _check_can_split(rank_context: RankContext | None, described: ModelDescripti
     if rank_context is None:
         return
     layout = rank_context.layout
+    spread = ", enable_expert_parallel" if rank_context.spreads_experts else ""
     ranks = (
         f"several ranks (tensor_parallel_size {layout.tp}, ulysses_sequence_parallel_size "
-        f"{layout.sp})"
+        f"{layout.sp}{spread})"
     )
     if described.generic_reason is not None:
         raise ConfigError(
@@ -162,11 +163,13 @@ def _check_can_split(rank_context: RankContext | None, described: ModelDescripti
             f"{described.generic_reason}"
         )
     decoder = _decoder_config(described.native_config)
-    if decoder.experts is not None:
-        raise ConfigError(f"models with experts do not run on {ranks}; use one rank per replica")
     if decoder.latent is not None:
         raise ConfigError(
             f"models with latent attention do not run on {ranks}; use one rank per replica"
+        )
+    if spread and decoder.experts is None:
+        raise ConfigError(
+            "enable_expert_parallel is on, but the model has no mixture of experts; leave it out"
         )
 
 

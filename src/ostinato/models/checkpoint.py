@@ -235,7 +235,8 @@ def _read(reader: Any, name: str, wanted: Parts | None) -> torch.Tensor:
     part = reader.get_slice(name)
     if dim == 0:
         return torch.cat([part[r.start : r.stop][:: r.step] for r in row_ranges])
-    return torch.cat([part[:, r.start : r.stop] for r in row_ranges], dim=1)
+    before = (slice(None),) * dim
+    return torch.cat([part[(*before, slice(r.start, r.stop))] for r in row_ranges], dim=dim)
 
 
 def _read_index(index: Path) -> dict[str, str]:

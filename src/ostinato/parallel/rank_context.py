@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 
 from ostinato.parallel.agreement import check_same
-from ostinato.parallel.comm import Comm
+from ostinato.parallel.comm import Comm, NoComm
 from ostinato.parallel.layout import ParallelLayout
 
 # Returns the group of these ranks, in this order, as seen by the calling rank.
@@ -22,7 +22,9 @@ class RankContext:
 
     There may be several replicas of the layout: ``rank`` is the rank in this one, and ``everyone``
     the ranks of all. ``is_whole``: the model is not split. ``threshold`` is the largest batch that
-    the shift model runs; 0 if there is no shift model.
+    the shift model runs; 0 if there is no shift model. ``spreads_experts``: each rank has some of
+    the experts, of all ranks of all replicas; ``replicas`` is the group of the ranks with this rank
+    in each of them, for tensors on the device.
     """
 
     layout: ParallelLayout
@@ -32,6 +34,8 @@ class RankContext:
     everyone: Comm
     threshold: int = 0
     is_whole: bool = False
+    spreads_experts: bool = False
+    replicas: Comm = field(default_factory=NoComm)
 
     def check_same(self, name: str, value: str) -> None:
         """Raise on every rank unless ``value`` is the same on all. ``name`` is for the error."""

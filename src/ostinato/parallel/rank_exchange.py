@@ -1,9 +1,15 @@
-"""The communication of a sharded decoder inside a layer: all-reduces, and tokens for heads."""
+"""The communication of a sharded decoder inside a layer.
+
+All-reduces, tokens for heads (Ulysses), and tokens for experts (expert parallel).
+"""
 
 from __future__ import annotations
 
 import torch
 
+from ostinato.errors import BatchError
+from ostinato.graphs.capture.context import current_forward_context
+from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.models.native.exchange import Exchange
 from ostinato.parallel.comm import Comm
 
@@ -20,6 +26,9 @@ class TensorExchange(Exchange):
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         return self._tensor.all_reduce(partial) if self.sums else partial
+
+    def mean(self, partial: torch.Tensor) -> torch.Tensor:
+        return self.sum(partial) / self._tensor.size
 
 
 class UlyssesExchange(TensorExchange):
@@ -50,5 +59,65 @@ class UlyssesExchange(TensorExchange):
         joined = torch.cat(blocks, dim=2)
         return self._sequence.all_to_all(joined, split_dim=1, concat_dim=0).squeeze(1)
 
+    def own_heads(self, per_head: torch.Tensor) -> torch.Tensor:
+        return per_head.chunk(self._sequence.size)[self._sequence.index]
+
     def heads_for_tokens(self, mixed: torch.Tensor) -> torch.Tensor:
         return self._sequence.all_to_all(mixed, split_dim=0, concat_dim=1)
+
+
+class ReplicaExchange(TensorExchange):
+    """The exchange with the experts of a layer spread over all ranks of all ``replicas``.
+
+    An all-gather brings the padded batches of all replicas to each, which runs its own experts on
+    them; an all-to-all takes what they add back to the tokens' replica, where the parts are added
+    up. Both have the size of the padded batches, whatever the routing: nothing is read on the
+    host, so graphs hold them. Replicas that run a graph run one of the same size; eager batches of
+    different sizes are padded to the largest.
+    """
+
+    def __init__(self, tensor: Comm, replicas: Comm) -> None:
+        super().__init__(tensor)
+        self._replicas = replicas
+
+    @property
+    def gathers(self) -> bool:
+        return True
+
+    def slots_of_all(self, slots: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
+        assert slots is not None, "a decoder on several ranks runs batches with a KV cache"
+        largest = _largest_batch(num_tokens)
+        return self._replicas.all_gather(_padded(slots, largest, value=-1))
+
+    def tokens_of_all(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        share = slots.shape[0] // self._replicas.size
+        return self._replicas.all_gather(_padded(x, share, value=0))
+
+    def own_tokens(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        received = self._replicas.all_to_all(y, 0, 0)
+        parts = received.view(self._replicas.size, -1, y.shape[1])
+        return parts[:, :num_tokens].contiguous()
+
+
+def _largest_batch(num_tokens: int) -> int:
+    """The largest padded batch of the step's replicas, one of which has ``num_tokens``."""
+    context = current_forward_context()
+    if context is None or context.num_tokens_across_dp is None:
+        return num_tokens
+    if context.cudagraph_runtime_mode is not CUDAGraphMode.NONE:
+        return num_tokens  # all run this size, and a capture reads nothing
+    largest = int(context.num_tokens_across_dp.max())
+    if num_tokens > largest:
+        raise BatchError(
+            f"this rank runs {num_tokens} tokens, but the replicas agreed on at most {largest}; "
+            "all ranks must run what they agreed on"
+        )
+    return largest
+
+
+def _padded(rows: torch.Tensor, num_rows: int, *, value: int) -> torch.Tensor:
+    """``rows``, and then rows of ``value`` up to this number."""
+    missing = num_rows - rows.shape[0]
+    if missing == 0:
+        return rows
+    return torch.cat((rows, rows.new_full((missing, *rows.shape[1:]), value)))

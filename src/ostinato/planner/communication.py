@@ -79,15 +79,20 @@ def layer_collectives(
 ) -> list[Collective]:
     """The collectives of one layer, in order. ``num_tokens``: the whole batch, before padding."""
     hidden = config.hidden_size * itemsize
+    # A norm over all heads adds up the squares of queries and keys, in float32.
+    squares = 2 * 4 if config.qk_norm == "full" else 0
     if model == "shift":
+        norm = Collective("all_reduce", layout.world_size, num_tokens * squares)
         total = Collective("all_reduce", layout.world_size, num_tokens * hidden)
-        return _real([total, total])
+        return _real([*[norm] * bool(squares), total, total])
     share = layout.padded_tokens(num_tokens) // layout.sp
+    norm = Collective("all_reduce", layout.tp, share * squares)
     num_heads, num_kv_heads = head_counts(config, layout, model)
     per_head = share * config.head_dim * itemsize
     total = Collective("all_reduce", layout.tp, share * hidden)
     return _real(
         [
+            *[norm] * bool(squares),
             Collective("all_to_all", layout.sp, (num_heads + 2 * num_kv_heads) * per_head),
             Collective("all_to_all", layout.sp, num_heads * per_head),
             total,

@@ -18,53 +18,26 @@ from ostinato.errors import ConfigError
 from ostinato.parallel.layout import ParallelLayout, vocabulary
 from ostinato.planner.communication import MODELS, Model, check_number, head_counts
 from ostinato.planner.cost import KINDS, Kind
+from ostinato.planner.weights import (
+    expert_weights,
+    experts_touched,
+    num_mixtures,
+    rank_weights,
+    replica_weights,
+)
 
 if TYPE_CHECKING:
     from ostinato.models.native.config.decoder_config import DecoderConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankWeights:
-    """Parameter counts of one rank's shard. ``head`` is 0 if it is tied to the embedding."""
-
-    layers: int
-    embedding: int
-    head: int
-    norm: int
-
-    @property
-    def total(self) -> int:
-        return self.layers + self.embedding + self.head + self.norm
-
-
-def rank_weights(config: DecoderConfig, layout: ParallelLayout, model: Model) -> RankWeights:
-    """Weights of any rank, since all shards are equal. The shift model uses the base's head."""
-    parts = layout.tp if model == "base" else layout.world_size
-    num_heads, num_kv_heads = head_counts(config, layout, model)
-    hidden, width, size = config.hidden_size, config.intermediate_size // parts, config.head_dim
-    queries, keys = num_heads * size, num_kv_heads * size
-    layer = hidden * (2 * queries + 2 * keys + (2 + config.gated) * width)
-    layer += hidden * config.names.num_norms * (1 + config.norm_bias)
-    layer += (queries + 2 * keys) * config.qkv_bias + hidden * config.output_bias
-    layer += ((1 + config.gated) * width + hidden) * config.mlp_bias
-    layer += (queries + keys) * bool(config.qk_norm)
-    table = len(vocabulary(config.vocab_size, parts, 0)) * hidden
-    no_head = config.tied_head or model == "shift"
-    return RankWeights(
-        layers=layer * config.num_layers,
-        embedding=table,
-        head=0 if no_head else table,
-        norm=hidden * (1 + config.norm_bias),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
 class Roofline:
     """Each part of a step takes the longer of its reads and its arithmetic.
 
-    The parts: the GEMMs of all layers, attention, and the head. ``bandwidth``: bytes per second of
-    the GPU's memory. ``flops``: operations per second. ``context``: keys that a decoded token
-    attends to. Activations, small kernels and launches cost nothing, so real steps take longer.
+    The parts: the GEMMs of all layers, those of experts, attention, and the head. ``bandwidth``:
+    bytes per second of the GPU's memory. ``flops``: operations per second. ``context``: keys that a
+    decoded token attends to. Activations, small kernels and launches cost nothing, so real steps
+    take longer. Experts are chosen evenly, and read if a token chooses them (``weights.py``).
     """
 
     config: DecoderConfig
@@ -83,28 +56,62 @@ class Roofline:
 
     def seconds(self, model: Model, layout: ParallelLayout, kind: Kind, num_tokens: int) -> float:
         config = self.config
-        num_reqs = num_tokens if kind == "decode" else 1
         share = layout.padded_tokens(num_tokens) // layout.sp if model == "base" else num_tokens
         layers = rank_weights(config, layout, model).layers
-        head = len(vocabulary(config.vocab_size, layout.tp, 0)) * config.hidden_size
-        num_heads, num_kv_heads = head_counts(config, layout, "shift")
-        read = scored = 0
-        for window, num_layers in self._windows.items():
-            keys, pairs = _attended(kind, num_tokens, self.context, window)
-            read += num_layers * keys * 2 * num_kv_heads * config.head_dim
-            scored += num_layers * pairs * 4 * num_heads * config.head_dim
+        parts = layout.tp if model == "base" else layout.world_size
         return (
             self._longer(layers, 2 * layers * share)
-            + self._longer(read, scored)
-            + self._longer(head, 2 * head * num_reqs)
+            + self._experts(share, parts=parts)
+            + self._attention(kind, num_tokens, head_counts(config, layout, "shift"))
+            + self._head(kind, num_tokens, layout.tp)
         )
+
+    def spreads_experts_over(self, num_ranks: int) -> bool:
+        experts = self.config.experts
+        return experts is not None and experts.num_experts % num_ranks == 0
+
+    def expert_parallel_seconds(self, num_ranks: int, kind: Kind, num_tokens: int) -> float:
+        """Of a rank with a whole replica but for its share of the experts.
+
+        It has its part of the batch's ``num_tokens``, and its experts all of them.
+        """
+        config, share = self.config, -(-num_tokens // num_ranks)
+        layers = replica_weights(config, num_ranks).layers
+        return (
+            self._longer(layers, 2 * layers * share)
+            + self._experts(num_tokens, num_spread=num_ranks)
+            + self._attention(kind, share, (config.num_heads, config.num_kv_heads))
+            + self._head(kind, share, 1)
+        )
+
+    def _experts(self, num_tokens: int, *, parts: int = 1, num_spread: int = 1) -> float:
+        """Each expert is in ``parts``, or the experts are spread over ``num_spread`` ranks."""
+        experts = self.config.experts
+        if experts is None:
+            return 0.0
+        each = num_mixtures(self.config) * expert_weights(self.config, parts) / num_spread
+        num_pairs = num_tokens * experts.options.top_k
+        return self._longer(each * experts_touched(experts, num_tokens), 2 * each * num_pairs)
+
+    def _attention(self, kind: Kind, num_tokens: int, heads: tuple[int, int]) -> float:
+        read, scored, head_dim = 0, 0, self.config.head_dim
+        for window, num_layers in self._windows.items():
+            keys, pairs = _attended(kind, num_tokens, self.context, window)
+            read += num_layers * keys * 2 * heads[1] * head_dim
+            scored += num_layers * pairs * 4 * heads[0] * head_dim
+        return self._longer(read, scored)
+
+    def _head(self, kind: Kind, num_tokens: int, parts: int) -> float:
+        num_reqs = num_tokens if kind == "decode" else 1
+        head = len(vocabulary(self.config.vocab_size, parts, 0)) * self.config.hidden_size
+        return self._longer(head, 2 * head * num_reqs)
 
     @cached_property
     def _windows(self) -> Counter[int | None]:
         """The number of layers with each window."""
         return Counter(self.config.windows)
 
-    def _longer(self, elements: int, operations: int) -> float:
+    def _longer(self, elements: float, operations: float) -> float:
         return max(elements * self.itemsize / self.bandwidth, operations / self.flops)
 
 
@@ -130,7 +137,8 @@ class Measured:
             self.dtype = str(result["dtype"])
             self.context = int(result["context"])
             self._points = _points(result["rows"])
-        except (KeyError, TypeError, ValueError):
+            self._spread = _spread_points(result.get("expert_parallel", []))
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise ConfigError(f"{name} is not a result of `ostinato bench parallel`") from None
         if not self._points:
             raise ConfigError(f"{name} has no measurements")
@@ -158,11 +166,27 @@ class Measured:
                 f"{self._name} has no {kind} times of the {model} model for the layout "
                 f"{layout.sp}x{layout.tp}; it has the layouts {measured}"
             )
+        return self._between(points, num_tokens, f"the layout {layout.sp}x{layout.tp}")
+
+    def expert_parallel_seconds(self, num_ranks: int, kind: Kind, num_tokens: int) -> float:
+        """Time of a replica with its share of the experts; ``num_tokens`` of all replicas."""
+        points = self._spread.get((num_ranks, kind))
+        if points is None:
+            raise ConfigError(
+                f"{self._name} has no {kind} times of experts spread over {num_ranks} GPUs"
+            )
+        return self._between(points, num_tokens, f"experts over {num_ranks} GPUs")
+
+    def spreads_experts_over(self, num_ranks: int) -> bool:
+        """Whether replicas of this number were measured."""
+        return all((num_ranks, kind) in self._spread for kind in KINDS)
+
+    def _between(self, points: Mapping[int, float], num_tokens: int, what: str) -> float:
         sizes = sorted(points)
         if num_tokens > sizes[-1]:
             raise ConfigError(
-                f"{self._name} ends at {sizes[-1]} tokens for the layout {layout.sp}x{layout.tp}, "
-                f"but {num_tokens} tokens were requested: measure them, or lower --max-tokens"
+                f"{self._name} ends at {sizes[-1]} tokens for {what}, but {num_tokens} tokens were "
+                "requested: measure them, or lower --max-tokens"
             )
         after = bisect_left(sizes, num_tokens)
         right = sizes[after]
@@ -182,8 +206,23 @@ def _points(rows: Sequence[Mapping[str, Any]]) -> dict[_Key, dict[int, float]]:
         layout = ParallelLayout(row["sp"], row["tp"])
         kind = KINDS[KINDS.index(row["kind"])]
         for model in MODELS:
-            seconds = float(row[f"{model}_ms"]) / 1e3
-            if not 0 < seconds < math.inf:
-                raise ValueError(seconds)
+            seconds = _checked(row[f"{model}_ms"])
             points.setdefault((layout, kind, model), {})[int(row["num_tokens"])] = seconds
     return points
+
+
+def _spread_points(
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[tuple[int, Kind], dict[int, float]]:
+    points: dict[tuple[int, Kind], dict[int, float]] = {}
+    for row in rows:
+        key = int(row["gpus"]), KINDS[KINDS.index(row["kind"])]
+        points.setdefault(key, {})[int(row["num_tokens"])] = _checked(row["ms"])
+    return points
+
+
+def _checked(milliseconds: Any) -> float:
+    seconds = float(milliseconds) / 1e3
+    if not 0 < seconds < math.inf:
+        raise ValueError(seconds)
+    return seconds

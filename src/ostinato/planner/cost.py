@@ -155,12 +155,7 @@ class Load:
 def check_layout(config: DecoderConfig, layout: ParallelLayout) -> None:
     """Raise unless heads and feed-forward layers divide evenly over the layout's ranks."""
     layout.heads(config.num_heads, config.num_kv_heads)
-    if config.intermediate_size % layout.world_size:
-        raise ConfigError(
-            f"feed-forward layers of width {config.intermediate_size} cannot be split evenly over "
-            f"{layout.world_size} ranks; choose a number of ranks that divides "
-            f"{config.intermediate_size}"
-        )
+    config.check_split(layout.world_size)
 
 
 def layouts_of(config: DecoderConfig, num_ranks: int) -> list[ParallelLayout]:

@@ -20,6 +20,7 @@ from ostinato.parallel.layout import ParallelLayout
 from ostinato.planner.communication import Interconnect
 from ostinato.planner.compute import Measured, Roofline
 from ostinato.planner.cost import Compute, LayoutCost, default_layouts, layouts_of
+from ostinato.planner.expert_parallel import ExpertParallelCost
 from ostinato.planner.predict import loads, predict
 
 MODEL, DTYPE, CONTEXT, MAX_TOKENS = "llama-3.1-8b", "bfloat16", 512, 2048
@@ -65,10 +66,6 @@ def run(question: Question) -> dict[str, Any]:
     measured = None if result is None else Measured(result, repr(str(question.source)))
     model, dtype = _subject(question, measured)
     config = DecoderConfig.from_hf(shape_config(model))
-    if config.experts is not None:
-        raise ConfigError(
-            f"{model} has a mixture of experts, whose cost is not predicted; name a dense model"
-        )
     if config.latent is not None:
         raise ConfigError(
             f"{model} has latent attention, whose cost is not predicted; name another model"
@@ -93,6 +90,7 @@ def run(question: Question) -> dict[str, Any]:
         )
         for layout in _layouts(question, config, measured)
     ]
+    spread = _spread(costs)
     shown = _TOKENS if measured is None else measured.num_tokens
     sizes = [*(size for size in shown if size < max_tokens), max_tokens]
     return {
@@ -104,9 +102,27 @@ def run(question: Question) -> dict[str, Any]:
         "latency_us": latency,
         "max_tokens": max_tokens,
         "assumptions": [*from_what, *_about_communication(question, bandwidth, latency),
-                        *_about_steps(max_tokens)],
-        **predict(costs, sizes),
+                        *_about_experts(config, spread), *_about_steps(max_tokens)],
+        **predict(costs, sizes, spread),
     }  # fmt: skip
+
+
+def _spread(costs: Sequence[LayoutCost]) -> list[ExpertParallelCost]:
+    """The numbers of GPUs of ``costs`` as replicas with the experts spread over them."""
+    counts, first = dict.fromkeys(cost.layout.world_size for cost in costs), costs[0]
+    compute = first.compute
+    assert isinstance(compute, Roofline | Measured), "one of the two computes"
+    return [
+        ExpertParallelCost(
+            config=first.config,
+            num_ranks=count,
+            itemsize=first.itemsize,
+            compute=compute,
+            interconnect=first.interconnect,
+        )
+        for count in counts
+        if compute.spreads_experts_over(count)
+    ]
 
 
 def _read(path: Path) -> Any:
@@ -175,7 +191,7 @@ def _roofline(question: Question, config: DecoderConfig, dtype: str) -> tuple[Co
     memory, peak = question.memory_bandwidth, question.peak
     context = CONTEXT if question.context is None else question.context
     lines = [
-        "compute: a roofline; GEMMs, attention and the head each take the longer of their reads "
+        "compute: a roofline; GEMMs, experts, attention and the head each take the longer of reads "
         "(weights, keys and values) and their arithmetic; activations, small kernels and launches "
         "take no time, so real steps take longer",
         f"memory: {_stated(memory, MEMORY_BANDWIDTH, 'GB/s', _MEMORY_FROM)}",
@@ -220,6 +236,27 @@ def _about_communication(question: Question, bandwidth: float, latency: float) -
         "with SP; an all-gather n-1 parts, for the hidden states with SP, the logits with TP",
         "head: logits come from the base model's head, split over TP only, in both models",
     ]
+
+
+def _about_experts(config: DecoderConfig, spread: Sequence[ExpertParallelCost]) -> list[str]:
+    experts = config.experts
+    if experts is None:
+        return []
+    count, top_k = experts.num_experts, experts.options.top_k
+    lines = [
+        f"experts: routers choose {top_k} of {count} evenly, so T tokens touch "
+        f"{count}(1 - (1 - {top_k}/{count})^T) of them, whose weights are read; with TP and in the "
+        "shift model each expert is split by its width, and all-reduces stay as they are"
+    ]
+    if spread:
+        lines.append(
+            "EP: replicas of one GPU with the experts spread over them (enable_expert_parallel); "
+            "each has an equal part of a batch's tokens; per layer an all-gather of n-1 parts "
+            "brings all of them to every GPU, and an all-to-all takes results back; loads are even"
+        )
+    else:
+        lines.append("EP: not predicted; not measured, or the GPUs do not divide the experts")
+    return lines
 
 
 def _about_steps(max_tokens: int) -> list[str]:

@@ -1,18 +1,20 @@
 """Predictions for several layouts side by side, as plain data: steps, thresholds, loads.
 
 The same GPUs can run a model in several ways: all tensor parallel, all sequence parallel, or a mix;
-the last two with or without the shift model for small batches.
+the last two with or without the shift model for small batches. A mixture of experts can also run as
+replicas with the experts spread over them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from ostinato.planner.communication import MODELS, layer_collectives
-from ostinato.planner.compute import rank_weights
 from ostinato.planner.cost import KINDS, Kind, LayoutCost, Load, StepTime
+from ostinato.planner.expert_parallel import ExpertParallelCost
+from ostinato.planner.weights import rank_weights
 
 DECODE_HEAVY = Load(name="decode-heavy", num_reqs=32, prompt_tokens=128, output_tokens=512)
 PREFILL_HEAVY = Load(name="prefill-heavy", num_reqs=32, prompt_tokens=2048, output_tokens=32)
@@ -51,38 +53,70 @@ class Way:
         return self.step(kind, num_tokens).total
 
 
-def ways(costs: Sequence[LayoutCost]) -> list[Way]:
+@dataclass(frozen=True, kw_only=True)
+class ExpertWay:
+    """Replicas with the experts spread over them."""
+
+    cost: ExpertParallelCost
+    name = "EP"
+    threshold = 0
+
+    def step(self, kind: Kind, num_tokens: int) -> StepTime:
+        return self.cost.step(kind, num_tokens)
+
+    def seconds(self, kind: Kind, num_tokens: int) -> float:
+        return self.step(kind, num_tokens).total
+
+
+AnyWay: TypeAlias = Way | ExpertWay
+
+
+def ways(
+    costs: Sequence[LayoutCost], spread: Sequence[ExpertParallelCost] = ()
+) -> Sequence[AnyWay]:
     """All ways to use these layouts. Without SP, the shift model is the base model."""
-    return [
+    split = [
         Way(cost=cost, shift=shift)
         for cost in costs
         for shift in (False, True)
         if not shift or cost.layout.sp > 1
     ]
+    return [*split, *(ExpertWay(cost=cost) for cost in spread)]
 
 
-def predict(costs: Sequence[LayoutCost], num_tokens: Sequence[int]) -> dict[str, Any]:
-    """Layouts with their thresholds, steps of ``num_tokens`` tokens, loads with the best way."""
+def predict(
+    costs: Sequence[LayoutCost],
+    num_tokens: Sequence[int],
+    spread: Sequence[ExpertParallelCost] = (),
+) -> dict[str, Any]:
+    """Layouts with their thresholds, steps of ``num_tokens`` tokens, loads with the best way.
+
+    ``spread``: the same numbers of ranks as replicas, with the experts spread over them.
+    """
     by_gpus: dict[int, list[LayoutCost]] = {}
     for cost in costs:
         by_gpus.setdefault(cost.layout.world_size, []).append(cost)
     return {
         "layouts": [_layout(cost) for cost in costs],
+        "expert_parallel": [cost.about() for cost in spread],
         "steps": [
             {**_about(way), "kind": kind, "num_tokens": size, **_milliseconds(way.step(kind, size))}
-            for way in ways(costs)
+            for way in ways(costs, spread)
             for kind in KINDS
             for size in num_tokens
         ],
         "loads": [
-            _load(load, group) for group in by_gpus.values() for load in loads(group[0].max_tokens)
+            _load(load, group, [cost for cost in spread if cost.num_ranks == gpus])
+            for gpus, group in by_gpus.items()
+            for load in loads(group[0].max_tokens)
         ],
     }
 
 
-def _about(way: Way) -> dict[str, Any]:
+def _about(way: AnyWay) -> dict[str, Any]:
     layout = way.cost.layout
-    return {"gpus": layout.world_size, "way": way.name, "sp": layout.sp, "tp": layout.tp}
+    gpus = way.cost.num_ranks if isinstance(way, ExpertWay) else layout.world_size
+    return {"gpus": gpus, "way": way.name, "sp": layout.sp, "tp": layout.tp}
 
 
 def _milliseconds(step: StepTime) -> dict[str, float]:
@@ -117,10 +151,12 @@ def _layout(cost: LayoutCost) -> dict[str, Any]:
     }
 
 
-def _load(load: Load, costs: Sequence[LayoutCost]) -> dict[str, Any]:
+def _load(
+    load: Load, costs: Sequence[LayoutCost], spread: Sequence[ExpertParallelCost]
+) -> dict[str, Any]:
     rows = []
-    for way in ways(costs):
-        seconds = load.seconds(way.seconds, way.cost.max_tokens)
+    for way in ways(costs, spread):
+        seconds = load.seconds(way.seconds, costs[0].max_tokens)
         rows.append(
             {
                 **_about(way),

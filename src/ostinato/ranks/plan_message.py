@@ -45,6 +45,7 @@ class Kind(IntEnum):
     ADAPTER = 9  # the weights of a LoRA adapter
     SEND_COUNTS = 10  # rank 0 waits for what other replicas counted
     LEARN = 11  # the outputs of requests that have ended
+    EXPERT_LOAD = 12  # all ranks add up their counts; 1: and start again
 
 
 Message: TypeAlias = tuple[Kind, IntArray]

@@ -69,6 +69,14 @@ class RankRunner(ModelRunner):
         if self._world.replica_agreement is not None:
             self.run_idle()
 
+    def _load_of_all(self, *, reset: bool) -> dict[int, list[int]]:
+        """The sum of what all ranks counted; a token counts on one of them."""
+        own = super().expert_load(reset=reset)
+        if not own:
+            return own
+        summed = self._world.control.all_reduce(torch.tensor(list(own.values())))
+        return dict(zip(own, summed.tolist(), strict=True))
+
     def close(self) -> None:
         try:
             super().close()
@@ -150,6 +158,12 @@ class LeadingRunner(RankRunner):
             others = [receiver.receive_counts() for receiver in self._receivers]
             return [self.stats.counts, *others]
 
+    def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
+        with uninterrupted(), self._world.together():
+            self._world.progress.announce()
+            self._world.channel.send(Kind.EXPERT_LOAD, np.array([reset], dtype=np.int64))
+            return self._load_of_all(reset=reset)
+
     def load_adapter(self, slot: int, matrices: Matrices) -> None:
         tensors = {}
         for name, pair in matrices.items():
@@ -229,6 +243,8 @@ class FollowingRunner(RankRunner):
         elif kind is Kind.SEND_COUNTS:
             if sender is not None:
                 sender.send_counts(self.stats.counts)
+        elif kind is Kind.EXPERT_LOAD:
+            self._load_of_all(reset=bool(words[0]))
         elif kind is Kind.LEARN:
             for token_ids in decode_outputs(words):
                 self.learn(token_ids)

@@ -34,6 +34,7 @@ from ostinato.ranks.watch.watchdog import Watchdog, end_process
 
 _FOREVER_S = 10 * 365 * 24 * 3600.0
 _GOODBYE_S = 5.0  # how long a leaving rank waits for the others to leave too
+_ACROSS: tuple[int, ...] = ()  # stands for the group across replicas among those of one
 _COMMUNICATION = ("gloo", "nccl", "connection", "socket", "broken pipe")
 
 
@@ -50,6 +51,7 @@ class World:
             used by no other code, before or after.
         num_replicas: The number of replicas. Ranks of one replica are consecutive.
         lockstep: Connect the ranks that have the same part of different replicas.
+        spreads_experts: Each rank has some of the experts, of all ranks.
         threshold: The largest batch of the shift model; 0 for none.
         timeout_s: How long a rank may show no sign of life, or keep others waiting in a step,
             before it counts as failed.
@@ -68,6 +70,7 @@ class World:
         *,
         num_replicas: int = 1,
         lockstep: bool = False,
+        spreads_experts: bool = False,
         threshold: int = 0,
         timeout_s: float = 30.0,
         symmetric: bool = True,
@@ -93,6 +96,7 @@ class World:
         self._control: DistributedComm | None = None
         self._comms: dict[tuple[int, ...], DistributedComm] = {}
         self.replica_agreement: DistributedComm | None = None
+        replicas: Comm = NoComm()
         self._aborts: dict[tuple[int, ...], threading.Thread] = {}
         self.progress = Progress(self._num_calls)  # of the main thread
         self._watchdog = Watchdog(
@@ -107,6 +111,8 @@ class World:
         try:
             with self.together():
                 everyone = self._make_groups(lockstep)
+                if spreads_experts and num_replicas > 1:
+                    replicas = self._connect_replicas()
         except BaseException:
             self.close()
             raise
@@ -118,7 +124,9 @@ class World:
             comm_of=self._comm_of,
             everyone=everyone,
             threshold=threshold,
-            is_whole=layout.world_size == 1,
+            is_whole=layout.world_size == 1 and not spreads_experts,
+            spreads_experts=spreads_experts,
+            replicas=replicas,
         )
 
     def _make_groups(self, lockstep: bool) -> DistributedComm:
@@ -135,9 +143,19 @@ class World:
             if len(group) > 1 and group not in self._comms:
                 self._comms[group] = DistributedComm(self._in_world(group), self.device)
         if lockstep:
-            peers = ranks[own :: layout.world_size]
-            self.replica_agreement = DistributedComm(peers, "cpu", timeout_s=_FOREVER_S)
+            self.replica_agreement = DistributedComm(self._peers, "cpu", timeout_s=_FOREVER_S)
         return everyone
+
+    def _connect_replicas(self) -> DistributedComm:
+        """The ranks with the same part of all replicas, for tensors on the device."""
+        comm = DistributedComm(self._peers, self.device)
+        self._comms[_ACROSS] = comm
+        return comm
+
+    @property
+    def _peers(self) -> range:
+        ranks = range(self.layout.world_size * self.num_replicas)
+        return ranks[self.rank_in_replica :: self.layout.world_size]
 
     def _in_world(self, group: Sequence[int]) -> list[int]:
         """The ranks of the world that have these ranks in this replica."""

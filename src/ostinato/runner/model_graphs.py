@@ -119,7 +119,7 @@ class ModelGraphs:
     ) -> None:
         self.plan = plan
         self._num_ranks = num_ranks
-        self._model = model
+        self.model = model
         self._head = head
         self._memory = memory
         # Pieces that read the selected tokens read as many rows as they were captured with.
@@ -244,7 +244,7 @@ class ModelGraphs:
         return hidden
 
     def _forward_briefly(self, inputs: CaptureInputs) -> torch.Tensor | DecodeOutput:
-        with self._model.few_layers():
+        with self.model.few_layers():
             return self._forward(inputs)
 
     def num_nodes(self, entry: PlanEntry) -> int | None:

@@ -322,6 +322,14 @@ class ModelRunner:
         accepted, logprobs = draft_sampling.sample_again(self.memory, rows, logits, filtered)
         return self.results.send(accepted, logprobs, filtered.positions)
 
+    def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
+        """``CausalLM.expert_load`` of the models together; on several ranks, of the whole model."""
+        loads = [graphs.model.expert_load(reset=reset) for graphs in self._all_graphs]
+        return {
+            layer: [sum(counts) for counts in zip(*(load[layer] for load in loads), strict=True)]
+            for layer in loads[0]
+        }
+
     def learn(self, token_ids: Sequence[int]) -> None:
         """A request has ended with this output: drafts for others may come from it."""
         if self.memory.proposer is not None:

@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from ostinato.ops.experts.expert_kernels import RoutedToken, down_row, expert_parts, gate_up_row
 from ostinato.ops.experts.expert_tiles import block_rows, expert_tiles, most_blocks
 from ostinato.ops.experts.experts import Mixture, run_experts
+from ostinato.ops.experts.own_experts import run_own_experts
 from ostinato.ops.experts.routing import NO_EXPERT, RouterOptions, route
 from ostinato.ops.gemm.linear import Norm
 
@@ -193,6 +194,46 @@ def test_all_tokens_to_the_same_experts() -> None:
     case.mixture.router[1:] = -1.0
     case.check(expert_parts(case.x, case.mixture, case.slots, None).sum(0))
     assert case.counts[0] == 70
+
+
+def of_rank(mixture: Mixture, first: int, own: int) -> Mixture:
+    """What a rank with these experts has."""
+    rows = slice(first, first + own)
+    biases = (mixture.gate_up_bias, mixture.down_bias)
+    gate_up_bias, down_bias = (None if bias is None else bias[rows] for bias in biases)
+    return mixture._replace(
+        first=first,
+        gate_up=mixture.gate_up[rows],
+        down=mixture.down[rows],
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize(("name", "num_ranks"), [("softmax", 2), ("groups", 4), ("one", 8)])
+def test_experts_over_ranks(name: str, num_ranks: int, kernels: bool) -> None:
+    """The ranks' outputs add up to the mixture's, and so do their counts."""
+    case = Case(OPTIONS[name], num_tokens=21, norm=False, biases=name == "one", padding=(0, 4))
+    total = torch.zeros_like(case.x)
+    for first in range(0, 8, 8 // num_ranks):
+        own = of_rank(case.mixture, first, 8 // num_ranks)
+        if kernels:
+            parts = expert_parts(case.x, own, case.slots)
+            assert (parts[:, [0, 4]] == 0).all()
+            total += parts.sum(0)
+        else:
+            total += run_own_experts(case.x, own, case.slots)
+    case.check(total)
+
+
+def test_no_token_for_a_rank() -> None:
+    case = Case(OPTIONS["one"], num_tokens=5, norm=False)
+    case.mixture.router[4:] = 0.0
+    case.mixture.router[:4] = case.x.sum(0)
+    x = case.x.sum(0).expand(5, -1)
+    assert (expert_parts(x, of_rank(case.mixture, 4, 4), case.slots) == 0).all()
+    assert (case.mixture.load == 5).all()
 
 
 def test_only_padding() -> None:

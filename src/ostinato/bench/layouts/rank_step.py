@@ -40,6 +40,28 @@ class SilentComm:
         return tensor.reshape(shape)  # the element count is unchanged, so nothing is copied
 
 
+class DrawnComm(SilentComm):
+    """Replicas without the others: the rows of all are drawn once, so that routers spread them.
+
+    As of tokens behind a norm, and with slots of real tokens.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+        super().__init__(ranks, rank)
+        self._drawn: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def all_gather(self, tensor: Tensor, dim: int = 0) -> Tensor:
+        assert dim == 0, "replicas gather rows"
+        key, num_rows = (tensor.shape[1:], tensor.dtype), self.size * tensor.shape[0]
+        rows = self._drawn.get(key)
+        if rows is None or rows.shape[0] < num_rows:
+            rows = tensor.new_zeros((num_rows, *key[0]))
+            if rows.is_floating_point():
+                rows.normal_()
+            self._drawn[key] = rows
+        return rows[:num_rows]
+
+
 class Batch(NamedTuple):
     """The inputs of a step, padded."""
 

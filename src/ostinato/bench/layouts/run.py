@@ -3,7 +3,8 @@
 Communication is excluded: the sharded decoder's collectives return results of the right shape and
 move nothing. All ranks have equal shards, so the first stands for all. Every step is one FULL
 graph, which excludes launches too. The model and its head are measured separately and added: the
-shift model uses the base model's head, and layouts share equal parts.
+shift model uses the base model's head, and layouts share equal parts. A mixture of experts is also
+measured as a replica that has its share of the experts, and runs them on drawn tokens of all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -21,7 +22,13 @@ from torch import Tensor
 
 from ostinato.attention import create_attention
 from ostinato.attention.base import AttentionMetadata
-from ostinato.bench.layouts.rank_step import SilentComm, make_batch, make_cache
+from ostinato.bench.layouts.rank_step import (
+    Batch,
+    DrawnComm,
+    SilentComm,
+    make_batch,
+    make_cache,
+)
 from ostinato.bench.timing.measure import machine
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
@@ -35,6 +42,7 @@ from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.shapes import draw_weights, shape_config
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder, build_base, build_shift
+from ostinato.parallel.sharded.sharding import own_experts
 from ostinato.planner.communication import Model
 from ostinato.planner.cost import KINDS, Kind, check_layout, default_layouts
 
@@ -78,6 +86,7 @@ def run(
     )
     with torch.inference_mode():
         rows = bench.rows(list(dict.fromkeys(layouts)))
+        spread = bench.spread_rows(dict.fromkeys(layout.world_size for layout in layouts))
     return {
         "command": "ostinato bench parallel",
         "machine": machine(),
@@ -89,6 +98,7 @@ def run(
         "context": context,
         "repeats": repeats,
         "rows": rows,
+        "expert_parallel": spread,
     }
 
 
@@ -131,6 +141,16 @@ class _Bench:
             rows += [self._row(layout, kind, size, base, shift) for kind, size in base]
         return rows
 
+    def spread_rows(self, num_ranks: Iterable[int]) -> list[dict[str, Any]]:
+        """Replicas with the experts spread over them; none if they cannot be."""
+        experts = self.config.experts
+        return [
+            {"gpus": count, "kind": kind, "num_tokens": size, "ms": seconds * 1e3}
+            for count in num_ranks
+            if count > 1 and experts is not None and experts.num_experts % count == 0
+            for (kind, size), seconds in self._measure_spread(count).items()
+        ]
+
     def _row(
         self, layout: ParallelLayout, kind: Kind, size: int, base: Times, shift: Times
     ) -> dict[str, Any]:
@@ -147,39 +167,77 @@ class _Bench:
 
     def _measure(self, layout: ParallelLayout, name: Model) -> Times:
         times = self._measure_model(layout, name)
+        self._free()
+        return times
+
+    def _measure_spread(self, num_ranks: int) -> Times:
+        times = self._measure_replica(num_ranks)
+        self._free()
+        return times
+
+    def _free(self) -> None:
         gc.collect()  # the pool referred to the last batch, and the batch to the cache
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        return times
 
     def _measure_model(self, layout: ParallelLayout, name: Model) -> Times:
         """Measure the model without its head; also the head, if it is the first of its size."""
         model = self._build(layout, name)
-        cache = make_cache(
-            model.attention_specs,
-            max_tokens=self.tokens[-1],
-            context=self.context,
-            device=self.device,
-            dtype=self.dtype,
-        )
-        attention = create_attention("auto", self.device)
+        batch = self._batches(model, self.tokens[-1])
         times: Times = {}
         with GraphPool(self.device) as pool, pool.capturing():
             for kind in KINDS:
                 for size in reversed(self.tokens):  # largest first, so that the others fit in it
-                    ids, positions, metadata = make_batch(
-                        kind,
-                        size,
-                        layout.padded_tokens(size) if name == "base" else size,
-                        context=self.context,
-                        vocab_size=self.config.vocab_size,
-                        cache=cache,
-                        attention=attention,
-                    )
+                    padded = layout.padded_tokens(size) if name == "base" else size
+                    ids, positions, metadata = batch(kind, size, padded)
                     times[kind, size] = self._seconds(model, (ids, positions), metadata, pool)
             if name == "base" and layout.tp not in self.heads:
                 self.heads[layout.tp] = self._measure_head(model, pool)
         return {(kind, size): times[kind, size] for kind in KINDS for size in self.tokens}
+
+    def _measure_replica(self, num_ranks: int) -> Times:
+        """Measure a replica with an equal part of the batch, head included."""
+        assert self.config.experts is not None, "they are spread"
+        model = build_base(
+            self.config,
+            ParallelLayout(),
+            0,
+            partial(SilentComm, rank=0),
+            device=self.device,
+            dtype=self.dtype,
+            max_position=max(self.context, self.tokens[-1]),
+            experts=own_experts(self.config.experts.num_experts, num_ranks, 0),
+            replicas=DrawnComm(range(num_ranks), 0),
+        )
+        draw_weights(model, seed=0)
+        batch = self._batches(model, -(-self.tokens[-1] // num_ranks))
+        times: Times = {}
+        with GraphPool(self.device) as pool, pool.capturing():
+            for kind in KINDS:
+                for size in reversed(self.tokens):
+                    share = -(-size // num_ranks)
+                    ids, positions, metadata = batch(kind, share, share)
+                    seconds = self._seconds(model, (ids, positions), metadata, pool)
+                    num_reqs = share if kind == "decode" else 1
+                    times[kind, size] = seconds + self._head_seconds(model, num_reqs, pool)
+        return {(kind, size): times[kind, size] for kind in KINDS for size in self.tokens}
+
+    def _batches(self, model: ShardedDecoder, max_tokens: int) -> Callable[[Kind, int, int], Batch]:
+        """Makes batches of a kind, a number of tokens and one with padding, over one cache."""
+        cache = make_cache(
+            model.attention_specs,
+            max_tokens=max_tokens,
+            context=self.context,
+            device=self.device,
+            dtype=self.dtype,
+        )
+        return partial(
+            make_batch,
+            context=self.context,
+            vocab_size=self.config.vocab_size,
+            cache=cache,
+            attention=create_attention("auto", self.device),
+        )
 
     def _build(self, layout: ParallelLayout, name: Model) -> ShardedDecoder:
         # The shift model uses the base model's head.
@@ -197,12 +255,13 @@ class _Bench:
         return model
 
     def _measure_head(self, model: ShardedDecoder, pool: GraphPool) -> dict[int, float]:
+        sizes = sorted({1, *self.tokens}, reverse=True)
+        return {num_reqs: self._head_seconds(model, num_reqs, pool) for num_reqs in sizes}
+
+    def _head_seconds(self, model: ShardedDecoder, num_reqs: int, pool: GraphPool) -> float:
         width = self.config.hidden_size
-        times = {}
-        for num_reqs in sorted({1, *self.tokens}, reverse=True):
-            hidden = torch.randn(num_reqs, width, device=self.device, dtype=self.dtype)
-            times[num_reqs] = self._seconds(model.compute_logits, (hidden,), None, pool)
-        return times
+        hidden = torch.randn(num_reqs, width, device=self.device, dtype=self.dtype)
+        return self._seconds(model.compute_logits, (hidden,), None, pool)
 
     def _seconds(
         self,

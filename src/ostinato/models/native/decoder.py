@@ -154,8 +154,12 @@ class Decoder(nn.Module, CausalLM):
             kernels = SmallM if few and not self._exchange.sums else LargeM
             run = kernels(tables, all_positions)
         if self.config.experts is not None:
-            run.slots = token_slots(hidden)
+            run.slots = self._token_slots(hidden)
         return run if self.adapters is None else self.adapters.adapted(run, hidden.shape[0])
+
+    def _token_slots(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """The slots of the tokens that experts see, whose padding chooses none."""
+        return self._exchange.slots_of_all(token_slots(hidden), hidden.shape[0])
 
     def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
         for layer in states:
@@ -235,7 +239,14 @@ class Decoder(nn.Module, CausalLM):
 
     def ignored_names(self) -> list[str]:
         """Tensors that a checkpoint may have in addition to ``weight_slots``, as in its check."""
-        return [f"model.layers.{number}." for number in self.config.unused_layers]
+        unused = [f"model.layers.{number}." for number in self.config.unused_layers]
+        elsewhere = [
+            name
+            for layer in self.decoder_layers()
+            if layer.mixture is not None
+            for name in layer.mixture.ignored_names(f"model.layers.{layer.spec.layer}")
+        ]
+        return unused + elsewhere
 
     @contextmanager
     def few_layers(self) -> Iterator[None]:

@@ -17,6 +17,27 @@ class Exchange:
         """The sum of ``partial`` over all ranks that compute a part of the GEMM."""
         return partial
 
+    def mean(self, partial: torch.Tensor) -> torch.Tensor:
+        """The mean of ``partial`` over the same ranks."""
+        return partial
+
+    @property
+    def gathers(self) -> bool:
+        """Whether experts run the tokens of other replicas too."""
+        return False
+
+    def slots_of_all(self, slots: torch.Tensor | None, num_tokens: int) -> torch.Tensor | None:
+        """The slots of all replicas' tokens, from those of this one's ``num_tokens``."""
+        return slots
+
+    def tokens_of_all(self, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """The rows of all replicas, in the order of ``slots``, which ``slots_of_all`` returned."""
+        return x
+
+    def own_tokens(self, y: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """What each replica's experts add to this one's tokens: [replicas, num_tokens, N]."""
+        return y.unsqueeze(0)
+
     def tokens_for_heads(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,6 +47,10 @@ class Exchange:
     def qkv_for_heads(self, qkv: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
         """The same for rows of a GEMM that hold the heads of all three."""
         return qkv
+
+    def own_heads(self, per_head: torch.Tensor) -> torch.Tensor:
+        """Of a tensor with a row per head of the shard, the rows of this rank's heads."""
+        return per_head
 
     def heads_for_tokens(self, mixed: torch.Tensor) -> torch.Tensor:
         """After attention: all tokens of this rank's heads -> some tokens of many heads."""

@@ -128,10 +128,21 @@ class DecoderLayer(nn.Module):
 
     def mlp(self, x: Any, run: AnyKernels) -> Any:
         if self.mixture is not None:
-            return run.experts(self.mixture, x, self._shared(self.mixture, x, run))
+            return self._experts(self.mixture, x, run)
         widen = run.gated if self._config.gated else run.activated
         x = widen(self.gate_up_proj, x, self._activation)
         return self._output(self.down_proj, x, self.mlp_output_norm, run)
+
+    def _experts(self, mixture: MixtureOfExperts, x: Any, run: AnyKernels) -> Any:
+        shared, exchange = self._shared(mixture, x, run), self.exchange
+        if exchange.gathers:
+            own = run.normed(x)
+            assert run.slots is not None, "those of all tokens"
+            y = run.own_experts(mixture, exchange.tokens_of_all(own, run.slots))
+            delta = run.total(exchange.own_tokens(y, own.shape[0]), shared)
+        else:
+            delta = run.experts(mixture, x, shared)
+        return exchange.sum(run.add(delta, None)) if exchange.sums else delta
 
     def _shared(self, mixture: MixtureOfExperts, x: Any, run: AnyKernels) -> torch.Tensor | None:
         """The output of the expert that runs for every token, if there is one."""
@@ -143,15 +154,33 @@ class DecoderLayer(nn.Module):
             return y
         return run.project(mixture.shared_gate, x).sigmoid() * y
 
+    @property
+    def own_sinks(self) -> torch.Tensor | None:
+        """The sinks of the heads that attention has on this rank."""
+        return None if self.sinks is None else self.exchange.own_heads(self.sinks)
+
     def qkv(self, x: Any, run: AnyKernels) -> torch.Tensor:
         qkv = run.project(self.qkv_proj, x)
         if self.query_norm is None or self.key_norm is None:
             return qkv
         queries, keys = self.query_norm.weight.shape[0], self.key_norm.weight.shape[0]
         query, key, value = qkv.split((queries, keys, keys), dim=1)
-        query = run.output_norm(self.query_norm, query)
-        key = run.output_norm(self.key_norm, key)
+        if self.exchange.sums:
+            query, key = self._norm_over_ranks((self.query_norm, query), (self.key_norm, key))
+        else:
+            query = run.output_norm(self.query_norm, query)
+            key = run.output_norm(self.key_norm, key)
         return torch.cat((query, key, value), dim=1)
+
+    def _norm_over_ranks(self, *parts: tuple[RMSNorm, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Norms over the heads of all ranks, of which each has as many; one all-reduce for all.
+
+        A head that several ranks have counts as often as any other, so the mean is the same.
+        """
+        squares = torch.stack([x.float().square().mean(1) for _, x in parts])
+        for (norm, x), square in zip(parts, self.exchange.mean(squares), strict=True):
+            normed = (x.float() * (square + norm.eps).rsqrt().unsqueeze(1)).to(x.dtype)
+            yield (normed.to(norm.weight.dtype) * norm.weight).to(x.dtype)
 
     def _output(
         self, projection: Linear, x: torch.Tensor, norm: AnyNorm | None, run: AnyKernels
@@ -209,18 +238,18 @@ class DecoderLayer(nn.Module):
             yield from self.mixture.weight_slots(prefix)
         if self.sinks is not None:
             sinks = self.sinks.detach()
-            yield WeightSlot(f"{prefix}.{names.sinks}", sinks, sinks.shape)
-        norms = (
-            (names.attention_norm, self.attention_norm),
-            (names.attention_output_norm, self.attention_output_norm),
-            (names.mlp_norm, self.mlp_norm),
-            (names.mlp_output_norm, self.mlp_output_norm),
-            (names.query_norm, self.query_norm),
-            (names.key_norm, self.key_norm),
+            yield WeightSlot(f"{prefix}.{names.sinks}", sinks, sinks.shape, roles=("sinks",))
+        norms: tuple[tuple[str | None, AnyNorm | None, tuple[Role, ...]], ...] = (
+            (names.attention_norm, self.attention_norm, ()),
+            (names.attention_output_norm, self.attention_output_norm, ()),
+            (names.mlp_norm, self.mlp_norm, ()),
+            (names.mlp_output_norm, self.mlp_output_norm, ()),
+            (names.query_norm, self.query_norm, ("query",)),
+            (names.key_norm, self.key_norm, ("key",)),
         )
-        for name, norm in norms:
+        for name, norm, roles in norms:
             if norm is not None:
-                yield from norm_slots(f"{prefix}.{name}", norm)
+                yield from norm_slots(f"{prefix}.{name}", norm, roles)
         if self.qk_norm is not None:  # one weight, repeated for each head
             per_head = self.qk_norm.weight.detach().split(self.head_counts)
             rotary = self._config.rotary
@@ -305,10 +334,10 @@ def empty_norm(
     return norm
 
 
-def norm_slots(name: str, norm: AnyNorm) -> Iterator[WeightSlot]:
-    """The tensors of the norm called ``name``, which are whole on every rank."""
+def norm_slots(name: str, norm: AnyNorm, roles: tuple[Role, ...] = ()) -> Iterator[WeightSlot]:
+    """The tensors of the norm called ``name``, which are whole on every rank without ``roles``."""
     weight = norm.weight.detach()
-    yield WeightSlot(f"{name}.weight", weight, weight.shape, offset=norm.offset)
+    yield WeightSlot(f"{name}.weight", weight, weight.shape, offset=norm.offset, roles=roles)
     if isinstance(norm, LayerNorm) and norm.bias is not None:
         bias = norm.bias.detach()
         yield WeightSlot(f"{name}.bias", bias, bias.shape)

@@ -26,6 +26,7 @@ from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate, activate_and_mul
 from ostinato.ops.experts.expert_kernels import RoutedToken, down_row, expert_parts, gate_up_row
 from ostinato.ops.experts.experts import run_experts
+from ostinato.ops.experts.own_experts import run_own_experts
 from ostinato.ops.gemm.linear import Gemm, run_linear
 from ostinato.ops.gemm.split_k import split_k_gemm
 from ostinato.ops.norm import Norm, add_output_norm, rms_norm
@@ -99,6 +100,19 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
         Padding chooses none.
         """
 
+    def normed(self, x: Normed | Tensor) -> Tensor:
+        """What a sublayer reads, computed: rows that other ranks can be sent."""
+        assert isinstance(x, Tensor), "strategies with other values have their own"
+        return x
+
+    def own_experts(self, experts: MixtureOfExperts, x: Tensor) -> Tensor:
+        """What this rank's experts add to rows ``x`` of all ranks, which ``slots`` belong to."""
+        return run_own_experts(x, experts.weights, self.slots)
+
+    def total(self, parts: Tensor, shared: Tensor | None) -> Delta | Tensor:
+        """The sum of ``parts`` [P, T, N] and of the output of a ``shared`` expert."""
+        return _with(shared, parts.sum(0))
+
     @abstractmethod
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         """RoPE and attention: ``qkv`` [T, all heads * head_dim] -> [T, num_heads * head_dim]."""
@@ -163,7 +177,7 @@ class Plain(LayerKernels[Tensor, Tensor]):
         queries_keys, value = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
         query, key = self.rotated(layer, queries_keys).split(layer.head_counts, dim=1)
         query, key, value = layer.exchange.tokens_for_heads(query, key, value)
-        mixed = attend(layer.spec, query, key, value, layer.sinks)
+        mixed = attend(layer.spec, query, key, value, layer.own_sinks)
         return layer.exchange.heads_for_tokens(mixed).flatten(1)
 
     def attend_latent(
@@ -207,6 +221,10 @@ class _Fused(LayerKernels[Normed, Delta]):
     def output_norm(self, norm: AnyNorm, x: Tensor) -> Tensor:
         return norm.fused(x)
 
+    def total(self, parts: Tensor, shared: Tensor | None) -> Tensor:
+        """As they are: the next norm adds parts up."""
+        return parts if shared is None else torch.cat((parts, shared.unsqueeze(0)))
+
     def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
         (num_heads, _), spec = layer.head_counts, layer.spec
         qkv = layer.exchange.qkv_for_heads(qkv, *layer.head_counts)
@@ -217,7 +235,7 @@ class _Fused(LayerKernels[Normed, Delta]):
         rotary = RotaryEmbedding(
             table=self._tables[layer.rotary_table], qk_norm=qk_norm, eps=layer.rms_norm_eps
         )
-        mixed = attend_qkv(spec, qkv, rotary, self._positions, layer.sinks)
+        mixed = attend_qkv(spec, qkv, rotary, self._positions, layer.own_sinks)
         return layer.exchange.heads_for_tokens(mixed).flatten(1)
 
     def attend_latent(
@@ -339,6 +357,9 @@ class SmallM(_Fused[PendingNorm | Tensor, Pending]):
             token = gate_up_row(rows, experts.weights, self.slots, norm)
             return PendingExperts(token, shared)
         return expert_parts(rows, experts.weights, self.slots, norm, shared)
+
+    def normed(self, x: PendingNorm | Tensor) -> Tensor:
+        return x if isinstance(x, Tensor) else rms_norm(x.x, x.norm.weight, x.norm.eps)
 
     def delta_norm(self, norm: AnyNorm, x: Pending) -> PendingDeltaNorm | Tensor:
         rows = self.add(x, None)

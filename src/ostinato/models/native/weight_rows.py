@@ -67,6 +67,8 @@ class WeightRows:
             return (self.vocabulary,), config.vocab_size
         if role in ("gate", "up", "down"):
             return (self.width,), config.intermediate_size
+        if role == "sinks":  # one of each query head
+            return _of_heads(self.query_heads, (range(1),), 1), config.num_heads
         of_queries = role in ("query", "output")
         heads = self.query_heads if of_queries else self.kv_heads
         size = (config.num_heads if of_queries else config.num_kv_heads) * config.head_dim

@@ -61,19 +61,21 @@ def parts_of(
     from ostinato.ops.experts.triton.routing import route_kernel
 
     (num_tokens, hidden), options = x.shape, mixture.options
-    num_experts, top_k = mixture.num_experts, options.top_k
+    own, top_k = mixture.num_own, options.top_k
     device, num_pairs = x.device, num_tokens * top_k
-    block_m = block_rows(num_pairs, num_experts)
+    block_m = block_rows(-(-num_pairs * own // mixture.num_experts), own)
     num_parts = top_k if shared is None else top_k + 1
-    parts = torch.empty(num_parts, num_tokens, hidden, device=device, dtype=x.dtype)
+    # Only the chosen experts that are here write to their part.
+    new = torch.empty if own == mixture.num_experts else torch.zeros
+    parts = new(num_parts, num_tokens, hidden, device=device, dtype=x.dtype)
     if shared is not None:
         parts[top_k].copy_(shared)
     if num_tokens == 0:
         return parts
-    num_blocks = most_blocks(num_pairs, num_experts, block_m)
-    counters = take_counters(device, num_experts + 1)
+    num_blocks = most_blocks(num_tokens * min(top_k, own), own, block_m)
+    counters = take_counters(device, own + 1)
     weights = torch.empty(num_tokens, top_k, device=device, dtype=torch.float32)
-    buckets = torch.empty(num_experts, num_tokens, device=device, dtype=torch.int32)
+    buckets = torch.empty(own, num_tokens, device=device, dtype=torch.int32)
     blocks = torch.empty(1 + 3 * num_blocks, device=device, dtype=torch.int32)
     launch(
         route_kernel,
@@ -91,6 +93,9 @@ def parts_of(
         ),
         (num_tokens, options.scale),
         **_routing_constants(mixture),
+        FIRST=mixture.first,
+        OWN=own,
+        OWN_PAD=next_power_of_2(own),
         WIDTH=hidden,
         BLOCK_M=block_m,
         **overlap(device),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ostinato.ops.define import define
-from ostinato.ops.experts.routing import NO_EXPERT, RouterOptions, route
+from ostinato.ops.experts.routing import RouterOptions, route
 
 # ``clamped_swiglu`` is GPT-OSS's: both sides clamped, another slope, an offset of the second.
 ExpertActivation = Literal["silu", "clamped_swiglu"]
@@ -27,6 +27,9 @@ class Mixture(NamedTuple):
     ``router`` [E, hidden], ``gate_up`` [E, 2 * width, hidden], ``down`` [E, hidden, width], with
     biases [E], [E, 2 * width] and [E, hidden], all of one dtype and dense. ``correction`` [E]
     float32: see ``route``. ``load`` [E] int64: how many tokens chose each expert, counted in place.
+
+    A rank may have only some of the experts, from number ``first`` on: ``gate_up``, ``down`` and
+    their biases then have that many. Others add nothing, and are not counted.
     """
 
     options: RouterOptions
@@ -39,10 +42,16 @@ class Mixture(NamedTuple):
     correction: torch.Tensor | None = None
     load: torch.Tensor | None = None
     activation: ExpertActivation = "silu"
+    first: int = 0
 
     @property
     def num_experts(self) -> int:
         return self.router.shape[0]
+
+    @property
+    def num_own(self) -> int:
+        """The number of experts that are here."""
+        return self.gate_up.shape[0]
 
     @property
     def width(self) -> int:
@@ -74,6 +83,7 @@ def run_experts(x: torch.Tensor, mixture: Mixture, slots: torch.Tensor | None) -
         out,
         *options,
         mixture.activation,
+        mixture.first,
     )
     return out
 
@@ -101,22 +111,22 @@ def _run_chosen(
     experts, weights = route(logits, mixture.options, correction=mixture.correction, slots=slots)
     total = torch.zeros(x.shape, dtype=torch.float32)
     for expert in experts.unique().tolist():
-        if expert == NO_EXPERT:
+        if not 0 <= expert - mixture.first < mixture.num_own:  # padding, or another rank's
             continue
         tokens, numbers = (experts == expert).nonzero(as_tuple=True)
-        y = _run_one(x[tokens], mixture, expert)
+        y = _run_one(x[tokens], mixture, expert - mixture.first)
         total.index_add_(0, tokens, y.float() * weights[tokens, numbers, None])
         if mixture.load is not None:
             mixture.load[expert] += tokens.shape[0]
     out.copy_(total)
 
 
-def _run_one(x: torch.Tensor, mixture: Mixture, expert: int) -> torch.Tensor:
-    """One expert, unweighted."""
+def _run_one(x: torch.Tensor, mixture: Mixture, place: int) -> torch.Tensor:
+    """The expert at this place among those here, unweighted."""
     biases = (mixture.gate_up_bias, mixture.down_bias)
-    gate_up_bias, down_bias = (None if bias is None else bias[expert] for bias in biases)
-    gate_up = F.linear(x, mixture.gate_up[expert], gate_up_bias)
-    return F.linear(activate_gated(gate_up, mixture.activation), mixture.down[expert], down_bias)
+    gate_up_bias, down_bias = (None if bias is None else bias[place] for bias in biases)
+    gate_up = F.linear(x, mixture.gate_up[place], gate_up_bias)
+    return F.linear(activate_gated(gate_up, mixture.activation), mixture.down[place], down_bias)
 
 
 def _run_kernels(
@@ -146,7 +156,7 @@ def _packed(
     *options: Any,
 ) -> tuple[Any, ...]:
     mixture = Mixture(
-        options=RouterOptions(*options[:-1]),
+        options=RouterOptions(*options[:-2]),
         router=router,
         gate_up=gate_up,
         down=down,
@@ -154,7 +164,8 @@ def _packed(
         down_bias=down_bias,
         correction=correction,
         load=load,
-        activation=options[-1],
+        activation=options[-2],
+        first=options[-1],
     )
     return x, logits, slots, mixture, out
 
@@ -165,7 +176,7 @@ _operator = define(
     Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias,
     Tensor? correction, Tensor(a!)? load, Tensor(b!) out,
     int top_k, str scoring, bool renormalize, int num_groups, int top_groups, float scale,
-    int group_best, str activation
+    int group_best, str activation, int first
 ) -> ()""",
     cpu=_run_chosen,
     cuda=_run_kernels,

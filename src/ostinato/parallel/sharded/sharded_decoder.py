@@ -20,7 +20,7 @@ from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.comm import Comm
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.rank_context import CommOf
-from ostinato.parallel.rank_exchange import TensorExchange, UlyssesExchange
+from ostinato.parallel.rank_exchange import ReplicaExchange, TensorExchange, UlyssesExchange
 from ostinato.parallel.sharded.sharding import Shard, base_shard, sharded_slots, shift_shard
 
 
@@ -28,7 +28,8 @@ class ShardedDecoder(Decoder):
     """One rank's part of a decoder; a ``CausalLM`` that returns states and logits of all tokens.
 
     ``tensor``: the ranks that share the weights. ``sequence``: the ranks that split the tokens of a
-    batch, contiguously; the number of tokens must be a multiple of their number.
+    batch, contiguously; the number of tokens must be a multiple of their number. ``replicas``: the
+    ranks with the same part of other replicas, if experts are spread over all of them.
     """
 
     def __init__(
@@ -40,14 +41,19 @@ class ShardedDecoder(Decoder):
         device: torch.device,
         dtype: torch.dtype,
         max_position: int | None = None,
+        replicas: Comm | None = None,
     ) -> None:
-        split = sequence.size > 1
+        exchange = TensorExchange(tensor)
+        if sequence.size > 1:
+            exchange = UlyssesExchange(tensor, sequence)
+        elif replicas is not None and replicas.size > 1:
+            exchange = ReplicaExchange(tensor, replicas)
         super().__init__(
             shard.local_config,
             device=device,
             dtype=dtype,
             max_position=max_position,
-            exchange=UlyssesExchange(tensor, sequence) if split else TensorExchange(tensor),
+            exchange=exchange,
         )
         self.shard = shard
         self.vocab_size = shard.config.vocab_size
@@ -79,6 +85,19 @@ class ShardedDecoder(Decoder):
         hidden = self._run_layers(hidden, positions[own], positions)
         return hidden if num_ranks == 1 else self._sequence.all_gather(hidden)
 
+    def _token_slots(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        slots, count = super()._token_slots(hidden), hidden.shape[0]
+        if slots is None or self._sequence.size == 1:
+            return slots
+        return slots[self._sequence.index * count :][:count]
+
+    def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
+        """This rank's share of the counts: the sum over all ranks is the model's."""
+        counts = super().expert_load(reset=reset)
+        if self.shard.experts is not None or self.shard.index == 0:
+            return counts
+        return {layer: [0] * len(each) for layer, each in counts.items()}  # another rank has them
+
     def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         if self._tensor.size == 1:
             return F.embedding(input_ids, self.embed_tokens.weight)
@@ -90,9 +109,9 @@ class ShardedDecoder(Decoder):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] of hidden states [B, hidden_size], on every rank."""
-        logits = self._scaled_logits(F.linear(self.norm(hidden), self.head_weight))
         if self._tensor.size == 1:
-            return logits
+            return super().compute_logits(hidden)
+        logits = self._scaled_logits(F.linear(self.norm(hidden), self.head_weight))
         return self._tensor.all_gather(logits, dim=1)[:, : self.vocab_size]
 
     def weight_slots(self) -> Iterator[WeightSlot]:
@@ -109,10 +128,16 @@ def build_base(
     device: torch.device,
     dtype: torch.dtype,
     max_position: int | None = None,
+    experts: range | None = None,
+    replicas: Comm | None = None,
 ) -> ShardedDecoder:
-    """The model for large batches: weights over TP, tokens over SP."""
+    """The model for large batches: weights over TP, tokens over SP.
+
+    ``experts``: those of this rank, if they are spread over the ranks of all ``replicas``.
+    """
     return ShardedDecoder(
-        base_shard(config, layout, rank),
+        base_shard(config, layout, rank, experts),
+        replicas=replicas,
         tensor=comm_of(layout.tensor_group(rank)),
         sequence=comm_of(layout.sequence_group(rank)),
         device=device,

@@ -17,6 +17,7 @@ from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.native.config.decoder_config import DecoderConfig, first_layers
 from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.layer import DecoderLayer
 from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.native.shapes import draw_parameters
@@ -24,6 +25,7 @@ from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.rank_context import RankContext
 from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder, build_base, build_shift
+from ostinato.parallel.sharded.sharding import own_experts
 
 
 def build_models(
@@ -35,6 +37,12 @@ def build_models(
     max_position: int | None = None,
 ) -> list[ShardedDecoder]:
     """The base model, and the shift model if the rank context has a threshold; uninitialised."""
+    experts, replicas = None, rank_context.replicas
+    if rank_context.spreads_experts:
+        assert config.experts is not None, "checked before"
+        per_replica = rank_context.layout.world_size
+        index = replicas.index * per_replica + rank_context.rank
+        experts = own_experts(config.experts.num_experts, replicas.size * per_replica, index)
     base = build_base(
         config,
         rank_context.layout,
@@ -43,6 +51,8 @@ def build_models(
         device=device,
         dtype=dtype,
         max_position=max_position,
+        experts=experts,
+        replicas=replicas,
     )
     if not rank_context.threshold:
         return [base]
@@ -71,7 +81,7 @@ def draw_sharded_weights(models: Sequence[ShardedDecoder], seed: int) -> None:
     for model in models:
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if name == "bias":
+                if name.endswith("bias"):
                     parameter.zero_()
                 elif isinstance(module, RMSNorm | LayerNorm):
                     parameter.fill_(1.0)
@@ -81,22 +91,32 @@ def draw_sharded_weights(models: Sequence[ShardedDecoder], seed: int) -> None:
         dtype=first.dtype,
         max_position=1,
     )
-    (layer,) = whole.decoder_layers()
+    layers = {layer.mixture is not None: layer for layer in whole.decoder_layers()}
     outside = {slot.name: slot for slot in whole.weight_slots()}
     whole_rows = WeightRows.whole(config)
 
     def keep(part_of_whole: WeightSlot) -> None:
+        if part_of_whole.target.numel() != part_of_whole.shape.numel():
+            return  # a norm, repeated for each head
         drawn = _as_in_checkpoint(whole_rows.place(part_of_whole))
         for own in slots:
             slot = own.get(part_of_whole.name)
-            if slot is not None and slot.parts:
+            if slot is None:
+                continue
+            if slot.parts:
                 rows = torch.tensor([row for part in slot.parts for row in part], device=device)
-                slot.target.copy_(drawn.index_select(slot.dim, rows))
+                slot.target.copy_(drawn.index_select(slot.dim, rows).view(slot.target.shape))
+            elif slot.parts is None:
+                slot.target.copy_(drawn.view(slot.target.shape))  # the same on every rank
 
     # In the order of a whole decoder's modules.
     draw_parameters(whole.embed_tokens, generator)
     keep(outside["model.embed_tokens.weight"])
     for index in range(config.num_layers):
+        has_experts = config.experts is not None and index in config.experts.layers
+        if has_experts not in layers:
+            layers[has_experts] = DecoderLayer(config, index, device=device, dtype=first.dtype)
+        layer = layers[has_experts]
         draw_parameters(layer, generator)
         for slot in layer.weight_slots(f"model.layers.{index}"):
             keep(slot)
@@ -108,7 +128,7 @@ def draw_sharded_weights(models: Sequence[ShardedDecoder], seed: int) -> None:
 def _as_in_checkpoint(slot: WeightSlot) -> torch.Tensor:
     """The target of ``slot``, which reads its whole tensor, in the order of that tensor's rows."""
     if not slot.parts or len(slot.parts) == 1:
-        return slot.target
+        return slot.target.reshape(slot.shape)
     rows = torch.tensor([row for part in slot.parts for row in part], device=slot.target.device)
     return torch.empty_like(slot.target).index_copy_(slot.dim, rows, slot.target)
 

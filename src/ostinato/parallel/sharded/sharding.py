@@ -1,8 +1,8 @@
 """The part of a decoder's weights on one rank, and where to read it in a checkpoint.
 
 A rank reads only its part. Attention is split by whole heads, in the order of a ``HeadLayout``;
-feed-forward layers by their width; the embedding and the head by the vocabulary. The first rank
-alone adds the biases of GEMMs that are summed over ranks.
+feed-forward layers by their width, each expert of a mixture by its own; the embedding and the head
+by the vocabulary. The first rank alone adds the biases of GEMMs that are summed over ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ostinato.errors import ConfigError
 from ostinato.models.native.config.decoder_config import DecoderConfig, first_layers
+from ostinato.models.native.config.experts_config import ExpertsConfig, ExpertsPart
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.layout import ParallelLayout, vocabulary
@@ -24,6 +25,7 @@ class Shard:
     """Part ``index`` of ``size`` of a decoder: these heads, in this order, in global numbers.
 
     ``num_layers``: only its first layers; None: all. ``config`` describes the whole decoder.
+    ``experts``: these experts of each layer, whole; None: a part of the width of each expert.
     """
 
     config: DecoderConfig
@@ -32,20 +34,10 @@ class Shard:
     index: int
     size: int
     num_layers: int | None = None
+    experts: range | None = None
 
     def __post_init__(self) -> None:
-        width = self.config.intermediate_size
-        if width % self.size:
-            raise ConfigError(
-                f"feed-forward layers of width {width} cannot be split evenly over {self.size} "
-                f"ranks; choose a number of ranks that divides {width}"
-            )
-        if self.size > 1 and self.config.qk_norm == "full":
-            raise ConfigError(
-                f"this model normalises queries and keys over all heads, which cannot be split "
-                f"over {self.size} ranks; use ulysses_sequence_parallel_size without a shift "
-                "threshold, or one rank"
-            )
+        self.config.check_split(self.size, experts_whole=self.experts is not None)
 
     @property
     def local_config(self) -> DecoderConfig:
@@ -54,9 +46,23 @@ class Shard:
             first_layers(self.config, self.num_layers or self.config.num_layers),
             num_heads=len(self.query_heads),
             num_kv_heads=len(self.kv_heads),
-            intermediate_size=self.config.intermediate_size // self.size,
+            intermediate_size=max(1, len(self.width)),
+            experts=self._local_experts(),
             vocab_size=len(vocabulary(self.config.vocab_size, self.size, 0)),  # the largest part
         )
+
+    def _local_experts(self) -> ExpertsConfig | None:
+        experts = self.config.experts
+        if experts is None:
+            return None
+        spread = self.experts is not None
+        part = ExpertsPart(
+            experts=self.experts or range(experts.num_experts),
+            width=range(experts.width) if spread else self._share(experts.width),
+            shared=self._share(experts.shared_width or 0),
+            adds_biases=spread or self.index == 0,
+        )
+        return replace(experts, part=part)
 
     @property
     def vocabulary(self) -> range:
@@ -65,11 +71,28 @@ class Shard:
 
     @property
     def width(self) -> range:
-        part = self.config.intermediate_size // self.size
+        return self._share(self.config.intermediate_size)
+
+    def _share(self, size: int) -> range:
+        part = size // self.size
         return range(self.index * part, (self.index + 1) * part)
 
 
-def base_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Shard:
+def own_experts(num_experts: int, num_ranks: int, index: int) -> range:
+    """The experts of every layer that rank ``index`` of ``num_ranks`` has."""
+    share, rest = divmod(num_experts, num_ranks)
+    if rest:
+        raise ConfigError(
+            f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks; choose a "
+            "number of ranks (tensor_parallel_size x data_parallel_size) that divides "
+            f"{num_experts}, or leave out enable_expert_parallel"
+        )
+    return range(index * share, (index + 1) * share)
+
+
+def base_shard(
+    config: DecoderConfig, layout: ParallelLayout, rank: int, experts: range | None = None
+) -> Shard:
     """A rank's part of the model for large batches, sharded over TP."""
     heads = layout.heads(config.num_heads, config.num_kv_heads)
     _, t = layout.coordinates(rank)
@@ -79,6 +102,7 @@ def base_shard(config: DecoderConfig, layout: ParallelLayout, rank: int) -> Shar
         kv_heads=tuple(heads.base_kv_heads(t)),
         index=t,
         size=layout.tp,
+        experts=experts,
     )
 
 

@@ -156,6 +156,25 @@ class DecoderConfig:
         """Which of ``rotaries`` a layer has."""
         return self.layer_rotaries[layer] if self.layer_rotaries else 0
 
+    def check_split(self, num_ranks: int, *, experts_whole: bool = False) -> None:
+        """Raise unless feed-forward layers can be split by their width over this many ranks.
+
+        ``experts_whole``: experts are spread over ranks instead; the shared one is still split.
+        """
+        experts, widths = self.experts, list[tuple[str, int]]()
+        if experts is None or not experts.layers.issuperset(range(self.num_layers)):
+            widths.append(("feed-forward layers", self.intermediate_size))
+        if experts is not None and not experts_whole:
+            widths.append(("experts", experts.width))
+        if experts is not None and experts.shared_width is not None:
+            widths.append(("a shared expert", experts.shared_width))
+        for what, width in widths:
+            if width % num_ranks:
+                raise ConfigError(
+                    f"{what} of width {width} cannot be split evenly over {num_ranks} ranks; "
+                    f"choose a number of ranks that divides {width}"
+                )
+
     @property
     def rotaries(self) -> tuple[Rotary, ...]:
         """The different RoPEs of the model."""

@@ -42,13 +42,27 @@ class ExpertNames:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsPart:
+    """What one rank has of a mixture: these experts, and of each this range of its width.
+
+    Either range is whole. ``shared``: of the shared expert's width. ``adds_biases``: of the down
+    projections, which one of the ranks that sum their results adds.
+    """
+
+    experts: range
+    width: range
+    shared: range
+    adds_biases: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
     """``layers``: the numbers of the layers that have experts; others have a dense MLP.
 
     ``shared_width``: of an expert that runs for every token, if there is one; with ``shared_gate``
     its output is multiplied by a sigmoid of another projection. ``correction``: the router has
     one (``ops.experts.routing``). ``router_bias``, ``biases``: of the router, and of the experts'
-    linears.
+    linears. ``part``: what of the mixture a rank has, if not all. Sizes are those of the whole.
     """
 
     num_experts: int
@@ -62,6 +76,18 @@ class ExpertsConfig:
     correction: bool = False
     router_bias: bool = False
     biases: bool = False
+    part: ExpertsPart | None = None
+
+    @property
+    def owned(self) -> ExpertsPart:
+        """``part``, or all."""
+        if self.part is not None:
+            return self.part
+        return ExpertsPart(
+            experts=range(self.num_experts),
+            width=range(self.width),
+            shared=range(self.shared_width or 0),
+        )
 
     def __post_init__(self) -> None:
         options = self.options

@@ -243,14 +243,16 @@ def _zero_parts(parts, token, T, TOP_K: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _build_blocks(counters, load, blocks, E: tl.constexpr, E_PAD: tl.constexpr, BLOCK_M):
+def _build_blocks(
+    counters, load, blocks, FIRST: tl.constexpr, OWN: tl.constexpr, OWN_PAD: tl.constexpr, BLOCK_M
+):
     """Cut every expert's tokens into blocks of BLOCK_M; add their counts to ``load``."""
-    e = tl.arange(0, E_PAD)
-    there = e < E
+    e = tl.arange(0, OWN_PAD)
+    there = e < OWN
     counts = tl.load(counters + e, mask=there, other=0, cache_modifier=".cg")
     if load is not None:
-        seen = tl.load(load + e, mask=there, other=0)
-        tl.store(load + e, seen + counts, mask=there)
+        seen = tl.load(load + FIRST + e, mask=there, other=0)
+        tl.store(load + FIRST + e, seen + counts, mask=there)
     num_blocks = (counts + BLOCK_M - 1) // BLOCK_M
     place = blocks + 1 + 3 * (tl.cumsum(num_blocks, axis=0) - num_blocks)
     most = tl.max(num_blocks, axis=0)
@@ -285,17 +287,21 @@ def route_kernel(
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     GROUP_BEST: tl.constexpr,
+    FIRST: tl.constexpr,
+    OWN: tl.constexpr,
+    OWN_PAD: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One program per token: its experts into their buckets, their weights, and then the blocks.
 
-    ``counters`` [E + 1] int32 must be 0; they end as the tokens of each expert, and T. ``weights``
-    [T, TOP_K] float32. ``buckets`` [E, T] int32 hold pairs, token * TOP_K + number. ``blocks``
-    int32: their number, then for each an expert, the place of its first token in the expert's
-    bucket, and its number of tokens.
-    Tokens with a negative slot choose none, and their rows of ``parts`` become zero.
+    Of the E experts, OWN are here, from FIRST on, which is number 0 below; others are left out.
+    ``counters`` [OWN + 1] int32 must be 0; they end as the tokens of each expert, and T.
+    ``weights`` [T, TOP_K] float32. ``buckets`` [OWN, T] int32 hold pairs, token * TOP_K + number.
+    ``blocks`` int32: their number, then for each an expert, the place of its first token in the
+    expert's bucket, and its number of tokens. Tokens with a negative slot choose none, and their
+    rows of ``parts`` become zero, unless all are.
     """
     if OVERLAP:
         gdc_launch_dependents()
@@ -323,11 +329,14 @@ def route_kernel(
         mine = number < TOP_K
         pair = token * TOP_K + number
         tl.store(weights + pair, chosen, mask=mine)
+        if OWN < E:
+            experts -= FIRST
+            mine = mine & (experts >= 0) & (experts < OWN)
         place = tl.atomic_add(counters + experts, 1, mask=mine, sem="relaxed")
         tl.store(buckets + experts.to(tl.int64) * T + place, pair, mask=mine)
-    else:
+    elif OWN == E:
         _zero_parts(parts, token, T, TOP_K, WIDTH)
     tl.debug_barrier()  # all threads have stored before one of them signals it
-    arrived = tl.atomic_add(counters + E, 1, sem="acq_rel", scope="gpu")
+    arrived = tl.atomic_add(counters + OWN, 1, sem="acq_rel", scope="gpu")
     if arrived == T - 1:
-        _build_blocks(counters, load, blocks, E, E_PAD, BLOCK_M)
+        _build_blocks(counters, load, blocks, FIRST, OWN, OWN_PAD, BLOCK_M)
