@@ -33,6 +33,7 @@ ENGINES: list[tuple[str, ModeName | None]] = [
 SPECULATING: list[tuple[str, ModeName | None]] = [*ENGINES, ("cpu", "PIECEWISE"), ("cpu", "FULL")]
 pytestmark = pytest.mark.gpu
 GARBAGE = 2**30  # no token, position, block or slot
+EXAMPLES = 200 if torch.cuda.is_available() else 60
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def run_workload(engine: Engine, workload: list[Arrival]) -> list[Completion]:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(workload=st.lists(arrivals, min_size=1, max_size=14))
 def test_graphs_give_the_tokens_of_eager(
     engines: tuple[Engine, Engine], workload: list[Arrival]

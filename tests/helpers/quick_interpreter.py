@@ -21,6 +21,7 @@ def quicken_interpreter() -> None:
     interpreter._patch_lang = _once_per_launch(interpreter._patch_lang)
     interpreter._get_np_dtype = _by_element_type(interpreter._get_np_dtype)
     _share_shapes()
+    _unwrap_what_is_wrapped()
 
 
 def _by_element_type(get_np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -95,6 +96,21 @@ def _share_shapes() -> None:
     core.tensor.__init__ = init_tensor
 
 
+def _unwrap_what_is_wrapped() -> None:
+    """Most values that the language unwraps are neither constants nor sequences of them."""
+    from triton.language import core
+
+    unwrap = core._unwrap_if_constexpr
+    containers = (list, tuple, core.tuple)
+
+    def unwrap_quickly(value: Any) -> Any:
+        if isinstance(value, core.constexpr):
+            return value.value
+        return unwrap(value) if isinstance(value, containers) else value
+
+    core._unwrap_if_constexpr = unwrap_quickly
+
+
 def _once_per_launch(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Every call of one kernel by another, such as ``tl.sum``, patches all of ``triton.language``.
 
@@ -105,13 +121,17 @@ def _once_per_launch(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     patched: set[str] = set()
 
+    @functools.cache
+    def langs_of(function: Any) -> set[str]:
+        values = list(map(id, function.__globals__.values()))
+        return {lang.__name__ for lang in (tl, tl.core) if id(lang) in values}
+
     class Nothing:
         def restore(self) -> None:
             raise AssertionError("a launch inside a launch")
 
     def patch(function: Any) -> Any:
-        values = list(map(id, function.__globals__.values()))
-        langs = {lang.__name__ for lang in (tl, tl.core) if id(lang) in values}
+        langs = langs_of(function)
         if patched and langs <= patched:
             return Nothing()
         scope = patch_lang(function)
