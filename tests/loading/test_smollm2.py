@@ -21,7 +21,7 @@ pytestmark = [
     ),
 ]
 
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a land far away, there lived",
