@@ -21,7 +21,7 @@ from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
 from ostinato.runner.step_result import SampledLogits
 
-NEW_TOKENS = 24
+NEW_TOKENS = 12
 # Of a single token, of less and more than a convolution's window, and of more than two chunks.
 LENGTHS = (1, 2, 5, 23, 64, 141)
 MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_FULL")
