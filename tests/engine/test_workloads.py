@@ -240,6 +240,7 @@ def test_the_workloads_replay_the_full_sampler(engines: tuple[Engine, Engine]) -
     assert replaying.runner.samplers.stats.replays >= before + 6
 
 
+@pytest.mark.slow
 def test_preempted_requests_are_sampled_as_others(engines: tuple[Engine, Engine]) -> None:
     common: dict[str, Any] = {"max_tokens": 40, "top_k": 5, "repetition_penalty": 1.3}
     workload = [
@@ -252,6 +253,7 @@ def test_preempted_requests_are_sampled_as_others(engines: tuple[Engine, Engine]
         assert one.output.token_ids == other.output.token_ids
 
 
+@pytest.mark.sweep
 def test_drafts_of_preempted_requests(speculating: tuple[Engine, ReplayProposer, Engine]) -> None:
     """The cache holds fewer requests than run at first."""
     engine, proposer, eager = speculating

@@ -108,7 +108,11 @@ def test_experts_in_host_memory(tmp_path: Path) -> None:
     [
         ({"enable_lora": True}, "enable_lora needs a dense model .*it has a mixture of experts"),
         ({"swiftkv_layers": 1}, "SwiftKV needs a dense model"),
-        ({"tensor_parallel_size": 2}, "models with experts do not run on several ranks"),
+        pytest.param(
+            {"tensor_parallel_size": 2},
+            "models with experts do not run on several ranks",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_refusals(settings: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -244,6 +244,7 @@ def texts_in_source() -> Iterator[str]:
                 yield node.value
 
 
+@pytest.mark.slow
 def test_quoted_errors_are_those_of_the_source() -> None:
     """The headings of docs/troubleshooting.md that quote a message; ``…`` stands for a value."""
     quoted = re.findall(r"^### `(.+)`$", read("docs/troubleshooting.md"), re.MULTILINE)
@@ -293,6 +294,7 @@ def test_the_table_of_what_a_capture_forbids_is_found() -> None:
 OTHER_ENGINES = Path(other_engines.__file__)
 
 
+@pytest.mark.slow
 def test_names_that_are_said_to_be_the_same_are_there() -> None:
     """Where a row of the pages for those who come from elsewhere says "same name"."""
     ours = (path for path in (ROOT / "src/ostinato").rglob("*.py") if path != OTHER_ENGINES)
