@@ -58,6 +58,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, most_keys: int) -> None:
     monkeypatch.setattr(numba_paged, "MOST_KEYS", most_keys)
 
 
+@pytest.mark.slow
 @any_limit
 @given(layout=any_layout, norm=st.booleans())
 @examples

@@ -149,6 +149,7 @@ def test_windows_at_the_edges_of_blocks(num_sms: int, device: torch.device, wind
 LENGTHS = {"even": (50, 60, 60), "uneven": (3, 90, 2), "short": (4, 5, 4), "one": (90,)}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("rule", "streamed"),
     [

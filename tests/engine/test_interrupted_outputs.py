@@ -68,6 +68,7 @@ def join(deltas: list[TextDelta]) -> list[tuple[list[int], str, str | None]]:
     return outputs
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", [1, 2, 7, 10, 13, 16, 17, 19])
 @pytest.mark.parametrize(
     ("owner", "name"),
@@ -100,6 +101,7 @@ def test_an_interrupted_call_takes_nothing_from_a_stream(
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("number", range(1, 12))
 @pytest.mark.parametrize(
     ("owner", "name"),

@@ -154,6 +154,7 @@ def test_with_at_most_one_late_layer_it_is_the_plain_model(
         assert tokens_of(llm, params) == expected
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "name", ["gemma2", "gemma3", "granite", "phi3", "glm4", "smollm3", "cohere2", "nemotron"]
 )

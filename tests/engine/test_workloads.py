@@ -33,6 +33,7 @@ ENGINES: list[tuple[str, ModeName | None]] = [
 SPECULATING: list[tuple[str, ModeName | None]] = [*ENGINES, ("cpu", "PIECEWISE"), ("cpu", "FULL")]
 pytestmark = pytest.mark.gpu
 GARBAGE = 2**30  # no token, position, block or slot
+EXAMPLES = 200 if torch.cuda.is_available() else 60
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ def run_workload(engine: Engine, workload: list[Arrival]) -> list[Completion]:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(workload=st.lists(arrivals, min_size=1, max_size=14))
 def test_graphs_give_the_tokens_of_eager(
     engines: tuple[Engine, Engine], workload: list[Arrival]
@@ -239,6 +240,7 @@ def test_the_workloads_replay_the_full_sampler(engines: tuple[Engine, Engine]) -
     assert replaying.runner.samplers.stats.replays >= before + 6
 
 
+@pytest.mark.slow
 def test_preempted_requests_are_sampled_as_others(engines: tuple[Engine, Engine]) -> None:
     common: dict[str, Any] = {"max_tokens": 40, "top_k": 5, "repetition_penalty": 1.3}
     workload = [
@@ -251,6 +253,7 @@ def test_preempted_requests_are_sampled_as_others(engines: tuple[Engine, Engine]
         assert one.output.token_ids == other.output.token_ids
 
 
+@pytest.mark.sweep
 def test_drafts_of_preempted_requests(speculating: tuple[Engine, ReplayProposer, Engine]) -> None:
     """The cache holds fewer requests than run at first."""
     engine, proposer, eager = speculating

@@ -21,7 +21,7 @@ pytestmark = [
     ),
 ]
 
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 PROMPTS = [
     "The capital of France is",
     "Once upon a time, in a land far away, there lived",
@@ -36,6 +36,8 @@ QUESTIONS = [
     "Write a haiku about rain.",
     "How many legs does a spider have? Explain in one sentence.",
 ]
+# What a mode has no part in is tried in one.
+IN_ONE_MODE = pytest.mark.parametrize("llm", ["FULL_AND_PIECEWISE"], indirect=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
@@ -110,6 +112,7 @@ def test_tokens_and_text_are_those_of_transformers(llm: LLM, reference: Referenc
     assert {result.outputs[0].finish_reason for result in results} == {"stop", "length"}
 
 
+@IN_ONE_MODE
 def test_chat_is_generate_with_the_template(llm: LLM, reference: Reference) -> None:
     number = len(PROMPTS) + 1
     params = SamplingParams(temperature=0, max_tokens=12)
@@ -120,6 +123,7 @@ def test_chat_is_generate_with_the_template(llm: LLM, reference: Reference) -> N
     assert reference.text[number].startswith(result.outputs[0].text)
 
 
+@IN_ONE_MODE
 def test_a_stop_string_cuts_the_text(llm: LLM, reference: Reference) -> None:
     text = reference.text[0]
     stop = text[9:14]

@@ -24,7 +24,7 @@ from ostinato.graphs.policy.modes import ModeName
 
 peft = pytest.importorskip("peft")
 
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 QUICK = ("FULL_AND_PIECEWISE", "FULL_AND_FULL")  # the defaults of the CPU and of CUDA
 SLOW = ("NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE")
 CASES = [

@@ -81,6 +81,7 @@ for y in (None, x):  # what a launch does first; it finds every kernel
 print(json.dumps({"ahead": ahead, "later": compiled[len(ahead):], "sum": out.sum().item()}))
 """
 
+# The rest in one process: it takes seconds to start.
 FAILS = """
 with compiling_ahead():
     launch(broken_kernel, (1,), (x,), WIDTH=16)
@@ -89,7 +90,8 @@ with compiling_ahead():
 try:
     broken_kernel.warmup(x, grid=(1,), WIDTH=16)
 except triton.CompilationError as error:
-    print(json.dumps({"ahead": compiled, "error": "undefined" in str(error)}))
+    found["fails"] = {"ahead": list(compiled), "error": "undefined" in str(error)}
+compiled.clear()
 """
 
 # In Gluon, and with descriptors among its arguments.
@@ -111,7 +113,7 @@ batch = PagedBatch(
 )
 with compiling_ahead():
     prefill_attention(bfloat16(128, 8, 64), batch)
-print(json.dumps(compiled))
+found["prefills"] = list(compiled)
 """
 
 # What the interpreter does not check: types of both branches, sizes of dots.
@@ -151,7 +153,7 @@ try:
         raise KeyboardInterrupt
 except KeyboardInterrupt:
     kernel = add_kernel.warmup(x, x, out, 33, grid=(1,), WIDTH=64, num_warps=1)
-    print(json.dumps({"kernel": bool(kernel.asm["cubin"])}))
+    found["interrupted"] = bool(kernel.asm["cubin"])
 """
 
 
@@ -185,9 +187,12 @@ def test_every_variant_is_compiled_once_and_found_on_disk(tmp_path: Path) -> Non
     assert second["ahead"] == [["add_kernel", True]] * 4
 
 
-@pytest.mark.slow
-def test_a_kernel_in_gluon_with_descriptors_is_compiled(tmp_path: Path) -> None:
-    assert run(PREFILLS, tmp_path) == ([["prefill_kernel", False]], "")
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """What the programs find, by name, and their log."""
+    programs = ["found = {}", FAILS, PREFILLS, INTERRUPTED, "print(json.dumps(found))"]
+    found, log = run("\n".join(programs), tmp_path_factory.mktemp("programs"))
+    return found, log
 
 
 @pytest.mark.slow
@@ -199,17 +204,28 @@ def test_latent_attention_compiles_for_hopper(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_kernel_that_does_not_compile_is_logged_and_raises_later(tmp_path: Path) -> None:
-    found, log = run(FAILS, tmp_path)
-    assert found == {"ahead": [["add_kernel", False]], "error": True}
+def test_a_kernel_in_gluon_with_descriptors_is_compiled(
+    outcome: tuple[dict[str, Any], str],
+) -> None:
+    found, log = outcome
+    assert found["prefills"] == [["prefill_kernel", False]]
+    assert "prefill_kernel" not in log
+
+
+@pytest.mark.slow
+def test_a_kernel_that_does_not_compile_is_logged_and_raises_later(
+    outcome: tuple[dict[str, Any], str],
+) -> None:
+    found, log = outcome
+    assert found["fails"] == {"ahead": [["add_kernel", False]], "error": True}
     assert "broken_kernel could not be compiled ahead (CompilationError:" in log
     assert "add_kernel could not be compiled ahead (KeyError:" in log
     assert log.count("it is compiled again when it is launched") == 2
 
 
 @pytest.mark.slow
-def test_launches_compile_as_usual_after_an_interrupt(tmp_path: Path) -> None:
-    assert run(INTERRUPTED, tmp_path)[0] == {"kernel": True}
+def test_launches_compile_as_usual_after_an_interrupt(outcome: tuple[dict[str, Any], str]) -> None:
+    assert outcome[0]["interrupted"] is True
 
 
 def test_other_threads_launch_as_usual() -> None:

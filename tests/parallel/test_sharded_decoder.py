@@ -91,6 +91,7 @@ def test_tokens_logits_and_cache(
     assert_right(run_all(ParallelLayout(sp, tp), one.path), one)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "family",
     [

@@ -43,7 +43,8 @@ def tiny(name: str) -> DecoderConfig:
     return replace(DecoderConfig.from_hf(TINY_MIXTURES[name]()), num_heads=8)
 
 
-@pytest.mark.parametrize("name", TINY_MIXTURES)
+# Latent attention is not predicted.
+@pytest.mark.parametrize("name", [name for name in TINY_MIXTURES if "deepseek" not in name])
 @pytest.mark.parametrize(("sp", "tp"), [(1, 1), (1, 2), (2, 2), (4, 1)])
 @pytest.mark.parametrize("model", MODELS)
 def test_weights_are_those_that_the_decoder_has(model: Model, sp: int, tp: int, name: str) -> None:

@@ -163,6 +163,7 @@ def test_batches_keep_the_limits_of_a_step_and_are_counted(tmp_path: Path) -> No
     assert {reason.name: count for reason, count in stats.eager.items()} == {"TOO_LARGE": 1}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("mode", "triggers", "captured"), [("NONE", 0, 0), ("PIECEWISE", 1, 13), (None, 1, 13)]
 )
@@ -227,6 +228,7 @@ def test_the_callers_autocast_changes_nothing(tmp_path: Path) -> None:
 # --- what a checkpoint says --------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("stated", "pooling"),
     [

@@ -8,6 +8,7 @@ import inspect
 import linecache
 import re
 import shlex
+import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,23 +108,27 @@ def test_the_readme_is_short() -> None:
 # --- snippets ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> Path:
-    """Where snippets run: ``path/to/model`` is a checkpoint, ``path/to/adapter`` a LoRA of it.
-
-    Others there are for pooling.
-    """
-    model = save_talking(tmp_path / "path/to/model", CHAT_TEMPLATE)
-    save_adapter(tmp_path / "path/to/adapter", model)
-    save_encoder(tmp_path / "path/to/encoder", tokenizer=True)
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints that snippets name."""
+    to = tmp_path_factory.mktemp("saved") / "path/to"
+    model = save_talking(to / "model", CHAT_TEMPLATE)
+    save_adapter(to / "adapter", model)
+    save_encoder(to / "encoder", tokenizer=True)
     classifier = AutoModelForSequenceClassification
     for name, num_labels in (("classifier", 2), ("cross-encoder", 1)):
-        path = tmp_path / "path/to" / name
-        save_encoder(path, auto=classifier, tokenizer=True, num_labels=num_labels)
-    if "images.md" in request.node.name:
-        save_vision_model(tmp_path / "path/to/vision-model", "qwen3_vl")
+        save_encoder(to / name, auto=classifier, tokenizer=True, num_labels=num_labels)
+    save_vision_model(to / "vision-model", "qwen3_vl")
+    return to.parents[1]
+
+
+@pytest.fixture
+def directory(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where snippets run: ``path/to/model`` is a checkpoint, ``path/to/adapter`` a LoRA of it.
+
+    Others there are for pooling and images.
+    """
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -239,6 +244,7 @@ def texts_in_source() -> Iterator[str]:
                 yield node.value
 
 
+@pytest.mark.slow
 def test_quoted_errors_are_those_of_the_source() -> None:
     """The headings of docs/troubleshooting.md that quote a message; ``…`` stands for a value."""
     quoted = re.findall(r"^### `(.+)`$", read("docs/troubleshooting.md"), re.MULTILINE)
@@ -288,6 +294,7 @@ def test_the_table_of_what_a_capture_forbids_is_found() -> None:
 OTHER_ENGINES = Path(other_engines.__file__)
 
 
+@pytest.mark.slow
 def test_names_that_are_said_to_be_the_same_are_there() -> None:
     """Where a row of the pages for those who come from elsewhere says "same name"."""
     ours = (path for path in (ROOT / "src/ostinato").rglob("*.py") if path != OTHER_ENGINES)

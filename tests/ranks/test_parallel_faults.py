@@ -67,18 +67,20 @@ def test_one_world_at_a_time_on_this_machine_alone() -> None:
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(pickle.dumps("what a stranger says") * 1000)
             assert llm.generate(PROMPTS, PARAMS)  # it has not noticed either
+        processes_are_looked_at_once_a_step(llm)
     del ranks
     assert listening_on(port) == set()
 
 
-def test_processes_are_looked_at_once_a_step() -> None:
-    with LLM(**TWO) as llm:
-        runner: Any = llm.engine.runner
-        steps, looks, run, dead_rank = [], [], runner.run, runner._world._dead_rank
-        runner.run = lambda plan: (steps.append(plan), run(plan))[1]
-        runner._world._dead_rank = lambda: (looks.append(1), dead_rank())[1]
+def processes_are_looked_at_once_a_step(llm: LLM) -> None:
+    """Here because ranks take seconds to start."""
+    runner: Any = llm.engine.runner
+    steps, looks, run, dead_rank = [], [], runner.run, runner._world._dead_rank
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "run", lambda plan: (steps.append(plan), run(plan))[1])
+        patch.setattr(runner._world, "_dead_rank", lambda: (looks.append(1), dead_rank())[1])
         llm.generate(PROMPTS, PARAMS)
-        assert len(looks) == len(steps) > 20
+    assert len(looks) == len(steps) > 20
 
 
 # --- the end -------------------------------------------------------------------------------------

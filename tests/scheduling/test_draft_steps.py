@@ -146,6 +146,7 @@ def make(number: int, given: dict[str, Any], max_len: int) -> Request:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(
     made=st.lists(requests, min_size=1, max_size=7),

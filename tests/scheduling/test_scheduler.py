@@ -690,7 +690,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = pytest.mark.slow(SchedulerMachine.TestCase)
-TestSchedulerMachine.settings = settings(max_examples=400, stateful_step_count=40)
+TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=40)
 
 
 @pytest.mark.slow

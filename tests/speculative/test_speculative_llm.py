@@ -442,6 +442,7 @@ class _ConstantProposer(Proposer):
             state.token_ids[rows, last + offset] = self._draft
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("draft", [-1, 10**9])
 def test_drafts_that_are_no_tokens(device: torch.device, draft: int, mode: str) -> None:
@@ -489,6 +490,7 @@ def test_attention_that_cannot_be_captured_for_drafts(device: torch.device) -> N
         assert tokens_of(llm, PROMPTS, greedy()) == outputs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
 def test_a_step_that_fails_loses_no_token(device: torch.device, overlap: bool) -> None:
     params = greedy(ignore_eos=True)

@@ -28,6 +28,7 @@ from tiny_vision import (
     tokens_of,
 )
 from transformers import LlamaConfig
+from workers import GlooPool
 
 from ostinato import LLM, ConfigError, GraphConfig, RequestError
 
@@ -198,16 +199,6 @@ def test_text_models_refuse_images(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"swiftkv_layers": 1}, "swiftkv_layers=1 is for models of the native decoder"),
-        pytest.param(
-            {"tensor_parallel_size": 2},
-            "only models of the native decoder run on several ranks",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            {"data_parallel_size": 2},
-            "models that take images run on one device, not on 2 ranks",
-            marks=pytest.mark.slow,
-        ),
         (
             {"graphs": GraphConfig(compile="eager")},
             "compile='eager' does not support models that take images",
@@ -219,6 +210,27 @@ def test_options_that_do_not_go_with_images(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         open_vision(saved[0], **options)
+
+
+def refusal_on_ranks(path: Path, options: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_vision(path, **options)
+    return str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "only models of the native decoder run on several ranks"),
+        ({"data_parallel_size": 2}, "models that take images run on one device, not on 2 ranks"),
+    ],
+)
+def test_several_ranks_do_not_go_with_images(
+    options: dict[str, Any], message: str, saved: tuple[Path, Any], gloo_pool: GlooPool
+) -> None:
+    for said in gloo_pool.run(refusal_on_ranks, saved[0], options):
+        assert message in said
 
 
 @torch.no_grad()

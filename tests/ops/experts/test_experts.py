@@ -138,6 +138,7 @@ def test_reference(name: str, biases: bool) -> None:
     case.check(run_experts(case.x, case.mixture, case.slots))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("num_tokens", [1, 5, 37])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_tile_kernels(name: str, num_tokens: int) -> None:
@@ -148,6 +149,7 @@ def test_tile_kernels(name: str, num_tokens: int) -> None:
     case.check(parts.sum(0))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPTIONS)
 def test_row_kernels(name: str) -> None:
     case = Case(OPTIONS[name], num_tokens=1, biases=name == "softmax", hidden=36, width=20)
@@ -178,6 +180,7 @@ def test_long_rows_go_by_blocks() -> None:
     torch.testing.assert_close(y, inner @ case.mixture.down[1].T, rtol=2e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_experts", [3, 60])
 def test_odd_numbers_of_experts(num_experts: int) -> None:
     case = Case(OPTIONS["softmax"], num_tokens=6, num_experts=num_experts, hidden=40, width=17)
@@ -243,6 +246,7 @@ def test_only_padding() -> None:
     assert (case.mixture.load == 5).all()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_token_with_a_nan_changes_no_other(name: str) -> None:
     case = Case(OPTIONS[name], num_tokens=5, norm=False)
