@@ -20,8 +20,8 @@ from ostinato.compile.operators import splitting_operator
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import get_forward_context
 from ostinato.graphs.capture.segments import eager_break
-from ostinato.graphs.capture.tree import holds_no_tensors
 from ostinato.graphs.policy.modes import AttentionCGSupport
+from ostinato.graphs.tree import holds_no_tensors
 from ostinato.recurrent.base import RecurrentBatch
 
 

@@ -20,11 +20,11 @@ from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.output_buffers import OutputBuffers
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
-from ostinato.graphs.capture.tree import map_tensors
 from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.tree import map_tensors
 
 Inputs = TypeVar("Inputs")
 Output = TypeVar("Output")  # of the forward: hidden states [num_tokens, ...], or a tree of those

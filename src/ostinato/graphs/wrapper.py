@@ -15,9 +15,9 @@ from ostinato.graphs.capture.context import current_forward_context
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
 from ostinato.graphs.capture.signature import CallSignature
-from ostinato.graphs.capture.tree import map_tensors
 from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.tree import map_tensors
 from ostinato.graphs.trust.ambient_state import NUMERICS, read_numerics
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import torch
 
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from ostinato.errors import ConfigError
-from ostinato.graphs.capture.tree import tensors_in
 from ostinato.graphs.policy.plan import CapturePlan
+from ostinato.graphs.tree import tensors_in
 from ostinato.models.base import CausalLM
 from ostinato.quoting import shown
 from ostinato.recurrent.base import RecurrentStates

@@ -24,9 +24,9 @@ from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.capture.context import ForwardContext, current_forward_context
 from ostinato.graphs.capture.garbage import garbage_collection_paused
 from ostinato.graphs.capture.segments import Recording, Tape, open_recording
-from ostinato.graphs.capture.tree import map_tensors
 from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.tree import map_tensors
 
 T = TypeVar("T")
 _SPARE_BYTES = 1 << 22  # a few of the pieces that Python takes from the system

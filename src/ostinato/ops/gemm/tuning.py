@@ -174,7 +174,7 @@ def _replace(file: Path, text: str) -> None:
 @cache
 def tuning() -> Tuning:
     """The process-wide instance."""
-    shipped = files("ostinato.ops").joinpath(_SHIPPED).read_text(encoding="utf-8")
+    shipped = files("ostinato.ops.gemm").joinpath(_SHIPPED).read_text(encoding="utf-8")
     return Tuning(cache_file(), read_table(shipped))
 
 

@@ -23,7 +23,7 @@ from transformers.vision_utils import (
 )
 
 from ostinato.attention.packed import PackedBatch, PackedSpec, attend_packed
-from ostinato.graphs.capture.tree import holds_no_tensors
+from ostinato.graphs.tree import holds_no_tensors
 from ostinato.models.hf.attention import rows_of
 
 # By "flash" in the name, transformers passes all images in one call, without reading their lengths.
