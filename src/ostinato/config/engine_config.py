@@ -32,7 +32,8 @@ from ostinato.offload.offload_config import OffloadConfig
 from ostinato.options import option, user_options
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.quoting import shown
-from ostinato.speculative.options import Speculation, parse_speculation
+from ostinato.speculative.options import parse_speculation
+from ostinato.speculative.speculation import Speculation
 
 if TYPE_CHECKING:
     import torch

@@ -48,7 +48,7 @@ from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogit
 from ostinato.scheduling.step_plan import DecodePlan, SchedulePlan, StepPlan
 
 if TYPE_CHECKING:
-    from ostinato.speculative.options import Speculation
+    from ostinato.speculative.speculation import Speculation
     from ostinato.vision.image_inputs import ImageInputs
 
 logger = logging.getLogger(__name__)

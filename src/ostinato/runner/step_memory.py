@@ -24,7 +24,7 @@ from ostinato.runner.request_state import RequestState
 from ostinato.speculative.proposer import Proposer, ProposerContext
 
 if TYPE_CHECKING:
-    from ostinato.speculative.options import Speculation
+    from ostinato.speculative.speculation import Speculation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from ostinato.runner.model_graphs import kernels_of, prepare_batch
 from ostinato.runner.step_memory import StepMemory
 
 if TYPE_CHECKING:
-    from ostinato.speculative.options import Speculation
+    from ostinato.speculative.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from ostinato.runner.startup.graph_plans import GraphPlans
 from ostinato.runner.step_memory import StepMemory
 
 if TYPE_CHECKING:
-    from ostinato.speculative.options import Speculation
+    from ostinato.speculative.speculation import Speculation
 
 # Driver memory of a captured graph for each layer, outside the pool; measured on an H200.
 _BYTES_PER_GRAPH_LAYER = 2**16

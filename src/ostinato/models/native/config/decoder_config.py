@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ostinato.errors import ConfigError
 from ostinato.models.native.config.experts_config import ExpertsConfig
 from ostinato.models.native.config.families import FAMILIES, LLAMA_NAMES, Family, WeightNames
-from ostinato.models.native.rotary import (
+from ostinato.models.native.config.rotary import (
     LONGEST_SEQUENCE,
     Rotary,
     rope_kinds,
