@@ -6,7 +6,6 @@ resolves what also depends on the model (its length limit, the KV cache).
 
 from __future__ import annotations
 
-import re
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,15 +13,16 @@ from typing import TYPE_CHECKING, Literal
 from ostinato import other_engines
 from ostinato.config.checks import (
     check_attention,
+    check_limits,
     check_lora,
     check_offload,
     check_parallel,
 )
 from ostinato.config.graph_config import GraphConfig
+from ostinato.config.memory_size import parse_bytes
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.sizes import (
-    check_positive_int,
     default_mixed_sizes,
     default_sizes,
     default_vision_sizes,
@@ -44,7 +44,6 @@ TASKS = ("auto", "generate", "embed", "classify")
 DTYPES = ("float32", "bfloat16", "float16")
 # On the CPU nothing tells how much memory may be used; on CUDA the remaining memory is used.
 CPU_KV_CACHE_BYTES = 512 * 2**20
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 @user_options(
@@ -226,29 +225,8 @@ class EngineConfig:
                 )
             graphs = replace(graphs, mode=CUDAGraphMode.NONE)
         object.__setattr__(self, "graphs", graphs)
-        limits = (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "kv_cache_tokens",
-            "long_prefill_token_threshold",
-        )
-        for name in (*limits, "swiftkv_layers"):
-            if getattr(self, name) is not None:
-                check_positive_int(name, getattr(self, name))
-        check_positive_int("block_size", self.block_size)
-        most, longest = self.kv_cache_tokens, self.max_model_len
-        if most is not None and longest is not None and most < longest:
-            raise ConfigError(
-                f"kv_cache_tokens {most} is below max_model_len {longest}, so the longest request "
-                "would not fit; raise the first or lower the other"
-            )
+        check_limits(self)
         check_attention(self)
-        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
-        share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
         if self.kv_cache_memory_bytes is not None:
             object.__setattr__(
                 self, "kv_cache_memory_bytes", parse_bytes(self.kv_cache_memory_bytes)
@@ -395,17 +373,3 @@ class EngineConfig:
             return None
         _, max_tokens = self.batch_limits(device)
         return default_mixed_sizes(max(1, max_tokens // sp))
-
-
-def parse_bytes(value: int | str) -> int:
-    """Parse a number of bytes: 1073741824, "1GiB", "512M"."""
-    if type(value) is int and value > 0:
-        return value
-    match = re.fullmatch(r"([\d.]+)\s*([kmgt]?)(i?b)?", str(value).strip().lower())
-    try:
-        count = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
-    except (ValueError, OverflowError):
-        count = 0
-    if count <= 0:
-        raise ConfigError(f"not an amount of memory: {value!r}; write 1073741824, '1GiB' or '512M'")
-    return count
