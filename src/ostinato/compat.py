@@ -482,3 +482,24 @@ experts_module = _name(
     without="mixture-of-experts models cannot be loaded",
     seen_in=_TRANSFORMERS,
 )
+
+quantization_methods = _name(
+    "transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING",
+    purpose="tells which quantized checkpoints transformers can read",
+    without="quantized checkpoints cannot be loaded",
+    seen_in=_TRANSFORMERS,
+)
+
+vision_positions = _name(
+    "transformers.vision_utils",
+    purpose="the positions and windows of an image's patches",
+    without="models that take images cannot be loaded",
+    seen_in=_TRANSFORMERS,
+)
+
+image_processor = _name(
+    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+    purpose="resizes images and cuts them into patches, without torchvision",
+    without="images cannot be read",
+    seen_in=_TRANSFORMERS,
+)

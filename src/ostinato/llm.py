@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from ostinato.config import EngineConfig
-from ostinato.engine.completion import CheckedRequest
+from ostinato.engine.checked_request import CheckedRequest
 from ostinato.engine.engine import Engine, Submission
 from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
