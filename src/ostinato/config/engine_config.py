@@ -244,6 +244,7 @@ class EngineConfig:
 
     @property
     def num_lora_slots(self) -> int:
+        """How many adapters can be loaded at a time."""
         return self.max_loras if self.enable_lora else 0
 
     @property
@@ -261,6 +262,7 @@ class EngineConfig:
         return self.layout.world_size * self.data_parallel_size
 
     def torch_device(self) -> torch.device:
+        """The device; raises if this machine does not have it."""
         import torch
 
         if self.device == "auto":
@@ -281,6 +283,7 @@ class EngineConfig:
         return device
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of the weights on ``device``."""
         import torch
 
         if self.dtype == "auto":
@@ -338,6 +341,7 @@ class EngineConfig:
         return longest
 
     def capture_sizes(self, device: torch.device) -> tuple[int, ...]:
+        """Numbers of tokens to capture graphs for on ``device``."""
         max_num_seqs, max_tokens = self.batch_limits(device)
         if self.graphs.capture_sizes is not None:
             return validate_sizes(self.graphs.capture_sizes, max_num_batched_tokens=max_tokens)

@@ -278,6 +278,7 @@ class GraphedCallable(Owner, Generic[P, R]):
     # --- statistics and closing ----------------------------------------------------------------
 
     def stats(self) -> GraphedStats:
+        """Counts since it was made: graphs, calls, padding, and eager calls by reason."""
         stats, graph_sets = self._stats, self._graph_sets.values()
         return GraphedStats(
             graphs=sum(graphs.num_graphs for graphs in graph_sets),
@@ -291,6 +292,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         )
 
     def unwrap(self) -> Callable[P, R]:
+        """The function that was given to ``graphed()``."""
         return self._function
 
     def clear_graphs(self) -> None:

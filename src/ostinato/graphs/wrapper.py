@@ -156,10 +156,11 @@ class CUDAGraphWrapper(Generic[R]):
         )
 
     def unwrap(self) -> Callable[..., R]:
+        """The callable that was wrapped."""
         return self.runnable
 
     def discard(self, serials: range) -> None:
-        """Drop the graphs whose tapes have these serials."""
+        """Drop the graphs whose tapes have these ``serials``."""
         for descriptor, entry in list(self.concrete_cudagraph_entries.items()):
             if entry.tape.serial in serials:
                 self.concrete_cudagraph_entries.pop(descriptor).tape.close()

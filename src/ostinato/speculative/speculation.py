@@ -70,14 +70,17 @@ class Speculation:
         return self
 
     def build(self, context: ProposerContext) -> Proposer:
-        """Allocate what it needs on the device. Called on what ``load`` returns."""
+        """The proposer, with what it needs on the device of ``context``.
+
+        Called on what ``load`` returns.
+        """
         raise ConfigError(
             f"{type(self).__name__} has no build(), which makes its proposer; define it, or "
             "return from load() an object that has one"
         )
 
     def num_drafts(self, max_num_seqs: int) -> tuple[int, ...]:
-        """Drafts per request, by the number of requests in a step, from 0 on."""
+        """Drafts per request, by the number of requests in a step, from 0 to ``max_num_seqs``."""
         counts = self.num_tokens
         if not isinstance(counts, Mapping):
             counts = {max_num_seqs: counts}
