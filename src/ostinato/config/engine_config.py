@@ -294,7 +294,7 @@ class EngineConfig:
         dtype: torch.dtype = getattr(torch, name)
         return dtype
 
-    def overlaps_on(self, device: torch.device) -> bool:
+    def schedules_ahead_on(self, device: torch.device) -> bool:
         """Whether a step starts before the host has read the previous step's tokens.
 
         On the CPU there is nothing to overlap, and sequences that stop early cost one extra step.

@@ -66,7 +66,7 @@ class Engine(Owner):
         self._to_emit: deque[tuple[TokenEvent, StepResult]] = deque()
         self._ended: dict[Completion, None] = {}  # to be returned by ``step``
         # Batches that may run before the host has read their tokens.
-        self._num_ahead = 1 if config.overlaps_on(self.model.device) else 0
+        self._num_ahead = 1 if config.schedules_ahead_on(self.model.device) else 0
         self._checks = RequestChecks(
             vocab_size=self.model.vocab_size,
             max_model_len=self.max_model_len,
