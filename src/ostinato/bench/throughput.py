@@ -31,7 +31,7 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.llm import LLM
-from ostinato.runner.sampler_graphs import SamplerStats
+from ostinato.runner.sampling.sampler_graphs import SamplerStats
 from ostinato.sampling_params import SamplingParams
 
 _WARM_UP_REQUESTS = 16

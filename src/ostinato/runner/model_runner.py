@@ -32,15 +32,15 @@ from ostinato.models.base import CausalLM
 from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.parallel.agreement import Reducer
-from ostinato.runner import draft_sampling
 from ostinato.runner.autocast import without_autocast
 from ostinato.runner.capture_run import measured_capture, warn_of_no_capture
 from ostinato.runner.decode_members import DecodeMembers
 from ostinato.runner.decode_step import DecodeOutput
-from ostinato.runner.filtered_rows import FilteredRows
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.model_graphs import ModelGraphs
-from ostinato.runner.sampler_graphs import SamplerGraphs, SamplerLaunch
+from ostinato.runner.sampling import draft_sampling
+from ostinato.runner.sampling.filtered_rows import FilteredRows
+from ostinato.runner.sampling.sampler_graphs import SamplerGraphs, SamplerLaunch
 from ostinato.runner.small_batch_model import SmallBatchModel, check_can_agree
 from ostinato.runner.step_memory import StepMemory
 from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogits, StepResult

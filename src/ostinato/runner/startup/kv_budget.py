@@ -17,8 +17,8 @@ from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.models.base import CausalLM
 from ostinato.parallel.context.context_parallel import part_of
 from ostinato.recurrent.chunks import most_chunks
-from ostinato.runner.draft_sampling import read_step
 from ostinato.runner.kv_cache import CacheSize
+from ostinato.runner.sampling.draft_sampling import read_step
 from ostinato.runner.startup.graph_plans import GraphPlans
 from ostinato.runner.step_memory import StepMemory
 
