@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ostinato.bench.timing.measure import machine
-from ostinato.ops.gemm.measuring import compile_all, measure_step
+from ostinato.ops.gemm.measuring import StepGemm, compile_all, measure_step
 from ostinato.ops.gemm.tile_config import (
     GemmChoice,
     Gpu,
@@ -33,7 +33,8 @@ from ostinato.ops.gemm.tile_config import (
     default_choice,
     gpu_of,
 )
-from ostinato.ops.gemm.tuning import StepGemm, Tuning, Weights, choose, step_before, tune_linears
+from ostinato.ops.gemm.tune_linears import Weights, choose, step_before, tune_linears
+from ostinato.ops.gemm.tuning import Tuning
 
 SHAPES = {  # hidden, queries, keys, MLP
     "phi-4-mini": (3072, 3072, 1024, 8192),

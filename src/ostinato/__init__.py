@@ -75,7 +75,7 @@ _HOME = {
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
     "set_forward_context": "graphs.capture.context",
-    "Speculation": "speculative.options",
+    "Speculation": "speculative.speculation",
     "SpeculationStats": "scheduling.draft_steps",
     "SuffixDrafts": "speculative.options",
     "TextDelta": "outputs",
@@ -154,10 +154,10 @@ if TYPE_CHECKING:
     from ostinato.speculative.options import EagleDrafts as EagleDrafts
     from ostinato.speculative.options import NgramDrafts as NgramDrafts
     from ostinato.speculative.options import ReplayedDrafts as ReplayedDrafts
-    from ostinato.speculative.options import Speculation as Speculation
     from ostinato.speculative.options import SuffixDrafts as SuffixDrafts
     from ostinato.speculative.proposer import Proposer as Proposer
     from ostinato.speculative.proposer import ProposerContext as ProposerContext
+    from ostinato.speculative.speculation import Speculation as Speculation
 
 __all__ = ["__version__", *_HOME]
 

@@ -406,8 +406,15 @@ def triton_launches() -> Any:
 
 gluon = _name(
     "triton.experimental.gluon",
-    purpose="prompts attend at the pace of Hopper's tensor cores",
-    without="they use the kernel for all GPUs, which takes twice as long",
+    purpose="on Hopper, prompts, long contexts and GEMMs of a few rows have kernels of their own",
+    without="they use the kernels for all GPUs; prompts then attend half as fast",
+    seen_in=f"Triton {_TRITON}x",
+)
+
+cache_key = _name(
+    "triton.runtime.cache.triton_key",
+    purpose="Triton hashes its own files while a model is loaded",
+    without="the first kernel waits for that, up to a second",
     seen_in=f"Triton {_TRITON}x",
 )
 
@@ -473,5 +480,26 @@ experts_module = _name(
     "transformers.integrations.moe",
     purpose="mixture-of-experts layers run without reading the routing on the host",
     without="mixture-of-experts models cannot be loaded",
+    seen_in=_TRANSFORMERS,
+)
+
+quantization_methods = _name(
+    "transformers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING",
+    purpose="tells which quantized checkpoints transformers can read",
+    without="quantized checkpoints cannot be loaded",
+    seen_in=_TRANSFORMERS,
+)
+
+vision_positions = _name(
+    "transformers.vision_utils",
+    purpose="the positions and windows of an image's patches",
+    without="models that take images cannot be loaded",
+    seen_in=_TRANSFORMERS,
+)
+
+image_processor = _name(
+    "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
+    purpose="resizes images and cuts them into patches, without torchvision",
+    without="images cannot be read",
     seen_in=_TRANSFORMERS,
 )

@@ -13,7 +13,7 @@ import torch
 from tqdm import tqdm
 
 from ostinato.config import EngineConfig
-from ostinato.engine.completion import CheckedRequest
+from ostinato.engine.checked_request import CheckedRequest
 from ostinato.engine.engine import Engine, Submission
 from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
@@ -100,6 +100,7 @@ class LLM(Owner):
 
     @property
     def tokenizer(self) -> Any:
+        """transformers' tokenizer of the model; None if it has none."""
         return self._running.tokenizer
 
     @property
@@ -197,7 +198,7 @@ class LLM(Owner):
         """Complete all prompts and yield the text of each step. Leaving the loop aborts the rest.
 
         Inside the loop this thread may generate too; other threads get ``ConcurrentUseError`` until
-        it ends.
+        it ends. ``prompts``, ``sampling_params`` and ``adapter`` are as in ``generate``.
         """
         _, requests = self._prepare(  # not at the first next()
             list_prompts(prompts), sampling_params, adapter
@@ -217,7 +218,8 @@ class LLM(Owner):
 
         The content is text, or a list of text parts, which are joined as lines. For a model that
         takes images, parts may be images: {"type": "image", "image": ...}, as in ``generate``, or
-        {"type": "image_url", "image_url": {"url": "data:..."}}. All else is as in ``generate``.
+        {"type": "image_url", "image_url": {"url": "data:..."}}. ``sampling_params``,
+        ``adapter`` and ``use_tqdm`` are as in ``generate``.
         """
         conversations = list_conversations(messages)
         prompts = [(name, self._conversation(each, name)) for name, each in conversations]

@@ -45,6 +45,7 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
+        """Whether the sequence has ended."""
         return self.finish_reason is not None
 
 
@@ -65,6 +66,7 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
+        """Whether all sequences have ended."""
         return all(output.finished for output in self.outputs)
 
 

@@ -141,6 +141,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
         return self.temperature == 0
 
 

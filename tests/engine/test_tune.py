@@ -19,8 +19,9 @@ from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.shapes import shape_config
 from ostinato.ops.gemm import measuring
+from ostinato.ops.gemm.measuring import StepGemm
 from ostinato.ops.gemm.tile_config import ROW_CLASSES, Gpu, LinearShape
-from ostinato.ops.gemm.tuning import StepGemm, cache_file, tuning
+from ostinato.ops.gemm.tuning import cache_file, tuning
 from ostinato.runner import startup
 
 

@@ -19,7 +19,8 @@ from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.layer import DecoderLayer
 from ostinato.models.native.layer_kernels import AnyKernels, LargeM, Plain, SmallM
 from ostinato.ops.experts.expert_kernels import down_row, expert_parts, gate_up_row
-from ostinato.ops.experts.experts import Mixture, run_experts
+from ostinato.ops.experts.experts import run_experts
+from ostinato.ops.experts.mixture import Mixture
 from ostinato.ops.experts.own_experts import run_own_experts
 from ostinato.ops.experts.routing import RouterOptions, route
 from ostinato.ops.gemm.linear import Norm

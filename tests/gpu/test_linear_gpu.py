@@ -17,9 +17,8 @@ from ostinato import GraphPool
 from ostinato.ops.activation import Activation, activate
 from ostinato.ops.gemm import linear as module
 from ostinato.ops.gemm.linear import Gemm, Norm, linear, run_kernel, torch_linear
-from ostinato.ops.gemm.measuring import compile_all, measure_step
+from ostinato.ops.gemm.measuring import StepGemm, compile_all, measure_step
 from ostinato.ops.gemm.tile_config import GemmChoice, LinearShape, TileConfig, candidates, gpu_of
-from ostinato.ops.gemm.tuning import StepGemm
 from ostinato.ops.triton.counters import shared_counters
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

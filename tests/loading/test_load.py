@@ -32,7 +32,8 @@ from transformers import (
 )
 
 from ostinato.errors import ConfigError, ModelLoadError
-from ostinato.loading.load import LoadedModel, free_memory, load_model
+from ostinato.loading.free_memory import free_memory
+from ostinato.loading.load import LoadedModel, load_model
 from ostinato.models.hf.model import HFCausalLM
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.config.raw_config import raw_config

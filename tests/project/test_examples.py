@@ -18,7 +18,7 @@ from ostinato import (
     graphed,
     set_forward_context,
 )
-from ostinato.graphs.capture.tree import tensors_in
+from ostinato.graphs.tree import tensors_in
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAN = float("nan")

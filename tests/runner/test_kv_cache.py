@@ -20,7 +20,7 @@ from ostinato import ConfigError, DraftModel, GraphConfig
 from ostinato.attention.base import AttentionSpec
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.config import EngineConfig
-from ostinato.graphs.capture.tree import tensors_in
+from ostinato.graphs.tree import tensors_in
 from ostinato.loading.load import load_model
 from ostinato.runner import startup
 from ostinato.runner.kv_cache import CacheSize, KVCache, bytes_per_block, size_cache

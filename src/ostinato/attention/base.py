@@ -21,8 +21,8 @@ from ostinato.compile.operators import splitting_operator
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import get_forward_context
 from ostinato.graphs.capture.segments import eager_break
-from ostinato.graphs.capture.tree import holds_no_tensors
 from ostinato.graphs.policy.modes import AttentionCGSupport
+from ostinato.graphs.tree import holds_no_tensors
 from ostinato.recurrent.base import RecurrentBatch
 
 
@@ -111,7 +111,8 @@ class AttentionBackend(Protocol):
     """Attention over the paged cache. Backends derive from it, for its defaults."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """What logs and errors call it."""
 
     @property
     def support(self) -> AttentionCGSupport:
@@ -121,7 +122,7 @@ class AttentionBackend(Protocol):
         """Whether room for more requests, or for longer ones, takes time even if it is not used.
 
         A graph of mixed batches has room for as many requests as tokens, up to the model's limit
-        on their length. If that takes time, attention is better left outside.
+        on their length. If that takes time on ``device``, attention is better left outside.
         """
         del device
         return False
@@ -138,6 +139,7 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Store ``key`` and ``value``, then attend and write all of ``out``.
 
+        ``spec``: the layer's. ``metadata``: the batch, and the caches of all layers.
         ``query`` [T, num_heads, head_dim], ``key`` [T, num_kv_heads, head_dim], ``value`` [T,
         num_kv_heads, value_dim], ``out`` [T, num_heads, value_dim]. The inputs may be strided.
         Rows of tokens that belong to no request become zero. ``sinks`` [num_heads]: one more logit
@@ -154,7 +156,11 @@ class AttentionBackend(Protocol):
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """``rotary.apply``, then ``forward``; some backends override it with fewer kernels."""
+        """``rotary.apply``, then ``forward``; some backends override it with fewer kernels.
+
+        ``qkv`` and ``positions`` are as in ``attend_qkv``; ``spec``, ``metadata``, ``out`` and
+        ``sinks`` as in ``forward``.
+        """
         query, key, value = rotary.apply(
             qkv, positions, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads
         )

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from ostinato import compat
 from ostinato.graphs.capture.context import get_forward_context
 from ostinato.graphs.capture.segments import eager_break
-from ostinato.graphs.capture.tree import holds_no_tensors
+from ostinato.graphs.tree import holds_no_tensors
 
 _FLASH_TYPES = (torch.bfloat16, torch.float16)
 _FLASH_ALIGNMENT, _FLASH_LARGEST = 8, 256  # of heads

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ostinato.bench.timing.measure import machine
+from ostinato.bench.timing.measure import machine, model_name
 from ostinato.config import EngineConfig
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.llm import LLM
@@ -35,6 +35,6 @@ def run(config: EngineConfig, *, modes: Sequence[str]) -> dict[str, Any]:
     return {
         "command": "ostinato bench capture",
         "machine": machine(),
-        "model": config.model or "SmolLM2-135M-Instruct (embedded)",
+        "model": model_name(config),
         "rows": rows,
     }

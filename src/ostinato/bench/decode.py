@@ -29,7 +29,7 @@ from ostinato.bench.timing.baselines import (
     reason,
 )
 from ostinato.bench.timing.floor import kv_bytes, measure_bandwidth, weight_bytes
-from ostinato.bench.timing.measure import machine, timed
+from ostinato.bench.timing.measure import machine, model_name, timed
 from ostinato.bench.timing.profile import check_path, longest_for, profile_decode
 from ostinato.bench.timing.room import with_kv_cache_for, with_room
 from ostinato.bench.timing.tpot import Record, evaluate
@@ -158,7 +158,7 @@ def _about(config: EngineConfig, llm: LLM, window: Window) -> dict[str, Any]:
     return {
         "command": "ostinato bench decode",
         "machine": machine(),
-        "model": config.model or "SmolLM2-135M-Instruct (embedded)",
+        "model": model_name(config),
         "random_weights": config.random_weights,
         "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
         "mode": llm.engine.resolved_mode.mode.name,

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ostinato.bench.decode import OURS, Window, check_counts, measure_batch
 from ostinato.bench.timing.baselines import Generate, from_engine
-from ostinato.bench.timing.measure import machine
+from ostinato.bench.timing.measure import machine, model_name
 from ostinato.bench.timing.room import with_kv_cache_for, with_room
 from ostinato.config import EngineConfig
 from ostinato.llm import LLM
@@ -64,7 +64,7 @@ def run(
         return {
             "command": "ostinato bench lora",
             "machine": machine(),
-            "model": config.model or "SmolLM2-135M-Instruct (embedded)",
+            "model": model_name(config),
             "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
             "mode": llm.engine.resolved_mode.mode.name,
             "adapters": adapters,

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ostinato.bench.decode import OURS, Window, check_counts, measure_batch
 from ostinato.bench.timing.baselines import from_engine
-from ostinato.bench.timing.measure import machine, timed
+from ostinato.bench.timing.measure import machine, model_name, timed
 from ostinato.bench.timing.room import with_kv_cache_for, with_room
 from ostinato.config import EngineConfig
 from ostinato.llm import LLM
@@ -69,7 +69,7 @@ def run(
         return {
             "command": "ostinato bench offload",
             "machine": machine(),
-            "model": config.model or "SmolLM2-135M-Instruct (embedded)",
+            "model": model_name(config),
             "dtype": str(model.dtype).removeprefix("torch."),
             "mode": llm.engine.resolved_mode.mode.name,
             "group": offload.group,

@@ -47,7 +47,7 @@ def draw_file(result: Path, out: Path) -> None:
 
 def draw(results: dict[str, Any]) -> Any:
     """A matplotlib figure of ``results``: one line per subject, and the floor."""
-    figure = _matplotlib("matplotlib.figure").Figure(figsize=(8, 5.2))
+    figure = matplotlib_module("matplotlib.figure").Figure(figsize=(8, 5.2))
     axes = figure.add_subplot()
     rows = sorted(results["rows"], key=lambda row: int(row["batch"]))
     for name in _subjects(rows):
@@ -73,7 +73,7 @@ def draw(results: dict[str, Any]) -> Any:
 def draw_throughput(results: dict[str, Any]) -> Any:
     """A matplotlib figure of ``results``: two bars per mix, output tokens and all tokens."""
     rows = results["rows"]
-    figure = _matplotlib("matplotlib.figure").Figure(figsize=(8, 1.2 + 0.8 * len(rows)))
+    figure = matplotlib_module("matplotlib.figure").Figure(figsize=(8, 1.2 + 0.8 * len(rows)))
     axes = figure.add_subplot()
     for offset, key, label, color in (
         (-0.2, "output_tokens_per_s", "output tokens/s", "#c8102e"),
@@ -91,7 +91,8 @@ def draw_throughput(results: dict[str, Any]) -> Any:
     return figure
 
 
-def _matplotlib(module: str) -> Any:
+def matplotlib_module(module: str) -> Any:
+    """A module of matplotlib, which is optional."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -111,7 +112,7 @@ def _subjects(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _format_axes(axes: Any, batches: list[int]) -> None:
-    ticker = _matplotlib("matplotlib.ticker")
+    ticker = matplotlib_module("matplotlib.ticker")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(batches, [str(batch) for batch in batches])

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from ostinato.bench.timing.measure import machine, synchronize
+from ostinato.bench.timing.measure import machine, model_name, synchronize
 from ostinato.bench.timing.room import with_kv_cache_for, with_room
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
@@ -60,7 +60,7 @@ def run(
     return {
         "command": "ostinato bench prefill",
         "machine": machine(),
-        "model": config.model or "SmolLM2-135M-Instruct (embedded)",
+        "model": model_name(config),
         "repeats": repeats,
         "rows": rows,
         "startup": startup,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ostinato.bench.timing.measure import machine, timed
+from ostinato.bench.timing.measure import machine, model_name, timed
 from ostinato.bench.timing.tpot import time_per_token
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
@@ -67,7 +67,7 @@ def run(
         return {
             "command": "ostinato bench spec",
             "machine": machine(),
-            "model": config.model or "SmolLM2-135M-Instruct (embedded)",
+            "model": model_name(config),
             "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
             "mode": llm.engine.resolved_mode.mode.name,
             "num_tokens": num_tokens,

@@ -24,14 +24,14 @@ from ostinato.bench.mixes import (
     choose_mixes,
     draw_requests,
 )
-from ostinato.bench.timing.measure import machine, synchronize
+from ostinato.bench.timing.measure import machine, model_name, synchronize
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.llm import LLM
-from ostinato.runner.sampler_graphs import SamplerStats
+from ostinato.runner.sampling.sampler_graphs import SamplerStats
 from ostinato.sampling_params import SamplingParams
 
 _WARM_UP_REQUESTS = 16
@@ -100,7 +100,7 @@ def run(
         return {
             "command": "ostinato bench throughput",
             "machine": machine(),
-            "model": config.model or "SmolLM2-135M-Instruct (embedded)",
+            "model": model_name(config),
             "random_weights": config.random_weights,
             "dtype": str(engine.model.dtype).removeprefix("torch."),
             "mode": engine.resolved_mode.mode.name,

@@ -21,6 +21,10 @@ app = typer.Typer(no_args_is_help=True, help="Measure on this machine.")
 
 
 _MODES = "FULL_DECODE_ONLY,PIECEWISE,FULL_AND_PIECEWISE,FULL,FULL_AND_FULL"
+PromptLen = Annotated[int, typer.Option(help="Tokens in each prompt.")]
+NewTokens = Annotated[int, typer.Option(help="Tokens to measure over.")]
+Repeats = Annotated[int, typer.Option(help="Repetitions; medians are reported.")]
+Batches = Annotated[str, typer.Option(help="Batch sizes.")]
 Output = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 
 
@@ -42,9 +46,9 @@ def decode(
     baselines: Annotated[
         str, typer.Option(help="Any of eager, hf, hf-compile; empty for none.")
     ] = "eager,hf",
-    prompt_len: Annotated[int, typer.Option(help="Tokens in each prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to measure over.")] = 128,
-    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 3,
+    prompt_len: PromptLen = 128,
+    new_tokens: NewTokens = 128,
+    repeats: Repeats = 3,
     profile: Annotated[
         Path | None,
         typer.Option(help="Also profile: one Chrome trace per batch, t.json as t.batch8.json."),
@@ -120,7 +124,7 @@ def prefill(
     modes: Annotated[
         str, typer.Option(help="Besides eager.")
     ] = "PIECEWISE,FULL_AND_PIECEWISE,FULL_AND_FULL",
-    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 10,
+    repeats: Repeats = 10,
     config: EngineConfig,
     as_json: options.Json = False,
     output: Output = None,
@@ -141,12 +145,12 @@ def prefill(
 @options.takes_model(without=("enable_lora", "max_loras", "max_lora_rank"))
 def lora(
     *,
-    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,32",
+    batch: Batches = "1,8,32",
     adapters: Annotated[int, typer.Option(help="Adapters in a batch, at most.")] = 8,
     rank: Annotated[int, typer.Option(help="Their rank, in all linears.")] = 16,
-    prompt_len: Annotated[int, typer.Option(help="Tokens in each prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to measure over.")] = 128,
-    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 3,
+    prompt_len: PromptLen = 128,
+    new_tokens: NewTokens = 128,
+    repeats: Repeats = 3,
     config: EngineConfig,
     as_json: options.Json = False,
     output: Output = None,
@@ -172,16 +176,16 @@ def lora(
 @options.takes_model(without=("offload",))
 def offload(
     *,
-    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8",
+    batch: Batches = "1,8",
     group: Annotated[int, typer.Option(help="Layers in a group.")] = 2,
     offloaded: Annotated[int, typer.Option(help="Layers of a group in host memory.")] = 1,
     prefetch: Annotated[int, typer.Option(help="Offloaded layers that are copied ahead.")] = 1,
     plain: Annotated[
         bool, typer.Option(help="Also measure an engine without offload, if the model fits.")
     ] = True,
-    prompt_len: Annotated[int, typer.Option(help="Tokens in each prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to measure over.")] = 32,
-    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 3,
+    prompt_len: PromptLen = 128,
+    new_tokens: NewTokens = 32,
+    repeats: Repeats = 3,
     config: EngineConfig,
     as_json: options.Json = False,
     output: Output = None,
@@ -206,10 +210,10 @@ def offload(
 @app.command()
 def sampling(
     *,
-    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,64",
+    batch: Batches = "1,8,64",
     vocab_size: Annotated[int, typer.Option(help="Tokens in the vocabulary.")] = 151_936,
     history: Annotated[int, typer.Option(help="Tokens of each sequence so far.")] = 2048,
-    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 20,
+    repeats: Repeats = 20,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     as_json: options.Json = False,
     output: Output = None,
@@ -231,14 +235,14 @@ def sampling(
 @options.takes_model(without=("speculative", "max_num_seqs", "max_model_len"))
 def spec(
     *,
-    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1",
+    batch: Batches = "1",
     num_tokens: Annotated[int, typer.Option(help="Drafts per request and step.")] = 4,
     acceptance: Annotated[
         str, typer.Option(help="Rates at which drafts are right, each from 0 to 1.")
     ] = "1.0,0.7",
-    prompt_len: Annotated[int, typer.Option(help="Tokens in each prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to measure over.")] = 256,
-    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 5,
+    prompt_len: PromptLen = 128,
+    new_tokens: NewTokens = 256,
+    repeats: Repeats = 5,
     config: EngineConfig,
     as_json: options.Json = False,
     output: Output = None,
@@ -307,7 +311,7 @@ def parallel(
     layouts: Layouts = None,
     tokens: Annotated[str | None, typer.Option(help="Tokens. Default: 1,2,4,...,2048.")] = None,
     context: Annotated[int, typer.Option(help="Keys that a decoded token attends to.")] = 512,
-    repeats: Annotated[int, typer.Option(help="Repetitions; medians are reported.")] = 10,
+    repeats: Repeats = 10,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     as_json: options.Json = False,

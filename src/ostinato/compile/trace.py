@@ -19,7 +19,7 @@ from torch import fx
 
 from ostinato import compat
 from ostinato.errors import CaptureError
-from ostinato.graphs.capture.tree import map_tensors
+from ostinato.graphs.tree import map_tensors
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep

@@ -1,4 +1,4 @@
-"""Checks of options that depend on each other, for ``EngineConfig``: each raises ConfigError."""
+"""Checks of options, alone and together, for ``EngineConfig``: each raises ConfigError."""
 
 from __future__ import annotations
 
@@ -14,6 +14,33 @@ if TYPE_CHECKING:
 
 MAX_LORA_RANK = 256
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "numba")
+
+
+def check_limits(config: EngineConfig) -> None:
+    """Numbers of requests, tokens and blocks, shares of memory, and the seed."""
+    limits = (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_model_len",
+        "kv_cache_tokens",
+        "long_prefill_token_threshold",
+        "swiftkv_layers",
+    )
+    for name in limits:
+        if getattr(config, name) is not None:
+            check_positive_int(name, getattr(config, name))
+    check_positive_int("block_size", config.block_size)
+    most, longest = config.kv_cache_tokens, config.max_model_len
+    if most is not None and longest is not None and most < longest:
+        raise ConfigError(
+            f"kv_cache_tokens {most} is below max_model_len {longest}, so the longest request "
+            "would not fit; raise the first or lower the other"
+        )
+    share = config.gpu_memory_utilization
+    if not isinstance(share, (int, float)) or not 0 < share <= 1:
+        raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
+    if type(config.seed) is not int or not 0 <= config.seed < 2**63:
+        raise ConfigError(f"seed must be an integer in [0, 2**63), got {config.seed!r}")
 
 
 def check_attention(config: EngineConfig) -> None:

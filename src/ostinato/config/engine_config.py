@@ -6,7 +6,6 @@ resolves what also depends on the model (its length limit, the KV cache).
 
 from __future__ import annotations
 
-import re
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,15 +13,16 @@ from typing import TYPE_CHECKING, Literal
 from ostinato import other_engines
 from ostinato.config.checks import (
     check_attention,
+    check_limits,
     check_lora,
     check_offload,
     check_parallel,
 )
 from ostinato.config.graph_config import GraphConfig
+from ostinato.config.memory_size import parse_bytes
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.sizes import (
-    check_positive_int,
     default_mixed_sizes,
     default_sizes,
     default_vision_sizes,
@@ -32,7 +32,8 @@ from ostinato.offload.offload_config import OffloadConfig
 from ostinato.options import option, user_options
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.quoting import shown
-from ostinato.speculative.options import Speculation, parse_speculation
+from ostinato.speculative.options import parse_speculation
+from ostinato.speculative.speculation import Speculation
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,6 @@ TASKS = ("auto", "generate", "embed", "classify")
 DTYPES = ("float32", "bfloat16", "float16")
 # On the CPU nothing tells how much memory may be used; on CUDA the remaining memory is used.
 CPU_KV_CACHE_BYTES = 512 * 2**20
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
 @user_options(
@@ -231,29 +231,8 @@ class EngineConfig:
                 )
             graphs = replace(graphs, mode=CUDAGraphMode.NONE)
         object.__setattr__(self, "graphs", graphs)
-        limits = (
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "kv_cache_tokens",
-            "long_prefill_token_threshold",
-        )
-        for name in (*limits, "swiftkv_layers"):
-            if getattr(self, name) is not None:
-                check_positive_int(name, getattr(self, name))
-        check_positive_int("block_size", self.block_size)
-        most, longest = self.kv_cache_tokens, self.max_model_len
-        if most is not None and longest is not None and most < longest:
-            raise ConfigError(
-                f"kv_cache_tokens {most} is below max_model_len {longest}, so the longest request "
-                "would not fit; raise the first or lower the other"
-            )
+        check_limits(self)
         check_attention(self)
-        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed must be an integer in [0, 2**63), got {self.seed!r}")
-        share = self.gpu_memory_utilization
-        if not isinstance(share, (int, float)) or not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
         if self.kv_cache_memory_bytes is not None:
             object.__setattr__(
                 self, "kv_cache_memory_bytes", parse_bytes(self.kv_cache_memory_bytes)
@@ -273,6 +252,7 @@ class EngineConfig:
 
     @property
     def num_lora_slots(self) -> int:
+        """How many adapters can be loaded at a time."""
         return self.max_loras if self.enable_lora else 0
 
     @property
@@ -290,6 +270,7 @@ class EngineConfig:
         return self.layout.world_size * self.data_parallel_size
 
     def torch_device(self) -> torch.device:
+        """The device; raises if this machine does not have it."""
         import torch
 
         if self.device == "auto":
@@ -310,6 +291,7 @@ class EngineConfig:
         return device
 
     def torch_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype of the weights on ``device``."""
         import torch
 
         if self.dtype == "auto":
@@ -320,7 +302,7 @@ class EngineConfig:
         dtype: torch.dtype = getattr(torch, name)
         return dtype
 
-    def overlaps_on(self, device: torch.device) -> bool:
+    def schedules_ahead_on(self, device: torch.device) -> bool:
         """Whether a step starts before the host has read the previous step's tokens.
 
         On the CPU there is nothing to overlap, and sequences that stop early cost one extra step.
@@ -367,6 +349,7 @@ class EngineConfig:
         return longest
 
     def capture_sizes(self, device: torch.device) -> tuple[int, ...]:
+        """Numbers of tokens to capture graphs for on ``device``."""
         max_num_seqs, max_tokens = self.batch_limits(device)
         if self.graphs.capture_sizes is not None:
             return validate_sizes(self.graphs.capture_sizes, max_num_batched_tokens=max_tokens)
@@ -402,17 +385,3 @@ class EngineConfig:
             return None
         _, max_tokens = self.batch_limits(device)
         return default_mixed_sizes(max(1, max_tokens // sp))
-
-
-def parse_bytes(value: int | str) -> int:
-    """Parse a number of bytes: 1073741824, "1GiB", "512M"."""
-    if type(value) is int and value > 0:
-        return value
-    match = re.fullmatch(r"([\d.]+)\s*([kmgt]?)(i?b)?", str(value).strip().lower())
-    try:
-        count = int(float(match.group(1)) * _UNITS[match.group(2)]) if match else 0
-    except (ValueError, OverflowError):
-        count = 0
-    if count <= 0:
-        raise ConfigError(f"not an amount of memory: {value!r}; write 1073741824, '1GiB' or '512M'")
-    return count

@@ -98,6 +98,7 @@ class GraphConfig:
         return "eager" if self.compile == "eager" else "inductor"
 
     def warmups_on(self, device: torch.device) -> int:
+        """Runs before the first capture of a kind on ``device``."""
         if self.num_warmups is None:
             return 1 if device.type == "cuda" else 0
         return self.num_warmups

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -15,23 +13,22 @@ import torch
 
 from ostinato.config import EngineConfig
 from ostinato.engine.adapters import EngineAdapters
-from ostinato.engine.completion import NUM_SEEDS, CheckedRequest, Completion
+from ostinato.engine.checked_request import CheckedRequest, RequestChecks
+from ostinato.engine.completion import Completion
 from ostinato.engine.images import EngineImages
 from ostinato.engine.replica_stats import ReplicaStats
 from ostinato.engine.start import start
 from ostinato.engine.thread_use import ThreadUse, one_thread
-from ostinato.errors import ClosedError, RequestError
+from ostinato.errors import ClosedError
 from ostinato.graphs.capture.closing import Owner
 from ostinato.loading.load import as_hf
 from ostinato.outputs import Logprob
-from ostinato.quoting import shown
 from ostinato.runner.step_result import StepResult
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.request import FinishReason, Request
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import StepPlan, TokenEvent
-from ostinato.text.prompts import check_num_tokens, check_token_ids
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -69,9 +66,13 @@ class Engine(Owner):
         self._to_emit: deque[tuple[TokenEvent, StepResult]] = deque()
         self._ended: dict[Completion, None] = {}  # to be returned by ``step``
         # Batches that may run before the host has read their tokens.
-        self._num_ahead = 1 if config.overlaps_on(self.model.device) else 0
-        self._seeds = random.Random(config.seed)
-        self._numbers = itertools.count()
+        self._num_ahead = 1 if config.schedules_ahead_on(self.model.device) else 0
+        self._checks = RequestChecks(
+            vocab_size=self.model.vocab_size,
+            max_model_len=self.max_model_len,
+            tokenizer=self.tokenizer,
+            seed=config.seed,
+        )
         self._closed = False
 
     def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
@@ -109,7 +110,7 @@ class Engine(Owner):
 
         Errors refer to the prompt as ``name``.
         """
-        request = self._check_request(list(prompt_token_ids), params, name, None)
+        request = self._check_request(prompt_token_ids, params, name, None, None)
         return [request.completion(index) for index in range(params.n)]
 
     @one_thread(is_part=True)
@@ -126,31 +127,22 @@ class Engine(Owner):
 
         ``images``: those of the prompt, as ``self.images.place`` returned both.
         """
-        return self._check_request(list(prompt_token_ids), params, name, adapter, images)
+        return self._check_request(prompt_token_ids, params, name, adapter, images)
 
     def _check_request(
         self,
-        prompt: list[int],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         name: str,
         adapter: str | None,
-        images: PromptImages | None = None,
+        images: PromptImages | None,
     ) -> CheckedRequest:
         self._check_open()
-        self._check_prompt(prompt, name)
-        self._check_params(params)
-        limit = self.max_model_len
-        if params.max_tokens is not None:
-            limit = min(limit, len(prompt) + params.max_tokens)
-        eos = frozenset() if params.ignore_eos else self.eos_token_ids
-        return CheckedRequest(
-            request_id=f"request-{next(self._numbers)}",
-            prompt_token_ids=prompt,
-            params=params,
-            max_total_tokens=limit,
-            seed=self._seeds.randrange(NUM_SEEDS) if params.seed is None else params.seed,
-            stop_token_ids=frozenset(params.stop_token_ids) | eos,
-            tokenizer=self.tokenizer,
+        return self._checks.check(
+            list(prompt_token_ids),
+            params,
+            name=name,
+            eos_token_ids=self.eos_token_ids,
             adapter=None if adapter is None else self.adapters.find(adapter),
             images=images,
         )
@@ -213,26 +205,6 @@ class Engine(Owner):
     def replica_stats(self) -> list[ReplicaStats]:
         """Counts of each replica of the model; ``sum`` adds them up."""
         return [ReplicaStats.of(self.scheduler, self.runner.stats.counts)]
-
-    def _check_prompt(self, prompt: list[int], name: str) -> None:
-        check_token_ids(name, prompt, self.model.vocab_size, self.tokenizer)
-        check_num_tokens(name, len(prompt), self.max_model_len)
-
-    def _check_params(self, params: SamplingParams) -> None:
-        vocab_size = self.model.vocab_size
-        named = {"logit_bias": params.logit_bias or {}, "stop_token_ids": params.stop_token_ids}
-        for name, tokens in named.items():
-            for token in tokens:
-                if token >= vocab_size:
-                    raise RequestError(
-                        f"{name} names token {shown(token)}; token ids go from 0 to "
-                        f"{vocab_size - 1}"
-                    )
-        if params.stop and self.tokenizer is None:
-            raise RequestError(
-                f"stop strings {shown(params.stop)} need a tokenizer, and this model has none; "
-                "use stop_token_ids"
-            )
 
     # --- one step ------------------------------------------------------------------------------
 

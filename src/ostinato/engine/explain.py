@@ -15,7 +15,7 @@ from ostinato.graphs.policy.modes import AttentionCGSupport, CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.loading.description import describe
 from ostinato.loading.load import as_hf
-from ostinato.runner.sampler_graphs import SamplerLaunch
+from ostinato.runner.sampling.sampler_graphs import SamplerLaunch
 from ostinato.runner.startup.graph_plans import plan_graphs
 from ostinato.runner.startup.recurrent_models import NO_PREFIX_CACHING
 from ostinato.vision.vision_plan import images_shape, plan_vision

@@ -8,7 +8,8 @@ from typing import NoReturn
 
 import torch
 
-from ostinato.engine.completion import CheckedRequest, Completion
+from ostinato.engine.checked_request import CheckedRequest
+from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine, Submission
 from ostinato.engine.thread_use import Hold, OpenStream
 from ostinato.errors import ConcurrentUseError

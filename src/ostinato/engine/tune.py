@@ -18,7 +18,8 @@ from ostinato.models.base import CausalLM
 from ostinato.models.native.decoder import Decoder
 from ostinato.ops.gemm.linear import has_kernels
 from ostinato.ops.gemm.tile_config import ROW_CLASSES, LinearShape, gpu_of, row_class
-from ostinato.ops.gemm.tuning import tune_linears, tuning
+from ostinato.ops.gemm.tune_linears import tune_linears
+from ostinato.ops.gemm.tuning import tuning
 from ostinato.ops.triton.launch import is_interpreted
 from ostinato.runner import startup
 

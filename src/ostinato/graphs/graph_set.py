@@ -16,18 +16,18 @@ from typing import Any
 import torch
 
 from ostinato.errors import BatchError
+from ostinato.graphs.capture.buffers import storage_id
+from ostinato.graphs.capture.call_layout import CallLayout
 from ostinato.graphs.capture.capture_loop import CaptureLoop, CaptureReport
 from ostinato.graphs.capture.closing import close_each
+from ostinato.graphs.capture.output_layout import OutputLayout
 from ostinato.graphs.capture.pool import GraphPool
-from ostinato.graphs.capture.tree import map_tensors
-from ostinato.graphs.graphed_call import CallLayout
-from ostinato.graphs.output_layout import OutputLayout
 from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice, Reason
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.tree import map_tensors
 from ostinato.graphs.trust.agreement import Agreement
-from ostinato.graphs.trust.effects import storage_id
 from ostinato.graphs.trust.rehearsal import Rehearsal
 from ostinato.graphs.trust.trial import CapturedSize, Trial, differs
 from ostinato.graphs.trust.watched_state import WatchedState

@@ -9,13 +9,12 @@ import torch
 
 from ostinato.compat import inside_functorch_transform
 from ostinato.errors import BatchError, CaptureError, ClosedError, ConfigError
+from ostinato.graphs.capture.call_layout import BatchDim, CallLayout
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.capture.pool import ExclusiveUse, GraphPool
 from ostinato.graphs.capture.segments import is_recording
-from ostinato.graphs.capture.tree import map_tensors, tensors_in
 from ostinato.graphs.graph_set import GraphSet, GraphSetOptions
-from ostinato.graphs.graphed_call import BatchDim, CallLayout
 from ostinato.graphs.graphed_method import BoundMethods
 from ostinato.graphs.policy.descriptor import Choice, Reason
 from ostinato.graphs.policy.dispatch import DispatchStats
@@ -23,6 +22,7 @@ from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.graphs.policy.sizes import default_sizes, validate_sizes
 from ostinato.graphs.policy.stats import GraphedStats
+from ostinato.graphs.tree import map_tensors, tensors_in
 from ostinato.graphs.trust.ambient_state import AmbientState
 
 P = ParamSpec("P")
@@ -278,6 +278,7 @@ class GraphedCallable(Owner, Generic[P, R]):
     # --- statistics and closing ----------------------------------------------------------------
 
     def stats(self) -> GraphedStats:
+        """Counts since it was made: graphs, calls, padding, and eager calls by reason."""
         stats, graph_sets = self._stats, self._graph_sets.values()
         return GraphedStats(
             graphs=sum(graphs.num_graphs for graphs in graph_sets),
@@ -291,6 +292,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         )
 
     def unwrap(self) -> Callable[P, R]:
+        """The function that was given to ``graphed()``."""
         return self._function
 
     def clear_graphs(self) -> None:

@@ -20,11 +20,11 @@ from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.output_buffers import OutputBuffers
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
-from ostinato.graphs.capture.tree import map_tensors
 from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.tree import map_tensors
 
 Inputs = TypeVar("Inputs")
 Output = TypeVar("Output")  # of the forward: hidden states [num_tokens, ...], or a tree of those
@@ -112,6 +112,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
     # --- dispatch ------------------------------------------------------------------------------
 
     def dispatch(self, shape: BatchShape) -> Choice:
+        """How a batch of ``shape`` runs: ``Dispatcher.dispatch``."""
         return self.dispatcher.dispatch(shape)
 
     def get_cudagraph_size(self, num_tokens: int, uniform_decode: bool = False) -> int | None:
@@ -139,7 +140,10 @@ class CudaGraphManager(Generic[Inputs, Output]):
     def get_cudagraph_runtime_mode(
         self, num_reqs: int, num_tokens: int, max_query_len: int, *, has_prompts: bool = False
     ) -> tuple[CUDAGraphMode, int | None]:
-        """The runtime mode of a batch, and its padded size (None for eager)."""
+        """The runtime mode of a batch, and its padded size (None for eager).
+
+        ``num_reqs``, ``num_tokens``, ``max_query_len``, ``has_prompts``: as in ``BatchShape``.
+        """
         shape = BatchShape(num_tokens, num_reqs, max_query_len, has_prompts=has_prompts)
         choice = self.dispatch(shape)
         if choice.mode is CUDAGraphMode.NONE:
@@ -176,7 +180,10 @@ class CudaGraphManager(Generic[Inputs, Output]):
         *,
         warm_up: Callable[[Inputs], Output] | None = None,
     ) -> CaptureReport:
-        """Capture one entry of the plan, as in ``capture``, unless it is captured already."""
+        """Capture one entry of the plan, unless it is captured already.
+
+        ``forward``, ``prepare`` and ``warm_up`` are as in ``capture``.
+        """
         if entry not in self.plan.entries:
             raise CaptureError(
                 f"{entry} is not in the plan, so dispatch can never choose it; capture one of "
@@ -282,7 +289,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
     # --- replay --------------------------------------------------------------------------------
 
     def full_graph(self, descriptor: BatchDescriptor) -> FullGraph:
-        """The FULL graph of a key, for callers that replay it repeatedly themselves."""
+        """The FULL graph of ``descriptor``, for callers that replay it repeatedly themselves."""
         if self.pool.closed:
             raise ClosedError(f"cannot replay {descriptor}: the graph pool is closed")
         graph = self._graphs.get(descriptor)
@@ -331,7 +338,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
     # --- ownership -----------------------------------------------------------------------------
 
     def discard(self, serials: range) -> None:
-        """Drop the FULL graphs whose tapes have these numbers."""
+        """Drop the FULL graphs whose tapes have these ``serials``."""
         for descriptor, graph in list(self._graphs.items()):
             if graph.tape.serial in serials:
                 self._graphs.pop(descriptor).tape.close()

@@ -15,9 +15,9 @@ from ostinato.graphs.capture.context import current_forward_context
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
 from ostinato.graphs.capture.signature import CallSignature
-from ostinato.graphs.capture.tree import map_tensors
 from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.tree import map_tensors
 from ostinato.graphs.trust.ambient_state import NUMERICS, read_numerics
 
 logger = logging.getLogger(__name__)
@@ -156,10 +156,11 @@ class CUDAGraphWrapper(Generic[R]):
         )
 
     def unwrap(self) -> Callable[..., R]:
+        """The callable that was wrapped."""
         return self.runnable
 
     def discard(self, serials: range) -> None:
-        """Drop the graphs whose tapes have these serials."""
+        """Drop the graphs whose tapes have these ``serials``."""
         for descriptor, entry in list(self.concrete_cudagraph_entries.items()):
             if entry.tape.serial in serials:
                 self.concrete_cudagraph_entries.pop(descriptor).tape.close()

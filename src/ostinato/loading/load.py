@@ -8,14 +8,14 @@ into its fused parameters; every other causal LM goes through transformers' modu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ostinato.errors import ConfigError, ModelLoadError, OstinatoError
+from ostinato.errors import ConfigError
 from ostinato.loading.description import (
     ModelDescription,
     NativeConfig,
@@ -23,12 +23,12 @@ from ostinato.loading.description import (
     describe_shape,
     errors_named,
 )
+from ostinato.loading.free_memory import FreeMemory, check_fit, free_memory
 from ostinato.loading.locate import find_model
 from ostinato.loading.progress import progress_bars
-from ostinato.loading.tokenizer_check import check_tokenizer
+from ostinato.loading.tokenizer import eos_token_ids, read_tokenizer
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
-from ostinato.models.json_file import check_numbers, read_object
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.config.raw_config import RawConfig
 from ostinato.models.native.decoder import Decoder
@@ -38,7 +38,6 @@ from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.offload.offload_config import OffloadConfig
 from ostinato.offload.prefetch import PrefetchOffloader, offload_bytes
-from ostinato.quoting import is_failure, said, shown
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -48,14 +47,8 @@ if TYPE_CHECKING:
     from ostinato.parallel.rank_context import RankContext
     from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder
 
-FreeMemory = Callable[[torch.device], int | None]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEFAULT_SHAPE = "smollm2-135m"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-# Tokenizer classes fully described by their files.
-_PLAIN_TOKENIZERS = ("TokenizersBackend", "PreTrainedTokenizerFast")
-_LARGEST_TOKENIZER_CONFIG = 64 * 2**20
 _STACKED = ".experts.gate_up_proj"  # how the name of all experts of a layer in one tensor ends
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -77,21 +70,6 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     generic_reason: str | None
     shift: CausalLM | None = None
-
-
-def free_memory(device: torch.device) -> int | None:
-    """The free bytes on ``device``; None if unknown."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + cached
-    meminfo = Path("/proc/meminfo")
-    if device.type != "cpu" or not meminfo.is_file():
-        return None
-    for line in meminfo.read_text(encoding="ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def load_model(
@@ -142,7 +120,7 @@ def load_model(
         path=path,
         config=config,
         tokenizer=read_tokenizer(path) if tokenizer and path and not random_weights else None,
-        eos_token_ids=_eos_token_ids(path, config, model.vocab_size),
+        eos_token_ids=eos_token_ids(path, config, model.vocab_size),
         generic_reason=described.generic_reason,
         shift=shift[0] if shift else None,
     )
@@ -316,22 +294,6 @@ def _bind_slots(models: Sequence[Decoder]) -> None:
             model.offloader.bind_slots()
 
 
-def check_fit(
-    what: str,
-    needed: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    free_memory: FreeMemory = free_memory,
-) -> None:
-    """Raise if ``what``, of ``needed`` bytes, does not fit into the free memory of ``device``."""
-    free = free_memory(device)
-    if free is not None and needed > free:
-        raise ModelLoadError(
-            f"{what} needs {needed / 2**30:.2f} GiB in {dtype}, and {device} has "
-            f"{free / 2**30:.2f} GiB free; free some, use a smaller dtype or a smaller model"
-        )
-
-
 def as_hf(config: ModelConfig) -> PretrainedConfig:
     """The config as a transformers object."""
     return config.to_hf() if isinstance(config, RawConfig) else config
@@ -392,57 +354,3 @@ def _has_own_head(checkpoint: Checkpoint) -> bool:
         return True
     tensors = dict(checkpoint.read([_HEAD, _EMBEDDING], torch.device("cpu")))
     return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])
-
-
-def read_tokenizer(path: Path) -> Any | None:
-    """The tokenizer in the directory ``path``; None if there is none."""
-    if not any((path / file).is_file() for file in _TOKENIZER_FILES):
-        return None
-    check_tokenizer(path)
-    try:
-        if _tokenizer_class(path) in _PLAIN_TOKENIZERS:
-            # Avoids importing every model's configuration to look up the class.
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(path)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except OstinatoError:
-        raise
-    except BaseException as error:
-        if not is_failure(error):
-            raise
-        raise ModelLoadError(
-            f"transformers cannot read the tokenizer in {path}: {said(error)}"
-        ) from error
-
-
-def _tokenizer_class(path: Path) -> str | None:
-    file = path / "tokenizer_config.json"
-    if not file.is_file() or not (path / "tokenizer.json").is_file():
-        return None
-    stated = read_object(file, largest=_LARGEST_TOKENIZER_CONFIG)
-    return stated.get("tokenizer_class") if "auto_map" not in stated else None
-
-
-def _eos_token_ids(path: Path | None, config: ModelConfig, vocab_size: int) -> frozenset[int]:
-    """The tokens that end a sequence. A config may name some that the model does not have."""
-    where, stated = "config.json", getattr(config, "eos_token_id", None)
-    if stated is None and hasattr(config, "get_text_config"):  # of a model that takes images
-        stated = getattr(config.get_text_config(), "eos_token_id", None)
-    file = None if path is None else path / "generation_config.json"
-    if file is not None and file.is_file():
-        fields = read_object(file)
-        check_numbers(file, fields)
-        if fields.get("eos_token_id") is not None:
-            where, stated = str(file), fields["eos_token_id"]
-    if stated is None:
-        return frozenset()
-    ids = stated if isinstance(stated, list) else [stated]
-    if not all(type(token) is int and token >= 0 for token in ids):
-        raise ModelLoadError(
-            f"eos_token_id in {where} is {shown(stated)}; it must be a token id, a list of them, "
-            "or null"
-        )
-    return frozenset(token for token in ids if token < vocab_size)

@@ -42,7 +42,7 @@ class OffloadConfig:
 
     @classmethod
     def parse(cls, text: str) -> OffloadConfig:
-        """From the command line: "group", "group,offloaded" or "group,offloaded,prefetch"."""
+        """From ``text`` such as "4", "4,1" or "4,1,1": group, offloaded, prefetch."""
         parts = text.split(",")
         if not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
             parts = []
@@ -53,7 +53,7 @@ class OffloadConfig:
         return cls(**dict(zip(("group", "offloaded", "prefetch"), map(int, parts), strict=False)))
 
     def layers_of(self, num_layers: int) -> Sequence[int]:
-        """The offloaded ones of a model's layers; raises if that saves no memory."""
+        """The offloaded ones of ``num_layers`` layers; raises if that saves no memory."""
         resident = self.group - self.offloaded
         layers = [layer for layer in range(num_layers) if layer % self.group >= resident]
         if not layers:

@@ -6,8 +6,6 @@ is no KV cache, so a sequence runs in one batch, whole.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,16 +19,14 @@ from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.manager import CudaGraphManager, PreparedBatch
-from ostinato.graphs.policy.counters import compilation_counter
 from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.models.base import Encoder
+from ostinato.runner.capture_run import measured_capture, warn_of_no_capture
 from ostinato.runner.model_graphs import kernels_of
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,25 +110,14 @@ class PoolingRunner:
     def capture_model(self) -> int:
         """Capture every missing graph of the plan; return the bytes it took."""
         if not self.manager.needs_capture():
-            if self.plan.entries:
-                logger.warning("nothing to capture: all %d graphs exist", len(self.plan.entries))
-            else:
-                logger.warning(
-                    "no graphs are captured: the graph mode (GraphConfig.mode) is %s",
-                    self.plan.mode.name,
-                )
+            warn_of_no_capture(len(self.plan.entries), self.plan.mode)
             return 0
-        compilation_counter.num_gpu_runner_capture_triggers += 1
-        start, before = time.perf_counter(), self._used_bytes()
+        self.capture_bytes = measured_capture(self._capture, self.pool)
+        return self.capture_bytes
+
+    def _capture(self) -> CaptureReport:
         self.capture_report = self.manager.capture(self._run_padded, self._prepare)
-        taken = self.capture_bytes = self._used_bytes() - before
-        logger.info(
-            "captured %d graphs in %.2f s, %.3f GiB",
-            self.capture_report.num_graphs,
-            time.perf_counter() - start,
-            taken / 2**30,
-        )
-        return taken
+        return self.capture_report
 
     def _prepare(self, entry: PlanEntry) -> PreparedBatch[int]:
         """A batch of padding, in as many sequences as one may have."""
@@ -143,13 +128,6 @@ class PoolingRunner:
         self.inputs.zero_()
         batch = PackedBatch(lengths, self.model.device)
         return PreparedBatch(inputs=num_tokens, attn_metadata=batch)
-
-    def _used_bytes(self) -> int:
-        if self.model.device.type == "cuda":
-            torch.cuda.current_stream(self.model.device).synchronize()
-            free, total = torch.cuda.mem_get_info(self.model.device)
-            return total - free
-        return self.pool.num_bytes
 
     def close(self) -> None:
         """Drop the graphs and their memory. Closing twice is harmless."""

@@ -60,7 +60,7 @@ def start_rank(config: EngineConfig, world: World) -> tuple[LoadedModel, ModelRu
                     loaded.model, None if config.random_weights else loaded.path
                 )
             world.rank_context.check_same("the weights", fingerprint)
-            num_ahead = 1 if config.overlaps_on(world.device) else 0
+            num_ahead = 1 if config.schedules_ahead_on(world.device) else 0
             make = partial(kind, world=world, num_ahead=num_ahead)
             runner, resolved = startup.build_runner(config, loaded, world.rank_context, make)
         assert isinstance(runner, RankRunner), "make_runner returns one"

@@ -8,8 +8,8 @@ import torch
 
 from ostinato.graphs.manager import FullGraph
 from ostinato.graphs.policy.descriptor import Choice
-from ostinato.runner.filtered_rows import FilteredRows
-from ostinato.runner.sampler_graphs import SamplerGraph, SamplerGraphs
+from ostinato.runner.sampling.filtered_rows import FilteredRows
+from ostinato.runner.sampling.sampler_graphs import SamplerGraph, SamplerGraphs
 from ostinato.runner.step_memory import StepMemory
 from ostinato.scheduling.step_plan import IntArray, StepPlan
 

@@ -18,7 +18,7 @@ import torch
 from ostinato.models.base import CausalLM
 from ostinato.ops.decode_state import DecodeInputs, load_decode_inputs, store_decode_outputs
 from ostinato.ops.sampling.sampling import sample_rows
-from ostinato.runner.draft_sampling import (
+from ostinato.runner.sampling.draft_sampling import (
     decode_rows,
     observe_step,
     propose_drafts,

@@ -10,10 +10,9 @@ Two models may share all of it: small batches then run the second (``SmallBatchM
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +23,6 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.pool import GraphPool
-from ostinato.graphs.policy.counters import compilation_counter
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
@@ -34,24 +32,23 @@ from ostinato.models.base import CausalLM
 from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.parallel.agreement import Reducer
-from ostinato.runner import draft_sampling
 from ostinato.runner.autocast import without_autocast
+from ostinato.runner.capture_run import measured_capture, warn_of_no_capture
 from ostinato.runner.decode_members import DecodeMembers
 from ostinato.runner.decode_step import DecodeOutput
-from ostinato.runner.filtered_rows import FilteredRows
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.model_graphs import ModelGraphs
-from ostinato.runner.sampler_graphs import SamplerGraphs, SamplerLaunch
+from ostinato.runner.sampling import draft_sampling
+from ostinato.runner.sampling.filtered_rows import FilteredRows
+from ostinato.runner.sampling.sampler_graphs import SamplerGraphs, SamplerLaunch
 from ostinato.runner.small_batch_model import SmallBatchModel, check_can_agree
 from ostinato.runner.step_memory import StepMemory
 from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogits, StepResult
 from ostinato.scheduling.step_plan import DecodePlan, SchedulePlan, StepPlan
 
 if TYPE_CHECKING:
-    from ostinato.speculative.options import Speculation
+    from ostinato.speculative.speculation import Speculation
     from ostinato.vision.image_inputs import ImageInputs
-
-logger = logging.getLogger(__name__)
 
 # Memory of a decode step beside its logits: hidden states, and what the sampler needs.
 _BESIDE_LOGITS = 8 * 2**20
@@ -406,16 +403,12 @@ class ModelRunner:
         missing = [graphs for graphs in self._all_graphs if graphs.needs_capture()]
         if not missing:
             num_planned = sum(len(graphs.plan.entries) for graphs in self._all_graphs)
-            if num_planned:
-                logger.warning("nothing to capture: all %d graphs exist", num_planned)
-            else:
-                logger.warning(
-                    "no graphs are captured: the graph mode (GraphConfig.mode) is %s",
-                    self.plan.mode.name,
-                )
+            warn_of_no_capture(num_planned, self.plan.mode)
             return 0
-        compilation_counter.num_gpu_runner_capture_triggers += 1
-        start, bytes_before = time.perf_counter(), self._used_bytes()
+        self.capture_bytes = measured_capture(partial(self._capture, missing), self.pool)
+        return self.capture_bytes
+
+    def _capture(self, missing: Sequence[ModelGraphs]) -> CaptureReport:
         self._follow_stream()
         self.forget_rows()
         self.pool.reserve(max(graphs.largest_tensor() for graphs in missing) + _BESIDE_LOGITS)
@@ -423,27 +416,12 @@ class ModelRunner:
         for graphs in missing:
             self.buffers.reset()
             report.entries += graphs.capture().entries
-        taken = self.capture_bytes = self._used_bytes() - bytes_before
-        logger.info(
-            "captured %d graphs in %.2f s, %.3f GiB",
-            report.num_graphs,
-            time.perf_counter() - start,
-            taken / 2**30,
-        )
-        return taken
+        return report
 
     def num_nodes(self, entry: PlanEntry) -> int | None:
         """All nodes of an entry's graphs: operators on the CPU, kernels and copies on CUDA."""
         planned = (graphs for graphs in self._all_graphs if entry in graphs.plan.entries)
         return next(planned, self.graphs).num_nodes(entry)
-
-    def _used_bytes(self) -> int:
-        if self.model.device.type == "cuda":
-            # Not the device: that would break a capture in another engine's thread.
-            torch.cuda.current_stream(self.model.device).synchronize()
-            free, total = torch.cuda.mem_get_info(self.model.device)
-            return total - free
-        return self.pool.num_bytes
 
     def close(self) -> None:
         """Drop the graphs, their memory, the KV cache and the models. Closing twice is harmless."""

@@ -13,8 +13,8 @@ import torch
 
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from ostinato.errors import ConfigError
-from ostinato.graphs.capture.tree import tensors_in
 from ostinato.graphs.policy.plan import CapturePlan
+from ostinato.graphs.tree import tensors_in
 from ostinato.models.base import CausalLM
 from ostinato.quoting import shown
 from ostinato.recurrent.base import RecurrentStates
@@ -24,7 +24,7 @@ from ostinato.runner.request_state import RequestState
 from ostinato.speculative.proposer import Proposer, ProposerContext
 
 if TYPE_CHECKING:
-    from ostinato.speculative.options import Speculation
+    from ostinato.speculative.speculation import Speculation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ class SpeculationStats:
     num_accepted: int = 0
 
     def count(self, num_drafts: int, num_accepted: int) -> None:
+        """Add a run of ``num_drafts`` drafts, of which ``num_accepted`` were accepted."""
         self.num_runs += 1
         self.num_drafts += num_drafts
         self.num_accepted += num_accepted
@@ -43,6 +44,7 @@ class SpeculationStats:
         return self.num_accepted / self.num_drafts if self.num_drafts else 0.0
 
     def reset(self) -> None:
+        """Start all counts at 0 again."""
         self.num_runs = self.num_drafts = self.num_accepted = 0
 
 

@@ -23,8 +23,8 @@ from ostinato.ops.decode_state import (
     store_decode_outputs,
 )
 from ostinato.ops.sampling.sampling import sample_rows
-from ostinato.speculative.options import Speculation
 from ostinato.speculative.proposer import KVLayers, Proposer, ProposerContext
+from ostinato.speculative.speculation import Speculation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ from ostinato.graphs.capture.context import set_forward_context
 from ostinato.ops.decode_state import DecodeState
 from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.speculative.eagle_head import EagleHead
-from ostinato.speculative.options import Speculation
 from ostinato.speculative.proposer import KVLayers, Proposer, ProposerContext
+from ostinato.speculative.speculation import Speculation
 
 _UNKNOWN = -(2**30)  # a position from which no step's tokens reach any other
 

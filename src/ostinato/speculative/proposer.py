@@ -63,11 +63,11 @@ class Proposer(Protocol):
         return False
 
     def admit(self, req_index: int, request: Request) -> None:
-        """A request starts, or continues after a preemption, in this row of the state."""
+        """``request`` starts, or goes on after a preemption, in row ``req_index`` of the state."""
         return
 
     def learn(self, token_ids: Sequence[int]) -> None:
-        """A request has ended with this output."""
+        """A request has ended with the output ``token_ids``."""
         return
 
     @property
@@ -92,8 +92,9 @@ class Proposer(Protocol):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """A step with prompts is done: tokens [T], as attention saw them, of the rows in ``state``.
+        """A step with prompts is done, of the rows in ``state``.
 
+        ``input_ids`` and ``positions`` [T] are its tokens, ``metadata`` is what attention saw.
         The next token of each, sampled or given, is in ``state.token_ids``.
         """
         return

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ostinato import compat
 from ostinato.errors import RequestError
 from ostinato.models.hf.vision.vision_encoder import HFVisionEncoder
 from ostinato.models.hf.vision.vision_language import VisionLM
@@ -88,12 +89,11 @@ class ImageReader:
 def _read_processor(path: Path | None, encoder: HFVisionEncoder) -> Any:
     """transformers' image processor in the directory ``path``, which must match the encoder."""
     _pillow()
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
+    processor_class = compat.image_processor.demand()
     try:
         if path is None:
             raise FileNotFoundError("the model has no directory")
-        processor: Any = Qwen2VLImageProcessorPil.from_pretrained(path, local_files_only=True)
+        processor: Any = processor_class.from_pretrained(path, local_files_only=True)
     except BaseException as error:
         if not is_failure(error):
             raise

@@ -25,8 +25,8 @@ from ostinato import (
 )
 from ostinato.errors import CaptureError, ConcurrentUseError, ReplayMismatchError
 from ostinato.graphs.capture.segments import is_recording
-from ostinato.graphs.capture.tree import map_tensors
 from ostinato.graphs.manager import PreparedBatch
+from ostinato.graphs.tree import map_tensors
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
 KEY = BatchDescriptor(4)

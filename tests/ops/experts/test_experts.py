@@ -16,7 +16,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from ostinato.ops.experts.expert_kernels import RoutedToken, down_row, expert_parts, gate_up_row
 from ostinato.ops.experts.expert_tiles import block_rows, expert_tiles, most_blocks
-from ostinato.ops.experts.experts import Mixture, run_experts
+from ostinato.ops.experts.experts import run_experts
+from ostinato.ops.experts.mixture import Mixture
 from ostinato.ops.experts.own_experts import run_own_experts
 from ostinato.ops.experts.routing import NO_EXPERT, RouterOptions, route
 from ostinato.ops.gemm.linear import Norm

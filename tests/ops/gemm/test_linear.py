@@ -24,6 +24,7 @@ from ostinato.errors import BatchError
 from ostinato.ops.activation import Activation, activate
 from ostinato.ops.gemm import tuning
 from ostinato.ops.gemm.linear import Gemm, Norm, linear, run_kernel
+from ostinato.ops.gemm.measuring import StepGemm
 from ostinato.ops.gemm.tile_config import (
     GemmChoice,
     Gpu,
@@ -31,7 +32,8 @@ from ostinato.ops.gemm.tile_config import (
     TileConfig,
     candidates,
 )
-from ostinato.ops.gemm.tuning import StepGemm, Tuning
+from ostinato.ops.gemm.tune_linears import tune_linears
+from ostinato.ops.gemm.tuning import Tuning
 
 pytest.importorskip("triton")
 
@@ -299,7 +301,7 @@ def run_tuning(
     known: Tuning, stopwatch: Stopwatch, weights: dict[LinearShape, list[Tensor]], **options: Any
 ) -> None:
     compile_all = stopwatch.compile_all
-    tuning.tune_linears(
+    tune_linears(
         weights, gpu=GPU, known=known, measure=stopwatch, compile_all=compile_all, **options
     )
 

@@ -18,7 +18,8 @@ from ostinato.ops import decode_state
 from ostinato.ops.gemm import lora
 from ostinato.ops.sampling import drafts
 from ostinato.ops.triton.launch import without_running
-from ostinato.runner import decode_step, draft_sampling, startup
+from ostinato.runner import decode_step, startup
+from ostinato.runner.sampling import draft_sampling
 from ostinato.runner.startup.compile_kernels import compile_kernels, request_kernels
 from ostinato.speculative import look_up
 

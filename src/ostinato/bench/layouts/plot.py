@@ -6,11 +6,11 @@ are their communication; the wide line is a layout with its shift threshold.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ostinato.bench.plot import matplotlib_module
 from ostinato.errors import ConfigError
 from ostinato.parallel.layout import ParallelLayout
 
@@ -34,7 +34,7 @@ def draw_into(results: dict[str, Any], path: Path, layout: ParallelLayout | None
 def draw(results: dict[str, Any], layout: ParallelLayout | None = None) -> Any:
     """A matplotlib figure."""
     about = _layout(results, layout)
-    figure = _matplotlib("matplotlib.figure").Figure(figsize=(10.5, 4.9))
+    figure = matplotlib_module("matplotlib.figure").Figure(figsize=(10.5, 4.9))
     panels = figure.subplots(1, 2, sharey=True)
     for axes, (kind, title) in zip(panels, _KINDS.items(), strict=True):
         _panel(axes, results, about, kind)
@@ -114,7 +114,7 @@ def _corner(about: dict[str, Any], kind: str) -> list[tuple[int, float]]:
 
 
 def _format(axes: Any, results: dict[str, Any]) -> None:
-    ticker = _matplotlib("matplotlib.ticker")
+    ticker = matplotlib_module("matplotlib.ticker")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     sizes = sorted({row["num_tokens"] for row in results["steps"]})
@@ -136,13 +136,3 @@ def _title(results: dict[str, Any], about: dict[str, Any]) -> str:
         f"communication by formula at {results['bandwidth_gb_s']:g} GB/s and "
         f"{results['latency_us']:g} µs"
     )
-
-
-def _matplotlib(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"plotting needs matplotlib, which cannot be imported ({error}); install it with "
-            "`pip install matplotlib`"
-        ) from error

@@ -8,9 +8,13 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from ostinato.config import EngineConfig
 
 T = TypeVar("T")
 
@@ -46,6 +50,11 @@ def timed(call: Callable[[], T]) -> tuple[T, float]:
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def model_name(config: EngineConfig) -> str | Path:
+    """What results call the model of ``config``."""
+    return config.model or "SmolLM2-135M-Instruct (embedded)"
 
 
 def machine() -> dict[str, Any]:

@@ -28,7 +28,7 @@ from ostinato.compat import (
     has_kernel_for_key,
 )
 from ostinato.errors import CaptureError
-from ostinato.graphs.capture.tree import tensors_in
+from ostinato.graphs.tree import tensors_in
 
 aten = torch.ops.aten
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ostinato.compat import storage_number
 from ostinato.errors import BatchError, ConfigError
-from ostinato.graphs.trust.effects import storage_id
 
 
 class StaticBuffer:
@@ -171,3 +171,10 @@ def _dense_strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
         strides[dim] = step
         step *= max(shape[dim], 1)
     return strides
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number for the memory behind a tensor; tensors that share memory share it."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return id(tensor)
+    return storage_number(tensor.untyped_storage())

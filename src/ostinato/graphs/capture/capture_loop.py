@@ -42,14 +42,17 @@ class CaptureReport:
 
     @property
     def num_graphs(self) -> int:
+        """Graphs of all entries; a PIECEWISE entry has several."""
         return sum(entry.num_graphs for entry in self.entries)
 
     @property
     def num_bytes(self) -> int:
+        """Memory that the entries added to the pool."""
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
     def seconds(self) -> float:
+        """The time all captures took, warm-ups included."""
         return sum(entry.seconds for entry in self.entries)
 
 

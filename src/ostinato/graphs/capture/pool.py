@@ -24,9 +24,9 @@ from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.capture.context import ForwardContext, current_forward_context
 from ostinato.graphs.capture.garbage import garbage_collection_paused
 from ostinato.graphs.capture.segments import Recording, Tape, open_recording
-from ostinato.graphs.capture.tree import map_tensors
 from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.tree import map_tensors
 
 T = TypeVar("T")
 _SPARE_BYTES = 1 << 22  # a few of the pieces that Python takes from the system
@@ -162,6 +162,7 @@ class GraphPool(Owner):
 
     @property
     def capture_allowed(self) -> bool:
+        """Whether a graph may be captured now: inside ``capturing()``, or with lazy capture."""
         return self._sessions > 0 or self.lazy_capture
 
     def validate_cudagraph_capturing_enabled(self, descriptor: BatchDescriptor) -> None:
@@ -175,7 +176,7 @@ class GraphPool(Owner):
             )
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve contiguous memory for later captures.
+        """Reserve ``num_bytes`` of contiguous memory for later captures.
 
         Graphs share memory: one block as large as the largest tensor of any graph also serves the
         smaller tensors of all others, whereas blocks allocated on demand would add up.
@@ -201,7 +202,11 @@ class GraphPool(Owner):
     def capture(
         self, run: Callable[[], T], *, split_at_breaks: bool = False, collect_garbage: bool = True
     ) -> Captured[T]:
-        """Record one call of ``run``. The call takes effect exactly once, as if made eagerly."""
+        """Record one call of ``run``. The call takes effect exactly once, as if made eagerly.
+
+        ``split_at_breaks``: at every ``@eager_break`` one graph ends and the next begins.
+        ``collect_garbage``: before the capture, unless inside ``capturing()``.
+        """
         self._check_open()
         if open_recording() is not None:
             raise CaptureError(
@@ -269,7 +274,7 @@ class GraphPool(Owner):
             self._serial_before_context = self.serial
 
     def replay(self, tape: Tape) -> None:
-        """Run captured work on the current stream. Does not synchronise."""
+        """Run the work that ``tape`` holds on the current stream. Does not synchronise."""
         self.exclusive_use.run(self._replay, tape)
 
     def _replay(self, tape: Tape) -> None:
@@ -340,10 +345,12 @@ class GraphPool(Owner):
 
     @property
     def num_bytes(self) -> int:
+        """Memory of all graphs in the pool."""
         return self.backend.pool_bytes()
 
     @property
     def closed(self) -> bool:
+        """Whether ``close`` was called."""
         return self._closed
 
     def close(self) -> None:

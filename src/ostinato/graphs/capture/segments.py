@@ -28,8 +28,8 @@ from ostinato.graphs.backends import Graph, GraphBackend
 from ostinato.graphs.backends.base import replay_closed
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.signature import TensorSpec, same_value
-from ostinato.graphs.capture.tree import leaves_with_path, map_tensors, tensors_in
 from ostinato.graphs.policy.counters import compilation_counter
+from ostinato.graphs.tree import leaves_with_path, map_tensors, tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")

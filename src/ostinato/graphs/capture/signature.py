@@ -18,7 +18,7 @@ import torch
 
 from ostinato.compat import tensor_guards
 from ostinato.errors import CaptureError, ReplayMismatchError
-from ostinato.graphs.capture.tree import leaves_with_path
+from ostinato.graphs.tree import leaves_with_path
 
 # None if torch lacks it; then every check is a full one.
 TensorGuards: Any = tensor_guards.find()

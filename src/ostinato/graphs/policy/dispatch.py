@@ -83,6 +83,7 @@ class Dispatcher:
         return answer
 
     def mark_captured(self, entry: PlanEntry) -> None:
+        """From now on ``entry`` may be chosen."""
         self._check_planned(entry)
         self._captured.add(entry)
         self._refused.pop(entry, None)
@@ -109,6 +110,7 @@ class Dispatcher:
 
     @property
     def captured(self) -> frozenset[PlanEntry]:
+        """The entries that may be chosen."""
         return frozenset(self._captured)
 
     def _check_planned(self, entry: PlanEntry) -> None:

@@ -239,6 +239,7 @@ class CapturePlan:
         return -(-size // step) * step
 
     def decode_sizes_for(self, query_len: int) -> tuple[int, ...]:
+        """The captured numbers of tokens of decode batches with ``query_len`` tokens a request."""
         sizes = [self._decode_size(size, query_len) for size in self.sizes]
         limit = self._max_reqs(query_len)
         if limit < self.max_num_seqs:  # its largest batch has a graph of just that size
@@ -253,7 +254,7 @@ class CapturePlan:
         )
 
     def mixed_descriptor(self, num_tokens: int, num_loras: int) -> BatchDescriptor:
-        """The key for ``num_loras`` active adapters: that of the smallest case that holds them."""
+        """The key of ``num_tokens``, of the smallest case that holds ``num_loras`` adapters."""
         num_loras = next(case for case in self.mixed_lora_cases if case >= num_loras)
         full = self.mode.mixed_mode() is CUDAGraphMode.FULL
         return BatchDescriptor(
@@ -264,6 +265,7 @@ class CapturePlan:
         )
 
     def decode_descriptor(self, num_tokens: int, query_len: int, num_loras: int) -> BatchDescriptor:
+        """The key of ``num_tokens``, ``query_len`` a request, for ``num_loras`` active adapters."""
         return BatchDescriptor(
             num_tokens,
             num_reqs=num_tokens // query_len,
@@ -274,7 +276,7 @@ class CapturePlan:
         )
 
     def query_len_of(self, descriptor: BatchDescriptor) -> int:
-        """The query length of a decode key."""
+        """The query length of ``descriptor``, a decode batch's."""
         return descriptor.query_len or self.decode_query_lens[0]
 
     def _mixed_entries(self) -> Iterator[PlanEntry]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ostinato.graphs.capture.signature import same_value
-from ostinato.graphs.capture.tree import leaves_with_path
+from ostinato.graphs.tree import leaves_with_path
 
 # Allowed rounding difference between two shapes of one computation, relative to the value and to
 # the typical magnitude. GEMMs may run in lower precision than their outputs.

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ostinato.compat import OpOverload, TorchDispatchMode, storage_number
+from ostinato.compat import OpOverload, TorchDispatchMode
 from ostinato.errors import CaptureError
-from ostinato.graphs.capture.tree import tensors_in
+from ostinato.graphs.capture.buffers import storage_id
+from ostinato.graphs.tree import tensors_in
 
 _CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
@@ -283,13 +284,6 @@ def _generator(args: Any, kwargs: dict[str, Any]) -> torch.Generator:
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """A number for the memory behind a tensor; tensors that share memory share it."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return id(tensor)
-    return storage_number(tensor.untyped_storage())
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

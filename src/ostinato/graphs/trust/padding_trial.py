@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ostinato.errors import OstinatoError
-from ostinato.graphs.graphed_call import CallLayout
+from ostinato.graphs.capture.call_layout import CallLayout
 from ostinato.graphs.trust.agreement import same_bits
 
 # Spread of the noise in padding rows: none (rows of the batch), then to both sides, so that any

@@ -15,7 +15,7 @@ import torch
 
 from ostinato.errors import CaptureError
 from ostinato.graphs.capture.signature import is_fixed, same_value
-from ostinato.graphs.capture.tree import leaves_with_path, map_tensors
+from ostinato.graphs.tree import leaves_with_path, map_tensors
 from ostinato.graphs.trust.agreement import Agreement, differences, same_bits
 from ostinato.graphs.trust.effects import EffectsProbe, SeedingProbe
 from ostinato.graphs.trust.watched_state import WatchedState, show

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from ostinato.errors import BatchError, OstinatoError
+from ostinato.graphs.capture.call_layout import CallLayout
+from ostinato.graphs.capture.output_layout import OutputLayout
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
-from ostinato.graphs.capture.tree import leaves_with_path, map_tensors, tensors_in
-from ostinato.graphs.graphed_call import CallLayout
-from ostinato.graphs.output_layout import OutputLayout
+from ostinato.graphs.tree import leaves_with_path, map_tensors, tensors_in
 from ostinato.graphs.trust.agreement import Agreement, compare, differences
 from ostinato.graphs.trust.effects import EffectsProbe, FixedDraws
 from ostinato.graphs.trust.padding_trial import PaddingTrial

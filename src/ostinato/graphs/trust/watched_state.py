@@ -18,7 +18,7 @@ from torch import nn
 from ostinato.compat import compare_addresses, storage_number
 from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.capture.signature import same_value
-from ostinato.graphs.capture.tree import tensors_in
+from ostinato.graphs.tree import tensors_in
 from ostinato.graphs.trust.state_walk import SCALARS, Length, Slot, StateWalk, is_tensor
 
 # Checked in rotation, a few per call: tensor shapes, which may change at the same address, and, in

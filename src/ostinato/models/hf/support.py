@@ -12,7 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import AttentionCGSupport
-from ostinato.models.native.rotary import LONGEST_SEQUENCE
+from ostinato.models.native.config.rotary import LONGEST_SEQUENCE
 from ostinato.quoting import shown
 
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")

@@ -9,7 +9,6 @@ versions saved. Its renamings and conversions apply as usual.
 from __future__ import annotations
 
 import copy
-import logging
 import re
 import threading
 from collections.abc import Iterable, Iterator
@@ -23,13 +22,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
-from transformers.initialization import no_init_weights
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from ostinato import compat
 from ostinato.errors import ModelLoadError, OstinatoError
 from ostinato.models.checkpoint import FLOAT_TYPES, Checkpoint
 from ostinato.models.finite_check import FiniteCheck
+from ostinato.models.hf.quiet import without_messages
 from ostinato.models.hf.replaced.modules import own_copy
 from ostinato.quoting import listed, said, shown
 
@@ -70,7 +68,8 @@ def load_weights(
         with (
             checkpoint.opened() as tensors,
             no_larger_than(limit, _THAN_WEIGHTS),
-            _no_report(),
+            # Its table of mismatches: our error reports them.
+            without_messages("transformers.modeling_utils", "LOAD REPORT"),
             torch.random.fork_rng([]),
         ):
             torch.default_generator.manual_seed(0)  # that of the CPU, where it is built
@@ -122,7 +121,7 @@ def _quantization(checkpoint: Checkpoint, config: Any) -> str | None:
             f"the quantization_config in the config.json of {checkpoint.path} has the quant_method "
             f"{shown(method)}; it must be a name, such as 'mxfp4'"
         )
-    return method if bits or method in AUTO_QUANTIZATION_CONFIG_MAPPING else None
+    return method if bits or method in compat.quantization_methods.demand() else None
 
 
 def _advice(error: Exception, method: str | None) -> str:
@@ -197,21 +196,6 @@ def no_larger_than(num_elements: int | None, reason: str) -> Iterator[None]:
             hook.remove()
 
 
-@contextmanager
-def _no_report() -> Iterator[None]:
-    """Keep transformers' table of mismatches out of the log: our error reports them."""
-
-    def is_other(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in str(record.msg)
-
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(is_other)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_other)
-
-
 def _check_names(checkpoint: Checkpoint, model_class: Any) -> None:
     """Raise for duplicate names, of which transformers drops one, and for gaps it would close."""
     prefix = f"{model_class.base_model_prefix}."
@@ -270,7 +254,7 @@ def _check_shapes(checkpoint: Checkpoint, model: Any, model_class: Any, config: 
 
     Weights that stay quantized have other shapes and dtypes.
     """
-    with torch.device("meta"), no_init_weights():
+    with torch.device("meta"), compat.no_init_weights.demand()():
         wanted = model_class(copy.deepcopy(config)).state_dict()
     for name, tensor in model.state_dict().items():
         if tensor.dtype not in _PLAIN_TYPES or name not in wanted:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ostinato.models.native.config.experts_config import ExpertsConfig
 from ostinato.models.weight_slot import WeightSlot
-from ostinato.ops.experts.experts import Mixture
+from ostinato.ops.experts.mixture import Mixture
 
 EmptyLinear = Callable[[int, int], nn.Linear]
 

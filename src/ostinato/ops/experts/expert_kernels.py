@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ostinato.ops.experts.expert_tiles import block_rows, expert_tiles, most_blocks
-from ostinato.ops.experts.experts import Mixture
+from ostinato.ops.experts.mixture import Mixture
 from ostinato.ops.gemm.linear import Norm
 from ostinato.ops.gemm.tile_config import gpu_of
 from ostinato.ops.norm import rms_norm, triton_rms_norm

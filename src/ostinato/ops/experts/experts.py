@@ -8,54 +8,17 @@ no expert.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from ostinato.ops.define import define
+from ostinato.ops.experts.expert_kernels import parts_of
+from ostinato.ops.experts.mixture import ExpertActivation, Mixture
 from ostinato.ops.experts.routing import RouterOptions, route
 
-# ``clamped_swiglu`` is GPT-OSS's: both sides clamped, another slope, an offset of the second.
-ExpertActivation = Literal["silu", "clamped_swiglu"]
 _CLAMP, _SLOPE = 7.0, 1.702
-
-
-class Mixture(NamedTuple):
-    """The weights of a mixture of E experts of the same width, and how it routes.
-
-    ``router`` [E, hidden], ``gate_up`` [E, 2 * width, hidden], ``down`` [E, hidden, width], with
-    biases [E], [E, 2 * width] and [E, hidden], all of one dtype and dense. ``correction`` [E]
-    float32: see ``route``. ``load`` [E] int64: how many tokens chose each expert, counted in place.
-
-    A rank may have only some of the experts, from number ``first`` on: ``gate_up``, ``down`` and
-    their biases then have that many. Others add nothing, and are not counted.
-    """
-
-    options: RouterOptions
-    router: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    router_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    correction: torch.Tensor | None = None
-    load: torch.Tensor | None = None
-    activation: ExpertActivation = "silu"
-    first: int = 0
-
-    @property
-    def num_experts(self) -> int:
-        return self.router.shape[0]
-
-    @property
-    def num_own(self) -> int:
-        """The number of experts that are here."""
-        return self.gate_up.shape[0]
-
-    @property
-    def width(self) -> int:
-        return self.down.shape[2]
 
 
 def run_experts(x: torch.Tensor, mixture: Mixture, slots: torch.Tensor | None) -> torch.Tensor:
@@ -136,8 +99,6 @@ def _run_kernels(
     mixture: Mixture,
     out: torch.Tensor,
 ) -> None:
-    from ostinato.ops.experts.expert_kernels import parts_of
-
     torch.sum(parts_of(x, logits, mixture, slots), 0, out=out)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from ostinato.ops.experts.expert_kernels import expert_parts
-from ostinato.ops.experts.experts import Mixture, run_experts
+from ostinato.ops.experts.experts import run_experts
+from ostinato.ops.experts.mixture import Mixture
 
 # Tokens at a time: enough that experts are bound by arithmetic, so that reading their weights again
 # for the next chunk costs nothing.

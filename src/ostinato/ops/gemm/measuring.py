@@ -12,18 +12,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ostinato.ops.gemm.linear import Gemm, Norm, run_kernel, torch_linear
-from ostinato.ops.gemm.tile_config import row_class
-from ostinato.ops.gemm.tuning import StepGemm
+from ostinato.ops.gemm.tile_config import GemmChoice, LinearShape, row_class
 from ostinato.ops.triton.counters import shared_counters
 
 _MEASURED_ROWS = {1: 1, 8: 4, 16: 16, 32: 32, 64: 64}  # by row class
 _COLD_BYTES = 200 << 20  # of weights between two uses of one: several times the L2 of a GPU
 _MOST_TURNS = 24
+
+
+class StepGemm(NamedTuple):
+    """A GEMM of a decode step, with its weights in all layers."""
+
+    shape: LinearShape
+    choice: GemmChoice
+    weights: Sequence[torch.Tensor]
 
 
 def measure_step(step: Sequence[StepGemm]) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from ostinato.errors import BatchError
 from ostinato.ops.define import define
-from ostinato.ops.sampling.sampling import MAX_CHUNKS, chunks
+from ostinato.ops.sampling.sampling import MAX_CHUNKS, best_of_all, chunks
 from ostinato.ops.sampling.sampling_reference import (
     SamplingTables,
     Steps,
@@ -267,7 +267,6 @@ def sample_kept(
     ``again``: rows that are neither filtered nor changed are skipped, and get any token.
     """
     from ostinato.ops.sampling.triton.filtered_sampling import best_kept_kernel
-    from ostinato.ops.sampling.triton.sampling import best_of_all_kernel
 
     logits = rows.logits
     (num_rows, vocab_size), device = logits.shape, logits.device
@@ -299,15 +298,7 @@ def sample_kept(
         num_warps=2,
         enable_fp_fusion=False,  # torch rounds the product before subtracting it
     )
-    launch(
-        best_of_all_kernel,
-        (num_rows,),
-        (candidates, out_tokens),
-        (num_chunks,),
-        CHUNKS_PAD=MAX_CHUNKS,
-        **overlap(device),
-        num_warps=2,
-    )
+    best_of_all(candidates, out_tokens)
 
 
 _operator = define(_SCHEMA, cpu=sample_filtered_cpu, cuda=triton_sample_filtered)

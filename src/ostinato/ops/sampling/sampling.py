@@ -78,7 +78,7 @@ def triton_sample_rows(
     out_tokens: torch.Tensor,
 ) -> None:
     """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
-    from ostinato.ops.sampling.triton.sampling import best_of_all_kernel, best_of_chunk_kernel
+    from ostinato.ops.sampling.triton.sampling import best_of_chunk_kernel
 
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
@@ -108,13 +108,24 @@ def triton_sample_rows(
         num_warps=_NUM_WARPS,
         enable_fp_fusion=False,  # torch rounds the product before subtracting it
     )
+    best_of_all(candidates, out_tokens)
+
+
+def best_of_all(candidates: torch.Tensor, out_tokens: torch.Tensor) -> None:
+    """The token of each row's best candidate; ``candidates`` [rows, chunks], as kernels pack them.
+
+    To ``out_tokens`` [rows].
+    """
+    from ostinato.ops.sampling.triton.sampling import best_of_all_kernel
+
+    num_rows, num_chunks = candidates.shape
     launch(
         best_of_all_kernel,
         (num_rows,),
         (candidates, out_tokens),
         (num_chunks,),
         CHUNKS_PAD=MAX_CHUNKS,
-        **overlap(logits.device),
+        **overlap(candidates.device),
         num_warps=2,
     )
 

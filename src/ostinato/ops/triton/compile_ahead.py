@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from ostinato.compat import build_launcher, compile_mode, triton_compile_mode
+from ostinato.compat import build_launcher, cache_key, compile_mode, triton_compile_mode
 from ostinato.ops.triton.launch import without_running
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,9 @@ def triton_starting(device: torch.device) -> Iterator[None]:
 def _start_triton() -> None:
     try:
         runtime = import_module("triton.runtime")
-        import_module("triton.runtime.cache").triton_key()
+        hash_files = cache_key.find()
+        if hash_files is not None:
+            hash_files()
         runtime.driver.active  # noqa: B018  the first access builds it
     except Exception as error:  # the first launch raises it
         logger.debug("Triton does not start: %s: %s", type(error).__name__, error)

@@ -34,7 +34,7 @@ from ostinato.runner.startup.kv_budget import kv_cache_budget
 
 if TYPE_CHECKING:
     from ostinato.parallel.rank_context import RankContext
-    from ostinato.speculative.options import Speculation
+    from ostinato.speculative.speculation import Speculation
     from ostinato.vision.image_inputs import ImageInputs
 
 logger = logging.getLogger(__name__)

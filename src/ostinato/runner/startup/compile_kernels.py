@@ -22,13 +22,13 @@ from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.models.base import CausalLM
 from ostinato.ops.triton.compile_ahead import can_compile_ahead, compiling_ahead
 from ostinato.runner.decode_step import decode_step
-from ostinato.runner.draft_sampling import read_step
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.model_graphs import kernels_of, prepare_batch
+from ostinato.runner.sampling.draft_sampling import read_step
 from ostinato.runner.step_memory import StepMemory
 
 if TYPE_CHECKING:
-    from ostinato.speculative.options import Speculation
+    from ostinato.speculative.speculation import Speculation
 
 logger = logging.getLogger(__name__)
 

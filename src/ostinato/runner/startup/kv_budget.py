@@ -17,13 +17,13 @@ from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.models.base import CausalLM
 from ostinato.parallel.context.context_parallel import part_of
 from ostinato.recurrent.chunks import most_chunks
-from ostinato.runner.draft_sampling import read_step
 from ostinato.runner.kv_cache import CacheSize
+from ostinato.runner.sampling.draft_sampling import read_step
 from ostinato.runner.startup.graph_plans import GraphPlans
 from ostinato.runner.step_memory import StepMemory
 
 if TYPE_CHECKING:
-    from ostinato.speculative.options import Speculation
+    from ostinato.speculative.speculation import Speculation
 
 # Driver memory of a captured graph for each layer, outside the pool; measured on an H200.
 _BYTES_PER_GRAPH_LAYER = 2**16

@@ -25,7 +25,7 @@ from ostinato.graphs.backends.cpu.host_reads import host_reads_allowed
 from ostinato.graphs.backends.cpu.out_variants import OutVariant, out_variant_of
 from ostinato.graphs.backends.guard import CaptureGuard, has_own_dispatch, source_of_caller
 from ostinato.graphs.backends.python_kernels import replay_step
-from ostinato.graphs.capture.tree import map_tensors, tensors_in
+from ostinato.graphs.tree import map_tensors, tensors_in
 
 aten = torch.ops.aten
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.context import set_forward_context
+from ostinato.models.hf.quiet import without_messages
 from ostinato.models.hf.replaced.mixers import Mixer
 from ostinato.recurrent.base import RecurrentBatch, RecurrentStates
 
@@ -36,7 +35,8 @@ def check_mixers(mixers: Sequence[Mixer], dtype: torch.dtype) -> None:
         shape = (sum(_PARTS), module.out_proj.out_features)
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(shape, generator=generator).to(_device_of(mixer), dtype)
-        with _no_advice():
+        # Its advice is to install kernels that would not run here.
+        with without_messages("transformers.integrations.hub_kernels"):
             expected = type(module).forward(module, hidden_states=hidden[None]).squeeze(0)
         states = _states(mixers, 1, dtype)
         results, start = [], 0
@@ -52,21 +52,6 @@ def check_mixers(mixers: Sequence[Mixer], dtype: torch.dtype) -> None:
                 f"{type(module).__name__} does not compute what this version of Ostinato expects; "
                 "it cannot be run with this version of transformers, or with this config"
             )
-
-
-@contextmanager
-def _no_advice() -> Iterator[None]:
-    """Keep transformers' advice to install kernels, which would not run here, out of the log."""
-
-    def drop(record: logging.LogRecord) -> bool:
-        return False
-
-    logger = logging.getLogger("transformers.integrations.hub_kernels")
-    logger.addFilter(drop)
-    try:
-        yield
-    finally:
-        logger.removeFilter(drop)
 
 
 def _device_of(mixer: Mixer) -> torch.device:

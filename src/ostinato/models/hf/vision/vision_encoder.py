@@ -16,14 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
-from transformers.vision_utils import (
-    get_vision_interpolation_indices_and_weights,
-    get_vision_position_ids,
-    get_vision_window_index,
-)
 
+from ostinato import compat
 from ostinato.attention.packed import PackedBatch, PackedSpec, attend_packed
-from ostinato.graphs.capture.tree import holds_no_tensors
+from ostinato.graphs.tree import holds_no_tensors
 from ostinato.models.hf.attention import rows_of
 
 # By "flash" in the name, transformers passes all images in one call, without reading their lengths.
@@ -111,6 +107,7 @@ class HFVisionEncoder:
 
     def __init__(self, visual: Any, *, hidden_size: int) -> None:
         self._visual = visual
+        self._positions: Any = compat.vision_positions.demand()
         config: Any = visual.config
         self.dtype: torch.dtype = visual.dtype
         self.device: torch.device = visual.device
@@ -144,14 +141,14 @@ class HFVisionEncoder:
         if self._window_size is not None:
             window_index, _ = self._windows(shapes)
         if self._grid_side is not None:
-            indices, weights = get_vision_interpolation_indices_and_weights(
+            indices, weights = self._positions.get_vision_interpolation_indices_and_weights(
                 shapes,
                 num_grid_per_side=self._grid_side,
                 mode=self._visual.interpolation_mode,
                 align_corners=self._visual.interpolation_align_corners,
                 spatial_merge_size=self.merge_size,
             )
-        positions = get_vision_position_ids(shapes, self.merge_size)
+        positions = self._positions.get_vision_position_ids(shapes, self.merge_size)
         return VisionInputs(pixels, positions, window_index, indices, weights)
 
     def empty_inputs(self, num_patches: int) -> VisionInputs:
@@ -180,7 +177,7 @@ class HFVisionEncoder:
     def _windows(self, grids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The order of merged patches by windows, and the windows' ends in patches."""
         assert self._window_size is not None, "the caller knows that there are windows"
-        windows: tuple[torch.Tensor, torch.Tensor] = get_vision_window_index(
+        windows: tuple[torch.Tensor, torch.Tensor] = self._positions.get_vision_window_index(
             grids,
             spatial_merge_size=self.merge_size,
             window_size=self._window_size,

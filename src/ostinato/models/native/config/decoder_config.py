@@ -16,7 +16,7 @@ from ostinato.errors import ConfigError
 from ostinato.models.native.config.experts_config import ExpertsConfig
 from ostinato.models.native.config.families import FAMILIES, LLAMA_NAMES, Family, WeightNames
 from ostinato.models.native.config.latent_config import LatentConfig
-from ostinato.models.native.rotary import (
+from ostinato.models.native.config.rotary import (
     LONGEST_SEQUENCE,
     Rotary,
     rope_kinds,

@@ -51,28 +51,15 @@ def qwen_experts(config: Any) -> dict[str, Any]:
 
 
 def mixtral_experts(config: Any) -> dict[str, Any]:
-    return {
-        "experts": ExpertsConfig(
-            num_experts=config.num_local_experts,
-            width=config.intermediate_size,
-            options=RouterOptions(top_k=config.num_experts_per_tok),
-            layers=frozenset(range(config.num_hidden_layers)),
-            names=_MIXTRAL,
-        )
-    }
+    options = RouterOptions(top_k=config.num_experts_per_tok)
+    return _in_every_layer(config, config.num_local_experts, options, names=_MIXTRAL)
 
 
 def olmoe_experts(config: Any) -> dict[str, Any]:
-    return {
-        "experts": ExpertsConfig(
-            num_experts=config.num_experts,
-            width=config.intermediate_size,
-            options=RouterOptions(
-                top_k=config.num_experts_per_tok, renormalize=bool(config.norm_topk_prob)
-            ),
-            layers=frozenset(range(config.num_hidden_layers)),
-        )
-    }
+    options = RouterOptions(
+        top_k=config.num_experts_per_tok, renormalize=bool(config.norm_topk_prob)
+    )
+    return _in_every_layer(config, config.num_experts, options)
 
 
 def glm_experts(config: Any) -> dict[str, Any]:
@@ -130,15 +117,27 @@ def _after_dense_layers(config: Any, options: RouterOptions, correction: bool) -
 
 def gpt_oss_experts(config: Any) -> dict[str, Any]:
     """GPT-OSS: biases everywhere, and a clamped activation."""
+    return _in_every_layer(
+        config,
+        config.num_local_experts,
+        RouterOptions(top_k=config.num_experts_per_tok),
+        names=_GPT_OSS,
+        activation="clamped_swiglu",
+        router_bias=True,
+        biases=True,
+    )
+
+
+def _in_every_layer(
+    config: Any, num_experts: int, options: RouterOptions, **others: Any
+) -> dict[str, Any]:
+    """Experts as wide as ``intermediate_size``, in all layers."""
     return {
         "experts": ExpertsConfig(
-            num_experts=config.num_local_experts,
+            num_experts=num_experts,
             width=config.intermediate_size,
-            options=RouterOptions(top_k=config.num_experts_per_tok),
+            options=options,
             layers=frozenset(range(config.num_hidden_layers)),
-            names=_GPT_OSS,
-            activation="clamped_swiglu",
-            router_bias=True,
-            biases=True,
+            **others,
         )
     }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ostinato.errors import ConfigError
-from ostinato.ops.experts.experts import ExpertActivation
+from ostinato.ops.experts.mixture import ExpertActivation
 from ostinato.ops.experts.routing import RouterOptions
 from ostinato.quoting import shown
 

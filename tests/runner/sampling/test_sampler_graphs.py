@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato import LLM, GraphConfig, GraphPool, SamplingParams, compilation_counter
 from ostinato.errors import CaptureOutOfMemoryError
-from ostinato.runner.sampler_graphs import SamplerLaunch
+from ostinato.runner.sampling.sampler_graphs import SamplerLaunch
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 NUM_TOKENS = 10

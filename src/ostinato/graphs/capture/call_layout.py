@@ -8,10 +8,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ostinato.errors import BatchError, ConfigError
-from ostinato.graphs.capture.buffers import StaticBuffer
+from ostinato.graphs.capture.buffers import StaticBuffer, storage_id
 from ostinato.graphs.capture.signature import TensorSpec, compare_leaf, fixed, positional_names
-from ostinato.graphs.capture.tree import leaves_with_path, map_tensors
-from ostinato.graphs.trust.effects import storage_id
+from ostinato.graphs.tree import leaves_with_path, map_tensors
 
 # At most this many rows are tried in place of others.
 _MOST_ROWS = 4

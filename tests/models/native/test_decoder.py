@@ -45,8 +45,8 @@ from ostinato.errors import ConfigError
 from ostinato.loading.load import load_model
 from ostinato.models.native import layer_kernels
 from ostinato.models.native.config.decoder_config import DecoderConfig, supports, unsupported_reason
+from ostinato.models.native.config.rotary import Rotary
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.rotary import Rotary
 from ostinato.models.native.shapes import shape_config
 from ostinato.ops.gemm.split_k import in_parts
 

@@ -9,7 +9,7 @@ import torch
 
 from ostinato.errors import BatchError
 from ostinato.graphs.capture.signature import same_value
-from ostinato.graphs.capture.tree import leaves_with_path, map_tensors
+from ostinato.graphs.tree import leaves_with_path, map_tensors
 
 
 @dataclass(frozen=True)

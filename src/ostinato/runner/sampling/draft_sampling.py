@@ -13,9 +13,9 @@ from ostinato.attention.base import AttentionMetadata
 from ostinato.ops.decode_state import DecodeState
 from ostinato.ops.sampling.drafts import accept_drafts
 from ostinato.ops.sampling.sampling import sample_rows
-from ostinato.runner.filtered_rows import FilteredRows
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.request_state import RequestState
+from ostinato.runner.sampling.filtered_rows import FilteredRows
 from ostinato.runner.step_memory import StepMemory
 from ostinato.scheduling.step_plan import DecodePlan, StepPlan
 

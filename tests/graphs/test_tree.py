@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ostinato.graphs.capture.tree import leaves_with_path, map_tensors, tensors_in
+from ostinato.graphs.tree import leaves_with_path, map_tensors, tensors_in
 
 
 class Pair(NamedTuple):

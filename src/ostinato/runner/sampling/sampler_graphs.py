@@ -33,7 +33,7 @@ from ostinato.ops.sampling.logprobs import write_requested_logprobs
 from ostinato.ops.sampling.resampling import resample_rows
 from ostinato.ops.triton.launch import next_power_of_2
 from ostinato.runner.autocast import without_autocast
-from ostinato.runner.draft_sampling import accept_again, decode_rows, restore_drafts
+from ostinato.runner.sampling.draft_sampling import accept_again, decode_rows, restore_drafts
 from ostinato.runner.step_memory import StepMemory
 from ostinato.sampling.sampler import SamplingFeatures
 from ostinato.sampling_params import MAX_LOGPROBS

@@ -1,0 +1,1 @@
+"""What the warps of kernels for Hopper do, written in Gluon."""

@@ -1,0 +1,1 @@
+"""How a step samples beyond a temperature: filtered rows, drafts, graphs of the full sampler."""
