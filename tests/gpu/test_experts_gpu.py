@@ -16,6 +16,7 @@ from transformers import Qwen3MoeConfig
 
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.models.native.config.decoder_config import DecoderConfig
+from ostinato.models.native.exchange import ALONE
 from ostinato.models.native.layer import DecoderLayer
 from ostinato.models.native.layer_kernels import AnyKernels, LargeM, Plain, SmallM
 from ostinato.ops.experts.expert_kernels import down_row, expert_parts, gate_up_row
@@ -25,6 +26,8 @@ from ostinato.ops.experts.own_experts import run_own_experts
 from ostinato.ops.experts.routing import RouterOptions, route
 from ostinato.ops.gemm.linear import Norm
 from ostinato.ops.triton.counters import shared_counters
+from ostinato.parallel.comm import NoComm
+from ostinato.parallel.rank_exchange import ReplicaExchange
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -235,6 +238,7 @@ def test_experts_over_ranks(name: str, num_ranks: int, num_tokens: int) -> None:
     assert mixture.load is not None
     for turn in range(2):
         x.copy_(draw(num_tokens, hidden))
+        slots.copy_(torch.arange(num_tokens, device=CUDA))
         slots[turn] = -1
         x[turn] = torch.nan
         mixture.load.zero_()
@@ -276,11 +280,14 @@ def test_layers(name: str, num_tokens: int) -> None:
         LargeM(tables, positions),
         Plain(tables, positions, torch.bfloat16),
     ]
-    for run in strategies:
-        run.slots = slots
-        normed, residual = run.norm(layer.mlp_norm, x, stream)
-        results.append(run.add(*run.finish(layer.mlp(normed, run), residual)))
-    for got in results[:2]:
+    # As it is, and as a replica whose experts see the tokens of all, of which there is one.
+    for exchange in (ALONE, ReplicaExchange(NoComm(), NoComm())):
+        layer.exchange = exchange
+        for run in strategies:
+            run.slots = slots
+            normed, residual = run.norm(layer.mlp_norm, x, stream)
+            results.append(run.add(*run.finish(layer.mlp(normed, run), residual)))
+    for got in (*results[:2], *results[3:]):
         assert got.shape == results[2].shape
         check(got, results[2].float())
 
