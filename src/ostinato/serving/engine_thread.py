@@ -1,0 +1,346 @@
+"""``EngineThread``: the one thread that uses an ``LLM``. Requests come in, deltas go out.
+
+Event loops put commands in a queue and never wait for the thread. Between two steps the thread
+takes all commands that have come; after a step it hands each loop everything new in one call.
+While there is nothing to step, it waits for a command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, TypeVar
+
+from ostinato.engine.completion import Completion
+from ostinato.errors import ClosedError, EngineFailedError, OstinatoError
+from ostinato.llm import LLM
+from ostinato.quoting import said
+from ostinato.serving.records import RequestRecord
+from ostinato.serving.running_request import RunningRequest
+
+T = TypeVar("T")
+Observer = Callable[[RequestRecord], None]
+
+
+class EngineThread:
+    """Builds an ``LLM`` in a thread, and runs it there. Everything public may be called anywhere.
+
+    ``failure``: why the engine can take no more requests, if it cannot.
+    """
+
+    def __init__(self, build: Callable[[], LLM]) -> None:
+        self.llm: LLM
+        self.observers: list[Observer] = []
+        self.prompt_tokens = self.generated_tokens = 0  # of requests that have ended
+        self._failure: str | None = None
+        self._closed = False
+        self._close_error: BaseException | None = None
+        # A command gets in before the end, or is refused. Reentrant: a stream may be dropped, and
+        # so abort its request, in the middle of anything.
+        self._gate = threading.RLock()
+        self._inbox: SimpleQueue[_Command] = SimpleQueue()
+        self._requests: dict[RunningRequest, None] = {}  # unfinished, in order of arrival
+        self._of: dict[Completion, RunningRequest] = {}
+        self._to_start: dict[RunningRequest, None] = {}  # those without a token yet
+        self._news: deque[Completion] = deque()
+        self._outgoing: dict[asyncio.AbstractEventLoop, list[tuple[Callable[..., Any], Any]]] = {}
+        self._built: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run, args=(build,), name="ostinato-engine", daemon=True
+        )
+        self._thread.start()
+        error = self._built.get()
+        if error is not None:
+            self._thread.join()
+            raise error
+
+    # --- from any thread -----------------------------------------------------------------------
+
+    @property
+    def failure(self) -> str | None:
+        return self._failure
+
+    def start(self, request: RunningRequest) -> None:
+        """Check and start a request; its ``started`` is set, or gets the error."""
+
+        def refuse(error: OstinatoError) -> None:
+            self._post(request.queue.loop, _set_exception, (request.started, error))
+
+        self._send(_Command(self._start, request, refuse))
+
+    def abort(self, request: RunningRequest) -> None:
+        """End a request before the next step, and free its blocks. Tells its queue nothing."""
+        with suppress(OstinatoError):  # it ended with the engine
+            self._send(_Command(self._abort, request, lambda _: None))
+
+    def call(self, function: Callable[[LLM], T]) -> asyncio.Future[T]:
+        """Run ``function`` between two steps; its result, for the running loop."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        loop = future.get_loop()
+
+        def run(_: None) -> None:
+            try:
+                result = function(self.llm)
+            except Exception as error:
+                self._post(loop, _set_exception, (future, error))
+            else:
+                self._post(loop, _set_result, (future, result))
+
+        def refuse(error: OstinatoError) -> None:
+            self._post(loop, _set_exception, (future, error))
+
+        self._send(_Command(run, None, refuse))
+        return future
+
+    def close(self) -> None:
+        """Abort what runs, free the model, and end the thread. Waits; closing twice is harmless."""
+        with self._gate:
+            if not self._closed:
+                self._closed = True
+                self._inbox.put(_Command(self._stop, None, lambda _: None))
+        if threading.current_thread() is self._thread:
+            return  # the last reference was dropped there, in a collection of garbage
+        self._thread.join()
+        error, self._close_error = self._close_error, None
+        if error is not None:
+            raise error
+
+    def _send(self, command: _Command) -> None:
+        with self._gate:  # held for a few instructions
+            if self._closed or self._failure is not None:
+                raise self.gone()
+            self._inbox.put(command)
+
+    def gone(self) -> OstinatoError:
+        """A new error for each caller: each gets a traceback of its own."""
+        if self._failure is not None:
+            return EngineFailedError(self._failure)
+        return ClosedError("the AsyncLLM is closed; build a new one")
+
+    # --- in the thread -------------------------------------------------------------------------
+
+    def _run(self, build: Callable[[], LLM]) -> None:
+        try:
+            self.llm = build()
+        except BaseException as error:
+            self._built.put(error)
+            return
+        self._built.put(None)
+        try:
+            self._serve()
+        except _Stopped:
+            pass
+        except BaseException as error:
+            self._fail(error)
+            self._wait_for_the_end()
+        try:
+            self.llm.close()
+        except BaseException as error:
+            self._close_error = error
+
+    def _serve(self) -> None:
+        while True:
+            self._take_commands()
+            if self._requests:
+                self._step()
+            self._flush()
+
+    def _take_commands(self) -> None:
+        """Run all commands there are; wait for one if there is nothing else to do."""
+        is_idle = not self._requests
+        try:
+            while True:
+                command = self._inbox.get(block=is_idle)
+                is_idle = False
+                command.run(command.argument)
+        except Empty:
+            pass
+
+    def _step(self) -> None:
+        try:
+            self.llm.engine.step()
+        except Exception as error:
+            if not self._end_dropped(error):
+                raise
+        now = time.monotonic()
+        self._note_starts(now)
+        while self._news:
+            completion = self._news.popleft()
+            request = self._of.get(completion)
+            if request is not None:  # not ended meanwhile
+                self._report(request, completion, now)
+
+    def _note_starts(self, now: float) -> None:
+        """Set the times of requests that were admitted, and of first tokens."""
+        started = []
+        for request in self._to_start:
+            if request.is_waiting:
+                break  # and so are all behind it
+            request.scheduled = request.scheduled or now
+            if request.has_tokens:
+                request.first_token = now
+                started.append(request)
+        for request in started:
+            del self._to_start[request]
+
+    def _report(self, request: RunningRequest, completion: Completion, now: float) -> None:
+        item = request.news_of(completion)
+        if item is not None:
+            self._post(request.queue.loop, request.queue.put, item)
+        if completion.finished:
+            del self._of[completion]
+            request.num_left -= 1
+            if not request.num_left:
+                self._post_end(request)
+                self._forget(request, now)
+
+    def _end_dropped(self, error: Exception) -> bool:
+        """End requests with a sequence that the engine dropped because of ``error``, if any."""
+        dropped = {
+            self._of[each]: None
+            for each in self._news
+            if each in self._of and each.output.finish_reason == "abort"
+        }
+        for request in dropped:
+            self._post_error(request, EngineFailedError(f"a request failed: {said(error)}"))
+            self._abort(request)
+        return bool(dropped)
+
+    def _start(self, request: RunningRequest) -> None:
+        try:
+            completions = request.begin(self.llm.engine)
+        except OstinatoError as error:
+            self._post(request.queue.loop, _set_exception, (request.started, error))
+            return
+        self._requests[request] = self._to_start[request] = None
+        for completion in completions:
+            completion.news = self._news
+            self._of[completion] = request
+            self.llm.engine.add(completion)
+        self._post(request.queue.loop, _set_result, (request.started, None))
+
+    def _abort(self, request: RunningRequest) -> None:
+        if request not in self._requests:
+            return  # it has ended, or was never started
+        for completion in request.completions:
+            if self._of.pop(completion, None) is not None:
+                self.llm.engine.abort(completion)
+        self._forget(request, time.monotonic())
+
+    def _forget(self, request: RunningRequest, now: float) -> None:
+        """Count a request that has ended, whichever way."""
+        del self._requests[request]
+        self._to_start.pop(request, None)
+        record = request.record(now)
+        self.prompt_tokens += record.num_prompt_tokens if record.first_token is not None else 0
+        self.generated_tokens += record.num_generated_tokens
+        for observe in self.observers:
+            observe(record)
+
+    @property
+    def requests(self) -> list[RunningRequest]:
+        """The unfinished requests; for calls between steps."""
+        return list(self._requests)
+
+    # --- to the loops --------------------------------------------------------------------------
+
+    def _post(
+        self, loop: asyncio.AbstractEventLoop, function: Callable[..., Any], argument: Any
+    ) -> None:
+        """Have the loop call ``function`` with ``argument``, at the next ``_flush``."""
+        self._outgoing.setdefault(loop, []).append((function, argument))
+
+    def _post_end(self, request: RunningRequest) -> None:
+        self._post(request.queue.loop, lambda _: request.queue.end(), None)
+
+    def _post_error(self, request: RunningRequest, error: OstinatoError) -> None:
+        self._post(request.queue.loop, request.queue.fail, error)
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            loop, calls = self._outgoing.popitem()
+            try:
+                loop.call_soon_threadsafe(_call_each, calls)
+            except RuntimeError:  # the loop is closed, so no caller is left in it
+                for request in self.requests:
+                    if request.queue.loop is loop:
+                        self._abort(request)
+
+    # --- the end -------------------------------------------------------------------------------
+
+    def _stop(self, _: None) -> None:
+        for request in self.requests:
+            self._post_error(request, self.gone())
+            self._abort(request)
+        self._refuse_the_rest()
+        self._flush()
+        raise _Stopped
+
+    def _fail(self, error: BaseException) -> None:
+        """Give all callers the error. The engine takes no more requests: its state is unknown."""
+        with self._gate:
+            self._failure = (
+                f"the engine failed: {type(error).__name__}: {said(error)}; all its requests are "
+                "lost: close the AsyncLLM and build a new one"
+            )
+        for request in self.requests:
+            self._post_error(request, self.gone())
+        self._requests.clear()
+        self._refuse_the_rest()
+        self._flush()
+
+    def _refuse_the_rest(self) -> None:
+        stop = None
+        while not self._inbox.empty():  # nothing comes in any more
+            command = self._inbox.get()
+            if command.run == self._stop:
+                stop = command
+            command.refuse(self.gone())
+        if stop is not None:
+            self._inbox.put(stop)
+
+    def _wait_for_the_end(self) -> None:
+        while self._inbox.get().run != self._stop:
+            pass
+
+
+class _Command:
+    """What the thread is to do: ``run(argument)``, or ``refuse(error)`` if it has ended."""
+
+    __slots__ = ("argument", "refuse", "run")
+
+    def __init__(
+        self,
+        run: Callable[[Any], None],
+        argument: Any,
+        refuse: Callable[[OstinatoError], None],
+    ) -> None:
+        self.run = run
+        self.argument = argument
+        self.refuse = refuse
+
+
+class _Stopped(BaseException):
+    """Leaves the loop of the thread."""
+
+
+def _call_each(calls: list[tuple[Callable[..., Any], Any]]) -> None:
+    for function, argument in calls:
+        function(argument)
+
+
+def _set_result(to_set: tuple[asyncio.Future[Any], Any]) -> None:
+    future, result = to_set
+    if not future.done():  # the caller may be gone
+        future.set_result(result)
+
+
+def _set_exception(to_set: tuple[asyncio.Future[Any], Exception]) -> None:
+    future, error = to_set
+    if not future.done():
+        future.set_exception(error)
