@@ -1,10 +1,15 @@
-"""A tiny model that talks, and the options of the engines that serve it in tests."""
+"""A tiny model that talks, the options of the engines that serve it, and a server in a thread."""
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import uvicorn
 from adapters import save_adapter
 from tiny_models import save_talking
 
@@ -30,3 +35,19 @@ def save_served(directory: Path) -> tuple[str, str]:
     model = save_talking(directory / "model", TEMPLATE)
     save_adapter(directory / "adapter", model)
     return str(model), str(directory / "adapter")
+
+
+@contextmanager
+def listening(app: Any) -> Iterator[str]:
+    """The address of a server that runs ``app`` in a thread."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.005)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
-from serving_models import OPTIONS, save_served
+from serving_models import OPTIONS
 from tiny_encoders import save_encoder
 
 from ostinato import (
@@ -29,18 +29,6 @@ SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=12, n=3, 
 LONG = SamplingParams(temperature=0, max_tokens=100)
 TALK = [{"role": "user", "content": "w4 w5"}]
 PROMPTS: list[Any] = ["w1 w2 w3", [7], list(range(10, 45)), {"prompt": "w9 w8"}]
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    return save_served(tmp_path_factory.mktemp("served"))
-
-
-@pytest.fixture(scope="module")
-def llm(paths: tuple[str, str]) -> Iterator[LLM]:
-    with LLM(paths[0], **OPTIONS) as llm:
-        llm.load_adapter("poet", paths[1])
-        yield llm
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["in-step", "overlap"])

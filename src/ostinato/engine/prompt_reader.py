@@ -6,14 +6,16 @@ in another, with a tokenizer of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ostinato.engine.images import EngineImages
+from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
 from ostinato.text.chat import render_chat
 from ostinato.text.image_parts import take_images
-from ostinato.text.prompts import Prompt, read_prompt
+from ostinato.text.prompts import Prompt, check_text, check_token_ids, encode, read_prompt
 from ostinato.text.template_process import TemplateProcess
 
 if TYPE_CHECKING:
@@ -61,6 +63,24 @@ class PromptReader(Owner):
             self._templates, self._tokenizer, messages, self._max_model_len, name, images
         )
         return token_ids, images or []
+
+    def encode(self, name: str, text: str, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text."""
+        check_text(name, text)
+        tokenizer, limit = self._the_tokenizer(), self._max_model_len
+        return encode(name, text, tokenizer, limit, add_special_tokens=add_special_tokens)
+
+    def decode(self, name: str, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        tokenizer = self._the_tokenizer()
+        if token_ids:
+            check_token_ids(name, list(token_ids), len(tokenizer), tokenizer)
+        return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+
+    def _the_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer; use token ids")
+        return self._tokenizer
 
     def close(self) -> None:
         """End the process that renders chat templates. Closing twice is harmless."""

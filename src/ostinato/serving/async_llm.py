@@ -59,6 +59,7 @@ class AsyncLLM(Owner):
         self.max_model_len: int = llm.max_model_len
         self.max_num_seqs: int = llm.max_num_seqs
         self.model_path = llm.model_path
+        self.max_prompt_tokens: int | None = None  # a stricter limit, for servers
         # Tokenizers keep settings that a call may change, so each thread has its own.
         self.tokenizer = copy.deepcopy(llm.tokenizer)
         self._prompts: PromptReader | None = None
@@ -125,6 +126,12 @@ class AsyncLLM(Owner):
     ) -> RunningRequest:
         (its_params,), (its_adapter,) = list_params(params, 1), list_adapters(adapter, 1)
         read = await self.read(partial(_read, prompt=prompt))
+        most = self.max_prompt_tokens
+        if most is not None and len(read.token_ids) > most:
+            raise RequestError(
+                f"{read.name} has {len(read.token_ids)} tokens, and prompts here have at most "
+                f"{most} (max_prompt_tokens); shorten it"
+            )
         return RunningRequest(read, its_params, its_adapter, every_token=every_token)
 
     async def read(self, function: Callable[[PromptReader], T]) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ostinato.engine.replica_engine import ReplicaEngine
+from ostinato.engine.engine import Engine
 from ostinato.engine.replica_stats import ReplicaStats
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
@@ -28,7 +28,7 @@ def engine_stats(llm: LLM, thread: EngineThread) -> EngineStats:
         )
     engine = llm.engine
     stats = engine.runner.stats
-    schedulers = engine.schedulers if isinstance(engine, ReplicaEngine) else [engine.scheduler]
+    schedulers = _schedulers(engine)
     totals = sum(engine.replica_stats(), ReplicaStats())
     drafts = engine.scheduler.drafts.stats  # of all replicas
     requests = thread.requests
@@ -52,6 +52,15 @@ def engine_stats(llm: LLM, thread: EngineThread) -> EngineStats:
         padding_tokens=stats.padding_tokens,
         graph_bytes=engine.runner.pool.num_bytes + engine.runner.samplers.num_bytes,
     )
+
+
+def _schedulers(engine: Engine) -> list[Scheduler]:
+    if engine.config.data_parallel_size == 1:
+        return [engine.scheduler]
+    from ostinato.engine.replica_engine import ReplicaEngine  # needs torch.distributed
+
+    assert isinstance(engine, ReplicaEngine), "it has several replicas"
+    return engine.schedulers
 
 
 def _usage(schedulers: list[Scheduler]) -> float:
