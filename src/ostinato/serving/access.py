@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ostinato.errors import ClosedError
 from ostinato.serving.errors import ApiError, api_error
 
 OPEN_PATHS = frozenset({"/health"})  # load balancers have no key
@@ -49,6 +51,10 @@ class Guard:
             if status:
                 raise  # the answer has begun; all that is left is to break it off
             await api_error(error).response()(scope, receive, counted)
+        except asyncio.CancelledError:  # the server ends, and the time for its requests is over
+            if status:
+                raise
+            await api_error(ClosedError()).response()(scope, receive, counted)
         finally:
             self._count(scope["path"], status)
 
