@@ -13,7 +13,6 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AsyncLLM": "serving.async_llm",
-    "AsyncStream": "serving.async_stream",
     "AttentionBackend": "attention.base",
     "AttentionCGSupport": "graphs.policy.modes",
     "AttentionMetadata": "attention.base",
@@ -156,7 +155,6 @@ if TYPE_CHECKING:
     from ostinato.sampling_params import SamplingParams as SamplingParams
     from ostinato.scheduling.draft_steps import SpeculationStats as SpeculationStats
     from ostinato.serving.async_llm import AsyncLLM as AsyncLLM
-    from ostinato.serving.async_stream import AsyncStream as AsyncStream
     from ostinato.serving.records import EngineStats as EngineStats
     from ostinato.speculative.options import DraftModel as DraftModel
     from ostinato.speculative.options import EagleDrafts as EagleDrafts

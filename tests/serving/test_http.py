@@ -132,6 +132,15 @@ def test_bad_requests(
     assert error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
+def test_pages_of_other_origins_cannot_ask(client: httpx.Client, kind: str | None) -> None:
+    """Browsers send these without asking the server first."""
+    headers = {} if kind is None else {"content-type": kind}
+    response = client.post("/v1/completions", content=json.dumps(ASK), headers=headers)
+    assert response.status_code == 415
+    assert "Content-Type: application/json" in error_of(response)["message"]
+
+
 def test_harmless_fields_are_taken(client: httpx.Client) -> None:
     chat = {"messages": [{"role": "user", "content": "w1"}], "max_completion_tokens": 2}
     harmless = {
@@ -185,8 +194,10 @@ def test_the_key(engine: AsyncLLM) -> None:
 def test_bodies_have_a_limit(engine: AsyncLLM) -> None:
     with http(engine, max_body_bytes=1000) as client:
         body = json.dumps({**ASK, "user": "x" * 1000}).encode()
-        stated = client.post("/v1/completions", content=body)
-        parts = client.post("/v1/completions", content=iter([body[:600], body[600:]]))
+        kind = {"content-type": "application/json"}
+        stated = client.post("/v1/completions", content=body, headers=kind)
+        several = iter([body[:600], body[600:]])
+        parts = client.post("/v1/completions", content=several, headers=kind)
         for response in (stated, parts):
             assert response.status_code == 413
             assert "the body is larger than 1,000 bytes" in error_of(response)["message"]

@@ -71,6 +71,14 @@ class Guard:
                     code="invalid_api_key",
                     headers={"WWW-Authenticate": "Bearer"},
                 )
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
+            # Any other type may come from a page of another origin, in a browser on this machine.
+            raise ApiError(
+                415,
+                "the body must be JSON, sent with the header 'Content-Type: application/json'",
+                code="unsupported_media_type",
+            )
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._most:
             raise self._too_large()

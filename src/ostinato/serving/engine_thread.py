@@ -162,26 +162,28 @@ class EngineThread:
             pass
 
     def _step(self) -> None:
+        began = time.monotonic()
         try:
             self.llm.engine.step()
         except Exception as error:
             if not self._end_dropped(error):
                 raise
         now = time.monotonic()
-        self._note_starts(now)
+        self._note_starts(began, now)
         while self._news:
             completion = self._news.popleft()
             request = self._of.get(completion)
             if request is not None:  # not ended meanwhile
                 self._report(request, completion, now)
 
-    def _note_starts(self, now: float) -> None:
-        """Set the times of requests that were admitted, and of first tokens."""
+    def _note_starts(self, began: float, now: float) -> None:
+        """Set the times of requests that a step, from ``began`` to ``now``, has admitted, and of
+        first tokens."""
         started = []
         for request in self._to_start:
             if request.is_waiting:
                 break  # and so are all behind it
-            request.scheduled = request.scheduled or now
+            request.scheduled = request.scheduled or began
             if request.has_tokens:
                 request.first_token = now
                 started.append(request)

@@ -27,21 +27,28 @@ class RequestRecord:
 class EngineStats:
     """Counts of an engine: what runs now, and totals since the start.
 
-    Of several replicas, requests, blocks and prefix hits are of all; graphs are those of the
-    first. ``kv_cache_usage``: the fraction of blocks that requests hold. ``replays``: steps through
-    graphs, by mode. ``eager``: steps without, by reason. A model that embeds or classifies has
-    graphs only, all else is 0.
+    Sequences: ``num_running``, ``num_waiting``, and ``num_preemptions`` that had to give up their
+    blocks. ``kv_cache_usage``: the fraction of blocks that requests hold. ``prompt_tokens`` of
+    requests that have begun to answer, and ``generation_tokens``. ``prefix_query_tokens`` were
+    looked up in the prefix cache, and ``prefix_hit_tokens`` found. ``draft_runs``: steps with
+    drafts, counted once for each of their requests; ``draft_tokens`` in them, of which
+    ``accepted_tokens`` were right.
+
+    ``replays``: steps through graphs, by mode; ``eager``: steps without, by reason.
+    ``replayed_tokens`` and ``padding_tokens``: in those graphs, which take ``graph_bytes``. Of
+    several replicas, graphs are those of the first, and all else is of all. A model that embeds or
+    classifies has graphs only.
     """
 
     num_running: int = 0
     num_waiting: int = 0
-    kv_cache_usage: float = 0.0
     num_preemptions: int = 0
+    kv_cache_usage: float = 0.0
     prompt_tokens: int = 0
     generation_tokens: int = 0
     prefix_query_tokens: int = 0
     prefix_hit_tokens: int = 0
-    draft_runs: int = 0  # steps with drafts, counted once for each of their requests
+    draft_runs: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     replays: dict[str, int] = field(default_factory=dict)
