@@ -23,6 +23,7 @@ from ostinato import (
     SamplingParams,
     TextDelta,
 )
+from ostinato.serving import engine_thread
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=12, n=3, logprobs=2)
@@ -107,6 +108,31 @@ def test_thirty_two_streams(llm: LLM, served: AsyncLLM) -> None:
         return await asyncio.gather(*tasks)
 
     assert [plain(each) for (each,) in run(stream_all())] == expected
+
+
+def test_deltas_wait_for_their_share_of_time(
+    llm: LLM, served: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no time for deltas in between, a stream has its first token, and the rest at the end."""
+    wanted = plain(llm.generate([[3, 4]], SEEDED)[0].outputs[2])
+    monkeypatch.setattr(engine_thread, "_DELIVERING", 1e-9)
+
+    async def sizes() -> tuple[list[int], Any]:
+        async for _ in served.stream([1], GREEDY):
+            pass  # from here on, there is no time
+        deltas = [delta async for delta in served.stream([3, 4], SEEDED)]
+        of_one = [delta for delta in deltas if delta.index == 2]
+        joined = CompletionOutput(
+            index=2,
+            text="".join(delta.text for delta in of_one),
+            token_ids=[token for delta in of_one for token in delta.token_ids],
+            logprobs=[row for delta in of_one for row in delta.logprobs or ()],
+            finish_reason=of_one[-1].finish_reason,
+        )
+        return [len(delta.token_ids) for delta in of_one], plain(joined)
+
+    assert run(sizes()) == ([1, 11], wanted)
+    run(served.call(lambda _: setattr(served._thread, "_next_delivery", 0.0)))
 
 
 def leave_by_break(served: AsyncLLM) -> Coroutine[Any, Any, None]:
@@ -302,6 +328,9 @@ def test_a_request_whose_text_cannot_be_decoded_fails_alone(paths: tuple[str, st
         await served.call(spoil)
         with pytest.raises(EngineFailedError, match="a request failed: no such text"):
             await served.generate([5, 6], GREEDY)
+        broken.append(True)
+        with pytest.raises(EngineFailedError, match="a request failed: no such text"):
+            await collected(served, [5, 6], GREEDY)
         again = await served.generate([5, 6], GREEDY)
         assert plain(again.outputs[0]) == plain(expected.outputs[0])
         assert (await served.stats()).kv_cache_usage == 0

@@ -3,6 +3,10 @@
 Event loops put commands in a queue and never wait for the thread. Between two steps the thread
 takes all commands that have come; after a step it hands each loop everything new in one call.
 While there is nothing to step, it waits for a command.
+
+Reading the text of hundreds of streams can take longer than a step. So a first token and an end go
+out at once, and what is in between as often as it takes no more than a share of the thread's time:
+with few streams after every step, with many after several, in larger deltas.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from ostinato.serving.running_request import RunningRequest
 T = TypeVar("T")
 Observer = Callable[[RequestRecord], None]
 
+_DELIVERING = 0.1  # most of the thread's time for deltas between the first and the last of a stream
+
 
 class EngineThread:
     """Builds an ``LLM`` in a thread, and runs it there. Everything public may be called anywhere.
@@ -48,6 +54,8 @@ class EngineThread:
         self._of: dict[Completion, RunningRequest] = {}
         self._to_start: dict[RunningRequest, None] = {}  # those without a token yet
         self._news: deque[Completion] = deque()
+        self._streamed: dict[Completion, None] = {}  # those that report more than their ends
+        self._next_delivery = 0.0
         self._outgoing: dict[asyncio.AbstractEventLoop, list[tuple[Callable[..., Any], Any]]] = {}
         self._built: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread = threading.Thread(
@@ -172,9 +180,13 @@ class EngineThread:
         self._note_starts(began, now)
         while self._news:
             completion = self._news.popleft()
-            request = self._of.get(completion)
-            if request is not None:  # not ended meanwhile
-                self._report(request, completion, now)
+            if completion.finished and completion in self._of:  # not ended meanwhile
+                self._end(completion, now)
+        if self._streamed and now >= self._next_delivery:
+            for completion in list(self._streamed):
+                self._report(completion)
+            done = time.monotonic()
+            self._next_delivery = done + (done - now) * (1 / _DELIVERING - 1)
 
     def _note_starts(self, began: float, now: float) -> None:
         """Set the times of requests that a step, from ``began`` to ``now``, has admitted, and of
@@ -189,17 +201,36 @@ class EngineThread:
                 started.append(request)
         for request in started:
             del self._to_start[request]
+            for completion in request.completions:
+                if completion in self._streamed:
+                    self._report(completion)
 
-    def _report(self, request: RunningRequest, completion: Completion, now: float) -> None:
-        item = request.news_of(completion)
-        if item is not None:
-            self._post(request.queue.loop, request.queue.put, item)
-        if completion.finished:
-            del self._of[completion]
-            request.num_left -= 1
-            if not request.num_left:
-                self._post_end(request)
-                self._forget(request, now)
+    def _report(self, completion: Completion) -> None:
+        """Hand over what a sequence has beyond its last delta."""
+        request = self._of.get(completion)
+        if request is None:
+            return  # it has ended with another of its request
+        try:
+            delta = request.delta_of(completion)
+        except Exception as error:
+            self._end_with(request, error)
+            return
+        if delta is not None:
+            self._post(request.queue.loop, request.queue.put, delta)
+
+    def _end(self, completion: Completion, now: float) -> None:
+        request = self._of[completion]
+        if completion in self._streamed:
+            self._report(completion)
+        else:
+            self._post(request.queue.loop, request.queue.put, completion.output)
+        if self._of.pop(completion, None) is None:
+            return  # its text could not be read
+        self._streamed.pop(completion, None)
+        request.num_left -= 1
+        if not request.num_left:
+            self._post_end(request)
+            self._forget(request, now)
 
     def _end_dropped(self, error: Exception) -> bool:
         """End requests with a sequence that the engine dropped because of ``error``, if any."""
@@ -209,9 +240,12 @@ class EngineThread:
             if each in self._of and each.output.finish_reason == "abort"
         }
         for request in dropped:
-            self._post_error(request, EngineFailedError(f"a request failed: {said(error)}"))
-            self._abort(request)
+            self._end_with(request, error)
         return bool(dropped)
+
+    def _end_with(self, request: RunningRequest, error: Exception) -> None:
+        self._post_error(request, EngineFailedError(f"a request failed: {said(error)}"))
+        self._abort(request)
 
     def _start(self, request: RunningRequest) -> None:
         try:
@@ -223,6 +257,8 @@ class EngineThread:
         for completion in completions:
             completion.news = self._news
             self._of[completion] = request
+            if request.every_token:
+                self._streamed[completion] = None
             self.llm.engine.add(completion)
         self._post(request.queue.loop, _set_result, (request.started, None))
 
@@ -230,6 +266,7 @@ class EngineThread:
         if request not in self._requests:
             return  # it has ended, or was never started
         for completion in request.completions:
+            self._streamed.pop(completion, None)
             if self._of.pop(completion, None) is not None:
                 self.llm.engine.abort(completion)
         self._forget(request, time.monotonic())
@@ -293,6 +330,7 @@ class EngineThread:
         for request in self.requests:
             self._post_error(request, self.gone())
         self._requests.clear()
+        self._streamed.clear()
         self._refuse_the_rest()
         self._flush()
 

@@ -19,6 +19,8 @@ from ostinato.serving.app import create_app
 from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.server_config import ServerConfig
 
+_SWITCH_S = 5e-4
+
 _log = logging.getLogger("ostinato.serving")
 
 
@@ -49,6 +51,8 @@ def serve(
     engine: EngineConfig, config: ServerConfig, adapters: Mapping[str, str | Path] | None = None
 ) -> None:
     """Build the model, load its adapters, and serve until a signal. In the main thread only."""
+    # The engine's thread must not wait 5 ms, the default, for a loop that sends hundreds of events.
+    sys.setswitchinterval(_SWITCH_S)
     with AsyncLLM.from_config(engine) as llm:
         asyncio.run(_load(llm, adapters or {}))
         app = create_app(llm, config)

@@ -21,7 +21,7 @@ class RunningRequest:
 
     The loop of ``queue`` creates it; from then on it belongs to the engine's thread, which sets
     ``started`` once the request was found to be valid, and ``request_id`` before that. With
-    ``every_token`` the queue gets a ``TextDelta`` for each step, otherwise only the
+    ``every_token`` the queue gets ``TextDelta``s, of one step or several, otherwise only the
     ``CompletionOutput`` of each sequence that has ended.
     """
 
@@ -44,7 +44,7 @@ class RunningRequest:
         self.first_token: float | None = None
         self._params = params
         self._adapter = adapter
-        self._every_token = every_token
+        self.every_token = every_token
         self._shown: dict[Completion, Shown] = {}
         self._arrived = time.monotonic()
 
@@ -60,8 +60,6 @@ class RunningRequest:
         )
         self.request_id = checked.request_id
         self.completions = [checked.completion(index) for index in range(self._params.n)]
-        for completion in self.completions:
-            completion.request.watched |= self._every_token
         return self.completions
 
     @property
@@ -86,10 +84,10 @@ class RunningRequest:
     def num_generated_tokens(self) -> int:
         return sum(len(each.output.token_ids) for each in self.completions)
 
-    def news_of(self, completion: Completion) -> TextDelta | CompletionOutput | None:
-        """What the queue is to get of a sequence that has changed, if anything."""
-        if not self._every_token:
-            return completion.output if completion.finished else None
+    def delta_of(self, completion: Completion) -> TextDelta | None:
+        """What a sequence has beyond its last delta, if anything."""
+        if not completion.finished:
+            completion.read_text()  # the engine has read it, if it looks for stop strings
         shown = self._shown.setdefault(completion, Shown())
         return shown.delta(completion.output)
 
