@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import uvicorn
 from adapters import save_adapter
 from tiny_models import save_talking
 
@@ -40,6 +39,8 @@ def save_served(directory: Path) -> tuple[str, str]:
 @contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address of a server that runs ``app`` in a thread."""
+    import uvicorn  # not there where only CUDA code is tested
+
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -258,6 +258,7 @@ def test_a_loop_that_is_gone_leaves_nothing_behind(served: AsyncLLM) -> None:
     del stream
 
 
+@pytest.mark.slow
 def test_stats_count_what_ran(paths: tuple[str, str]) -> None:
     async def count(served: AsyncLLM) -> None:
         records: list[Any] = []
@@ -282,6 +283,7 @@ def test_stats_count_what_ran(paths: tuple[str, str]) -> None:
         run(count(served))
 
 
+@pytest.mark.slow
 def test_when_the_engine_fails_everybody_hears_of_it(
     paths: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +311,7 @@ def test_when_the_engine_fails_everybody_hears_of_it(
         run(fail(served))
 
 
+@pytest.mark.slow
 def test_a_request_whose_text_cannot_be_decoded_fails_alone(paths: tuple[str, str]) -> None:
     async def ask(served: AsyncLLM) -> None:
         expected = await served.generate([5, 6], GREEDY)
@@ -339,6 +342,7 @@ def test_a_request_whose_text_cannot_be_decoded_fails_alone(paths: tuple[str, st
         run(ask(served))
 
 
+@pytest.mark.slow
 def test_closing_ends_what_runs(paths: tuple[str, str]) -> None:
     async def close() -> None:
         async with AsyncLLM(paths[0], **OPTIONS) as served:
@@ -367,6 +371,7 @@ def test_errors_of_the_start_are_raised_where_it_is_built() -> None:
         AsyncLLM("/nothing-here", device="cpu")
 
 
+@pytest.mark.slow
 def test_embedding(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("encoder")
     save_encoder(path, tokenizer=True)

@@ -291,6 +291,7 @@ def test_a_full_queue_says_when_to_come_back(engine: AsyncLLM) -> None:
         assert client.post("/v1/completions", json=ASK).status_code == 200  # nothing is left
 
 
+@pytest.mark.slow
 def test_requests_have_a_time(engine: AsyncLLM) -> None:
     with http(engine, request_timeout_s=0.2) as client, engine_held(engine):
         for stream in (False, True):
@@ -301,6 +302,7 @@ def test_requests_have_a_time(engine: AsyncLLM) -> None:
     assert asyncio.run(engine.stats()).num_waiting == 0
 
 
+@pytest.mark.slow
 def test_a_stream_that_takes_too_long_ends_with_an_error(engine: AsyncLLM) -> None:
     go_on = threading.Event()
 
@@ -357,6 +359,7 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+@pytest.mark.slow
 def test_shutting_down_aborts_what_does_not_end_in_time(engine: AsyncLLM) -> None:
     app = create_app(engine, ServerConfig(served_model_name="tiny"))
     server = uvicorn.Server(
@@ -397,6 +400,7 @@ def metric(text: str, name: str, **labels: str) -> float:
     raise AssertionError(f"no {name} {labels} in\n{text}")
 
 
+@pytest.mark.slow
 def test_metrics(paths: tuple[str, str]) -> None:
     with AsyncLLM(paths[0], **OPTIONS) as engine, http(engine) as client:
         for _ in range(2):
@@ -427,6 +431,7 @@ def test_metrics(paths: tuple[str, str]) -> None:
     assert "secret" not in text
 
 
+@pytest.mark.slow
 def test_eager_steps_have_reasons(paths: tuple[str, str]) -> None:
     options = {**OPTIONS, "graphs": ostinato.GraphConfig(mode="NONE")}
     with AsyncLLM(paths[0], **options) as engine, http(engine) as client:
@@ -435,6 +440,7 @@ def test_eager_steps_have_reasons(paths: tuple[str, str]) -> None:
     assert metric(text, "ostinato:eager_steps_total", reason="MODE_NONE") == 4
 
 
+@pytest.mark.slow
 def test_a_failed_engine_is_not_healthy(paths: tuple[str, str]) -> None:
     def broken(*_: Any) -> None:
         raise OSError("the device is gone")

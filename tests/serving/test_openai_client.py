@@ -190,6 +190,7 @@ def test_errors_are_openai_s(client: OpenAI) -> None:
         client.embeddings.create(model="tiny", input="w1")
 
 
+@pytest.mark.slow
 def test_embeddings(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("encoder")
     save_encoder(path, tokenizer=True)
