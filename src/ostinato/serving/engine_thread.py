@@ -24,6 +24,7 @@ from ostinato.engine.completion import Completion
 from ostinato.errors import ClosedError, EngineFailedError, OstinatoError
 from ostinato.llm import LLM
 from ostinato.quoting import said
+from ostinato.serving.outbox import Outbox
 from ostinato.serving.records import RequestRecord
 from ostinato.serving.running_request import RunningRequest
 
@@ -56,7 +57,7 @@ class EngineThread:
         self._news: deque[Completion] = deque()
         self._streamed: dict[Completion, None] = {}  # those that report more than their ends
         self._next_delivery = 0.0
-        self._outgoing: dict[asyncio.AbstractEventLoop, list[tuple[Callable[..., Any], Any]]] = {}
+        self._outbox = Outbox()
         self._built: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread = threading.Thread(
             target=self._run, args=(build,), name="ostinato-engine", daemon=True
@@ -77,7 +78,7 @@ class EngineThread:
         """Check and start a request; its ``started`` is set, or gets the error."""
 
         def refuse(error: OstinatoError) -> None:
-            self._post(request.queue.loop, _set_exception, (request.started, error))
+            self._outbox.post_error(request.started, error)
 
         self._send(_Command(self._start, request, refuse))
 
@@ -89,18 +90,17 @@ class EngineThread:
     def call(self, function: Callable[[LLM], T]) -> asyncio.Future[T]:
         """Run ``function`` between two steps; its result, for the running loop."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        loop = future.get_loop()
 
         def run(_: None) -> None:
             try:
                 result = function(self.llm)
             except Exception as error:
-                self._post(loop, _set_exception, (future, error))
+                self._outbox.post_error(future, error)
             else:
-                self._post(loop, _set_result, (future, result))
+                self._outbox.post_result(future, result)
 
         def refuse(error: OstinatoError) -> None:
-            self._post(loop, _set_exception, (future, error))
+            self._outbox.post_error(future, error)
 
         self._send(_Command(run, None, refuse))
         return future
@@ -216,14 +216,14 @@ class EngineThread:
             self._end_with(request, error)
             return
         if delta is not None:
-            self._post(request.queue.loop, request.queue.put, delta)
+            self._outbox.post(request.queue.loop, request.queue.put, delta)
 
     def _end(self, completion: Completion, now: float) -> None:
         request = self._of[completion]
         if completion in self._streamed:
             self._report(completion)
         else:
-            self._post(request.queue.loop, request.queue.put, completion.output)
+            self._outbox.post(request.queue.loop, request.queue.put, completion.output)
         if self._of.pop(completion, None) is None:
             return  # its text could not be read
         self._streamed.pop(completion, None)
@@ -251,7 +251,7 @@ class EngineThread:
         try:
             completions = request.begin(self.llm.engine)
         except OstinatoError as error:
-            self._post(request.queue.loop, _set_exception, (request.started, error))
+            self._outbox.post_error(request.started, error)
             return
         self._requests[request] = self._to_start[request] = None
         for completion in completions:
@@ -260,7 +260,7 @@ class EngineThread:
             if request.every_token:
                 self._streamed[completion] = None
             self.llm.engine.add(completion)
-        self._post(request.queue.loop, _set_result, (request.started, None))
+        self._outbox.post_result(request.started, None)
 
     def _abort(self, request: RunningRequest) -> None:
         if request not in self._requests:
@@ -288,27 +288,17 @@ class EngineThread:
 
     # --- to the loops --------------------------------------------------------------------------
 
-    def _post(
-        self, loop: asyncio.AbstractEventLoop, function: Callable[..., Any], argument: Any
-    ) -> None:
-        """Have the loop call ``function`` with ``argument``, at the next ``_flush``."""
-        self._outgoing.setdefault(loop, []).append((function, argument))
-
     def _post_end(self, request: RunningRequest) -> None:
-        self._post(request.queue.loop, lambda _: request.queue.end(), None)
+        self._outbox.post(request.queue.loop, lambda _: request.queue.end(), None)
 
     def _post_error(self, request: RunningRequest, error: OstinatoError) -> None:
-        self._post(request.queue.loop, request.queue.fail, error)
+        self._outbox.post(request.queue.loop, request.queue.fail, error)
 
     def _flush(self) -> None:
-        while self._outgoing:
-            loop, calls = self._outgoing.popitem()
-            try:
-                loop.call_soon_threadsafe(_call_each, calls)
-            except RuntimeError:  # the loop is closed, so no caller is left in it
-                for request in self.requests:
-                    if request.queue.loop is loop:
-                        self._abort(request)
+        for loop in self._outbox.flush():  # no caller is left in these
+            for request in self.requests:
+                if request.queue.loop is loop:
+                    self._abort(request)
 
     # --- the end -------------------------------------------------------------------------------
 
@@ -367,20 +357,3 @@ class _Command:
 
 class _Stopped(BaseException):
     """Leaves the loop of the thread."""
-
-
-def _call_each(calls: list[tuple[Callable[..., Any], Any]]) -> None:
-    for function, argument in calls:
-        function(argument)
-
-
-def _set_result(to_set: tuple[asyncio.Future[Any], Any]) -> None:
-    future, result = to_set
-    if not future.done():  # the caller may be gone
-        future.set_result(result)
-
-
-def _set_exception(to_set: tuple[asyncio.Future[Any], Exception]) -> None:
-    future, error = to_set
-    if not future.done():
-        future.set_exception(error)
