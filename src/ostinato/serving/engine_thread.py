@@ -17,13 +17,15 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar
 
 from ostinato.engine.completion import Completion
-from ostinato.errors import ClosedError, EngineFailedError, OstinatoError
+from ostinato.errors import EngineFailedError, OstinatoError
 from ostinato.llm import LLM
 from ostinato.quoting import said
+from ostinato.serving.inbox import Command, Inbox
 from ostinato.serving.outbox import Outbox
 from ostinato.serving.records import RequestRecord
 from ostinato.serving.running_request import RunningRequest
@@ -44,13 +46,8 @@ class EngineThread:
         self.llm: LLM
         self.observers: list[Observer] = []
         self.prompt_tokens = self.generated_tokens = 0  # of requests that have ended
-        self._failure: str | None = None
-        self._closed = False
         self._close_error: BaseException | None = None
-        # A command gets in before the end, or is refused. Reentrant: a stream may be dropped, and
-        # so abort its request, in the middle of anything.
-        self._gate = threading.RLock()
-        self._inbox: SimpleQueue[_Command] = SimpleQueue()
+        self._inbox = Inbox()
         self._requests: dict[RunningRequest, None] = {}  # unfinished, in order of arrival
         self._of: dict[Completion, RunningRequest] = {}
         self._to_start: dict[RunningRequest, None] = {}  # those without a token yet
@@ -72,7 +69,7 @@ class EngineThread:
 
     @property
     def failure(self) -> str | None:
-        return self._failure
+        return self._inbox.failure
 
     def start(self, request: RunningRequest) -> None:
         """Check and start a request; its ``started`` is set, or gets the error."""
@@ -80,18 +77,18 @@ class EngineThread:
         def refuse(error: OstinatoError) -> None:
             self._outbox.post_error(request.started, error)
 
-        self._send(_Command(self._start, request, refuse))
+        self._inbox.send(Command(partial(self._start, request), refuse))
 
     def abort(self, request: RunningRequest) -> None:
         """End a request before the next step, and free its blocks. Tells its queue nothing."""
         with suppress(OstinatoError):  # it ended with the engine
-            self._send(_Command(self._abort, request, lambda _: None))
+            self._inbox.send(Command(partial(self._abort, request), lambda _: None))
 
     def call(self, function: Callable[[LLM], T]) -> asyncio.Future[T]:
         """Run ``function`` between two steps; its result, for the running loop."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
-        def run(_: None) -> None:
+        def run() -> None:
             try:
                 result = function(self.llm)
             except Exception as error:
@@ -102,15 +99,12 @@ class EngineThread:
         def refuse(error: OstinatoError) -> None:
             self._outbox.post_error(future, error)
 
-        self._send(_Command(run, None, refuse))
+        self._inbox.send(Command(run, refuse))
         return future
 
     def close(self) -> None:
         """Abort what runs, free the model, and end the thread. Waits; closing twice is harmless."""
-        with self._gate:
-            if not self._closed:
-                self._closed = True
-                self._inbox.put(_Command(self._stop, None, lambda _: None))
+        self._inbox.close()
         if threading.current_thread() is self._thread:
             return  # the last reference was dropped there, in a collection of garbage
         self._thread.join()
@@ -118,17 +112,9 @@ class EngineThread:
         if error is not None:
             raise error
 
-    def _send(self, command: _Command) -> None:
-        with self._gate:  # held for a few instructions
-            if self._closed or self._failure is not None:
-                raise self.gone()
-            self._inbox.put(command)
-
     def gone(self) -> OstinatoError:
-        """A new error for each caller: each gets a traceback of its own."""
-        if self._failure is not None:
-            return EngineFailedError(self._failure)
-        return ClosedError("the AsyncLLM is closed; build a new one")
+        """Why there is no engine any more; a new error for each caller."""
+        return self._inbox.gone()
 
     # --- in the thread -------------------------------------------------------------------------
 
@@ -141,11 +127,9 @@ class EngineThread:
         self._built.put(None)
         try:
             self._serve()
-        except _Stopped:
-            pass
         except BaseException as error:
             self._fail(error)
-            self._wait_for_the_end()
+            self._inbox.wait_for_the_end()
         try:
             self.llm.close()
         except BaseException as error:
@@ -153,21 +137,14 @@ class EngineThread:
 
     def _serve(self) -> None:
         while True:
-            self._take_commands()
+            for command in self._inbox.take(wait=not self._requests):
+                command.run()
+            if self._inbox.has_ended:
+                self._stop()
+                return
             if self._requests:
                 self._step()
             self._flush()
-
-    def _take_commands(self) -> None:
-        """Run all commands there are; wait for one if there is nothing else to do."""
-        is_idle = not self._requests
-        try:
-            while True:
-                command = self._inbox.get(block=is_idle)
-                is_idle = False
-                command.run(command.argument)
-        except Empty:
-            pass
 
     def _step(self) -> None:
         began = time.monotonic()
@@ -250,7 +227,7 @@ class EngineThread:
     def _start(self, request: RunningRequest) -> None:
         try:
             completions = request.begin(self.llm.engine)
-        except OstinatoError as error:
+        except Exception as error:  # whatever is wrong with it, the others go on
             self._outbox.post_error(request.started, error)
             return
         self._requests[request] = self._to_start[request] = None
@@ -302,58 +279,20 @@ class EngineThread:
 
     # --- the end -------------------------------------------------------------------------------
 
-    def _stop(self, _: None) -> None:
+    def _stop(self) -> None:
         for request in self.requests:
             self._post_error(request, self.gone())
             self._abort(request)
-        self._refuse_the_rest()
         self._flush()
-        raise _Stopped
 
     def _fail(self, error: BaseException) -> None:
         """Give all callers the error. The engine takes no more requests: its state is unknown."""
-        with self._gate:
-            self._failure = (
-                f"the engine failed: {type(error).__name__}: {said(error)}; all its requests are "
-                "lost: close the AsyncLLM and build a new one"
-            )
+        self._inbox.fail(
+            f"the engine failed: {type(error).__name__}: {said(error)}; all its requests are "
+            "lost: close the AsyncLLM and build a new one"
+        )
         for request in self.requests:
             self._post_error(request, self.gone())
         self._requests.clear()
         self._streamed.clear()
-        self._refuse_the_rest()
         self._flush()
-
-    def _refuse_the_rest(self) -> None:
-        stop = None
-        while not self._inbox.empty():  # nothing comes in any more
-            command = self._inbox.get()
-            if command.run == self._stop:
-                stop = command
-            command.refuse(self.gone())
-        if stop is not None:
-            self._inbox.put(stop)
-
-    def _wait_for_the_end(self) -> None:
-        while self._inbox.get().run != self._stop:
-            pass
-
-
-class _Command:
-    """What the thread is to do: ``run(argument)``, or ``refuse(error)`` if it has ended."""
-
-    __slots__ = ("argument", "refuse", "run")
-
-    def __init__(
-        self,
-        run: Callable[[Any], None],
-        argument: Any,
-        refuse: Callable[[OstinatoError], None],
-    ) -> None:
-        self.run = run
-        self.argument = argument
-        self.refuse = refuse
-
-
-class _Stopped(BaseException):
-    """Leaves the loop of the thread."""
