@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _HOME = {
+    "AsyncLLM": "serving.async_llm",
     "AttentionBackend": "attention.base",
     "AttentionCGSupport": "graphs.policy.modes",
     "AttentionMetadata": "attention.base",
@@ -44,6 +45,8 @@ _HOME = {
     "eager_break": "graphs.capture.segments",
     "EmbeddingOutput": "outputs",
     "EngineConfig": "config",
+    "EngineFailedError": "errors",
+    "EngineStats": "serving.records",
     "ForwardContext": "graphs.capture.context",
     "get_cudagraph_sizes": "graphs.policy.sizes",
     "get_forward_context": "graphs.capture.context",
@@ -99,6 +102,7 @@ if TYPE_CHECKING:
     from ostinato.errors import ConcurrentUseError as ConcurrentUseError
     from ostinato.errors import ConfigError as ConfigError
     from ostinato.errors import ContextError as ContextError
+    from ostinato.errors import EngineFailedError as EngineFailedError
     from ostinato.errors import ModelLoadError as ModelLoadError
     from ostinato.errors import OstinatoError as OstinatoError
     from ostinato.errors import OutOfBlocksError as OutOfBlocksError
@@ -150,6 +154,8 @@ if TYPE_CHECKING:
     from ostinato.outputs import TextDelta as TextDelta
     from ostinato.sampling_params import SamplingParams as SamplingParams
     from ostinato.scheduling.draft_steps import SpeculationStats as SpeculationStats
+    from ostinato.serving.async_llm import AsyncLLM as AsyncLLM
+    from ostinato.serving.records import EngineStats as EngineStats
     from ostinato.speculative.options import DraftModel as DraftModel
     from ostinato.speculative.options import EagleDrafts as EagleDrafts
     from ostinato.speculative.options import NgramDrafts as NgramDrafts

@@ -65,6 +65,10 @@ class ConcurrentUseError(OstinatoError, RuntimeError):
     """Two threads used the graphs of one pool, or one ``LLM``, at the same time."""
 
 
+class EngineFailedError(OstinatoError, RuntimeError):
+    """The engine of an ``AsyncLLM`` failed, or failed with this request; the answer is lost."""
+
+
 class OutOfBlocksError(OstinatoError, RuntimeError):
     """The KV cache has fewer free blocks than requested; none was taken."""
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 from ostinato.config import EngineConfig
 from ostinato.engine.checked_request import CheckedRequest
 from ostinato.engine.engine import Engine, Submission
+from ostinato.engine.prompt_reader import PromptReader
 from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import RequestError
@@ -29,10 +30,8 @@ from ostinato.outputs import (
 )
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.draft_steps import SpeculationStats
-from ostinato.text.chat import Message, list_conversations, render_chat
-from ostinato.text.image_parts import take_images
-from ostinato.text.prompts import Prompt, list_adapters, list_params, list_prompts, read_prompt
-from ostinato.text.template_process import TemplateProcess
+from ostinato.text.chat import Message, list_conversations
+from ostinato.text.prompts import Prompt, list_adapters, list_params, list_prompts
 
 if TYPE_CHECKING:
     from ostinato.pooling.engine import PoolingEngine
@@ -65,8 +64,10 @@ class LLM(Owner):
     @same_options_as(EngineConfig)
     def __init__(self, *args: Any, **options: Any) -> None:
         self.config = EngineConfig(*args, **options)
-        self._running = _start(self.config)
-        self._templates = TemplateProcess()
+        self._running = running = _start(self.config)
+        self._prompts: PromptReader | None = None
+        if isinstance(running, Engine):
+            self._prompts = PromptReader(running.tokenizer, running.images, running.max_model_len)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLM:
@@ -78,7 +79,11 @@ class LLM(Owner):
         """The engine of a model that generates; raises for any other model."""
         if isinstance(self._running, Engine):
             return self._running
-        raise RequestError(
+        raise self._not_to_generate()
+
+    def _not_to_generate(self) -> RequestError:
+        assert not isinstance(self._running, Engine)
+        return RequestError(
             f"this model was loaded to {self._running.task}, not to generate; if it can do that, "
             "load it with LLM(..., task='generate')"
         )
@@ -92,6 +97,21 @@ class LLM(Owner):
             "this model was loaded to generate; to embed or classify with it, load it with "
             "LLM(..., task='embed') or task='classify'"
         )
+
+    @property
+    def task(self) -> Literal["generate", "embed", "classify"]:
+        """What the model was loaded for."""
+        return "generate" if isinstance(self._running, Engine) else self._running.task
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest sequence: prompt plus output, or the text of a model that embeds."""
+        return self._running.max_model_len
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most requests in one step, of all replicas together."""
+        return self._running.runner.plan.max_num_seqs * self.config.data_parallel_size
 
     @property
     def model_path(self) -> Path | None:
@@ -222,7 +242,7 @@ class LLM(Owner):
         ``adapter`` and ``use_tqdm`` are as in ``generate``.
         """
         conversations = list_conversations(messages)
-        prompts = [(name, self._conversation(each, name)) for name, each in conversations]
+        prompts = [(name, self._reader.conversation(name, each)) for name, each in conversations]
         prepared = self._prepare(prompts, sampling_params, adapter)
         return self._generate(*prepared, use_tqdm=use_tqdm)
 
@@ -232,20 +252,7 @@ class LLM(Owner):
 
         Each image is one placeholder.
         """
-        return self._render(messages, "messages")[0]
-
-    def _conversation(self, messages: Any, name: str) -> Prompt:
-        token_ids, images = self._render(messages, name)
-        return {"prompt_token_ids": token_ids, "images": images} if images else token_ids
-
-    def _render(self, messages: Any, name: str) -> tuple[list[int], list[Any] | None]:
-        """The token ids of a conversation, and its images; None: the model takes none."""
-        engine = self.engine
-        images: list[Any] | None = [] if engine.images.are_taken else None
-        token_ids = render_chat(
-            self._templates, engine.tokenizer, messages, engine.max_model_len, name, images
-        )
-        return token_ids, images
+        return self._reader.render("messages", messages)[0]
 
     # --- adapters ------------------------------------------------------------------------------
 
@@ -343,24 +350,26 @@ class LLM(Owner):
         outputs: list[RequestOutput] = []
         requests: list[CheckedRequest] = []
         for (name, prompt), its_params, adapter in zip(prompts, each_params, adapters, strict=True):
-            prompt, images = take_images(name, prompt)
-            text, token_ids = read_prompt(
-                name, prompt, self.engine.tokenizer, self.engine.max_model_len
-            )
-            token_ids, placed = self.engine.images.place(name, token_ids, images)
+            read = self._reader.read(name, prompt)
             request = self.engine.check_request(
-                token_ids, its_params, name=name, adapter=adapter, images=placed
+                read.token_ids, its_params, name=name, adapter=adapter, images=read.images
             )
             requests.append(request)
             outputs.append(
                 RequestOutput(
                     request_id=request.request_id,
-                    prompt=text,
+                    prompt=read.text,
                     prompt_token_ids=request.prompt_token_ids,
                     outputs=[],
                 )
             )
         return outputs, requests
+
+    @property
+    def _reader(self) -> PromptReader:
+        if self._prompts is None:
+            raise self._not_to_generate()
+        return self._prompts
 
     # --- ownership -----------------------------------------------------------------------------
 
@@ -377,7 +386,8 @@ class LLM(Owner):
         try:
             self._running.close()
         finally:
-            self._templates.close()
+            if self._prompts is not None:
+                self._prompts.close()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(

@@ -75,15 +75,18 @@ class TextDelta:
     """What one step added to one completion.
 
     ``prompt_index``: which prompt of the call. ``index``: which of its ``n`` completions. ``text``
-    can be empty while a character is incomplete. ``token_ids``: the new ones. ``finish_reason``:
-    set in the last delta of a completion.
+    can be empty while a character is incomplete. ``token_ids``: the new ones. ``logprobs``: theirs,
+    as in ``CompletionOutput``; None unless asked for. ``finish_reason`` and ``stop_reason``: set in
+    the last delta of a completion.
     """
 
     prompt_index: int
     index: int
     text: str
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -200,7 +200,6 @@ def test_all_options_are_explained(heading: str, options: Any) -> None:
 
 
 SOURCES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "src").rglob("*.py")}
-PLANNED = ("server/",)  # folders that ARCHITECTURE.md reserves a place for
 INTERNALS = ["ARCHITECTURE.md", *(page for page in PAGES if "internals" in page)]
 
 
@@ -211,7 +210,7 @@ def test_files_that_are_named_exist(page: str) -> None:
     known = {f"/{path}" for path in SOURCES}
     known |= {f"{path.rpartition('/')[0]}/" for path in known}
     missing = [name for name in names if not any(path.endswith(f"/{name}") for path in known)]
-    assert not [name for name in missing if name not in PLANNED and not (ROOT / name).exists()]
+    assert not [name for name in missing if not (ROOT / name).exists()]
 
 
 def test_the_tree_of_the_architecture_is_the_one_there_is() -> None:

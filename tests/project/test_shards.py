@@ -16,7 +16,7 @@ MANY = """
 import pytest
 
 @pytest.mark.wanted
-@pytest.mark.parametrize("n", range(80))
+@pytest.mark.parametrize("n", range(240))
 def test_many(n):
     pass
 
@@ -53,10 +53,10 @@ def test_counts_are_those_of_all_processes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     *processes, total = done.stdout.splitlines()
     assert [line.partition(" in ")[0] for line in processes] == [
-        *["test_many.py: 40 passed"] * 2,
+        *["test_many.py: 120 passed"] * 2,
         "test_many.py: 1 skipped",
     ]
-    assert total.startswith("80 passed, 1 skipped in ")
+    assert total.startswith("240 passed, 1 skipped in ")
 
 
 def test_what_goes_wrong_is_shown(tmp_path: Path) -> None:

@@ -177,7 +177,11 @@ class AttentionBackend(Protocol):
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        """``embedding.apply``, then ``forward``; some backends override it with fewer kernels."""
+        """``embedding.apply``, then ``forward``; some backends override it with fewer kernels.
+
+        ``query``, ``rope_query``, ``compressed`` and ``positions`` are as in ``embedding.apply``;
+        ``spec``, ``metadata`` and ``out`` as in ``forward``.
+        """
         whole, key = embedding.apply(query, rope_query, compressed, positions)
         self.forward(spec, whole, key, key[..., : spec.value_dim], metadata, out, None)
 

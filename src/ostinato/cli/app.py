@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ostinato.cli import bench, doctor, model, plan
+from ostinato.cli import bench, doctor, model, plan, serve
 from ostinato.errors import OstinatoError
 
 
@@ -37,6 +37,7 @@ app = _App(
 app.add_typer(bench.app, name="bench")
 app.add_typer(plan.app, name="plan")
 app.command()(model.generate)
+app.command()(serve.serve)
 app.command()(model.capture)
 app.command()(model.explain)
 app.command()(model.tune)

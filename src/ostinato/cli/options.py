@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import Field, fields
 from typing import Annotated, Any
 
@@ -22,13 +22,18 @@ _FLAGS = {"capture_sizes": ("--sizes",), "random_weights": ("--random-weights",)
 
 
 def takes_model(
-    *, only: Collection[str] | None = None, without: Collection[str] = ()
+    *,
+    only: Collection[str] | None = None,
+    without: Collection[str] = (),
+    also: Mapping[str, type] | None = None,
 ) -> Callable[[Callable[..., None]], Any]:
     """Replace a command's argument ``config`` by the options of the engine and its graphs.
 
     The command line gets one option for each that declares a command-line type (restricted to
     ``only``, or to all but ``without``); the command gets all of them as one ``EngineConfig``.
+    ``also``: other arguments that are replaced by the options of a dataclass.
     """
+    of_others = {name: _declared(settings) for name, settings in (also or {}).items()}
     of_engine, of_graphs = (
         [
             each
@@ -43,7 +48,8 @@ def takes_model(
         for parameter in inspect.signature(command, eval_str=True).parameters.values():
             own = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
             of_model = [*of_engine, *of_graphs]
-            parameters += of_model if parameter.name == "config" else own
+            others = of_others.get(parameter.name, own)
+            parameters += of_model if parameter.name == "config" else others
 
         @functools.wraps(command)
         def call(**values: Any) -> None:
@@ -53,6 +59,9 @@ def takes_model(
             engine = {each.name: values.pop(each.name) for each in of_engine}
             if engine.get("offload") is not None:
                 engine["offload"] = OffloadConfig.parse(engine["offload"])
+            for name, its_options in of_others.items():
+                given = {each.name: values.pop(each.name) for each in its_options}
+                values[name] = (also or {})[name](**given)
             command(config=EngineConfig(**engine, graphs=GraphConfig(**graphs)), **values)
 
         # typer reads a command's options from these.
@@ -63,7 +72,7 @@ def takes_model(
     return decorate
 
 
-def _declared(config: type[EngineConfig] | type[GraphConfig]) -> list[inspect.Parameter]:
+def _declared(config: type[Any]) -> list[inspect.Parameter]:
     """The command-line options of a dataclass, as typer takes them."""
     return [
         inspect.Parameter(

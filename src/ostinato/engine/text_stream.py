@@ -14,7 +14,7 @@ from ostinato.engine.engine import Engine, Submission
 from ostinato.engine.thread_use import Hold, OpenStream
 from ostinato.errors import ConcurrentUseError
 from ostinato.graphs.capture.closing import Owner
-from ostinato.outputs import TextDelta
+from ostinato.outputs import CompletionOutput, TextDelta
 
 
 class TextStream(Owner, Iterator[TextDelta]):
@@ -86,21 +86,38 @@ class TextStream(Owner, Iterator[TextDelta]):
 
 
 def _deltas(submission: Submission) -> Iterator[TextDelta]:
-    shown: dict[Completion, tuple[int, int]] = {}  # characters and tokens
+    shown: dict[Completion, Shown] = {}
     # Other calls may step the engine while the caller holds a delta.
     while submission.num_left:
         for number, completion in submission.step():
-            output = completion.output
-            num_chars, num_tokens = shown.pop(completion, (0, 0))
+            so_far = shown.pop(completion, None) or Shown()
             if not completion.finished:
-                shown[completion] = len(output.text), len(output.token_ids)
-            has_more = len(output.token_ids) > num_tokens or len(output.text) > num_chars
-            if not has_more and not completion.finished:
-                continue
-            yield TextDelta(
-                prompt_index=number,
-                index=output.index,
-                text=output.text[num_chars:],
-                token_ids=output.token_ids[num_tokens:],
-                finish_reason=output.finish_reason,
-            )
+                shown[completion] = so_far
+            delta = so_far.delta(completion.output, number)
+            if delta is not None:
+                yield delta
+
+
+class Shown:
+    """How much of a completion was in its deltas so far."""
+
+    __slots__ = ("num_chars", "num_tokens")
+
+    def __init__(self) -> None:
+        self.num_chars = self.num_tokens = 0
+
+    def delta(self, output: CompletionOutput, prompt_index: int = 0) -> TextDelta | None:
+        """What ``output`` has beyond that; None if nothing, unless it has ended."""
+        chars, tokens = self.num_chars, self.num_tokens
+        self.num_chars, self.num_tokens = len(output.text), len(output.token_ids)
+        if self.num_tokens <= tokens and self.num_chars <= chars and not output.finished:
+            return None
+        return TextDelta(
+            prompt_index=prompt_index,
+            index=output.index,
+            text=output.text[chars:],
+            token_ids=output.token_ids[tokens:],
+            logprobs=None if output.logprobs is None else output.logprobs[tokens:],
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+        )

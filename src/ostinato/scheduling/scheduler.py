@@ -77,6 +77,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
+        self.num_preemptions = 0  # since the start
         self._chunk = chunk
         self._requests: dict[str, Request] = {}  # unfinished, in order of arrival
         self._waiting: OrderedDict[str, Request] = OrderedDict()
@@ -422,6 +423,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.num_computed_tokens = 0
         request.num_preemptions += 1
+        self.num_preemptions += 1
         self._waiting[request.request_id] = request
         self._waiting.move_to_end(request.request_id, last=False)
 

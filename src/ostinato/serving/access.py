@@ -1,0 +1,108 @@
+"""What stands before every request: the key, the limit of its body, a count of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ostinato.errors import ClosedError
+from ostinato.serving.errors import ApiError, api_error
+
+OPEN_PATHS = frozenset({"/health"})  # load balancers have no key
+
+Count = Callable[[str, int], None]
+
+
+class Guard:
+    """Asks for the key (unless None), limits bodies, and reports path and status to ``count``.
+
+    It is the outermost layer, so it also answers what no other part expected.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, count: Count
+    ) -> None:
+        self._app = app
+        self._key = None if api_key is None else api_key.encode()
+        self._most = max_body_bytes
+        self._count = count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            self._check(scope)
+            await self._app(scope, self._limited(receive), counted)
+        except Exception as error:
+            if status:
+                raise  # the answer has begun; all that is left is to break it off
+            await api_error(error).response()(scope, receive, counted)
+        except asyncio.CancelledError:  # the server ends, and the time for its requests is over
+            if status:
+                raise
+            await api_error(ClosedError()).response()(scope, receive, counted)
+        finally:
+            self._count(scope["path"], status)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._key is not None and scope["path"] not in OPEN_PATHS:
+            kind, _, key = headers.get("authorization", "").partition(" ")
+            # Both in constant time, so that a guess learns nothing from how long it took.
+            is_right = hmac.compare_digest(key.strip().encode("latin-1"), self._key)
+            if not is_right or kind.lower() != "bearer":
+                raise ApiError(
+                    401,
+                    "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                    headers={"WWW-Authenticate": "Bearer"},
+                )
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
+            # Any other type may come from a page of another origin, in a browser on this machine.
+            raise ApiError(
+                415,
+                "the body must be JSON, sent with the header 'Content-Type: application/json'",
+                code="unsupported_media_type",
+            )
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._most:
+            raise self._too_large()
+
+    def _limited(self, receive: Receive) -> Receive:
+        """``receive`` that stops at the limit: a body may come in parts, and lie about its size."""
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._most:
+                # FastAPI passes on this kind of error only.
+                raise HTTPException(413, str(self._too_large()), {"Connection": "close"})
+            return message
+
+        return limited
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the body is larger than {self._most:,} bytes, the most that is taken "
+            "(--max-body-bytes)",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )

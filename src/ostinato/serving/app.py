@@ -1,0 +1,62 @@
+"""The HTTP application: OpenAI's routes around an ``AsyncLLM``."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from ostinato import __version__
+from ostinato.serving.access import Guard
+from ostinato.serving.async_llm import AsyncLLM
+from ostinato.serving.errors import ApiError, add_handlers
+from ostinato.serving.metrics import Metrics
+from ostinato.serving.routes import create_router
+from ostinato.serving.server_config import ServerConfig
+from ostinato.serving.state import Served
+
+
+def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
+    """An ASGI application that serves ``llm``, which stays the caller's to close.
+
+    ``app.state.served`` is what its routes share.
+    """
+    served = Served(llm, config)
+    app = FastAPI(
+        title="Ostinato",
+        version=__version__,
+        docs_url=None,  # its page loads scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.served = served
+    app.include_router(create_router(served))
+
+    @app.get("/health")
+    async def health() -> Response:
+        """Whether the engine takes requests."""
+        if llm.failure is not None:
+            raise ApiError(503, llm.failure, code="engine_failed")
+        if served.admission.is_closing:
+            raise ApiError(503, "the server is shutting down; try another one", code="closing")
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": __version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """For Prometheus; waits for the end of the engine's current step."""
+        return Response(counted.text(await llm.stats()), media_type=CONTENT_TYPE_LATEST)
+
+    add_handlers(app)
+    counted = Metrics(served.name, app.openapi()["paths"])
+    llm.observe(counted.observe)
+    app.add_middleware(
+        Guard,
+        api_key=config.api_key,
+        max_body_bytes=config.max_body_bytes,
+        count=counted.count_answer,
+    )
+    return app

@@ -1,0 +1,180 @@
+"""The bodies of requests, as OpenAI's clients send them.
+
+A field that OpenAI does not have is refused, so that a misspelt one is noticed; except those of
+``SamplingParams``, which vLLM's clients send too. A field of OpenAI's that is not supported is
+refused if it would change the answer, and accepted otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ostinato.quoting import shown
+
+_NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    # What is refused, with the values that ask for nothing.
+    refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="after")
+    def _refuse(self) -> Self:
+        for name, harmless in self.refused.items():
+            value = getattr(self, name)
+            if not any(value == each and type(value) is type(each) for each in harmless):
+                raise ValueError(f"{name} is not supported here, got {shown(value)}; leave it out")
+        return self
+
+
+class StreamOptions(_Body):
+    include_usage: bool = False
+    include_obfuscation: bool = False  # padding against eavesdroppers; there is none
+
+
+class _Sampled(_Body):
+    """What completions and chats have in common."""
+
+    model: str | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: int | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    user: str | None = None
+    # Ours, and vLLM's.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options are for streams; set stream to true")
+        return self
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(_Sampled):
+    """The body of ``/v1/completions``."""
+
+    refused = {"echo": _NOTHING, "suffix": _NOTHING}
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = False
+    suffix: str | None = None
+
+    @model_validator(mode="after")
+    def _check_best_of(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError(f"best_of is {self.best_of}, but must equal n; leave it out")
+        return self
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """The prompts, also if it is one."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+            return [prompt]
+        return list(prompt)
+
+
+class ChatRequest(_Sampled):
+    """The body of ``/v1/chat/completions``."""
+
+    refused = {
+        "audio": _NOTHING,
+        "function_call": (*_NOTHING, "none"),
+        "functions": _NOTHING,
+        "modalities": (*_NOTHING, ["text"]),
+        "reasoning_effort": _NOTHING,
+        "response_format": (*_NOTHING, {"type": "text"}),
+        "store": _NOTHING,
+        "tool_choice": (*_NOTHING, "none"),
+        "tools": _NOTHING,
+        "verbosity": _NOTHING,
+        "web_search_options": (None,),
+    }
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = None
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+    store: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+    # These change no answer.
+    metadata: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+
+    @model_validator(mode="after")
+    def _check_top_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs; set logprobs to true")
+        return self
+
+
+class EmbeddingRequest(_Body):
+    """The body of ``/v1/embeddings``."""
+
+    model: str | None = None
+    input: str | list[str] | list[int] | list[list[int]]
+    dimensions: int | None = None
+    encoding_format: Literal["float", "base64"] | None = "float"
+    user: str | None = None
+
+
+class TokenizeRequest(_Body):
+    """The body of ``/tokenize``: a text, or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_one(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """The body of ``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]

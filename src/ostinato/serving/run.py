@@ -1,0 +1,78 @@
+"""Runs the server until a signal: drains or aborts, then closes the model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from ostinato.config import EngineConfig
+from ostinato.serving.app import create_app
+from ostinato.serving.async_llm import AsyncLLM
+from ostinato.serving.server_config import ServerConfig
+
+_SWITCH_S = 5e-4
+
+_log = logging.getLogger("ostinato.serving")
+
+
+class _Server(uvicorn.Server):
+    """The first SIGTERM or SIGINT shuts down within the limit, the second ends the process."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own would raise the signals again at the end, before the model is closed.
+        previous = {
+            number: signal.signal(number, self.handle_exit)
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.config.app.state.served.admission.is_closing = True  # type: ignore[union-attr]
+        self.should_exit = True
+
+
+def serve(
+    engine: EngineConfig, config: ServerConfig, adapters: Mapping[str, str | Path] | None = None
+) -> None:
+    """Build the model, load its adapters, and serve until a signal. In the main thread only."""
+    # The engine's thread must not wait 5 ms, the default, for a loop that sends hundreds of events.
+    sys.setswitchinterval(_SWITCH_S)
+    with AsyncLLM.from_config(engine) as llm:
+        asyncio.run(_load(llm, adapters or {}))
+        app = create_app(llm, config)
+        if config.is_exposed:
+            _log.warning("other machines may connect to %s without a key", config.host)
+        server = _Server(
+            uvicorn.Config(
+                app,
+                host=config.host,
+                port=config.port,
+                timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
+                server_header=False,
+                log_level="info",
+            )
+        )
+        server.run()
+        if not server.started:
+            sys.exit(1)  # uvicorn has said why
+
+
+async def _load(llm: AsyncLLM, adapters: Mapping[str, str | Path]) -> None:
+    for name, path in adapters.items():
+        await llm.load_adapter(name, path)

@@ -1,0 +1,389 @@
+"""``AsyncLLM``: many tasks at once get what ``LLM`` gives each alone; leaving frees everything."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from serving_models import OPTIONS
+from tiny_encoders import save_encoder
+
+from ostinato import (
+    LLM,
+    AsyncLLM,
+    ClosedError,
+    CompletionOutput,
+    ConfigError,
+    EngineFailedError,
+    RequestError,
+    SamplingParams,
+    TextDelta,
+)
+from ostinato.serving import engine_thread
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=12, n=3, logprobs=2)
+LONG = SamplingParams(temperature=0, max_tokens=100)
+TALK = [{"role": "user", "content": "w4 w5"}]
+PROMPTS: list[Any] = ["w1 w2 w3", [7], list(range(10, 45)), {"prompt": "w9 w8"}]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in-step", "overlap"])
+def served(paths: tuple[str, str], request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
+    with AsyncLLM(paths[0], **OPTIONS, async_scheduling=request.param) as served:
+        asyncio.run(served.load_adapter("poet", paths[1]))
+        yield served
+
+
+def run(task: Coroutine[Any, Any, Any]) -> Any:
+    async def limited() -> Any:
+        return await asyncio.wait_for(task, 60)
+
+    return asyncio.run(limited())
+
+
+async def collected(served: AsyncLLM, *args: Any, **options: Any) -> list[CompletionOutput]:
+    """What a stream yields, put together."""
+    outputs: dict[int, CompletionOutput] = {}
+    async for delta in served.stream(*args, **options):
+        output = outputs.setdefault(delta.index, CompletionOutput(index=delta.index))
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.logprobs is not None:
+            output.logprobs = (output.logprobs or []) + delta.logprobs
+    return [outputs[index] for index in sorted(outputs)]
+
+
+def plain(output: CompletionOutput) -> tuple[Any, ...]:
+    logprobs = output.logprobs and [list(each) for each in output.logprobs]
+    return output.index, output.text, output.token_ids, output.finish_reason, logprobs
+
+
+def free_blocks(served: AsyncLLM) -> Any:
+    return served.call(lambda llm: llm.engine.scheduler.allocator.num_free_blocks)
+
+
+@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_many_tasks_get_what_each_gets_alone(
+    llm: LLM, served: AsyncLLM, params: SamplingParams
+) -> None:
+    expected = [llm.generate([each], params)[0] for each in PROMPTS]
+    expected += llm.chat(TALK, params)
+    expected += llm.generate(["w1 w2"], params, adapter="poet")
+    asked = [*((each, None) for each in [*PROMPTS, TALK]), ("w1 w2", "poet")]
+
+    async def all_of_them() -> None:
+        answers, streams = await asyncio.gather(
+            asyncio.gather(*(served.generate(p, params, adapter=a) for p, a in asked)),
+            asyncio.gather(*(collected(served, p, params, adapter=a) for p, a in asked)),
+        )
+        for wanted, answer, stream in zip(expected, answers, streams, strict=True):
+            assert [plain(each) for each in answer.outputs] == [plain(o) for o in wanted.outputs]
+            assert [plain(each) for each in stream] == [plain(o) for o in wanted.outputs]
+            assert answer.prompt_token_ids == wanted.prompt_token_ids
+            assert answer.prompt == wanted.prompt
+            for ours, theirs in zip(answer.outputs, wanted.outputs, strict=True):
+                assert ours.cumulative_logprob == pytest.approx(theirs.cumulative_logprob)
+
+    run(all_of_them())
+
+
+@pytest.mark.slow
+def test_thirty_two_streams(llm: LLM, served: AsyncLLM) -> None:
+    """Four times as many as run at once; each starts when there is room."""
+    prompts = [[1 + (7 * k + j) % 60 for j in range(1 + k % 9)] for k in range(32)]
+    params = [
+        SamplingParams(temperature=k % 2, seed=k, max_tokens=5 + k % 11, stop=["w3"])
+        for k in range(32)
+    ]
+    expected = [plain(each.outputs[0]) for each in llm.generate(prompts, params)]
+
+    async def stream_all() -> list[Any]:
+        tasks = (collected(served, *each) for each in zip(prompts, params, strict=True))
+        return await asyncio.gather(*tasks)
+
+    assert [plain(each) for (each,) in run(stream_all())] == expected
+
+
+def test_deltas_wait_for_their_share_of_time(
+    llm: LLM, served: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no time for deltas in between, a stream has its first token, and the rest at the end."""
+    wanted = plain(llm.generate([[3, 4]], SEEDED)[0].outputs[2])
+    monkeypatch.setattr(engine_thread, "_DELIVERING", 1e-9)
+
+    async def sizes() -> tuple[list[int], Any]:
+        async for _ in served.stream([1], GREEDY):
+            pass  # from here on, there is no time
+        deltas = [delta async for delta in served.stream([3, 4], SEEDED)]
+        of_one = [delta for delta in deltas if delta.index == 2]
+        joined = CompletionOutput(
+            index=2,
+            text="".join(delta.text for delta in of_one),
+            token_ids=[token for delta in of_one for token in delta.token_ids],
+            logprobs=[row for delta in of_one for row in delta.logprobs or ()],
+            finish_reason=of_one[-1].finish_reason,
+        )
+        return [len(delta.token_ids) for delta in of_one], plain(joined)
+
+    assert run(sizes()) == ([1, 11], wanted)
+    run(served.call(lambda _: setattr(served._thread, "_next_delivery", 0.0)))
+
+
+def leave_by_break(served: AsyncLLM) -> Coroutine[Any, Any, None]:
+    async def leave() -> None:
+        async for _ in served.stream([5, 6], LONG):
+            break
+        gc.collect()
+
+    return leave()
+
+
+def leave_by_closing(served: AsyncLLM) -> Coroutine[Any, Any, None]:
+    async def leave() -> None:
+        async with served.stream([5, 6], LONG) as stream:
+            await anext(stream)
+        assert [each async for each in stream] == []  # it has ended
+
+    return leave()
+
+
+def leave_by_cancelling(served: AsyncLLM) -> Coroutine[Any, Any, None]:
+    async def leave() -> None:
+        tasks = [
+            asyncio.create_task(collected(served, [5, 6], LONG)),
+            asyncio.create_task(served.generate([5, 6], LONG)),
+        ]
+        async with served.stream([8], LONG) as other:
+            await anext(other)  # so the two are in the engine
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(each, asyncio.CancelledError) for each in results)
+
+    return leave()
+
+
+@pytest.mark.parametrize("leave", [leave_by_break, leave_by_closing, leave_by_cancelling])
+def test_leaving_frees_all_blocks(
+    served: AsyncLLM, leave: Callable[[AsyncLLM], Coroutine[Any, Any, None]]
+) -> None:
+    async def compare() -> None:
+        before = await free_blocks(served)
+        await leave(served)
+        # A command after the abort: both are taken between the same two steps, or it later.
+        assert await free_blocks(served) == before
+        stats = await served.stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+    run(compare())
+
+
+def test_the_loop_goes_on_while_the_engine_is_in_a_step(served: AsyncLLM) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(_: LLM) -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    async def ask() -> None:
+        held = asyncio.create_task(served.call(hold))
+        while not inside.is_set():
+            await asyncio.sleep(0)
+        waiting = asyncio.create_task(served.generate([1, 2], GREEDY))
+        for _ in range(100):
+            await asyncio.sleep(0)  # the loop turns
+        assert not waiting.done()
+        go_on.set()
+        await held
+        assert len((await waiting).outputs[0].token_ids) == 12
+
+    run(ask())
+
+
+def test_bad_requests_fail_alone(served: AsyncLLM) -> None:
+    async def ask() -> list[Any]:
+        return await asyncio.gather(
+            served.generate([999], GREEDY),
+            served.generate([], GREEDY),
+            collected(served, "w1", GREEDY, adapter="nobody"),
+            served.generate("w1", {"temperature": 0}),  # type: ignore[arg-type]
+            served.embed("w1"),
+            served.generate([1, 2, 3], GREEDY),
+            return_exceptions=True,
+        )
+
+    *bad, good = run(ask())
+    expected = ("999", "no prompts|empty", "no adapter 'nobody'", "SamplingParams", "task='embed'")
+    for error, message in zip(bad, expected, strict=True):
+        with pytest.raises(RequestError, match=message):
+            raise error
+    assert len(good.outputs[0].token_ids) == 12
+
+
+def test_several_loops_share_one(llm: LLM, served: AsyncLLM) -> None:
+    expected = plain(llm.generate([[3, 4]], GREEDY)[0].outputs[0])
+    results: list[Any] = []
+    threads = [
+        threading.Thread(
+            target=lambda: results.append(run(served.generate([3, 4], GREEDY)).outputs[0])
+        )
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [plain(each) for each in results] == [expected] * 3
+
+
+def test_a_loop_that_is_gone_leaves_nothing_behind(served: AsyncLLM) -> None:
+    async def leave() -> Any:
+        stream = served.stream([5, 6], LONG)
+        await anext(stream)
+        return stream  # kept, so that nothing but the end of the loop ends it
+
+    stream = run(leave())
+
+    async def until_free() -> None:
+        while (await served.stats()).num_running:
+            await asyncio.sleep(0)
+
+    run(until_free())
+    del stream
+
+
+@pytest.mark.slow
+def test_stats_count_what_ran(paths: tuple[str, str]) -> None:
+    async def count(served: AsyncLLM) -> None:
+        records: list[Any] = []
+        served.observe(records.append)
+        await served.generate(list(range(1, 33)), GREEDY)
+        await served.generate(list(range(1, 33)), GREEDY)
+        stats = await served.stats()
+        assert (stats.prompt_tokens, stats.generation_tokens) == (64, 24)
+        assert stats.prefix_hit_tokens == 16  # the last block of a prompt is computed
+        assert stats.prefix_query_tokens == 64
+        assert (stats.num_running, stats.num_waiting, stats.kv_cache_usage) == (0, 0, 0)
+        assert stats.replays["FULL"] >= 22
+        assert stats.graph_bytes > 0
+        assert [(each.num_prompt_tokens, each.num_generated_tokens) for each in records] == [
+            (32, 12)
+        ] * 2
+        for each in records:
+            assert each.arrived <= each.scheduled <= each.first_token <= each.ended
+            assert each.finish_reason == "length"
+
+    with AsyncLLM(paths[0], **OPTIONS) as served:
+        run(count(served))
+
+
+@pytest.mark.slow
+def test_when_the_engine_fails_everybody_hears_of_it(
+    paths: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(served: AsyncLLM) -> None:
+        async with served.stream([5, 6], LONG) as stream:
+            await anext(stream)
+            waiting = [asyncio.create_task(served.generate([7], LONG)) for _ in range(3)]
+
+            def broken(*_: Any) -> None:
+                raise OSError("the device is gone")
+
+            await served.call(lambda llm: setattr(llm.engine.runner, "run", broken))
+            errors = await asyncio.gather(*waiting, return_exceptions=True)
+            for error in errors:
+                assert isinstance(error, EngineFailedError)
+                assert "OSError: the device is gone; all its requests are lost" in str(error)
+            with pytest.raises(EngineFailedError, match="the engine failed"):
+                async for _ in stream:
+                    pass
+        with pytest.raises(EngineFailedError, match="the engine failed"):
+            await served.generate([1], GREEDY)
+        assert served.failure is not None
+
+    with AsyncLLM(paths[0], **OPTIONS) as served:
+        run(fail(served))
+
+
+@pytest.mark.slow
+def test_a_request_whose_text_cannot_be_decoded_fails_alone(paths: tuple[str, str]) -> None:
+    async def ask(served: AsyncLLM) -> None:
+        expected = await served.generate([5, 6], GREEDY)
+
+        def spoil(llm: LLM) -> None:
+            decode = llm.engine.tokenizer.decode
+
+            def picky(token_ids: Any, *args: Any, **options: Any) -> Any:
+                if broken and threading.current_thread().name == "ostinato-engine":
+                    broken.clear()
+                    raise ValueError("no such text")
+                return decode(token_ids, *args, **options)
+
+            llm.engine.tokenizer.decode = picky
+
+        broken = [True]
+        await served.call(spoil)
+        with pytest.raises(EngineFailedError, match="a request failed: no such text"):
+            await served.generate([5, 6], GREEDY)
+        broken.append(True)
+        with pytest.raises(EngineFailedError, match="a request failed: no such text"):
+            await collected(served, [5, 6], GREEDY)
+        again = await served.generate([5, 6], GREEDY)
+        assert plain(again.outputs[0]) == plain(expected.outputs[0])
+        assert (await served.stats()).kv_cache_usage == 0
+
+    with AsyncLLM(paths[0], **OPTIONS) as served:
+        run(ask(served))
+
+
+@pytest.mark.slow
+def test_closing_ends_what_runs(paths: tuple[str, str]) -> None:
+    async def close() -> None:
+        async with AsyncLLM(paths[0], **OPTIONS) as served:
+            stream = served.stream([5, 6], LONG)
+            assert isinstance(await anext(stream), TextDelta)
+            waiting = asyncio.create_task(served.generate("w1", LONG))
+            await anext(stream)
+            await served.aclose()
+            with pytest.raises(ClosedError, match="the AsyncLLM is closed"):
+                await waiting
+            with pytest.raises(ClosedError, match="the AsyncLLM is closed"):
+                async for _ in stream:
+                    pass
+            with pytest.raises(ClosedError, match="the AsyncLLM is closed"):
+                await served.generate([1], GREEDY)
+            with pytest.raises(ClosedError, match="the AsyncLLM is closed"):
+                await served.stats()
+
+    run(close())
+
+
+def test_errors_of_the_start_are_raised_where_it_is_built() -> None:
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        AsyncLLM("nothing", max_num_seqs=0)
+    with pytest.raises(Exception, match="nothing-here"):
+        AsyncLLM("/nothing-here", device="cpu")
+
+
+@pytest.mark.slow
+def test_embedding(tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("encoder")
+    save_encoder(path, tokenizer=True)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "show_progress": False}
+    with LLM(path, task="embed", **options) as llm, AsyncLLM(path, task="embed", **options) as ours:
+
+        async def embed() -> None:
+            both = await asyncio.gather(ours.embed("w1 w2"), ours.embed([[5, 6, 7]]))
+            for (one,), prompt in zip(both, ("w1 w2", [[5, 6, 7]]), strict=True):
+                assert one.embedding.tolist() == llm.embed(prompt)[0].embedding.tolist()
+            with pytest.raises(RequestError, match="not to generate"):
+                await ours.generate("w1")
+            assert (await ours.stats()).replays
+
+        run(embed())
