@@ -116,7 +116,7 @@ class AsyncLLM(Owner):
     ) -> AsyncStream:
         """Complete one prompt, and yield the text of each step: ``async for delta in ...``.
 
-        The arguments are those of ``generate``.
+        ``prompt``, ``sampling_params`` and ``adapter`` are as in ``generate``.
         """
         prepare = partial(self._prepare, prompt, sampling_params, adapter, every_token=True)
         return AsyncStream(self._thread, prepare)
@@ -175,7 +175,10 @@ class AsyncLLM(Owner):
     # --- the engine ----------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str | Path) -> None:
-        """Load a LoRA adapter under this name, as ``LLM.load_adapter`` does, between two steps."""
+        """Load the LoRA adapter of directory ``path`` as ``name``, between two steps.
+
+        As ``LLM.load_adapter``: an adapter of that name is replaced.
+        """
         await self.call(lambda llm: llm.load_adapter(name, path))
 
     async def unload_adapter(self, name: str) -> None:
