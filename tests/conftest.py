@@ -33,9 +33,7 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 # Images are an optional part of the package.
 _WITH_IMAGES = ["vision/*", "gpu/test_images_gpu.py", "project/test_docs.py"]
 # So is the server, but not AsyncLLM.
-_OVER_HTTP = [
-    *("serving/test_http.py", "serving/test_openai_client.py", "serving/test_random_requests.py")
-]
+_OVER_HTTP = ["serving/http/*"]
 _HAS_SERVER = all(map(find_spec, ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx")))
 collect_ignore_glob = [
     *([] if find_spec("PIL") else _WITH_IMAGES),

@@ -9,7 +9,7 @@ import pytest
 from serving_models import OPTIONS, listening, save_served
 
 from ostinato import LLM, AsyncLLM
-from ostinato.serving.server_config import ServerConfig
+from ostinato.serving.http.server_config import ServerConfig
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def engine(paths: tuple[str, str]) -> Iterator[AsyncLLM]:
 
 @pytest.fixture(scope="module")
 def url(engine: AsyncLLM) -> Iterator[str]:
-    from ostinato.serving.app import create_app  # needs FastAPI
+    from ostinato.serving.http.app import create_app  # needs FastAPI
 
     with listening(create_app(engine, ServerConfig(served_model_name="tiny"))) as url:
         yield url

@@ -12,7 +12,7 @@ from ostinato.cli import options
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.quoting import shown
-from ostinato.serving.server_config import ServerConfig
+from ostinato.serving.http.server_config import ServerConfig
 
 _OF_THE_EXTRA = ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client")
 
@@ -33,7 +33,7 @@ def serve(
 ) -> None:
     """Serve a model to OpenAI's clients: completions, chats, embeddings, metrics."""
     try:
-        from ostinato.serving.run import serve as run
+        from ostinato.serving.http.run import serve as run
     except ModuleNotFoundError as error:
         if error.name not in _OF_THE_EXTRA:
             raise

@@ -1,4 +1,4 @@
-"""Serving: ``AsyncLLM``, an engine in a thread of its own, and the HTTP server around it.
+"""Serving: ``AsyncLLM``, an engine in a thread of its own, and in ``http`` the server around it.
 
-Only what ``app.py`` imports needs FastAPI; ``AsyncLLM`` does not.
+Only ``http`` needs FastAPI.
 """

@@ -11,18 +11,18 @@ from starlette.responses import JSONResponse, Response
 
 from ostinato.engine.prompt_reader import PromptReader
 from ostinato.outputs import EmbeddingOutput
-from ostinato.serving import generation
-from ostinato.serving.answers import ChatChoices, TextChoices, listed
-from ostinato.serving.errors import ApiError
-from ostinato.serving.limits import time_limit, unless_gone
-from ostinato.serving.protocol import (
+from ostinato.serving.http import generation
+from ostinato.serving.http.answers import ChatChoices, TextChoices, listed
+from ostinato.serving.http.errors import ApiError
+from ostinato.serving.http.limits import time_limit, unless_gone
+from ostinato.serving.http.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
 )
-from ostinato.serving.state import Served
+from ostinato.serving.http.state import Served
 
 _MOST_INPUTS = 2048  # of one request for embeddings, as OpenAI has it
 

@@ -10,9 +10,9 @@ from ostinato.errors import ConfigError
 from ostinato.quoting import shown
 from ostinato.sampling_params import SamplingParams
 from ostinato.serving.async_llm import AsyncLLM
-from ostinato.serving.errors import ApiError
-from ostinato.serving.limits import Admission
-from ostinato.serving.server_config import ServerConfig
+from ostinato.serving.http.errors import ApiError
+from ostinato.serving.http.limits import Admission
+from ostinato.serving.http.server_config import ServerConfig
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from ostinato.serving.errors import api_error
+from ostinato.serving.http.errors import api_error
 
 _DONE = b"data: [DONE]\n\n"
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato import LLM, SamplingParams
-from ostinato.serving.protocol import (
+from ostinato.serving.http.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ostinato.errors import ClosedError
-from ostinato.serving.errors import ApiError, api_error
+from ostinato.serving.http.errors import ApiError, api_error
 
 OPEN_PATHS = frozenset({"/health"})  # load balancers have no key
 

@@ -7,13 +7,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from ostinato import __version__
-from ostinato.serving.access import Guard
 from ostinato.serving.async_llm import AsyncLLM
-from ostinato.serving.errors import ApiError, add_handlers
-from ostinato.serving.metrics import Metrics
-from ostinato.serving.routes import create_router
-from ostinato.serving.server_config import ServerConfig
-from ostinato.serving.state import Served
+from ostinato.serving.http.access import Guard
+from ostinato.serving.http.errors import ApiError, add_handlers
+from ostinato.serving.http.metrics import Metrics
+from ostinato.serving.http.routes import create_router
+from ostinato.serving.http.server_config import ServerConfig
+from ostinato.serving.http.state import Served
 
 
 def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:

@@ -14,8 +14,8 @@ from tiny_encoders import save_encoder
 from tiny_vision import save_vision_model
 
 from ostinato import LLM, AsyncLLM, CompletionOutput, SamplingParams
-from ostinato.serving.app import create_app
-from ostinato.serving.server_config import ServerConfig
+from ostinato.serving.http.app import create_app
+from ostinato.serving.http.server_config import ServerConfig
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 SEEDED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "seed": 7, "max_tokens": 12, "n": 2}

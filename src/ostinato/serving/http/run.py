@@ -15,9 +15,9 @@ from types import FrameType
 import uvicorn
 
 from ostinato.config import EngineConfig
-from ostinato.serving.app import create_app
 from ostinato.serving.async_llm import AsyncLLM
-from ostinato.serving.server_config import ServerConfig
+from ostinato.serving.http.app import create_app
+from ostinato.serving.http.server_config import ServerConfig
 
 _SWITCH_S = 5e-4
 

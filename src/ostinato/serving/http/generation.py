@@ -13,12 +13,12 @@ from starlette.responses import JSONResponse, Response
 
 from ostinato.outputs import RequestOutput, TextDelta
 from ostinato.sampling_params import SamplingParams
-from ostinato.serving.answers import Choices, Envelope, Usage
 from ostinato.serving.async_stream import AsyncStream
-from ostinato.serving.errors import ApiError
-from ostinato.serving.limits import time_limit, unless_gone
-from ostinato.serving.sse import EventStream
-from ostinato.serving.state import Served
+from ostinato.serving.http.answers import Choices, Envelope, Usage
+from ostinato.serving.http.errors import ApiError
+from ostinato.serving.http.limits import time_limit, unless_gone
+from ostinato.serving.http.sse import EventStream
+from ostinato.serving.http.state import Served
 
 T = TypeVar("T")
 

@@ -26,9 +26,9 @@ from typer.main import get_command
 
 import ostinato
 from ostinato import LLM, AsyncLLM, ConfigError, SamplingParams, cli
-from ostinato.serving import run as run_module
-from ostinato.serving.app import create_app
-from ostinato.serving.server_config import ServerConfig
+from ostinato.serving.http import run as run_module
+from ostinato.serving.http.app import create_app
+from ostinato.serving.http.server_config import ServerConfig
 
 ASK = {"model": "tiny", "prompt": "w1 w2", "temperature": 0, "max_tokens": 4}
 LONG = {**ASK, "max_tokens": 120, "ignore_eos": True}

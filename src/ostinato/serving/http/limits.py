@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
-from ostinato.serving.errors import ApiError
+from ostinato.serving.http.errors import ApiError
 
 T = TypeVar("T")
 

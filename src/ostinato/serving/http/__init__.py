@@ -1,0 +1,1 @@
+"""OpenAI's routes over HTTP, around an ``AsyncLLM``: needs ``ostinato[serve]``."""
