@@ -158,7 +158,7 @@ def test_the_width_of_layers_that_are_not_there_may_be_any() -> None:
         ("gpt2", "only models of the native decoder run on several ranks .*, enable_expert"),
         (
             "deepseek_v3",
-            "models with latent attention do not run on several ranks .*, enable_expert",
+            "models with latent attention do not run on several ranks",
         ),
     ],
 )
