@@ -153,8 +153,8 @@ def test_adapters_in_tiles_of_any_size(
 ) -> None:
     """Which tensor-core instructions a tile gets depends on its sizes and on the rows'.
 
-    With a branch around the products of adapters, ptxas 13.0 made wrong code of those of gate and
-    up, where a warp group had 64 results of up to 32 rows.
+    With the products of gate and up in one branch, results were wrong where a warp group had 64
+    columns of up to 32 rows; in one loop, at rank 64.
     """
     for case in (GATE_UP, QKV):
         gemm, weights, rows = made_gemm(num_rows, 16, **case)

@@ -172,8 +172,9 @@ def expand_tile(
     )
     up_sums = sums
     if GATED:
-        # Not in the same loop: the descriptors of both products' operands are more than there are
-        # uniform registers. ptxas 12.8 makes wrong code of that, in a branch as in a loop.
+        # Not in the same loop: on an H200 that was wrong for some tiles, in a branch too, unless
+        # ptxas did not optimise. The likely cause: the descriptors of both products' operands
+        # need more uniform registers than there are.
         if LORA[2] == 2:
             total = _sum_of_splits(small, scales, row_slots, 1, M, BLOCK_M, LORA)
         up_sums = _expand_groups(
