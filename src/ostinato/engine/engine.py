@@ -233,6 +233,7 @@ class Engine(Owner):
             if not (self._in_flight and catches_up):
                 return []
             plan, result = self._in_flight.popleft()
+            self.scheduler.prepare_commit(plan)
             self._queue(self.scheduler.commit(plan, result.token_ids()), result)
         except BaseException:
             self._in_flight.clear()

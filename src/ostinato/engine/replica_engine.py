@@ -81,6 +81,8 @@ class ReplicaEngine(Engine):
             if not steps or (has_work and len(steps) <= self._num_ahead):
                 return []
             step = steps.popleft()
+            for scheduler, (plan, _) in zip(self.schedulers, step, strict=True):
+                scheduler.prepare_commit(plan)
             tokens = [result.token_ids() for _, result in step]  # of all, before any is applied
             for scheduler, (plan, result), sampled in zip(
                 self.schedulers, step, tokens, strict=True

@@ -7,6 +7,8 @@ writes a row when a request is admitted, and adds blocks as they are allocated.
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import torch
 
@@ -59,9 +61,10 @@ class RequestState:
 
     def _write_row(self, item: ScheduledRequest) -> None:
         request, req_index = item.request, item.req_index
-        tokens = torch.tensor(request.all_token_ids, dtype=torch.int32)
+        # By way of an array, which takes a list several times faster than a tensor does.
+        tokens = torch.frombuffer(array("i", request.all_token_ids), dtype=torch.int32)
         self.token_ids[req_index, : len(tokens)].copy_(tokens, non_blocking=True)
-        blocks = torch.tensor(request.block_ids, dtype=torch.int32)
+        blocks = torch.frombuffer(array("i", request.block_ids), dtype=torch.int32)
         self.block_table[req_index, : len(blocks)].copy_(blocks, non_blocking=True)
         self.num_computed[req_index].fill_(item.start)
         if self.rope_delta is not None:

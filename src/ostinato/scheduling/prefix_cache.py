@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ostinato.scheduling.block_allocator import BlockAllocator, block_hashes, root_hash
 from ostinato.scheduling.request import Request
+
+
+_HASHED_AT_ONCE = 16  # blocks: enough to share the cost of slicing, few to waste at a miss
 
 
 class PrefixReuse:
     """Hashes the blocks of requests for ``allocator``; does nothing without prefix caching.
 
-    A request keeps its hashes, so each block is hashed once, however often it is looked up.
+    A request keeps its hashes, so each block is hashed once, however often it is looked up. Looking
+    a prompt up hashes no further than it is found: hashing all of a long one takes milliseconds, in
+    which the device would wait for its first step. ``hash_blocks`` computes the rest beside it.
     """
 
     def __init__(self, allocator: BlockAllocator) -> None:
@@ -33,8 +40,20 @@ class PrefixReuse:
         if not allocator.enable_prefix_caching:
             return []
         shareable = (request.num_tokens - 1) // allocator.block_size
-        self._extend_hashes(request, shareable)
-        return allocator.match_prefix(request.block_hashes[:shareable])
+        return allocator.match_prefix(self._hashes(request, shareable))
+
+    def _hashes(self, request: Request, num_blocks: int) -> Iterator[bytes]:
+        """The hashes of the first blocks, computed as they are asked for."""
+        hashes = request.block_hashes
+        for index in range(num_blocks):
+            if index >= len(hashes):
+                self._extend_hashes(request, min(index + _HASHED_AT_ONCE, num_blocks))
+            yield hashes[index]
+
+    def hash_blocks(self, request: Request, stop: int) -> None:
+        """Compute what ``publish`` of all blocks before ``stop`` needs."""
+        if self._allocator.enable_prefix_caching:
+            self._extend_hashes(request, stop)
 
     def publish(self, request: Request, first: int, stop: int) -> None:
         """Make a request's newly completed blocks ``first`` to ``stop`` reusable."""

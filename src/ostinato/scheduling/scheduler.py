@@ -204,6 +204,14 @@ class Scheduler:
             self._begin_steady()
         return plan
 
+    def prepare_commit(self, plan: StepPlan) -> None:
+        """Do what ``commit`` needs of the plan alone, while its tokens are being computed."""
+        if not plan.is_decode:
+            for row in plan.requests:
+                if row.holds_its_blocks:
+                    stop = (row.start + row.num_tokens) // self.allocator.block_size
+                    self._prefixes.hash_blocks(row.request, stop)
+
     def commit(self, plan: StepPlan, tokens: Sequence[int] | IntArray) -> list[TokenEvent]:
         """Apply the result of a step: one token for each request that samples, in plan order.
 
