@@ -323,6 +323,33 @@ def test_fused_operators_with_products_in_parts(
     torch.testing.assert_close(run(model, ids), expected, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gemms_that_add_to_the_residual(
+    name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with many tokens: in place, but not where the states that are given out are kept."""
+    monkeypatch.setattr(layer_kernels, "MOST_ROWS", 0)
+    monkeypatch.setattr(Decoder, "_runs_fused", lambda self, hidden: True)
+    theirs = reference(CONFIGS[name], tmp_path).to(device)
+    model = load_model(str(tmp_path), device=device, dtype=torch.float32, show_progress=False).model
+    assert isinstance(model, Decoder)
+    ids = torch.randint(0, SIZES["vocab_size"], (32,), device=device)
+    states = {
+        layer: torch.empty(32, SIZES["hidden_size"], device=device)
+        for layer in range(len(model.layers))
+    }
+    with torch.no_grad():
+        expected = theirs(ids[None], output_hidden_states=True)
+        torch.testing.assert_close(run(model, ids), expected.logits[0], atol=1e-4, rtol=1e-5)
+        model.set_aux_hidden_states(states)
+        torch.testing.assert_close(run(model, ids), expected.logits[0], atol=1e-4, rtol=1e-5)
+    for layer, state in states.items():
+        wanted = expected.hidden_states[layer][0]
+        largest = wanted.abs().max().item()  # rounding of a sum follows its largest terms
+        torch.testing.assert_close(state, wanted, atol=1e-5 * largest, rtol=0)
+
+
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b"])
 def test_llama3_frequencies_are_transformers_to_the_bit(name: str) -> None:
     config = shape_config(name).to_hf()

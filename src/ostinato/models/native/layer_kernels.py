@@ -28,7 +28,7 @@ from ostinato.ops.experts.expert_kernels import RoutedToken, down_row, expert_pa
 from ostinato.ops.experts.experts import run_experts
 from ostinato.ops.experts.own_experts import run_own_experts
 from ostinato.ops.gemm.linear import Gemm, run_linear
-from ostinato.ops.gemm.split_k import split_k_gemm
+from ostinato.ops.gemm.split_k import MOST_ROWS, split_k_gemm
 from ostinato.ops.norm import Norm, add_output_norm, rms_norm
 
 if TYPE_CHECKING:
@@ -380,20 +380,32 @@ class SmallM(_Fused[PendingNorm | Tensor, Pending]):
         return _added(x, residual)
 
 
-class LargeM(_Fused[Tensor, PendingDeltaNorm | Tensor]):
+class LargeM(_Fused[Tensor, PendingGemm | PendingDeltaNorm | Tensor]):
     """For large M: torch's GEMMs, and small operators between them.
 
-    A GEMM too small to fill the GPU is split-K: [P, T, N], added up by the next norm.
+    A GEMM too small to fill the GPU is split-K: [P, T, N], added up by the next norm. A larger one
+    adds to the residual itself, which saves a norm half of its traffic: 3% to 6% of both on an H200
+    with 8,192 rows.
     """
 
+    def __init__(self, tables: Sequence[Tensor], positions: Tensor) -> None:
+        super().__init__(tables, positions)
+        self._own: Tensor | None = None  # the residual, once nothing but the stream refers to it
+
     def norm(
-        self, norm: AnyNorm | None, x: PendingDeltaNorm | Tensor, residual: Tensor | None
+        self,
+        norm: AnyNorm | None,
+        x: PendingGemm | PendingDeltaNorm | Tensor,
+        residual: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         if isinstance(x, PendingDeltaNorm):
             return x.added(residual, norm)
         if norm is None:
-            residual = self.add(x, residual)
+            residual = self.add(x, residual)  # twice: the next sublayer must not overwrite it
             return residual, residual
+        if isinstance(x, PendingGemm):
+            residual = self._accumulate(x, residual)
+            return norm.fused(residual), residual
         if residual is None:
             return norm.fused(x), x
         return norm.fused_add(x, residual)
@@ -404,9 +416,11 @@ class LargeM(_Fused[Tensor, PendingDeltaNorm | Tensor]):
     def gated(self, projection: Linear, x: Tensor, activation: Activation) -> Tensor:
         return activate_and_mul(self.project(projection, x), activation)
 
-    def output(self, projection: Linear, x: Tensor) -> Tensor:
+    def output(self, projection: Linear, x: Tensor) -> PendingGemm | Tensor:
         if projection.bias is not None:
             return self.project(projection, x)
+        if x.shape[0] > MOST_ROWS:
+            return PendingGemm(projection, x)
         return split_k_gemm(x, projection.weight)
 
     def experts(self, experts: MixtureOfExperts, x: Tensor, shared: Tensor | None) -> Tensor:
@@ -414,21 +428,36 @@ class LargeM(_Fused[Tensor, PendingDeltaNorm | Tensor]):
             return expert_parts(x, experts.weights, self.slots, None, shared)
         return _with(shared, run_experts(x, experts.weights, self.slots))
 
-    def delta_norm(self, norm: AnyNorm, x: PendingDeltaNorm | Tensor) -> PendingDeltaNorm | Tensor:
-        assert isinstance(x, Tensor), "it is normed once"
+    def delta_norm(
+        self, norm: AnyNorm, x: PendingGemm | PendingDeltaNorm | Tensor
+    ) -> PendingDeltaNorm | Tensor:
+        assert not isinstance(x, PendingDeltaNorm), "it is normed once"
+        x = self.project(x.projection, x.x) if isinstance(x, PendingGemm) else x
         if isinstance(norm, RMSNorm):
             return PendingDeltaNorm(x, norm)
         return norm.fused(x.sum(0) if x.dim() > 2 else x)
 
     def finish(
-        self, x: PendingDeltaNorm | Tensor, residual: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: PendingGemm | PendingDeltaNorm | Tensor, residual: Tensor | None
+    ) -> tuple[PendingDeltaNorm | Tensor, Tensor | None]:
         return (x, residual) if isinstance(x, Tensor) else (self.add(x, residual), None)
 
-    def add(self, x: PendingDeltaNorm | Tensor, residual: Tensor | None) -> Tensor:
+    def add(self, x: PendingGemm | PendingDeltaNorm | Tensor, residual: Tensor | None) -> Tensor:
         if isinstance(x, PendingDeltaNorm):
             return x.added(residual, None)[1]
+        if isinstance(x, PendingGemm):
+            total = self._accumulate(x, residual)
+            self._own = None  # the caller may keep it
+            return total
         return _added(x, residual)
+
+    def _accumulate(self, x: PendingGemm, residual: Tensor | None) -> Tensor:
+        """The residual with the GEMM added to it: in place, if only the stream refers to it."""
+        assert residual is not None, "a sublayer has read a residual"
+        if residual is self._own:
+            return residual.addmm_(x.x, x.projection.weight.mT)
+        self._own = torch.addmm(residual, x.x, x.projection.weight.mT)
+        return self._own
 
 
 def _with(shared: Tensor | None, x: Tensor) -> Tensor:
