@@ -270,6 +270,8 @@ class World:
         as_array = self.num_commits % 2 == 0
         tokens = np.array(step.tokens, dtype=np.int64) if as_array else step.tokens
         with within or nullcontext():
+            if self.num_commits % 3:  # the engine always does; commit does not rely on it
+                self.scheduler.prepare_commit(step.plan)
             events = self.scheduler.commit(step.plan, tokens)
         assert self.scheduler.num_open_plans == len(self.flight)
         for request, token in zip(sampling, step.tokens, strict=True):
@@ -1302,6 +1304,18 @@ def test_a_prefix_is_found_but_never_the_whole_sequence() -> None:
     assert (same.num_cached_tokens, longer.num_cached_tokens) == (2, 4)
     stats = world.allocator.stats
     assert (stats.query_tokens, stats.hit_tokens) == (4 + 4 + 5, 2 + 4)
+
+
+def test_a_prompt_is_hashed_while_its_step_runs() -> None:
+    world = make_world(block_size=1, num_blocks=128, max_num_batched_tokens=64, max_model_len=80)
+    request = make_request("a", [0] * 60, max_len=80)
+    world.add(request)
+    plan = world.scheduler.schedule()
+    assert len(request.block_hashes) < 20, "the first block is not cached, so none is"
+    world.scheduler.prepare_commit(plan)
+    assert request.block_hashes == list(hashes_of_blocks((0,) * 60, 1))
+    world.scheduler.commit(plan, [1])
+    assert len(world.allocator.match_prefix(request.block_hashes)) == 60
 
 
 def test_generated_tokens_are_found_too() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from ostinato.scheduling.block_allocator import BlockAllocator, block_hashes, root_hash
 from ostinato.scheduling.request import Request
 
-
 _HASHED_AT_ONCE = 16  # blocks: enough to share the cost of slicing, few to waste at a miss
 
 
