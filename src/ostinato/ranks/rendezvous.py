@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from ostinato import compat
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError, RankFailedError
 from ostinato.parallel.distributed import gather_numbers
@@ -59,8 +60,7 @@ def _group_gone_if_it_fails() -> Iterator[None]:
     except BaseException:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Torch names groups by a counter that includes the failed one; new ranks start at 0.
-        dist.distributed_c10d._world.group_count = 0
+        compat.forget_failed_groups()  # new ranks count from 0
         raise
 
 
@@ -73,7 +73,7 @@ def _join_ranks(config: EngineConfig, *, owns_group: bool) -> World:
     # Worlds may follow one another on the same store. Gathering the names makes the ranks wait for
     # each other here, so that later waits are bounded by rank_timeout_s.
     name = gather_numbers([secrets.randbits(62)])[0][0]
-    store = PrefixStore(f"ostinato/{name}", _client(dist.distributed_c10d._get_default_store()))
+    store = PrefixStore(f"ostinato/{name}", _client(compat.default_store()))
     return World(
         config.layout,
         device,
