@@ -1,4 +1,4 @@
-"""Greedy tokens and logits equal transformers', which nobody here wrote, in every mode.
+"""Greedy tokens and logits equal transformers', an independent implementation, in every mode.
 
 The checkpoints are tiny and random; prompts of different lengths are batched together. transformers
 runs each prompt alone, through its own ``generate`` with its own attention and cache.
