@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a transformers model: exactly its tensors, or an error. Or draws one.
+"""Gives a transformers model its weights: exactly those of a checkpoint, or random ones.
 
 transformers initialises missing tensors at random, drops unknown ones and converts any dtype. Here
 all of that raises and names the tensor, as in the native decoder. Tensors that transformers allows
