@@ -34,7 +34,7 @@ class PrivateName:
     def find(self) -> Any:
         """The object, or None if it is missing."""
         parts = self.path.split(".")
-        found = None
+        found: Any = None
         for count in range(len(parts), 0, -1):
             try:
                 found = importlib.import_module(".".join(parts[:count]))

@@ -31,15 +31,15 @@ _START_S = 300.0  # for all ranks to import torch, even on a busy machine
 _CONNECT_S = 10.0  # for ranks that have, to connect to a listening socket
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
-# Size of the world that this process started, while it is open.
-_num_started: int | None = None
+# The size of the world that this process started, while it is open: torch has one world a process.
+_started: list[int] = []
 
 
 def join_world(config: EngineConfig) -> World:
     """Join the world of several ranks that ``config`` asks for."""
-    if _num_started is not None:
+    if _started:
         raise ConfigError(
-            f"another LLM in this process runs on {_num_started} ranks; close it first, because a "
+            f"another LLM in this process runs on {_started[0]} ranks; close it first, because a "
             "process starts ranks for one LLM at a time"
         )
     if dist.is_available() and dist.is_initialized():
@@ -118,12 +118,11 @@ def _device(config: EngineConfig, local_rank: int) -> torch.device:
 
 
 def _start_ranks(config: EngineConfig) -> World:
-    global _num_started
     _check_devices(config)
     _check_speculation(config)
     with _local_interface(), _group_gone_if_it_fails():
         ranks = _Ranks(config)
-        _num_started = config.world_size
+        _started.append(config.world_size)
         try:
             ranks.start()
             return _join_started(config, 0, _device(config, 0), ranks.store, ranks)
@@ -149,8 +148,7 @@ def _local_store() -> TCPStore:
 
 
 def _stop(ranks: _Ranks, **options: float) -> None:
-    global _num_started
-    _num_started = None
+    _started.clear()
     ranks.stop(**options)
 
 
