@@ -1,4 +1,4 @@
-"""Ostinato: CUDA graphs for LLM inference, as a library and a runtime.
+"""Ostinato: CUDA graphs for LLM inference, as a library, a runtime and a server.
 
 The names below are the public API. They are imported on first use, so that ``import ostinato`` and
 the command line start quickly.

@@ -34,14 +34,17 @@ class PrivateName:
     def find(self) -> Any:
         """The object, or None if it is missing."""
         parts = self.path.split(".")
-        found = None
+        found: Any = None
         for count in range(len(parts), 0, -1):
             try:
                 found = importlib.import_module(".".join(parts[:count]))
             except ImportError:
                 continue
             for part in parts[count:]:
-                found = getattr(found, part, None)
+                if not hasattr(found, part) and part not in getattr(found, "__annotations__", ()):
+                    return None
+                value = getattr(found, part, None)
+                found = part if value is None else value  # None, or an attribute of instances only
             return found
         return found
 
@@ -125,6 +128,23 @@ _name(
 )
 
 
+_name(
+    "torch.ops.aten.mm.default._schema",
+    purpose="tells which arguments an operator has, and which of them it writes",
+    without="nothing can be captured",
+)
+_name(
+    "torch.utils._python_dispatch.TorchDispatchMode._should_skip_dynamo",
+    purpose="watching operators does not import torch.compile",
+    without="the first capture or trial takes two seconds longer",
+)
+_name(
+    "torch._dynamo.trace_rules.add",
+    purpose="torch.compile leaves the code of captures alone",
+    without="captures inside a compiled function may fail",
+)
+
+
 def call_composite(operator: OpOverload, args: Any, kwargs: Any) -> Any:
     """Run an operator's composite implementation.
 
@@ -197,6 +217,13 @@ forward_hooks: list[dict[int, Any]] = [
     for name in ("_global_forward_hooks", "_global_forward_pre_hooks")
 ]
 
+for _table in ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"):
+    _name(
+        f"torch.nn.Module.{_table}",
+        purpose="graphed() notices what was replaced in a module, or hooked to it",
+        without="graphed() takes no modules",
+    )
+
 flash_attention: Any = _name(
     "torch.ops.aten._flash_attention_forward",
     purpose="attention over packed sequences in one kernel, for encoders on CUDA",
@@ -218,6 +245,13 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = _private(
     "torch._neg_view",
     purpose="lazily negated results keep that property",
     without="such results cannot be captured",
+)
+
+is_zerotensor: Callable[[torch.Tensor], bool] = _private(
+    "torch.Tensor._is_zerotensor",
+    lambda tensor: False,
+    purpose="captures refuse the zeros of torch.func.jvp, which have no memory",
+    without="such a tensor fails with one of torch's own errors",
 )
 
 storage_from_address: Callable[[int, torch.device, int], Any] = _private(
@@ -320,6 +354,34 @@ _stream_is_capturing = _name(
     seen_in="torch 2.0 to 2.13",
 )
 
+# --- torch.distributed --------------------------------------------------------------------------
+
+_default_store = _name(
+    "torch.distributed.distributed_c10d._get_default_store",
+    purpose="ranks that exist already find each other through their own store",
+    without="an engine starts its own ranks only",
+)
+
+
+def default_store() -> Any:
+    """The store of torch's process group, which must be initialised."""
+    return _default_store.demand()()
+
+
+_groups = _name(
+    "torch.distributed.distributed_c10d._world",
+    purpose="a start that failed can be tried again in the same process",
+    without="it needs a new process",
+)
+
+
+def forget_failed_groups() -> None:
+    """Count process groups from 0 again: torch names them by a counter, failed ones included."""
+    groups = _groups.find()
+    if groups is not None:
+        groups.group_count = 0
+
+
 # --- switches, read on every call ---------------------------------------------------------------
 
 
@@ -381,6 +443,8 @@ dynamo = _name("torch._dynamo", **_tracing)
 constant_source = _name("torch._dynamo.source.ConstantSource", **_tracing)
 fake_tensor_mode = _name("torch._subclasses.fake_tensor.FakeTensorMode", **_tracing)
 
+_name("torch.ops.aten.mm._qualified_op_name", **_tracing)
+
 symbolic_shape_settings = _name(
     "torch.fx.experimental._config",
     purpose="a trace also holds for sizes 0 and 1",
@@ -406,8 +470,15 @@ def triton_launches() -> Any:
 
 gluon = _name(
     "triton.experimental.gluon",
-    purpose="on Hopper, prompts, long contexts and GEMMs of a few rows have kernels of their own",
+    purpose="on Hopper, prompts, long contexts and small-M GEMMs have kernels of their own",
     without="they use the kernels for all GPUs; prompts then attend half as fast",
+    seen_in=f"Triton {_TRITON}x",
+)
+
+_name(
+    "triton.experimental.gluon.language.shared_memory_descriptor._reinterpret",
+    purpose="those kernels copy pages of the KV cache into one tile",
+    without="they do not compile",
     seen_in=f"Triton {_TRITON}x",
 )
 
@@ -501,5 +572,61 @@ image_processor = _name(
     "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl.Qwen2VLImageProcessorPil",
     purpose="resizes images and cuts them into patches, without torchvision",
     without="images cannot be read",
+    seen_in=_TRANSFORMERS,
+)
+
+_name(
+    "transformers.PretrainedConfig._attn_implementation",
+    purpose="a model's attention is replaced while it runs",
+    without="models that use transformers' modules cannot be loaded",
+    seen_in=_TRANSFORMERS,
+)
+
+_attention_check = _name(
+    "transformers.PreTrainedModel._can_set_attn_implementation",
+    purpose="tells whether a model's attention can be replaced",
+    without="models that use transformers' modules cannot be loaded",
+    seen_in=_TRANSFORMERS,
+)
+
+
+def can_replace_attention(model_class: Any) -> bool:
+    """Whether a class of transformers' models calls attention through ``AttentionInterface``."""
+    _attention_check.demand()
+    return bool(model_class._can_set_attn_implementation())
+
+
+_name(
+    "transformers.PreTrainedModel._is_stateful",
+    purpose="tells which models have recurrent layers",
+    without="only the types of layers in a config tell",
+    seen_in=_TRANSFORMERS,
+)
+
+_name(
+    "transformers.PreTrainedModel._keys_to_ignore_on_load_unexpected",
+    purpose="a checkpoint may hold what transformers ignores",
+    without="models that use transformers' modules cannot be loaded",
+    seen_in=_TRANSFORMERS,
+)
+
+_name(
+    "transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts._apply_gate",
+    purpose="every expert runs on every token where torch has no grouped GEMM for it",
+    without="mixtures of experts fail there, on their first batch",
+    seen_in=_TRANSFORMERS,
+)
+
+_name(
+    "transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeTextModel._deepstack_process",
+    purpose="images enter the layers of Qwen3-VL MoE inside a graph",
+    without="Qwen3-VL MoE runs its own, which a graph cannot contain",
+    seen_in=_TRANSFORMERS,
+)
+
+_name(
+    "transformers.CompileConfig._compile_all_devices",
+    purpose="`ostinato bench decode` compares with transformers' compiled decoding on the CPU",
+    without="that baseline is not compiled",
     seen_in=_TRANSFORMERS,
 )

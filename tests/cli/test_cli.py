@@ -7,13 +7,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from adapters import Merged, save_adapter
+from command_line import Run, command_line
 from tiny_models import save_talking
 
 from ostinato import LLM, SamplingParams, cli
@@ -24,35 +25,9 @@ TINY = ["--model", "tiny", "--random-weights", "--device", "cpu", "--max-model-l
 PROMPT = "1,2,3"
 
 
-@dataclass(frozen=True)
-class Result:
-    exit_code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        """All of stdout, which must be just JSON."""
-        assert self.exit_code == 0, self.err
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture
 def ostinato(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command in this process, the way the installed script does."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer replaces it
-
-    def run(*arguments: str) -> Result:
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.app(list(arguments))
-        return Result(int(end.value.code or 0), *capfd.readouterr())
-
-    return run
+    return command_line(capfd, monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -150,7 +150,7 @@ def test_a_cached_prefix_is_reused(llm: LLM) -> None:
 
 
 def test_padding_never_reaches_the_cache(device: torch.device, expected: list[list[int]]) -> None:
-    """Everything that belongs to nobody is NaN before the run, and still is after it."""
+    """Everything that belongs to no request is NaN before the run, and still is after it."""
     with open_tiny(device, graphs=GraphConfig(mode="FULL", capture_sizes=[64])) as llm:
         layers = llm.engine.runner.kv_cache.layers
         for keys, values in layers:
@@ -517,7 +517,7 @@ def test_a_failed_step_loses_no_token(llm: LLM, expected: list[list[int]]) -> No
 def test_an_end_that_was_interrupted_is_an_end(
     llm: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tokens are there, and nobody waits for more."""
+    """The tokens are there, and no call waits for more."""
     engine = llm.engine
     completions = [engine.prepare_request(prompt, GREEDY)[0] for prompt in PROMPTS]
     for completion in completions:

@@ -128,7 +128,7 @@ def test_trained_checkpoints_say_what_they_are(
     with pytest.raises(ConfigError, match=r"swiftkv_layers=3, but .* trained with 2; leave"):
         LLM(trained, swiftkv_layers=3, **LIMITS)
     with LLM(trained, swiftkv_layers=EARLY, random_weights=True, **LIMITS) as llm:
-        assert len(tokens_of(llm)) == len(PROMPTS)  # its shape, with weights of nobody
+        assert len(tokens_of(llm)) == len(PROMPTS)  # its shape, with random weights
 
 
 def test_a_trained_checkpoint_without_its_projections(trained: Path, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ EXAMPLES = 200 if torch.cuda.is_available() else 60
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request: joins ``after`` so many steps, and is aborted ``patience`` steps later."""
+    """A request: joins after ``after`` steps, and is aborted ``patience`` steps later."""
 
     prompt: tuple[int, ...]
     params: SamplingParams

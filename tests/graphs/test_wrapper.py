@@ -131,7 +131,7 @@ def test_replay_returns_the_static_output(pool: GraphPool) -> None:
 
 
 def test_stored_output_is_weak_and_first_is_strong(pool: GraphPool) -> None:
-    """While somebody holds the first output, no other capture may use its memory."""
+    """While a caller holds the first output, no other capture may use its memory."""
     wrapper = CUDAGraphWrapper(Doubler(), FULL, pool=pool)
     x = torch.randn(64, 64, device=pool.device)
     with set_forward_context(FULL, KEY):

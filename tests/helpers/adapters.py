@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers_tokens import greedy_tokens
 
 LINEARS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
@@ -93,16 +94,7 @@ class Merged:
 
     def tokens(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Greedy tokens after ``prompt``."""
-        ids = torch.tensor([prompt])
-        output = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        tokens: list[int] = output[0, len(prompt) :].tolist()
-        return tokens
+        return greedy_tokens(self._model, prompt, num_tokens)
 
     def logprobs(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
         """The log-probability of each of ``tokens`` after ``prompt`` and those before it."""

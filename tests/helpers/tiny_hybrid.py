@@ -14,6 +14,7 @@ import torch
 import transformers
 from tiny_models import VOCAB_SIZE
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers_tokens import greedy_tokens, logits_of_tokens
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -153,20 +154,8 @@ class Reference:
 
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Greedy, alone, by transformers' own ``generate`` with its own cache."""
-        ids = torch.tensor([prompt], device=self._model.device)
-        output = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        tokens: list[int] = output[0, len(prompt) :].tolist()
-        return tokens
+        return greedy_tokens(self._model, prompt, num_tokens)
 
     def logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
         """Of every generated token, in one pass over the whole sequence."""
-        ids = torch.tensor([prompt + tokens], device=self._model.device)
-        with torch.no_grad():
-            output = self._model(ids, use_cache=False).logits[0].float()
-        return output[len(prompt) - 1 : -1]
+        return logits_of_tokens(self._model, prompt, tokens)

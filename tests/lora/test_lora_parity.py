@@ -18,6 +18,7 @@ import torch
 from adapters import LINEARS, save_adapter
 from tiny_models import TINY_NATIVE, VOCAB_SIZE, save_tiny
 from transformers import AutoModelForCausalLM
+from transformers_tokens import greedy_tokens
 
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.graphs.policy.modes import ModeName
@@ -71,26 +72,14 @@ def reference(
         peft_model.load_adapter(path, adapter_name=name)
     peft_model = peft_model.to(device).eval()
 
-    def generate(prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt], device=device)
-        output = peft_model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        tokens: list[int] = output[0, len(prompt) :].tolist()
-        return tokens
-
     results = []
     for prompt, name in zip(prompts, WANTED, strict=True):
         if name is None:
             with peft_model.disable_adapter():
-                results.append(generate(prompt))
+                results.append(greedy_tokens(peft_model, prompt, NEW_TOKENS))
         else:
             peft_model.set_adapter(name)
-            results.append(generate(prompt))
+            results.append(greedy_tokens(peft_model, prompt, NEW_TOKENS))
     return results
 
 

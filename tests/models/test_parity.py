@@ -1,4 +1,4 @@
-"""Greedy tokens and logits equal transformers', which nobody here wrote, in every mode.
+"""Greedy tokens and logits equal transformers', an independent implementation, in every mode.
 
 The checkpoints are tiny and random; prompts of different lengths are batched together. transformers
 runs each prompt alone, through its own ``generate`` with its own attention and cache.
@@ -18,6 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE, VOCAB_SIZE, save_tiny
 from transformers import AutoModelForCausalLM
+from transformers_tokens import greedy_tokens, logits_of_tokens
 
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.models.native.decoder import Decoder
@@ -62,26 +63,11 @@ class Reference:
         )
         self._model = model.to(device).eval()
         self._model.generation_config.eos_token_id = None
-        self.tokens = [self._generate(prompt) for prompt in prompts]
-
-    def _generate(self, prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt], device=self._model.device)
-        output = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            pad_token_id=0,
-        )
-        tokens: list[int] = output[0, len(prompt) :].tolist()
-        return tokens
+        self.tokens = [greedy_tokens(self._model, prompt, NEW_TOKENS) for prompt in prompts]
 
     def logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:
         """Of every generated token, in one pass over the whole sequence."""
-        ids = torch.tensor([prompt + tokens], device=self._model.device)
-        with torch.no_grad():
-            output = self._model(ids, use_cache=False).logits[0].float()
-        return output[len(prompt) - 1 : -1]
+        return logits_of_tokens(self._model, prompt, tokens)
 
 
 @pytest.fixture(scope="module")

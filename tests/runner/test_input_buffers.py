@@ -153,7 +153,7 @@ def test_any_batch(device: torch.device, batch: tuple[list[Row], int, int]) -> N
     num_tokens = sum(row.query_len for row in rows)
     known = {token for row in rows for token in row.tokens} | {POISON}
     assert set(buffers.input_ids[num_tokens : padded[1]].tolist()) <= known
-    # What is beyond the padded sizes belongs to nobody, and stays as it was.
+    # What is beyond the padded sizes belongs to no request, and stays as it was.
     tokens = buffers.tokens
     for tensor in (buffers.input_ids, tokens.positions, tokens.slot_mappings[0]):
         assert (tensor[padded[1] :] == POISON).all()

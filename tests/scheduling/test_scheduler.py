@@ -200,7 +200,7 @@ class Device:
     def _place(self, req_index: int, position: int) -> int:
         size = self.allocator.block_size
         block = self.tables[req_index][position // size]
-        assert block > 0, "block 0 is nobody's"
+        assert block > 0, "block 0 belongs to no request"
         return block * size + position % size
 
 
@@ -316,7 +316,7 @@ class World:
         assert self.allocator.num_free_blocks == self.allocator.num_blocks - 1
 
     def rollback(self) -> None:
-        """All steps in flight failed, and nobody knows what they left in the cache."""
+        """All steps in flight failed, and what they left in the cache is unknown."""
         self.device.fail([place for step in self.flight for place in step.written])
         self.flight.clear()
         self.computed.clear()
@@ -347,7 +347,7 @@ class World:
         chosen = [row.request for row in in_order]
         self.check_oldest(chosen, unfinished, before)
         left = self.check_rows(in_order, before)
-        # Nobody is passed over: those who ran go on, then those who waited longest come in.
+        # None is passed over: requests that ran go on, then those that waited longest come in.
         going = [r for r in kept if self.expected(r) < r.max_total_tokens]
         admitted = [row.request for row in in_order if row.is_new]
         old = chosen[: len(chosen) - len(admitted)]
@@ -515,7 +515,7 @@ class World:
                     content = [self.device.cache[place] for place in places]
                     assert content == chain[index * size : (index + 1) * size]
             known.update(names)
-        assert known.issuperset(self.allocator._block_of), "named after tokens that nobody has"
+        assert known.issuperset(self.allocator._block_of), "hashed from tokens that no request has"
 
     def check_outputs(self) -> None:
         """All have ended as if each had been alone."""
@@ -951,7 +951,7 @@ def test_blocks_completed_together_are_named_over_several_steps(
     for _ in range(2):
         world.step()
     assert len(world.allocator._block_of) == 14, "one is still to be named"
-    # Somebody comes who could use it: it can be found.
+    # A request comes that could use it: it can be found.
     world.add(
         make_request("late", [*requests[4].all_token_ids[:12], 0], max_tokens=1, max_len=LONG)
     )
@@ -998,7 +998,7 @@ def test_plans_of_the_steady_state_share_what_does_not_change() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_stop_token_that_is_seen_late_leaks_nothing(depth: int) -> None:
-    """The device went on; nobody gets those tokens, and they are not found in the cache."""
+    """The device went on; no request gets those tokens, and they are not found in the cache."""
     prompt = [0, 1, 1]
     free, _ = expected_output(make_request("x", prompt, max_tokens=9))
     stop = free[3]

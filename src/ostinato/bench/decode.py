@@ -29,7 +29,7 @@ from ostinato.bench.timing.baselines import (
     reason,
 )
 from ostinato.bench.timing.floor import kv_bytes, measure_bandwidth, weight_bytes
-from ostinato.bench.timing.measure import machine, model_name, timed
+from ostinato.bench.timing.measure import about, timed
 from ostinato.bench.timing.profile import check_path, longest_for, profile_decode
 from ostinato.bench.timing.room import with_kv_cache_for, with_room
 from ostinato.bench.timing.tpot import Record, evaluate
@@ -119,7 +119,7 @@ def run(
         for row in rows:
             row["failed"] = {**failed, **row["failed"]}
         return {
-            **_about(config, llm, window),
+            **_about(llm, window),
             **_floors(rows, llm, window, bandwidth),
             "rows": rows,
             "profiles": [
@@ -154,14 +154,9 @@ def _profiled(
     return [(batch, path) for batch in (batches if chosen is None else chosen)]
 
 
-def _about(config: EngineConfig, llm: LLM, window: Window) -> dict[str, Any]:
+def _about(llm: LLM, window: Window) -> dict[str, Any]:
     return {
-        "command": "ostinato bench decode",
-        "machine": machine(),
-        "model": model_name(config),
-        "random_weights": config.random_weights,
-        "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
-        "mode": llm.engine.resolved_mode.mode.name,
+        **about("decode", llm),
         "prompt_len": window.prompt_len,
         "new_tokens": window.new_tokens,
         "repeats": window.repeats,

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from ostinato.bench.decode import OURS, Window, check_counts, measure_batch
 from ostinato.bench.timing.baselines import Generate, from_engine
-from ostinato.bench.timing.measure import machine, model_name
+from ostinato.bench.timing.measure import about
 from ostinato.bench.timing.room import with_kv_cache_for, with_room
 from ostinato.config import EngineConfig
 from ostinato.llm import LLM
@@ -62,11 +62,7 @@ def run(
             vocab_size = llm.engine.model.vocab_size
             rows = [measure_batch(subjects, vocab_size, batch, window, bar) for batch in batches]
         return {
-            "command": "ostinato bench lora",
-            "machine": machine(),
-            "model": model_name(config),
-            "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
-            "mode": llm.engine.resolved_mode.mode.name,
+            **about("lora", llm),
             "adapters": adapters,
             "rank": rank,
             "prompt_len": prompt_len,

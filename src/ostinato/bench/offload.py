@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from ostinato.bench.decode import OURS, Window, check_counts, measure_batch
 from ostinato.bench.timing.baselines import from_engine
-from ostinato.bench.timing.measure import machine, model_name, timed
+from ostinato.bench.timing.measure import about, timed
 from ostinato.bench.timing.room import with_kv_cache_for, with_room
 from ostinato.config import EngineConfig
 from ostinato.llm import LLM
@@ -67,11 +67,7 @@ def run(
             if OURS in times and PLAIN in times:
                 row["of_plain"] = times[OURS] / times[PLAIN]
         return {
-            "command": "ostinato bench offload",
-            "machine": machine(),
-            "model": model_name(config),
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "mode": llm.engine.resolved_mode.mode.name,
+            **about("offload", llm),
             "group": offload.group,
             "offloaded": offload.offloaded,
             "prefetch": offload.prefetch,

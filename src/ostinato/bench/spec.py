@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ostinato.bench.timing.measure import machine, model_name, timed
+from ostinato.bench.timing.measure import about, timed
 from ostinato.bench.timing.tpot import time_per_token
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
@@ -65,11 +65,7 @@ def run(
         bench = _Bench(llm, prompt_len=prompt_len, new_tokens=new_tokens, repeats=repeats)
         rows = [bench.measure(batch, sorted({0.0, *acceptances})) for batch in batches]
         return {
-            "command": "ostinato bench spec",
-            "machine": machine(),
-            "model": model_name(config),
-            "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
-            "mode": llm.engine.resolved_mode.mode.name,
+            **about("spec", llm),
             "num_tokens": num_tokens,
             "prompt_len": prompt_len,
             "new_tokens": new_tokens,

@@ -24,7 +24,7 @@ from ostinato.bench.mixes import (
     choose_mixes,
     draw_requests,
 )
-from ostinato.bench.timing.measure import machine, model_name, synchronize
+from ostinato.bench.timing.measure import about, synchronize
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
 from ostinato.errors import ConfigError
@@ -98,12 +98,7 @@ def run(
                     bar.update()
                 rows.append({"mix": mix.name, **_median_run(runs[1:])})
         return {
-            "command": "ostinato bench throughput",
-            "machine": machine(),
-            "model": model_name(config),
-            "random_weights": config.random_weights,
-            "dtype": str(engine.model.dtype).removeprefix("torch."),
-            "mode": engine.resolved_mode.mode.name,
+            **about("throughput", llm),
             "max_num_seqs": engine.scheduler.max_num_seqs,
             "max_num_batched_tokens": engine.scheduler.max_num_batched_tokens,
             "max_model_len": engine.max_model_len,

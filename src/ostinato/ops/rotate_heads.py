@@ -26,8 +26,8 @@ def rotate_heads(
     rotated = []
     for heads in (query.float(), key.float()):
         first, second = heads.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        rotated.append((heads * wide_cos + turned * wide_sin).to(query.dtype))
+        rotated_half = torch.cat((-second, first), dim=-1)
+        rotated.append((heads * wide_cos + rotated_half * wide_sin).to(query.dtype))
     return rotated[0], rotated[1]
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from ostinato import compat
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError, RankFailedError
 from ostinato.parallel.distributed import gather_numbers
@@ -30,15 +31,15 @@ _START_S = 300.0  # for all ranks to import torch, even on a busy machine
 _CONNECT_S = 10.0  # for ranks that have, to connect to a listening socket
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
-# Size of the world that this process started, while it is open.
-_num_started: int | None = None
+# The size of the world that this process started, while it is open: torch has one world a process.
+_started: list[int] = []
 
 
 def join_world(config: EngineConfig) -> World:
     """Join the world of several ranks that ``config`` asks for."""
-    if _num_started is not None:
+    if _started:
         raise ConfigError(
-            f"another LLM in this process runs on {_num_started} ranks; close it first, because a "
+            f"another LLM in this process runs on {_started[0]} ranks; close it first, because a "
             "process starts ranks for one LLM at a time"
         )
     if dist.is_available() and dist.is_initialized():
@@ -59,8 +60,7 @@ def _group_gone_if_it_fails() -> Iterator[None]:
     except BaseException:
         if dist.is_initialized():
             dist.destroy_process_group()
-        # Torch names groups by a counter that includes the failed one; new ranks start at 0.
-        dist.distributed_c10d._world.group_count = 0
+        compat.forget_failed_groups()  # new ranks count from 0
         raise
 
 
@@ -73,7 +73,7 @@ def _join_ranks(config: EngineConfig, *, owns_group: bool) -> World:
     # Worlds may follow one another on the same store. Gathering the names makes the ranks wait for
     # each other here, so that later waits are bounded by rank_timeout_s.
     name = gather_numbers([secrets.randbits(62)])[0][0]
-    store = PrefixStore(f"ostinato/{name}", _client(dist.distributed_c10d._get_default_store()))
+    store = PrefixStore(f"ostinato/{name}", _client(compat.default_store()))
     return World(
         config.layout,
         device,
@@ -118,12 +118,11 @@ def _device(config: EngineConfig, local_rank: int) -> torch.device:
 
 
 def _start_ranks(config: EngineConfig) -> World:
-    global _num_started
     _check_devices(config)
     _check_speculation(config)
     with _local_interface(), _group_gone_if_it_fails():
         ranks = _Ranks(config)
-        _num_started = config.world_size
+        _started.append(config.world_size)
         try:
             ranks.start()
             return _join_started(config, 0, _device(config, 0), ranks.store, ranks)
@@ -149,8 +148,7 @@ def _local_store() -> TCPStore:
 
 
 def _stop(ranks: _Ranks, **options: float) -> None:
-    global _num_started
-    _num_started = None
+    _started.clear()
     ranks.stop(**options)
 
 

@@ -33,6 +33,14 @@ def _check_match(min_match: int, max_match: int) -> None:
         )
 
 
+def _check_name(options: Speculation, model: object, what: str) -> None:
+    if not isinstance(model, str | Path) or not str(model):
+        name = type(options).__name__
+        raise ConfigError(
+            f"{name} needs the name of {what}, got {shown(model)}; write {name}(model=...)"
+        )
+
+
 @user_options(example="num_tokens")
 @dataclass(frozen=True, kw_only=True)
 class NgramDrafts(Speculation):
@@ -93,11 +101,7 @@ class DraftModel(Speculation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.model, str | Path) or not str(self.model):
-            raise ConfigError(
-                f"DraftModel needs the name of a model, got {shown(self.model)}; write "
-                "DraftModel(model=...)"
-            )
+        _check_name(self, self.model, "a model")
 
     def load(self, model: CausalLM, load: Callable[..., LoadedModel]) -> Speculation:
         from ostinato.speculative.draft_model import LoadedDraftModel
@@ -118,11 +122,7 @@ class EagleDrafts(Speculation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.model, str | Path) or not str(self.model):
-            raise ConfigError(
-                f"EagleDrafts needs the name of a head, got {shown(self.model)}; write "
-                "EagleDrafts(model=...)"
-            )
+        _check_name(self, self.model, "a head")
 
     def load(self, model: CausalLM, load: Callable[..., LoadedModel]) -> Speculation:
         from ostinato.loading.locate import find_model

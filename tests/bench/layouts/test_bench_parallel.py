@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import Run, command_line
 from rich.console import Console
 from tiny_models import TINY_MIXTURES
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ostinato import cli, set_forward_context
+from ostinato import set_forward_context
 from ostinato.attention import create_attention
 from ostinato.bench.layouts import plot as plot_parallel
 from ostinato.bench.layouts import run as parallel
@@ -42,34 +41,9 @@ BENCH = ["bench", "parallel", "--model", "tiny", "--device", "cpu", "--tokens", 
 SHORT = ["--context", "20", "--repeats", "1"]
 
 
-@dataclass(frozen=True)
-class Result:
-    exit_code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> Any:
-        assert self.exit_code == 0, self.err
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
-
-
 @pytest.fixture
 def ostinato(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the command in this process, the way the installed script does."""
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer replaces it
-
-    def run(*arguments: str) -> Result:
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.app(list(arguments))
-        return Result(int(end.value.code or 0), *capfd.readouterr())
-
-    return run
+    return command_line(capfd, monkeypatch)
 
 
 @pytest.fixture(scope="module")

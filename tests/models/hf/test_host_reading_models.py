@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny_models import TINY_HOST_READING, save_tiny
 from transformers import AutoModelForCausalLM
+from transformers_tokens import greedy_tokens
 
 from ostinato import LLM, CaptureError, CaptureOutOfMemoryError, GraphConfig, SamplingParams
 
@@ -39,16 +40,7 @@ def open_llm(path: Path, graphs: GraphConfig) -> LLM:
 def reference(path: Path, prompt: list[int]) -> list[int]:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    ids = torch.tensor([prompt])
-    output = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=NEW_TOKENS,
-        do_sample=False,
-        pad_token_id=0,
-    )
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
+    return greedy_tokens(model, prompt, NEW_TOKENS)
 
 
 @pytest.mark.parametrize("name", TINY_HOST_READING)

@@ -160,7 +160,7 @@ def test_the_rank_that_hangs_is_named_whoever_else_waits(model: Model, data: st.
     expected = [] if ended or not model.owes(hung) else [hung]
     assert ranks_behind(model.positions()) == expected
     if not expected and hung != 0 and not model.on_device:
-        assert model.waits[0] is None, "rank 0 was held up, and nobody is named"
+        assert model.waits[0] is None, "rank 0 was held up, and no rank is named"
 
 
 @pytest.mark.slow

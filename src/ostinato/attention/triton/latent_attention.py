@@ -22,7 +22,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ostinato.attention.paged import PagedBatch
 from ostinato.attention.triton.latent_tiles import LatentTileConfig
 from ostinato.attention.triton.paged_attention import find_request
-from ostinato.attention.triton.softmax import empty_parts, logits
+from ostinato.attention.triton.softmax import empty_parts, logits, tile_weights
 from ostinato.attention.triton.tile_config import padded_row
 from ostinato.ops.triton.launch import launch, overlap
 
@@ -163,15 +163,9 @@ def latent_kernel(
         scores = logits(scores, scale, None)
         visible = (key[None, :] <= position[:, None]) & seen[None, :]
         scores = tl.where(visible, scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        # -inf minus -inf would be NaN; rows that have seen no key have nothing to rescale.
-        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - base[:, None])
-        faded = tl.exp2(highest - base)
-        total = total * faded + tl.sum(weights, axis=1)
+        weights, highest, total, faded = tile_weights(scores, highest, total)
         values = values * faded[:, None]
         values = tl.dot(weights.to(k.dtype), k, values, input_precision="ieee")
-        highest = new_highest
 
     there = owned[:, None] & (c < RANK)[None, :]
     target = out + (token * out_token_stride + head * out_head_stride)[:, None] + c[None, :]

@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.triton.rotary_store import load_angles, store_halves
+from ostinato.attention.triton.rotary_store import has_request, load_angles, store_halves
 from ostinato.attention.triton.tile_config import padded_row
 from ostinato.ops.triton.launch import launch, next_power_of_2, overlap
 
@@ -55,16 +55,12 @@ def latent_store_kernel(
     """One program per token.
 
     Queries go to ``rotated`` [T, NUM_HEADS, ROPE], contiguous. A token that belongs to no request
-    is not read; its rows of ``out`` become zero. With ``seq_lens``, request r has token r, or none
-    where its length is 0.
+    is not read; its rows of ``out`` become zero.
     """
     if OVERLAP:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    if seq_lens is None:
-        owned = token < tl.load(query_start_loc + num_reqs)
-    else:
-        owned = tl.load(seq_lens + token) > 0
+    owned = has_request(token, query_start_loc, seq_lens, num_reqs)
     slot = tl.load(slot_mapping + token)
     position = tl.load(positions + token, mask=owned, other=0)
     cos, sin = load_angles(table, position, table_stride, ROPE, HALF_PAD)

@@ -24,6 +24,7 @@ from ostinato.attention.triton.softmax import (
     empty_parts,
     log_sum_exp,
     logits,
+    tile_weights,
 )
 from ostinato.attention.triton.tile_config import TileConfig, padded_row
 from ostinato.ops.triton.launch import launch, overlap
@@ -201,15 +202,9 @@ def attend_kernel(
             visible = visible & (distance < window)
         scores = tl.where(visible, scores, float("-inf"))
 
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        # -inf minus -inf would be NaN; rows that have seen no key have nothing to rescale.
-        base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
-        weights = tl.exp2(scores - base[:, None])
-        faded = tl.exp2(highest - base)
-        total = total * faded + tl.sum(weights, axis=1)
+        weights, highest, total, faded = tile_weights(scores, highest, total)
         values = values * faded[:, None]
         values = tl.dot(weights.to(v.dtype), v, values, input_precision="ieee")
-        highest = new_highest
 
     there = owned[:, None] & (e < VALUE_DIM)[None, :]
     if SPLIT:

@@ -27,6 +27,19 @@ _HEADS = 16
 
 
 @triton.jit
+def has_request(token, query_start_loc, seq_lens, num_reqs):
+    """Whether ``token`` belongs to a request.
+
+    With ``seq_lens``, request r has token r, or none where its length is 0.
+    """
+    if seq_lens is None:
+        owned = token < tl.load(query_start_loc + num_reqs)
+    else:
+        owned = tl.load(seq_lens + token) > 0
+    return owned
+
+
+@triton.jit
 def load_angles(table, position, table_stride, HEAD_DIM: tl.constexpr, HALF_PAD: tl.constexpr):
     """Cosines and sines [1, HALF_PAD] of one position."""
     d = tl.arange(0, HALF_PAD)[None, :]
@@ -118,17 +131,13 @@ def rotary_store_kernel(
     """One program per token and HEADS of its heads: queries, keys and values.
 
     Queries go to ``query`` [T, NUM_HEADS, HEAD_DIM], contiguous. A token that belongs to no
-    request is not read; its part of ``out`` becomes zero. With ``seq_lens``,
-    request r has token r, or none where its length is 0.
+    request is not read; its part of ``out`` becomes zero.
     """
     if OVERLAP:
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
-    if seq_lens is None:
-        owned = token < tl.load(query_start_loc + num_reqs)
-    else:
-        owned = tl.load(seq_lens + token) > 0
+    owned = has_request(token, query_start_loc, seq_lens, num_reqs)
     slot = tl.load(slot_mapping + token)
     position = tl.load(positions + token, mask=owned, other=0)
     cos, sin = load_angles(table, position, table_stride, HEAD_DIM, HALF_PAD)

@@ -35,6 +35,17 @@ def logits(scores, scale, soft_cap):
 
 
 @triton.jit
+def tile_weights(scores, highest, total):
+    """The weights of a tile's logits; the rows' new highest and total; how much old sums fade."""
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+    # -inf minus -inf would be NaN; rows that have seen no key have nothing to rescale.
+    base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+    weights = tl.exp2(scores - base[:, None])
+    faded = tl.exp2(highest - base)
+    return weights, new_highest, total * faded + tl.sum(weights, axis=1), faded
+
+
+@triton.jit
 def log_sum_exp(highest, total):
     """To base e, of logits to base 2; -inf where there is none."""
     return (highest + tl.log2(tl.where(total > 0.0, total, 1.0))) / LOG2_E

@@ -15,6 +15,7 @@ import torch
 
 if TYPE_CHECKING:
     from ostinato.config import EngineConfig
+    from ostinato.llm import LLM
 
 T = TypeVar("T")
 
@@ -55,6 +56,18 @@ def synchronize() -> None:
 def model_name(config: EngineConfig) -> str | Path:
     """What results call the model of ``config``."""
     return config.model or "SmolLM2-135M-Instruct (embedded)"
+
+
+def about(command: str, llm: LLM) -> dict[str, Any]:
+    """The head of the results of ``ostinato bench COMMAND``: what was measured, and on what."""
+    return {
+        "command": f"ostinato bench {command}",
+        "machine": machine(),
+        "model": model_name(llm.config),
+        "random_weights": llm.config.random_weights,
+        "dtype": str(llm.engine.model.dtype).removeprefix("torch."),
+        "mode": llm.engine.resolved_mode.mode.name,
+    }
 
 
 def machine() -> dict[str, Any]:

@@ -38,7 +38,7 @@ from ostinato.models.hf.replaced.modules import (
     own_copy,
 )
 from ostinato.models.hf.support import check_config, freeze_rope, longest_sequence
-from ostinato.models.hf.weights import check_size, load_weights
+from ostinato.models.hf.weights import check_size, draw_weights, load_weights
 from ostinato.models.pooling import POOLINGS, Pooling, pool
 
 _NUM_PROBE_TOKENS = 16
@@ -121,17 +121,16 @@ class HFEncoder:
         auto: Any = AutoModel if task == "embed" else AutoModelForSequenceClassification
         max_position = longest_sequence(config, max_model_len)
         check_size(auto, config, most_bytes, dtype)
-        generators = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=generators), torch.device(device):
-            torch.manual_seed(seed)
-            model = auto.from_config(
-                own_copy(config),
-                dtype=dtype,
-                attn_implementation=PACKED,
-                experts_implementation=EXPERTS,
-                trust_remote_code=False,
-                **options,
-            )
+        model = draw_weights(
+            auto,
+            config,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+            attn_implementation=PACKED,
+            experts_implementation=EXPERTS,
+            **options,
+        )
         return cls(model, max_position=max_position)
 
     def forward(

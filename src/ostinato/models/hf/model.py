@@ -49,7 +49,7 @@ from ostinato.models.hf.support import (
     freeze_rope,
     longest_sequence,
 )
-from ostinato.models.hf.weights import check_size, load_weights
+from ostinato.models.hf.weights import check_size, draw_weights, load_weights
 
 _NUM_PROBE_TOKENS = 16
 
@@ -102,9 +102,17 @@ class HFCausalLM(CausalLM):
         ``max_model_len``: the longest sequence that will be run; None: the model's limit.
         """
         check_config(config, cls.mapping, cls.kind)
-        max_position = longest_sequence(config, max_model_len)
-        model = cls._read(checkpoint or Checkpoint(path), config, device=device, dtype=dtype)
-        return cls(model, max_position=max_position)
+        longest_sequence(config, max_model_len)  # raises before weights are read
+        model = load_weights(
+            checkpoint or Checkpoint(path),
+            own_copy(config),
+            device=cls._reading_device(config, device),
+            dtype=dtype,
+            mapping=cls.mapping,
+            attn_implementation=ATTENTION,
+            experts_implementation=EXPERTS,
+        )
+        return cls._around(model, config, device=device, max_model_len=max_model_len)
 
     @classmethod
     def from_config(
@@ -119,46 +127,35 @@ class HFCausalLM(CausalLM):
     ) -> CausalLM:
         """A model of ``config`` with random weights on ``device``, of at most ``most_bytes``."""
         check_config(config, cls.mapping, cls.kind)
-        max_position = longest_sequence(config, max_model_len)
+        longest_sequence(config, max_model_len)
         check_size(cls.auto, config, most_bytes, dtype)
-        model = cls._draw(config, device=device, dtype=dtype, seed=seed)
-        return cls(model, max_position=max_position)
-
-    @classmethod
-    def _read(
-        cls,
-        checkpoint: Checkpoint,
-        config: PretrainedConfig,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> Any:
-        """transformers' model with the weights of ``checkpoint``."""
-        return load_weights(
-            checkpoint,
-            own_copy(config),
+        model = draw_weights(
+            cls.auto,
+            config,
             device=device,
             dtype=dtype,
-            mapping=cls.mapping,
+            seed=seed,
             attn_implementation=ATTENTION,
             experts_implementation=EXPERTS,
         )
+        return cls._around(model, config, device=device, max_model_len=max_model_len)
 
     @classmethod
-    def _draw(
-        cls, config: PretrainedConfig, *, device: torch.device, dtype: torch.dtype, seed: int
-    ) -> Any:
-        """transformers' model with random weights."""
-        generators = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=generators), torch.device(device):
-            torch.manual_seed(seed)
-            return cls.auto.from_config(
-                own_copy(config),
-                dtype=dtype,
-                attn_implementation=ATTENTION,
-                experts_implementation=EXPERTS,
-                trust_remote_code=False,
-            )
+    def _reading_device(cls, config: PretrainedConfig, device: torch.device) -> torch.device:
+        """Where weights are read to, for a model that will be on ``device``."""
+        return device
+
+    @classmethod
+    def _around(
+        cls,
+        model: Any,
+        config: PretrainedConfig,
+        *,
+        device: torch.device,
+        max_model_len: int | None,
+    ) -> CausalLM:
+        """What runs transformers' ``model``, on ``device``."""
+        return cls(model, max_position=longest_sequence(config, max_model_len))
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden_size], after the final norm."""

@@ -22,7 +22,7 @@ from ostinato.models.hf.specs import HARMLESS, LONGEST_PROBE, visible
 PACKED = "ostinato_packed"
 
 
-def _attention(
+def packed_attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -42,7 +42,7 @@ def _attention(
 
 
 # No mask function: transformers then builds no mask.
-AttentionInterface.register(PACKED, _attention)
+AttentionInterface.register(PACKED, packed_attention)
 
 
 class TokensApart:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
+from ostinato import compat
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import AttentionCGSupport
 from ostinato.models.native.config.rotary import LONGEST_SEQUENCE
@@ -69,7 +70,7 @@ def check_config(
                 f"{layers} of a kind that is not supported; it cannot be run. Types of models with "
                 f"such layers that can: {', '.join(sorted(_RECURRENT_TYPES))}"
             )
-    if not model_class._can_set_attn_implementation():
+    if not compat.can_replace_attention(model_class):
         raise ConfigError(
             f"{name} does not use transformers' AttentionInterface, through which its attention is "
             "replaced; it cannot be run"

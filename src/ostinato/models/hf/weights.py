@@ -1,4 +1,4 @@
-"""Loads a checkpoint into a transformers model: exactly its tensors, or an error.
+"""Gives a transformers model its weights: exactly those of a checkpoint, or random ones.
 
 transformers initialises missing tensors at random, drops unknown ones and converts any dtype. Here
 all of that raises and names the tensor, as in the native decoder. Tensors that transformers allows
@@ -106,6 +106,25 @@ def load_weights(
             finite.add(name, tensor, dtype=tensor.dtype)
     finite.verify(checkpoint.path)
     return model
+
+
+def draw_weights(
+    auto: Any,
+    config: PretrainedConfig,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int,
+    **options: Any,
+) -> Any:
+    """A model of ``config`` and the kind ``auto`` with random weights, the same for the same seed.
+
+    ``options`` go to transformers' ``from_config``.
+    """
+    generators = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=generators), torch.device(device):
+        torch.manual_seed(seed)
+        return auto.from_config(own_copy(config), dtype=dtype, trust_remote_code=False, **options)
 
 
 def _quantization(checkpoint: Checkpoint, config: Any) -> str | None:

@@ -280,14 +280,20 @@ def draw_weights(model: Decoder, seed: int) -> None:
         draw_parameters(model.lm_head, generator)
 
 
+def initial_constant(module: nn.Module, name: str) -> float | None:
+    """The value that all of ``module``'s parameter ``name`` has; None: it is drawn."""
+    if name.endswith("bias"):
+        return 0.0
+    return 1.0 if isinstance(module, RMSNorm | LayerNorm) else None
+
+
 def draw_parameters(module: nn.Module, generator: torch.Generator) -> None:
     """The same for a part of a decoder, from the current state of ``generator``."""
     for inner in module.modules():
         for name, parameter in inner.named_parameters(recurse=False):
-            if name.endswith("bias"):
-                parameter.zero_()
-            elif isinstance(inner, RMSNorm | LayerNorm):
-                parameter.fill_(1.0)
+            constant = initial_constant(inner, name)
+            if constant is not None:
+                parameter.fill_(constant)
             else:
                 here = parameter.device.type == generator.device.type  # else in host memory
                 drawn = parameter if here else torch.empty_like(parameter, device=generator.device)

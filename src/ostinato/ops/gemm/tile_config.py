@@ -141,7 +141,7 @@ def _row_configs(shape: LinearShape) -> list[TileConfig]:
     ]
 
 
-# --- a few rows, with the weight in registers -----------------------------------------------------
+# --- small-M, with the weight in registers --------------------------------------------------------
 
 
 def _register_configs(shape: LinearShape, gpu: Gpu) -> list[TileConfig]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 
 @triton.jit
@@ -42,9 +43,7 @@ def activate_and_mul_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row and BLOCK columns of ``out`` [T, width], which is contiguous."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = column < width

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 # Rows to count, and block-table entries to copy, at a time.
 WIDTH = tl.constexpr(256)
@@ -37,9 +38,7 @@ def load_inputs_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row of the padded batch."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0)
     req_index = tl.load(req_indices + row)
     lane = tl.arange(0, WIDTH)
@@ -91,9 +90,7 @@ def store_outputs_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per BLOCK rows of the padded batch."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     req_index = tl.load(req_indices + row, mask=row < num_rows, other=padding_req_index)
     real = req_index != padding_req_index

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 
 @triton.jit
@@ -38,9 +39,7 @@ def rotate_heads_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per token and HEADS of its heads: queries, then keys. Results are contiguous."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     kv_head = head - NUM_HEADS

@@ -18,9 +18,7 @@ from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.native.config.decoder_config import DecoderConfig, first_layers
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.layer import DecoderLayer
-from ostinato.models.native.layer_norm import LayerNorm
-from ostinato.models.native.rms_norm import RMSNorm
-from ostinato.models.native.shapes import draw_parameters
+from ostinato.models.native.shapes import draw_parameters, initial_constant
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.rank_context import RankContext
@@ -81,10 +79,9 @@ def draw_sharded_weights(models: Sequence[ShardedDecoder], seed: int) -> None:
     for model in models:
         for module in model.modules():
             for name, parameter in module.named_parameters(recurse=False):
-                if name.endswith("bias"):
-                    parameter.zero_()
-                elif isinstance(module, RMSNorm | LayerNorm):
-                    parameter.fill_(1.0)
+                constant = initial_constant(module, name)
+                if constant is not None:
+                    parameter.fill_(constant)
     whole = Decoder(
         first_layers(config, 1),
         device=device,

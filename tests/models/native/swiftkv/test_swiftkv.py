@@ -173,7 +173,7 @@ def test_prompts_chunks_and_decode(name: str, device: torch.device) -> None:
         expected = torch.stack([stated[p.request].logits[p.end - 1] for p in pieces])
         torch.testing.assert_close(logits, expected, **TOLERANCE)
         written += num_tokens
-        for layer in range(LAYERS):  # of all tokens, in late layers too; and of nobody else
+        for layer in range(LAYERS):  # of all tokens, in late layers too, and of no other
             assert requests.num_written(layer) == written
             for piece in pieces:
                 for mine, its in zip(
@@ -203,7 +203,7 @@ def test_several_tokens_of_one_request(kind: Any, device: torch.device) -> None:
     requests = PagedRequests(model.attention_specs, TOKENS, device=device)
     pieces = [Piece(1, 0, 6), Piece(0, 0, 14)]
     batch = requests.batch(pieces, padded_tokens=24, backend=kind())
-    wanted = [13, 2, -1, 19, 5, 14, 22]  # 22 is a padding token: nobody's
+    wanted = [13, 2, -1, 19, 5, 14, 22]  # 22 is a padding token, of no request
     indices = torch.tensor(wanted, device=device)
     batch.metadata = replace(batch.metadata, logits_indices=indices)
     hidden = states_of(model, batch)

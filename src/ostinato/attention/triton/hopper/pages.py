@@ -18,14 +18,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 CHUNK = gl.constexpr(64)  # columns of a copy
 ROWS = gl.constexpr(64)  # of a warp group: what one wgmma takes
 
 
 @gluon.constexpr_function
 def mma_layout(width):
-    """What a warp group's product [ROWS, width] looks like in registers."""
+    """What a warp group's tile [ROWS, width] looks like in registers."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
 
 

@@ -14,13 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ostinato.attention.triton.hopper.pages import (
-    LOG2_E,
     ROWS,
     copy_layout,
     copy_pages,
     keep_rows,
     mma_layout,
 )
+from ostinato.attention.triton.hopper.softmax import LOG2_E, capped
 from ostinato.attention.triton.tile_config import PREFILL_ROWS
 
 BLOCK_M = gl.constexpr(PREFILL_ROWS)  # rows of a program, which has two warp groups
@@ -93,13 +93,7 @@ def _position_of(key, part):
 def _softmax(scores, highest, total, position, key_position, scoring, MASKED: gl.constexpr):
     """The weights of a tile to the base 2, and what the rows' highest, total and sums become."""
     _, scale, window, soft_cap = scoring
-    if soft_cap is not None:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)), right at both infinities.
-        doubled = gl.exp2(scores * (scale / soft_cap * 2.0 * LOG2_E))
-        scores = (1.0 - 2.0 / (1.0 + doubled)) * (soft_cap * LOG2_E)
-        factor = 1.0
-    else:
-        factor = scale * LOG2_E
+    scores, factor = capped(scores, scale, soft_cap)
     if MASKED:
         distance = position[:, None] - key_position[None, :]
         visible = distance >= 0

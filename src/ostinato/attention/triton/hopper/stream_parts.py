@@ -7,7 +7,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ostinato.attention.triton.hopper.pages import LOG2_E
+from ostinato.attention.triton.hopper.softmax import LOG2_E
 
 
 @gluon.jit

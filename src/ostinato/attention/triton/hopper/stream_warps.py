@@ -15,12 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ostinato.attention.triton.hopper.pages import (
     CHUNK,
-    LOG2_E,
     ROWS,
     copy_pages,
     keep_rows,
     mma_layout,
 )
+from ostinato.attention.triton.hopper.softmax import LOG2_E, capped
 from ostinato.attention.triton.hopper.stream_parts import (
     combine_parts,
     part_of,
@@ -139,13 +139,7 @@ def _softmax(scores, highest, total, low, high, scoring):
     """The weights of a tile to the base 2, and what the rows' highest, total and sums become."""
     _, scale, soft_cap = scoring
     n = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-    if soft_cap is not None:
-        # tanh(x) = 1 - 2 / (1 + exp(2 x)), right at both infinities.
-        doubled = gl.exp2(scores * (scale / soft_cap * 2.0 * LOG2_E))
-        scores = (1.0 - 2.0 / (1.0 + doubled)) * (soft_cap * LOG2_E)
-        factor = 1.0
-    else:
-        factor = scale * LOG2_E
+    scores, factor = capped(scores, scale, soft_cap)
     scores = gl.where(((n >= low) & (n < high))[None, :], scores, float("-inf"))
     # Finite: a query sees at least one key of every tile.
     new_highest = gl.maximum(highest, gl.max(scores, axis=1))

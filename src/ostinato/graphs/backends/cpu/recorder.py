@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ostinato.compat import OpOverload, has_internal_overlap, storage_number
+from ostinato.compat import OpOverload, has_internal_overlap, is_zerotensor, storage_number
 from ostinato.errors import CaptureError, ReplayMismatchError
 from ostinato.graphs.backends.alias import alias_of
 from ostinato.graphs.backends.cpu.arena import Arena
@@ -339,7 +339,7 @@ def _unsupported_kind(tensor: torch.Tensor) -> str | None:
         return "strided"
     if tensor.is_nested:
         return "nested"
-    if tensor._is_zerotensor():  # made by torch.func.jvp; they have no memory
+    if is_zerotensor(tensor):  # made by torch.func.jvp; they have no memory
         return "zero"
     return "quantized" if tensor.is_quantized else None
 

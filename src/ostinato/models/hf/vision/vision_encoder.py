@@ -18,9 +18,9 @@ from torch import nn
 from transformers import AttentionInterface
 
 from ostinato import compat
-from ostinato.attention.packed import PackedBatch, PackedSpec, attend_packed
+from ostinato.attention.packed import PackedBatch, PackedSpec
 from ostinato.graphs.tree import holds_no_tensors
-from ostinato.models.hf.attention import rows_of
+from ostinato.models.hf.packed import packed_attention
 
 # By "flash" in the name, transformers passes all images in one call, without reading their lengths.
 VISION = "ostinato_flash_vision"
@@ -76,21 +76,7 @@ class VisionInputs(NamedTuple):
         return VisionInputs(change(pixels), change(position_ids), *changed)
 
 
-def _attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """transformers' signature: [1, heads, P, dim] in, [1, P, heads, dim] out, no weights."""
-    spec: Any = module.ostinato_packed
-    attended = attend_packed(spec, rows_of(query), rows_of(key), rows_of(value))
-    return attended.unsqueeze(0), None
-
-
-AttentionInterface.register(VISION, _attention)
+AttentionInterface.register(VISION, packed_attention)
 
 
 def _embed_patches(projection: nn.Conv3d, pixels: torch.Tensor) -> torch.Tensor:

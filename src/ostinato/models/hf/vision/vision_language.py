@@ -9,7 +9,6 @@ the embeddings of text. Whole decode graphs have no images and do not read them.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -21,13 +20,10 @@ from transformers import (
 
 from ostinato.graphs.capture.context import get_forward_context
 from ostinato.models.base import CausalLM
-from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.hf.model import HFCausalLM
-from ostinato.models.hf.support import check_config
 from ostinato.models.hf.vision.image_rows import ImageRows, add_where
 from ostinato.models.hf.vision.native_vision import NativeVisionLM, native_config
 from ostinato.models.hf.vision.vision_encoder import HFVisionEncoder
-from ostinato.models.hf.weights import check_size
 
 VISION_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 
@@ -56,58 +52,22 @@ class HFVisionLM(HFCausalLM):
             self._decoder._deepstack_process = add_where
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: Path,
-        *,
-        config: PretrainedConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_model_len: int | None = None,
-        checkpoint: Checkpoint | None = None,
-    ) -> CausalLM:
-        """As any other model; on the native decoder, if that can run its language model."""
-        native = native_config(config)
-        if native is None:
-            return super().from_pretrained(
-                path,
-                config=config,
-                device=device,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                checkpoint=checkpoint,
-            )
-        check_config(config, cls.mapping, cls.kind)
-        # On the CPU: the device needs no memory for a second copy.
-        on_cpu = torch.device("cpu")
-        model = cls._read(checkpoint or Checkpoint(path), config, device=on_cpu, dtype=dtype)
-        return NativeVisionLM.take_over(model, native, device=device, max_position=max_model_len)
+    def _reading_device(cls, config: PretrainedConfig, device: torch.device) -> torch.device:
+        # A native decoder copies the weights: the device needs no memory for a second copy.
+        return device if native_config(config) is None else torch.device("cpu")
 
     @classmethod
-    def from_config(
+    def _around(
         cls,
+        model: Any,
         config: PretrainedConfig,
         *,
         device: torch.device,
-        dtype: torch.dtype,
-        seed: int,
-        max_model_len: int | None = None,
-        most_bytes: int | None = None,
+        max_model_len: int | None,
     ) -> CausalLM:
-        """The same with random weights."""
         native = native_config(config)
         if native is None:
-            return super().from_config(
-                config,
-                device=device,
-                dtype=dtype,
-                seed=seed,
-                max_model_len=max_model_len,
-                most_bytes=most_bytes,
-            )
-        check_config(config, cls.mapping, cls.kind)
-        check_size(cls.auto, config, most_bytes, dtype)
-        model = cls._draw(config, device=device, dtype=dtype, seed=seed)
+            return super()._around(model, config, device=device, max_model_len=max_model_len)
         return NativeVisionLM.take_over(model, native, device=device, max_position=max_model_len)
 
     @property

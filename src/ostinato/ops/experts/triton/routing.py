@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ostinato.ops.triton.dependent_launch import wait_for_previous
+
 _LARGEST = tl.constexpr(3.0e38)  # as in ``ops.experts.routing``
 
 
@@ -303,9 +305,7 @@ def route_kernel(
     expert's bucket, and its number of tokens. Tokens with a negative slot choose none, and their
     rows of ``parts`` become zero, unless all are.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     token = tl.program_id(0)
     real = True
     if slots is not None:

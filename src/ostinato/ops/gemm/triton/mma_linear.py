@@ -23,28 +23,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from ostinato.ops.triton.activation import activated
+
+_activated = gluon.jit(activated.fn)  # the same source, compiled by Gluon
+
 
 @gluon.jit
 def _weights(tile, there, MASKED: gl.constexpr, EVICT: gl.constexpr):
     if MASKED:
         return gl.load(tile, mask=there, other=0.0, eviction_policy=EVICT)
     return gl.load(tile, eviction_policy=EVICT)
-
-
-@gluon.jit
-def _activated(x, ACTIVATION: gl.constexpr):
-    """``ops.triton.activation.activated``, which is no function of Gluon's."""
-    if ACTIVATION == "gelu_tanh":
-        y = x / (1.0 + gl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    elif ACTIVATION == "gelu":
-        y = 0.5 * x * (1.0 + gl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "relu2":
-        x = gl.where(x < 0, 0.0, x)  # NaN stays NaN
-        y = x * x
-    else:
-        gl.static_assert(ACTIVATION == "silu")
-        y = x / (1.0 + gl.exp(-x))
-    return y
 
 
 @gluon.jit

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.ops.sampling.triton.filters import (
     ARRIVED,
@@ -29,6 +28,7 @@ from ostinato.ops.sampling.triton.filters import (
     reach_of,
     weight,
 )
+from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 # More than the relative error of the row's total in float32 and of two sums over the bins, in any
 # order of their terms.
@@ -103,9 +103,7 @@ def histogram_kernel(
     Their weight goes to ``totals`` [B, chunks], in float32; ``ROUNDING`` covers its error. The last
     program of a row finds the bins that the cutoff can be in.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     req_index = tl.load(req_indices + row)
@@ -189,9 +187,7 @@ def collect_candidates_kernel(
     [B, chunks, 2], the exact weights of all its tokens and of those in earlier bins, or 0 if the
     list has what top-p needs.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     req_index = tl.load(req_indices + row)

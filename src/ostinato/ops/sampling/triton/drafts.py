@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 IS_OWN = tl.constexpr(0x80000000)
 PLACE_MASK = tl.constexpr(0x7FFFFFFF)
@@ -59,9 +60,7 @@ def find_match_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row and chunk of its own tokens, then of the history."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0)
     chunk = tl.program_id(1)
     req_index = tl.load(req_indices + row)
@@ -100,9 +99,7 @@ def write_drafts_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row: the drafts of its best candidate."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0)
     req_index = tl.load(req_indices + row)
     if req_index != padding_req_index:
@@ -139,9 +136,7 @@ def accept_drafts_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row of the padded batch."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0)
     req_index = tl.load(req_indices + row)
     is_real = req_index != padding_req_index

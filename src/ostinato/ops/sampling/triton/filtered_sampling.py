@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.ops.sampling.triton.filters import (
     CUT_KEY,
@@ -25,6 +24,7 @@ from ostinato.ops.sampling.triton.filters import (
     load_scores,
 )
 from ostinato.ops.sampling.triton.sampling import exponential_log, ordered, row_of_noise
+from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 SEED_KEY = tl.constexpr(1)  # column of the sampling state's integers
 
@@ -56,9 +56,7 @@ def best_kept_kernel(
 
     AGAIN: rows that are neither filtered nor changed are skipped, and get any candidate.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     req_index = tl.load(req_indices + row)
@@ -132,9 +130,7 @@ def store_resampled_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per BLOCK rows: stores the tokens of rows that are filtered or changed."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     req_index = tl.load(req_indices + row, mask=inside, other=0)

@@ -27,7 +27,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 # Columns of the sampling state's tables; ``SamplingState`` fills them.
 TEMPERATURE, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
@@ -184,9 +185,7 @@ def logit_range_kernel(
 
     Also clears what the next kernels add to. ``arrivals`` [B] counts the programs, from 0.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     req_index = tl.load(req_indices + row)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.ops.sampling.triton.filters import (
     BINS,
@@ -35,6 +34,7 @@ from ostinato.ops.sampling.triton.filters import (
     reach_of,
     weight,
 )
+from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 KEYS, WEIGHTS, TIES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -198,9 +198,7 @@ def find_cutoff_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row: writes the last key that is kept, and the last token with it."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     req_index = tl.load(req_indices + row)
     temperature, top_k, top_p, min_p, is_filtered = filters(

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 # Columns of the sampling state's tables.
 PRESENCE, FREQUENCY, REPETITION = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
@@ -98,9 +99,7 @@ def copy_logits_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row and chunk of the vocabulary."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     req_index = tl.load(req_indices + row)
@@ -155,9 +154,7 @@ def count_tokens_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row and chunk of the history; the first also adds bias and min_tokens."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     req_index = tl.load(req_indices + row)
@@ -202,9 +199,7 @@ def penalise_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row and chunk of the history."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     req_index = tl.load(req_indices + row)
     presence, frequency, repetition, is_penalised = _penalties(floats, req_index, float_stride)

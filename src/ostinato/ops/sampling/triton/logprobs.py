@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.ops.sampling.triton.sampling import LARGEST_INT, ordered
+from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 GROUP = tl.constexpr(128)
 SMALLEST = tl.constexpr(-(1 << 63))
@@ -55,9 +55,7 @@ def logprob_sums_kernel(
 
     REQUESTED: rows whose request wants no log-probabilities are skipped.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     highest = tl.full([GROUPS, GROUP], float("-inf"), dtype=tl.float32)
@@ -109,9 +107,7 @@ def top_logprobs_kernel(
 
     REQUESTED: of the ``num_top`` most likely, only as many as the row's request wants.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     its_logits = logits + row * row_stride
     chunk = tl.arange(0, CHUNKS_PAD)

@@ -15,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from triton import knobs
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 GOLDEN = tl.constexpr(0x9E3779B1)
 LAST_MULTIPLIER = tl.constexpr(0x7FEB352D)
@@ -126,9 +127,7 @@ def best_of_chunk_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row and chunk of the vocabulary: writes its best to [B, chunks]."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     req_index = tl.load(req_indices + row)
@@ -173,9 +172,7 @@ def best_of_all_kernel(
     OVERLAP: tl.constexpr,
 ):
     """One program per row: the token of its best candidate."""
-    if OVERLAP:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_previous(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.minimum(tl.arange(0, CHUNKS_PAD), num_chunks - 1)  # repeats the last one
     best = tl.max(tl.load(candidates + row * num_chunks + chunk), axis=0)
