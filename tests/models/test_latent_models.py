@@ -142,8 +142,8 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
         ({"enable_lora": True}, "enable_lora needs a dense model .*it has latent attention"),
         ({"swiftkv_layers": 1}, "SwiftKV needs keys and values of every head"),
         pytest.param(
-            {"tensor_parallel_size": 2},
-            "latent attention do not run on several ranks",
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "decode_context_parallel_size is 2, but the cache of models with latent attention",
             marks=pytest.mark.slow,
         ),
     ],

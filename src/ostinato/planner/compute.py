@@ -94,11 +94,16 @@ class Roofline:
         return self._longer(each * experts_touched(experts, num_tokens), 2 * each * num_pairs)
 
     def _attention(self, kind: Kind, num_tokens: int, heads: tuple[int, int]) -> float:
-        read, scored, head_dim = 0, 0, self.config.head_dim
+        latent, head_dim = self.config.latent, self.config.head_dim
+        # Elements of a key and its value, and operations of a query and a key.
+        row, score = 2 * heads[1] * head_dim, 4 * heads[0] * head_dim
+        if latent is not None:  # one row for all heads; absorbed, its latent vector is the value
+            row, score = latent.row_dim, 2 * heads[0] * (latent.row_dim + latent.kv_lora_rank)
+        read, scored = 0, 0
         for window, num_layers in self._windows.items():
             keys, pairs = _attended(kind, num_tokens, self.context, window)
-            read += num_layers * keys * 2 * heads[1] * head_dim
-            scored += num_layers * pairs * 4 * heads[0] * head_dim
+            read += num_layers * keys * row
+            scored += num_layers * pairs * score
         return self._longer(read, scored)
 
     def _head(self, kind: Kind, num_tokens: int, parts: int) -> float:

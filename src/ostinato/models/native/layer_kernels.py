@@ -123,10 +123,12 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
         layer: DecoderLayer,
         latent: LatentAttention,
         query: Tensor,
-        rope_query: Tensor,
         compressed: Tensor,
     ) -> Tensor:
-        """Norm, RoPE and latent attention -> [T, heads, rank]; as ``attention.latent`` says."""
+        """Norm, RoPE and latent attention -> [T, heads, v_head_dim].
+
+        ``query`` [T, heads, query_dim] and ``compressed`` [T, row_dim], as GEMMs return them.
+        """
 
     @abstractmethod
     def add(self, x: Delta | Tensor, residual: Tensor | None) -> Tensor:
@@ -185,14 +187,17 @@ class Plain(LayerKernels[Tensor, Tensor]):
         layer: DecoderLayer,
         latent: LatentAttention,
         query: Tensor,
-        rope_query: Tensor,
         compressed: Tensor,
     ) -> Tensor:
-        rank, spec = query.shape[2], layer.spec
-        values = latent.kv_norm(compressed[:, :rank]).unsqueeze(1)
-        key = torch.cat((values, self.rotated(layer, compressed[:, None, rank:])), dim=2)
-        query = torch.cat((query, self.rotated(layer, rope_query)), dim=2)
-        return attend(spec, query, key, key[..., :rank])
+        rank, nope = latent.sizes.kv_lora_rank, latent.sizes.qk_nope_head_dim
+        values, rope = latent.kv_norm(compressed[:, :rank]), compressed[:, None, rank:]
+        key = torch.cat((values, self.rotated(layer, rope).squeeze(1)), dim=1)
+        query = torch.cat((query[..., :nope], self.rotated(layer, query[..., nope:])), dim=2)
+        query, key = layer.exchange.latent_for_heads(query, key)
+        up, key = layer.exchange.own_heads(latent.up), key.unsqueeze(1)
+        query = torch.cat((latent.absorbed(query[..., :nope], up), query[..., nope:]), dim=2)
+        mixed = attend(layer.spec, query, key, key[..., :rank])
+        return layer.exchange.heads_for_tokens(latent.values(mixed, up))
 
     def rotated(self, layer: DecoderLayer, heads: Tensor, which: slice | None = None) -> Tensor:
         """Apply the norm, if any, and RoPE to ``heads``.
@@ -243,12 +248,15 @@ class _Fused(LayerKernels[Normed, Delta]):
         layer: DecoderLayer,
         latent: LatentAttention,
         query: Tensor,
-        rope_query: Tensor,
         compressed: Tensor,
     ) -> Tensor:
+        query, compressed = layer.exchange.latent_for_heads(query, compressed)
+        up, nope = layer.exchange.own_heads(latent.up), latent.sizes.qk_nope_head_dim
+        absorbed, rope = latent.absorbed(query[..., :nope], up), query[..., nope:]
         norm = Norm(latent.kv_norm.weight, latent.kv_norm.eps)
         embedding = LatentEmbedding(table=self._tables[layer.rotary_table], norm=norm)
-        return attend_latent(layer.spec, query, rope_query, compressed, embedding, self._positions)
+        mixed = attend_latent(layer.spec, absorbed, rope, compressed, embedding, self._positions)
+        return layer.exchange.heads_for_tokens(latent.values(mixed, up))
 
 
 class PendingNorm(NamedTuple):
