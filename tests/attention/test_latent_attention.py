@@ -18,7 +18,7 @@ from ostinato import GraphPool, set_forward_context
 from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, attend
 from ostinato.attention.latent import attend_latent
-from ostinato.attention.latent_rope import LatentEmbedding
+from ostinato.attention.latent_rope import LatentEmbedding, absorbed_query, write_values
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.attention.triton.latent_tiles import LatentShape, latent_tile_config
 from ostinato.attention.triton_paged import TritonPagedAttention
@@ -57,7 +57,7 @@ class Case:
 
     layout: Layout
     spec: AttentionSpec
-    inputs: list[Tensor]  # query, rope_query, compressed
+    inputs: list[Tensor]  # query, compressed
     embedding: LatentEmbedding
     positions: Tensor
     metadata: AttentionMetadata
@@ -102,10 +102,15 @@ def make(
     rope: int,
     device: torch.device,
     *,
+    nope: int = 4,
+    value: int = 6,
     decode: bool = False,
     min_blocks: int = 0,
 ) -> Case:
-    """``layout``: head_dim is that of rows in the cache, value_dim the rank."""
+    """``layout``: head_dim is that of rows in the cache, value_dim the rank.
+
+    ``nope`` and ``value`` are so few columns of heads that keys are expanded from few queries on.
+    """
     batch = build(layout, device, min_blocks=min_blocks)
     rank, row, dtype = layout.value_dim, layout.head_dim, layout.dtype
     generator = torch.Generator().manual_seed(layout.seed + 1)
@@ -120,7 +125,9 @@ def make(
     angles = torch.rand(256, rope // 2, generator=generator) * 6
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     weight = (torch.rand(rank, generator=generator) + 0.5).to(dtype)
-    query = batch.query * min(1.0, 4 / row**0.5)
+    up = torch.randn(layout.group, nope + value, rank, generator=generator) / rank**0.5
+    up = up.to(dtype)
+    query = batch.query[..., : nope + rope] * min(1.0, 4 / (nope + rope) ** 0.5)
     rows = _rows(compressed[:num_real].double(), weight.double(), table, positions[:num_real])
     cache = batch.key_cache
     metadata = replace(
@@ -139,14 +146,17 @@ def make(
         ),
         # Slices of larger rows, as a model has them.
         inputs=[
-            query[..., :rank].transpose(0, 1).contiguous().transpose(0, 1),
-            query[..., rank:],
+            query,
             torch.cat((torch.zeros(num_tokens, 3), compressed), 1).to(dtype).to(device)[:, 3:],
         ],
-        embedding=LatentEmbedding(table=table.to(device), norm=Norm(weight.to(device), EPS)),
+        embedding=LatentEmbedding(
+            table=table.to(device), norm=Norm(weight.to(device), EPS), up=up.to(device)
+        ),
         positions=positions.to(device),
         metadata=metadata,
-        expected=_oracle(layout, query.cpu().double(), rows, batch.dense, table, positions),
+        expected=_oracle(
+            layout, query.cpu().double(), up.double(), rows, batch.dense, table, positions
+        ),
         rows=rows,
     )
 
@@ -167,18 +177,27 @@ def _rows(compressed: Tensor, weight: Tensor, table: Tensor, positions: Tensor) 
 
 
 def _oracle(
-    layout: Layout, query: Tensor, rows: Tensor, dense: Any, table: Tensor, positions: Tensor
+    layout: Layout,
+    query: Tensor,
+    up: Tensor,
+    rows: Tensor,
+    dense: Any,
+    table: Tensor,
+    positions: Tensor,
 ) -> Tensor:
-    rank = layout.value_dim
-    query = torch.cat((query[..., :rank], _rotated(query[..., rank:], table, positions)), dim=2)
-    out = torch.zeros(*query.shape[:2], rank, dtype=torch.float64)
+    """Over keys and values of every head."""
+    rank, nope = layout.value_dim, query.shape[2] - table.shape[1]
+    query = torch.cat((query[..., :nope], _rotated(query[..., nope:], table, positions)), dim=2)
+    out = torch.zeros(*query.shape[:2], up.shape[1] - nope, dtype=torch.float64)
     token = 0
     for (length, context), (cached, _) in zip(layout.requests, dense, strict=False):
-        keys = torch.cat((cached[:context, 0].double(), rows[token : token + length]))
+        row = torch.cat((cached[:context, 0].double(), rows[token : token + length]))
+        heads = torch.einsum("kr,hnr->hkn", row[:, :rank], up)
+        keys = torch.cat((heads[..., :nope], row[:, rank:].expand(len(up), -1, -1)), dim=2)
         for position in range(context, context + length):
-            seen = keys[: position + 1]
-            weights = (query[token] @ seen.T * SCALE).softmax(1)
-            out[token] = weights @ seen[:, :rank]
+            seen = slice(0, position + 1)
+            weights = (torch.einsum("hd,hkd->hk", query[token], keys[:, seen]) * SCALE).softmax(1)
+            out[token] = torch.einsum("hk,hkv->hv", weights, heads[:, seen, nope:])
             token += 1
     return out
 
@@ -225,7 +244,7 @@ def test_the_sizes_of_deepseek(
 ) -> None:
     monkeypatch.setattr(triton_paged, "num_sms", lambda _: sms)
     layout = layout_of(heads, 512, 64, requests=requests, dtype=dtype, padding_tokens=1)
-    make(layout, 64, device).check(BACKENDS["triton"])
+    make(layout, 64, device, nope=128, value=128).check(BACKENDS["triton"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -247,10 +266,13 @@ def test_decode_batches_with_room_for_more(
 def test_queries_and_keys_may_come_whole(num_sms: int, device: torch.device) -> None:
     """As they do under torch.compile."""
     case = make(layout_of(4, 24, 8), 8, device)
-    query, key = case.embedding.apply(*case.inputs, case.positions)
+    query, row = case.embedding.apply(*case.inputs, case.positions)
+    query, key = absorbed_query(query, case.embedding.up, 8), row.unsqueeze(1)
     metadata = replace(case.metadata, backend=BACKENDS["triton"])
     with set_forward_context(attn_metadata=metadata):
-        out = attend(case.spec, query, key, key[..., :24])
+        mixed = attend(case.spec, query, key, key[..., :24])
+    out = torch.empty(case.expected.shape, device=device)
+    write_values(mixed, case.embedding.up, out)
     torch.testing.assert_close(out.cpu().double(), case.expected, rtol=1e-5, atol=1e-5)
 
 
@@ -334,12 +356,13 @@ def test_a_batch_to_capture_may_claim_anything(backend: str, device: torch.devic
     for tensor in case.inputs:
         tensor.nan_to_num_(0.5)
     out = case.run(BACKENDS[backend])
-    torch.testing.assert_close(out, torch.ones_like(out))
+    value = case.embedding.up[:, 4:].sum(2)  # of a latent vector of ones
+    torch.testing.assert_close(out, value.expand_as(out), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{"value_dim": 16}, {"num_kv_heads": 2}, {"head_dim": 48}])
 def test_other_sizes_than_the_specs(changes: dict[str, int], device: torch.device) -> None:
     case = make(layout_of(4, 32, 8), 8, device)
     case.spec = replace(case.spec, **changes)
-    with pytest.raises(ConfigError, match="attend_latent got queries of 32 and 8 columns and rows"):
+    with pytest.raises(ConfigError, match=r"attend_latent got 4 query heads of 12 columns, rows of 40"):
         case.run(BACKENDS["torch"])

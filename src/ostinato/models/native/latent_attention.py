@@ -86,22 +86,6 @@ class LatentAttention(nn.Module):
         heads = query.unflatten(1, (-1, sizes.query_dim))
         return run.attend_latent(layer, self, heads, compressed).flatten(1)
 
-    def absorbed(self, query: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Queries without RoPE [T, heads, qk_nope_head_dim] -> [T, heads, rank]."""
-        to_keys = up[:, : self.sizes.qk_nope_head_dim]
-        return torch.bmm(query.transpose(0, 1), to_keys).transpose(0, 1)
-
-    def values(self, mixed: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """The latent result of attention [T, heads, rank] -> [T, heads, v_head_dim], dense."""
-        by_head = mixed.transpose(0, 1)
-        to_values = up[:, self.sizes.qk_nope_head_dim :].transpose(1, 2)
-        if torch.compiler.is_compiling():
-            return torch.bmm(by_head, to_values).transpose(0, 1).contiguous()
-        # Written where the next GEMM reads it, without a copy.
-        values = mixed.new_empty((*mixed.shape[:2], self.sizes.v_head_dim))
-        torch.bmm(by_head, to_values, out=values.transpose(0, 1))
-        return values
-
     def first_slots(self, prefix: str, first: nn.Linear) -> Iterator[WeightSlot]:
         """The tensors of the layer's first GEMM. Rows with RoPE are read as pairs are here."""
         latent, rope = range(self.sizes.kv_lora_rank), self._config.rotary.head_rows

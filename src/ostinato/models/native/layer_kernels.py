@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ostinato.attention.base import attend, attend_qkv
 from ostinato.attention.latent import attend_latent
-from ostinato.attention.latent_rope import LatentEmbedding
+from ostinato.attention.latent_rope import LatentEmbedding, absorbed_query, to_values
 from ostinato.attention.rope import RotaryEmbedding, angles_at, rotate
 from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.mixture import MixtureOfExperts
@@ -195,9 +195,10 @@ class Plain(LayerKernels[Tensor, Tensor]):
         query = torch.cat((query[..., :nope], self.rotated(layer, query[..., nope:])), dim=2)
         query, key = layer.exchange.latent_for_heads(query, key)
         up, key = layer.exchange.own_heads(latent.up), key.unsqueeze(1)
-        query = torch.cat((latent.absorbed(query[..., :nope], up), query[..., nope:]), dim=2)
+        query = absorbed_query(query, up, latent.sizes.qk_rope_head_dim)
         mixed = attend(layer.spec, query, key, key[..., :rank])
-        return layer.exchange.heads_for_tokens(latent.values(mixed, up))
+        values = torch.bmm(mixed.transpose(0, 1), to_values(up, latent.sizes.v_head_dim))
+        return layer.exchange.heads_for_tokens(values.transpose(0, 1).contiguous())
 
     def rotated(self, layer: DecoderLayer, heads: Tensor, which: slice | None = None) -> Tensor:
         """Apply the norm, if any, and RoPE to ``heads``.
@@ -251,12 +252,13 @@ class _Fused(LayerKernels[Normed, Delta]):
         compressed: Tensor,
     ) -> Tensor:
         query, compressed = layer.exchange.latent_for_heads(query, compressed)
-        up, nope = layer.exchange.own_heads(latent.up), latent.sizes.qk_nope_head_dim
-        absorbed, rope = latent.absorbed(query[..., :nope], up), query[..., nope:]
-        norm = Norm(latent.kv_norm.weight, latent.kv_norm.eps)
-        embedding = LatentEmbedding(table=self._tables[layer.rotary_table], norm=norm)
-        mixed = attend_latent(layer.spec, absorbed, rope, compressed, embedding, self._positions)
-        return layer.exchange.heads_for_tokens(latent.values(mixed, up))
+        embedding = LatentEmbedding(
+            table=self._tables[layer.rotary_table],
+            norm=Norm(latent.kv_norm.weight, latent.kv_norm.eps),
+            up=layer.exchange.own_heads(latent.up),
+        )
+        values = attend_latent(layer.spec, query, compressed, embedding, self._positions)
+        return layer.exchange.heads_for_tokens(values)
 
 
 class PendingNorm(NamedTuple):
