@@ -364,5 +364,6 @@ def test_a_batch_to_capture_may_claim_anything(backend: str, device: torch.devic
 def test_other_sizes_than_the_specs(changes: dict[str, int], device: torch.device) -> None:
     case = make(layout_of(4, 32, 8), 8, device)
     case.spec = replace(case.spec, **changes)
-    with pytest.raises(ConfigError, match=r"attend_latent got 4 query heads of 12 columns, rows of 40"):
+    message = "attend_latent got 4 query heads of 12 columns, rows of 40"
+    with pytest.raises(ConfigError, match=message):
         case.run(BACKENDS["torch"])

@@ -59,9 +59,8 @@ def attend_expanded(query: torch.Tensor, up: torch.Tensor, least: int, batch: Pa
         if queries.blocks is not None:
             its_rows = batch.key_cache.index_select(0, queries.blocks).flatten(0, 2)
         latent, key = its_rows[queries.origin :][: queries.seq_len].tensor_split((rank,), dim=1)
-        plain, values = F.linear(latent, up.flatten(0, 1)).unflatten(1, (up.shape[0], -1)).split(
-            (up.shape[1] - value_dim, value_dim), dim=2
-        )
+        heads = F.linear(latent, up.flatten(0, 1)).unflatten(1, (up.shape[0], -1))
+        plain, values = heads.split((up.shape[1] - value_dim, value_dim), dim=2)
         keys = torch.cat((plain, key.unsqueeze(1).expand(-1, up.shape[0], -1)), dim=2)
         own = batch._replace(key_cache=keys.unsqueeze(0), value_cache=values.unsqueeze(0))
         attend_requests([queries._replace(origin=0, blocks=None)], query, own)

@@ -72,12 +72,8 @@ def test_logits(name: str, sp: int, tp: int, reference: Any) -> None:
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
 
 
-@pytest.mark.parametrize(
-    ("name", "sp"), [("qwen2_moe", 1), ("deepseek_v2", 2), ("deepseek_v3", 2)]
-)
-def test_layers_fused(
-    name: str, sp: int, reference: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("name", "sp"), [("qwen2_moe", 1), ("deepseek_v2", 2), ("deepseek_v3", 2)])
+def test_layers_fused(name: str, sp: int, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShardedDecoder, "_runs_fused", lambda self, hidden: True)
     path, expected = reference(name)
     for logits in logits_of(ParallelLayout(sp, 2), path):
@@ -109,9 +105,7 @@ def test_stacked_experts_are_split_alike(tmp_path: Path) -> None:
             assert torch.equal(weight, stacked[key]), key
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
-)
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"])
 def test_random_weights_are_parts_of_the_whole(name: str) -> None:
     config = DecoderConfig.from_hf(TINY_MIXTURES[name]())
     whole = Decoder(config, device=CPU, dtype=torch.float32)
@@ -182,6 +176,15 @@ def test_models_whose_experts_cannot_be_spread(name: str, message: str, tmp_path
         rank_context_of(1, 1, 0, CPU), threshold=0, spreads_experts=True
     )
     with pytest.raises(ConfigError, match=message):
+        load_model(str(tmp_path), device=CPU, dtype=torch.float32, rank_context=rank_context)
+
+
+def test_the_cache_of_latent_attention_is_not_split(tmp_path: Path) -> None:
+    save_tiny(TINY_MIXTURES["deepseek_v3"](), tmp_path)
+    rank_context = dataclasses.replace(
+        rank_context_of(1, 2, 0, CPU), layout=ParallelLayout(tp=2, dcp=2), threshold=0
+    )
+    with pytest.raises(ConfigError, match="decode_context_parallel_size is 2, but the cache of"):
         load_model(str(tmp_path), device=CPU, dtype=torch.float32, rank_context=rank_context)
 
 

@@ -1,10 +1,9 @@
-"""Latent attention (MLA) of a layer, absorbed: DeepSeek-V2 and V3.
+"""Latent attention (MLA) of a layer: DeepSeek-V2 and V3.
 
 ``layer.qkv_proj`` projects to the query, or to a latent vector that it is projected from, and to
 the row of the cache: a latent vector of keys and values, and a key with RoPE that all heads share.
-Keys and values of a head are projections of the latent vector, and never computed: the projection
-to keys is absorbed into the query, that to values is applied to the result of attention. It
-computes more than plain attention over long prompts, and reads far less for decode steps.
+Keys and values of a head are projections of the latent vector; ``attention.latent`` says when they
+are computed. Ranks split the heads, and each has the rows of all tokens.
 """
 
 from __future__ import annotations
@@ -91,9 +90,7 @@ class LatentAttention(nn.Module):
         latent, rope = range(self.sizes.kv_lora_rank), self._config.rotary.head_rows
         row = (latent, *shifted(rope, len(latent)))
         prefix = f"{prefix}.self_attn"
-        for kind, parameter in (("weight", first.weight), ("bias", first.bias)):
-            if parameter is None:
-                continue
+        for kind, parameter in first.named_parameters():
             widths = (self.first_width, self.sizes.row_dim)
             query, compressed = parameter.detach().split(widths)
             if self.query_proj is None:
