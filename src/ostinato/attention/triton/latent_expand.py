@@ -19,6 +19,7 @@ import triton.language as tl
 from ostinato.attention.latent_expansion import expanded_rows
 from ostinato.attention.paged import PagedBatch
 from ostinato.attention.triton.tile_config import padded_row
+from ostinato.ops.gemm.tile_config import gpu_of
 from ostinato.ops.triton.launch import launch
 
 # Requests that a program examines at a time, and blocks that it writes.
@@ -196,11 +197,10 @@ def expand_latent(up: torch.Tensor, batch: PagedBatch, rope: int, least: int) ->
     )  # fmt: skip
     keys = out.new_empty((capacity, block_size, num_heads, nope + rope))
     values = out.new_empty((capacity, block_size, num_heads, value_dim))
-    half = out.itemsize == 2
-    block_m, chunk = (128, 64) if half else (32, 32)  # float32 has no tensor cores
+    tiles = _tiles(out, padded_row(nope) + padded_row(value_dim))
     launch(
         latent_expand_kernel,
-        (-(-capacity * block_size // block_m) * num_heads,),
+        (-(-capacity * block_size // tiles.block_m) * num_heads,),
         (cache, up, sources, keys, values),
         (capacity * block_size, *cache.stride()[:2], *up.stride()[:2]),
         NUM_HEADS=num_heads,
@@ -212,12 +212,31 @@ def expand_latent(up: torch.Tensor, batch: PagedBatch, rope: int, least: int) ->
         NOPE_PAD=padded_row(nope),
         ROPE_PAD=padded_row(rope),
         VALUE_PAD=padded_row(value_dim),
-        BLOCK_M=block_m,
-        CHUNK=min(chunk, padded_row(rank)),
-        num_warps=8 if half else 4,
-        num_stages=3 if half else 1,
+        BLOCK_M=tiles.block_m,
+        CHUNK=min(tiles.chunk, padded_row(rank)),
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
     own = batch._replace(
         key_cache=keys, value_cache=values, seq_lens=expanded_lens, block_table=table
     )
     return Expanded(own, absorbed_lens)
+
+
+class _Tiles(NamedTuple):
+    """Constants of ``latent_expand_kernel`` and options of its launch."""
+
+    block_m: int
+    chunk: int  # columns of latent vectors at a time
+    num_warps: int
+    num_stages: int
+
+
+def _tiles(out: torch.Tensor, width: int) -> _Tiles:
+    """For heads of ``width`` columns of keys, without RoPE, and values together."""
+    if out.itemsize == 4:  # no tensor cores: blocks are held in registers
+        return _Tiles(32, 32, 4, 1)
+    shared_memory = gpu_of(out.device).shared_memory if out.is_cuda else 227 << 10
+    block_m, chunk = 128, 64
+    stage = (block_m + width) * chunk * out.itemsize
+    return _Tiles(block_m, chunk, 8, max(1, min(3, shared_memory // stage)))
