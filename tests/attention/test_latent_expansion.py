@@ -87,14 +87,23 @@ def test_keys_and_values(
     monkeypatch.setattr("ostinato.attention.triton.latent_expand.expanded_rows", lambda *_: rows)
     torch.manual_seed(0)
     batch, up = batch_of(lengths, device), torch.randn(HEADS, NOPE + VALUE, RANK, device=device)
-    found, rest = expand_latent(up, batch, ROPE, least=5)
-    keys = [length if chosen else 0 for (_, length), chosen in zip(lengths, expanded, strict=True)]
-    assert found.seq_lens.tolist() == keys
-    assert (found.seq_lens + rest).tolist() == [length for _, length in lengths]
-    seen: set[int] = set()
-    for request, length in enumerate(keys):
+    found, rest = expand_latent(up, batch, ROPE, least=5, num_programs=3)
+    pairs = list(zip(lengths, expanded, strict=True))
+    assert rest.tolist() == [0 if chosen else length for (_, length), chosen in pairs]
+    chosen_ones = [request for request, chosen in enumerate(expanded) if chosen]
+    starts, seen = batch.query_start_loc.tolist(), set[int]()
+    # Requests of an odd number are those expanded; before, between and after them there are others.
+    own_starts, own_lens = found.query_start_loc.tolist(), found.seq_lens.tolist()
+    ends = [end for request in chosen_ones for end in starts[request : request + 2]]
+    missing = len(own_starts) - len(ends) - 1
+    assert own_starts == [0, *ends, *[starts[-1]] * missing]
+    assert not any(own_lens[::2])
+    assert not any(own_lens[2 * len(chosen_ones) :])
+    for number, request in enumerate(chosen_ones):
+        length = lengths[request][1]
+        assert own_lens[2 * number + 1] == length
         num_blocks = -(-length // BLOCK_SIZE)
-        blocks = found.block_table[request, :num_blocks].long()
+        blocks = found.block_table[2 * number + 1, :num_blocks].long()
         assert not seen & set(blocks.tolist())
         seen |= set(blocks.tolist())
         row = batch.key_cache[batch.block_table[request, :num_blocks].long()]
@@ -114,5 +123,6 @@ def test_new_tokens_always_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [(5, 5), (6, 6), (5, 5), (7, 7)]
     batch = batch_of(lengths, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     up = torch.zeros(HEADS, NOPE + VALUE, RANK, device=batch.out.device)
-    found, _ = expand_latent(up, batch, ROPE, least=5)
-    assert found.seq_lens.tolist() == [5, 6, 5, 7]
+    found, rest = expand_latent(up, batch, ROPE, least=5, num_programs=1)
+    assert found.seq_lens[1::2].tolist() == [5, 6, 5, 7]
+    assert not rest.any()

@@ -120,11 +120,12 @@ def _attend_expanded(
         return None
     from ostinato.attention.triton.latent_expand import expand_latent
 
-    query = torch.cat((plain, rotated), dim=2)
-    expanded, rest = expand_latent(up, batch, rope, least)
+    query, sms = torch.cat((plain, rotated), dim=2), num_sms(plain.device)
+    expanded, rest = expand_latent(up, batch, rope, least, sms)
     batch.out.zero_()  # padding belongs to no request
-    shape = BatchShape.of(expanded, num_sms(query.device))
-    if takes_prompts(shape, uniform_decode=False) and _fits_hopper_kernels(query, expanded):
+    shape = BatchShape.of(expanded, sms)
+    prompts = takes_prompts(shape._replace(num_reqs=num_reqs), uniform_decode=False)
+    if prompts and _fits_hopper_kernels(query, expanded):
         from ostinato.attention.triton.prefill_attention import prefill_attention
 
         prefill_attention(query, expanded)

@@ -22,7 +22,7 @@ from ostinato.attention.triton.tile_config import padded_row
 from ostinato.ops.gemm.tile_config import gpu_of
 from ostinato.ops.triton.launch import launch
 
-# Requests that a program examines at a time, and blocks that it writes.
+# Requests that a program examines at a time, and entries that it writes.
 _SEARCH = tl.constexpr(256)
 
 
@@ -38,64 +38,122 @@ def _wanted(request, there, query_start_loc, seq_lens, max_keys, capacity, least
     return length, tl.where(wants, blocks, 0)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "max_keys", "capacity", "least"])
+@triton.jit(do_not_specialize=["num_reqs", "max_keys", "capacity", "least", "most"])
 def latent_plan_kernel(
     query_start_loc,
     seq_lens,
     block_table,
-    sources,
-    expanded_table,
-    expanded_lens,
     absorbed_lens,
+    starts,
+    lens,
+    table,
+    sources,
+    num_used,
     num_reqs,
     max_keys,
     capacity,
     least,
+    most,
+    block_table_stride,
     table_stride,
-    expanded_stride,
     BLOCK_SIZE: tl.constexpr,
 ):
     """One program per request: whether it is expanded, and where.
 
     Requests with ``least`` queries or more are given blocks in order, as long as ``capacity``
-    lasts. ``sources`` [capacity]: the block of the latent cache that each is made from, or -1.
+    lasts: once one does not fit, none after it does. ``sources``: the block of the latent cache
+    that each of the ``num_used`` blocks is made from.
+
+    ``starts`` [2 * most + 2], ``lens`` and ``table`` describe another batch of the same tokens: its
+    request 2 i + 1 is the one expanded as number i; those in between are the tokens between them,
+    without keys.
     """
     request = tl.program_id(0)
     before = 0
+    number = 0
     for first in range(0, request, _SEARCH):
         other = first + tl.arange(0, _SEARCH)
         _, blocks = _wanted(
             other, other < request, query_start_loc, seq_lens, max_keys, capacity, least, BLOCK_SIZE
         )
         before += tl.sum(blocks, axis=0)
+        number += tl.sum((blocks > 0).to(tl.int32), axis=0)
     length, blocks = _wanted(
         request, True, query_start_loc, seq_lens, max_keys, capacity, least, BLOCK_SIZE
     )
-    fits = (blocks > 0) & (before + blocks <= capacity)
-    tl.store(expanded_lens + request, tl.where(fits, length, 0))
+    fits = (blocks > 0) & (before + blocks <= capacity) & (number < most)
     tl.store(absorbed_lens + request, tl.where(fits, 0, length))
-    stop = before + blocks
+    if fits:
+        tl.store(starts + 2 * number + 1, tl.load(query_start_loc + request))
+        tl.store(starts + 2 * number + 2, tl.load(query_start_loc + request + 1))
+        tl.store(lens + 2 * number, 0)
+        tl.store(lens + 2 * number + 1, length)
+        own = table + (2 * number + 1).to(tl.int64) * table_stride
+        its_blocks = block_table + request.to(tl.int64) * block_table_stride
+        for first in range(0, blocks, _SEARCH):
+            index = first + tl.arange(0, _SEARCH)
+            there = index < blocks
+            source = tl.load(its_blocks + index, mask=there, other=0)
+            tl.store(sources + before + index, source, mask=there)
+            tl.store(own + index, before + index, mask=there)
     if request == num_reqs - 1:
-        stop = tl.maximum(stop, capacity)
-    for first in range(before, tl.minimum(stop, capacity), _SEARCH):
-        block = first + tl.arange(0, _SEARCH)
-        index = block - before
-        own = fits & (index < blocks)
-        source = tl.load(
-            block_table + request.to(tl.int64) * table_stride + index, mask=own, other=-1
+        _finish(
+            query_start_loc, seq_lens, starts, lens, num_used,
+            num_reqs, max_keys, capacity, least, most, BLOCK_SIZE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _finish(
+    query_start_loc,
+    seq_lens,
+    starts,
+    lens,
+    num_used,
+    num_reqs,
+    max_keys,
+    capacity,
+    least,
+    most,
+    BLOCK_SIZE,
+):
+    """What follows the last request that is expanded."""
+    total = 0
+    used = 0
+    number = 0
+    for first in range(0, num_reqs, _SEARCH):
+        other = first + tl.arange(0, _SEARCH)
+        _, blocks = _wanted(
+            other,
+            other < num_reqs,
+            query_start_loc,
+            seq_lens,
+            max_keys,
+            capacity,
+            least,
+            BLOCK_SIZE,
         )
-        tl.store(sources + block, source, mask=block < tl.minimum(stop, capacity))
-        tl.store(expanded_table + request.to(tl.int64) * expanded_stride + index, block, mask=own)
+        fits = (blocks > 0) & (total + tl.cumsum(blocks, axis=0) <= capacity)
+        total += tl.sum(blocks, axis=0)
+        used += tl.sum(tl.where(fits, blocks, 0), axis=0)
+        number += tl.sum(fits.to(tl.int32), axis=0)
+    tl.store(num_used, used)
+    tl.store(starts, 0)
+    num_tokens = tl.load(query_start_loc + num_reqs)
+    for first in range(2 * number, 2 * most + 1, _SEARCH):
+        entry = first + tl.arange(0, _SEARCH)
+        tl.store(lens + entry, 0, mask=entry < 2 * most + 1)
+        tl.store(starts + entry + 1, num_tokens, mask=entry < 2 * most + 1)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
 def latent_expand_kernel(
     cache,
     up,
     sources,
+    num_used,
     keys,
     values,
-    num_rows,
     cache_block_stride,
     cache_slot_stride,
     up_head_stride,
@@ -112,97 +170,79 @@ def latent_expand_kernel(
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per BLOCK_M rows of ``keys`` and ``values`` [num_rows, NUM_HEADS, ...], and head.
+    """Programs take turns with BLOCK_M rows of one head of ``keys`` and ``values`` [N, heads, ...].
 
-    Rows of blocks without a source are not written. Those of slots that the request has not
-    written hold anything.
+    Only the blocks in use are written. Rows of slots that their request has not written hold
+    anything.
     """
-    tile = tl.program_id(0) // NUM_HEADS
-    head = tl.program_id(0) % NUM_HEADS
-    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    source = tl.load(sources + row // BLOCK_SIZE, mask=row < num_rows, other=-1)
-    if tl.max(source, axis=0) < 0:
-        return
-    there = (source >= 0)[:, None]
-    slot = source.to(tl.int64) * cache_block_stride + row % BLOCK_SIZE * cache_slot_stride
-    rows = cache + slot[:, None]
+    num_rows = tl.load(num_used) * BLOCK_SIZE
     n = tl.arange(0, NOPE_PAD)
     e = tl.arange(0, VALUE_PAD)
     r = tl.arange(0, ROPE_PAD)
-    to_keys = up + head * up_head_stride + n[:, None] * up_row_stride
-    to_values = up + head * up_head_stride + (NOPE + e)[:, None] * up_row_stride
-    key = tl.zeros([BLOCK_M, NOPE_PAD], dtype=tl.float32)
-    value = tl.zeros([BLOCK_M, VALUE_PAD], dtype=tl.float32)
-    for first in range(0, RANK, CHUNK):
-        c = first + tl.arange(0, CHUNK)[None, :]
-        x = tl.load(rows + c, mask=there & (c < RANK), other=0.0).to(up.dtype.element_ty)
-        w = tl.load(to_keys + c, mask=(n < NOPE)[:, None] & (c < RANK), other=0.0)
-        key = tl.dot(x, tl.trans(w), key, input_precision="ieee")
-        w = tl.load(to_values + c, mask=(e < VALUE_DIM)[:, None] & (c < RANK), other=0.0)
-        value = tl.dot(x, tl.trans(w), value, input_precision="ieee")
-    place = (row.to(tl.int64) * NUM_HEADS + head)[:, None]
     dtype = keys.dtype.element_ty
-    target = keys + place * (NOPE + ROPE)
-    tl.store(target + n[None, :], key.to(dtype), mask=there & (n < NOPE)[None, :])
-    rope = tl.load(rows + RANK + r[None, :], mask=there & (r < ROPE)[None, :], other=0.0)
-    tl.store(target + NOPE + r[None, :], rope.to(dtype), mask=there & (r < ROPE)[None, :])
-    target = values + place * VALUE_DIM + e[None, :]
-    tl.store(target, value.to(dtype), mask=there & (e < VALUE_DIM)[None, :])
+    for item in range(tl.program_id(0), tl.cdiv(num_rows, BLOCK_M) * NUM_HEADS, tl.num_programs(0)):
+        head = item % NUM_HEADS
+        row = item // NUM_HEADS * BLOCK_M + tl.arange(0, BLOCK_M)
+        there = (row < num_rows)[:, None]
+        source = tl.load(sources + row // BLOCK_SIZE, mask=row < num_rows, other=0)
+        slot = source.to(tl.int64) * cache_block_stride + row % BLOCK_SIZE * cache_slot_stride
+        rows = cache + slot[:, None]
+        to_keys = up + head * up_head_stride + n[:, None] * up_row_stride
+        to_values = up + head * up_head_stride + (NOPE + e)[:, None] * up_row_stride
+        key = tl.zeros([BLOCK_M, NOPE_PAD], dtype=tl.float32)
+        value = tl.zeros([BLOCK_M, VALUE_PAD], dtype=tl.float32)
+        for first in range(0, RANK, CHUNK):
+            c = first + tl.arange(0, CHUNK)[None, :]
+            x = tl.load(rows + c, mask=there & (c < RANK), other=0.0).to(up.dtype.element_ty)
+            w = tl.load(to_keys + c, mask=(n < NOPE)[:, None] & (c < RANK), other=0.0)
+            key = tl.dot(x, tl.trans(w), key, input_precision="ieee")
+            w = tl.load(to_values + c, mask=(e < VALUE_DIM)[:, None] & (c < RANK), other=0.0)
+            value = tl.dot(x, tl.trans(w), value, input_precision="ieee")
+        place = (row.to(tl.int64) * NUM_HEADS + head)[:, None]
+        target = keys + place * (NOPE + ROPE)
+        tl.store(target + n[None, :], key.to(dtype), mask=there & (n < NOPE)[None, :])
+        rope = tl.load(rows + RANK + r[None, :], mask=there & (r < ROPE)[None, :], other=0.0)
+        tl.store(target + NOPE + r[None, :], rope.to(dtype), mask=there & (r < ROPE)[None, :])
+        target = values + place * VALUE_DIM + e[None, :]
+        tl.store(target, value.to(dtype), mask=there & (e < VALUE_DIM)[None, :])
 
 
 class Expanded(NamedTuple):
-    """``batch``: requests with expanded keys, as ordinary attention takes them; no keys for others.
+    """``batch``: all tokens, as ordinary attention takes them; only expanded requests have keys.
 
-    ``absorbed_lens`` [R]: the keys of the others.
+    ``absorbed_lens`` [R]: the keys of the other requests.
     """
 
     batch: PagedBatch
     absorbed_lens: torch.Tensor
 
 
-def expand_latent(up: torch.Tensor, batch: PagedBatch, rope: int, least: int) -> Expanded:
+def expand_latent(
+    up: torch.Tensor, batch: PagedBatch, rope: int, least: int, num_programs: int
+) -> Expanded:
     """Expand the keys of requests with ``least`` queries or more, as far as there is room.
 
     ``up`` [heads, nope + value_dim, rank], ``batch``: of the latent cache, whose new rows are
     stored; ``out`` [T, heads, value_dim]. Rows of ``up`` must be in one piece.
     """
-    cache, out, query_start_loc, block_table = (
-        batch.key_cache, batch.out, batch.query_start_loc, batch.block_table,
-    )  # fmt: skip
+    cache, out, block_size = batch.key_cache, batch.out, batch.key_cache.shape[1]
     num_tokens, num_heads, value_dim = out.shape
-    num_reqs, block_size = batch.seq_lens.shape[0], cache.shape[1]
     nope, rank = up.shape[1] - value_dim, up.shape[2]
-    max_keys = block_table.shape[1] * block_size
+    most = min(batch.seq_lens.shape[0], num_tokens // least)
     row_bytes = num_heads * (nope + rope + value_dim) * out.itemsize
-    num_rows = expanded_rows(num_tokens, max_keys, row_bytes)
-    # Each request's last block may be partly filled.
-    num_rows += min(num_reqs, num_tokens // least) * (block_size - 1)
+    num_rows = expanded_rows(num_tokens, batch.block_table.shape[1] * block_size, row_bytes)
+    num_rows += most * (block_size - 1)  # each request's last block may be partly filled
     capacity = -(-num_rows // block_size)
-
-    def integers(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=out.device, dtype=torch.int32)
-
-    sources, table = integers(capacity), integers(num_reqs, capacity)
-    expanded_lens, absorbed_lens = integers(num_reqs), integers(num_reqs)
-    launch(
-        latent_plan_kernel,
-        (num_reqs,),
-        (
-            query_start_loc, batch.seq_lens, block_table, sources, table, expanded_lens,
-            absorbed_lens,
-        ),
-        (num_reqs, max_keys, capacity, least, block_table.stride(0), table.stride(0)),
-        BLOCK_SIZE=block_size,
-        num_warps=4,
-    )  # fmt: skip
+    starts, lens, table, sources, num_used, rest = _plan(batch, capacity, least, most)
     keys = out.new_empty((capacity, block_size, num_heads, nope + rope))
     values = out.new_empty((capacity, block_size, num_heads, value_dim))
     tiles = _tiles(out, padded_row(nope) + padded_row(value_dim))
+    num_items = -(-capacity * block_size // tiles.block_m) * num_heads
     launch(
         latent_expand_kernel,
-        (-(-capacity * block_size // tiles.block_m) * num_heads,),
-        (cache, up, sources, keys, values),
-        (capacity * block_size, *cache.stride()[:2], *up.stride()[:2]),
+        (min(num_items, num_programs),),
+        (cache, up, sources, num_used, keys, values),
+        (*cache.stride()[:2], *up.stride()[:2]),
         NUM_HEADS=num_heads,
         RANK=rank,
         NOPE=nope,
@@ -218,9 +258,57 @@ def expand_latent(up: torch.Tensor, batch: PagedBatch, rope: int, least: int) ->
         num_stages=tiles.num_stages,
     )
     own = batch._replace(
-        key_cache=keys, value_cache=values, seq_lens=expanded_lens, block_table=table
+        key_cache=keys,
+        value_cache=values,
+        query_start_loc=starts,
+        seq_lens=lens,
+        block_table=table,
     )
-    return Expanded(own, absorbed_lens)
+    return Expanded(own, rest)
+
+
+class _Plan(NamedTuple):
+    """Tensors that ``latent_plan_kernel`` writes."""
+
+    starts: torch.Tensor
+    lens: torch.Tensor
+    table: torch.Tensor
+    sources: torch.Tensor
+    num_used: torch.Tensor
+    absorbed_lens: torch.Tensor
+
+
+def _plan(batch: PagedBatch, capacity: int, least: int, most: int) -> _Plan:
+    """``capacity``: blocks that there are; ``most``: requests that can be expanded at all."""
+    num_reqs, block_size = batch.seq_lens.shape[0], batch.key_cache.shape[1]
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=batch.out.device, dtype=torch.int32)
+
+    plan = _Plan(
+        starts=integers(2 * most + 2),
+        lens=integers(2 * most + 1),
+        table=integers(2 * most + 1, capacity),
+        sources=integers(capacity),
+        num_used=integers(1),
+        absorbed_lens=integers(num_reqs),
+    )
+    block_table = batch.block_table
+    launch(
+        latent_plan_kernel,
+        (num_reqs,),
+        (
+            batch.query_start_loc, batch.seq_lens, block_table, plan.absorbed_lens, plan.starts,
+            plan.lens, plan.table, plan.sources, plan.num_used,
+        ),
+        (
+            num_reqs, block_table.shape[1] * block_size, capacity, least, most,
+            block_table.stride(0), plan.table.stride(0),
+        ),
+        BLOCK_SIZE=block_size,
+        num_warps=4,
+    )  # fmt: skip
+    return plan
 
 
 class _Tiles(NamedTuple):
