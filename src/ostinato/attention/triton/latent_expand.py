@@ -88,7 +88,7 @@ def latent_plan_kernel(
         tl.store(starts + 2 * number + 2, tl.load(query_start_loc + request + 1))
         tl.store(lens + 2 * number, 0)
         tl.store(lens + 2 * number + 1, length)
-        own = table + (2 * number + 1).to(tl.int64) * table_stride
+        own = table + (2 * number + 1) * table_stride
         its_blocks = block_table + request.to(tl.int64) * block_table_stride
         for first in range(0, blocks, _SEARCH):
             index = first + tl.arange(0, _SEARCH)
