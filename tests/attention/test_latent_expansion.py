@@ -68,8 +68,8 @@ def batch_of(lengths: list[tuple[int, int]], device: torch.device) -> PagedBatch
     ("lengths", "rows", "expanded"),
     [
         ([(10, 10), (1, 30), (9, 25), (4, 4), (5, 5)], 40, [True, False, True, False, True]),
-        ([(6, 40), (1, 1), (7, 7)], 12, [False, False, True]),  # too long for any room
-        ([(6, 16), (5, 17), (5, 5)], 20, [True, False, False]),  # none is left for the second
+        ([(6, 80), (1, 1), (7, 7)], 12, [False, False, True]),  # longer than all 16 blocks
+        ([(6, 40), (5, 30), (5, 5)], 20, [True, False, False]),  # too few left for the second
         ([(6, 0), (5, 6)], 1, [False, True]),  # padding of a graph
         ([(1, 9)] * 12, 1, [False] * 12),
     ],
@@ -81,7 +81,10 @@ def test_keys_and_values(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Requests with five queries or more, in order, as long as there is room for ``rows``."""
+    """Requests with five queries or more, in order, as long as there is room.
+
+    ``rows``: wanted, of which multiples of 16 blocks are allocated.
+    """
     from ostinato.attention.triton.latent_expand import expand_latent
 
     monkeypatch.setattr("ostinato.attention.triton.latent_expand.expanded_rows", lambda *_: rows)
@@ -91,6 +94,7 @@ def test_keys_and_values(
     pairs = list(zip(lengths, expanded, strict=True))
     assert rest.tolist() == [0 if chosen else length for (_, length), chosen in pairs]
     chosen_ones = [request for request, chosen in enumerate(expanded) if chosen]
+    assert found.block_table.stride(0) % 16 == 0
     starts, seen = batch.query_start_loc.tolist(), set[int]()
     # Requests of an odd number are those expanded; before, between and after them there are others.
     own_starts, own_lens = found.query_start_loc.tolist(), found.seq_lens.tolist()

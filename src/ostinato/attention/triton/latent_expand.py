@@ -110,7 +110,8 @@ def expand_latent(
     row_bytes = num_heads * (nope + rope + value_dim) * out.itemsize
     num_rows = expanded_rows(num_tokens, batch.block_table.shape[1] * block_size, row_bytes)
     num_rows += most * (block_size - 1)  # each request's last block may be partly filled
-    capacity = -(-num_rows // block_size)
+    # Triton compiles a separate kernel for strides that 16 does not divide.
+    capacity = -(-num_rows // (16 * block_size)) * 16
     plan = plan_expansion(batch, capacity, least, most)
     keys = out.new_empty((capacity, block_size, num_heads, nope + rope))
     values = out.new_empty((capacity, block_size, num_heads, value_dim))
