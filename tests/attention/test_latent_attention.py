@@ -6,36 +6,30 @@ run in the interpreter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
-from paged_batches import Layout, Mix, assert_same_bits, build
-from torch import Tensor
+from latent_batches import Case, check_replays, layout_of, make, padding_to
+from paged_batches import Mix
 
-from ostinato import GraphPool, set_forward_context
+from ostinato import set_forward_context
 from ostinato.attention import triton_paged
-from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, attend
-from ostinato.attention.latent import attend_latent
-from ostinato.attention.latent_rope import LatentEmbedding
+from ostinato.attention.base import AttentionBackend, attend
+from ostinato.attention.latent_rope import absorbed_query, write_values
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.attention.triton.latent_tiles import LatentShape, latent_tile_config
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.errors import ConfigError
-from ostinato.ops.norm import Norm
 
 pytest.importorskip("triton")
 
 # The interpreter multiplies the bits of bfloat16 as if they were integers.
 HALVES = [torch.float16, torch.bfloat16] if torch.cuda.is_available() else [torch.float16]
-EPS = 1e-6
-SCALE = 0.2
 BACKENDS: dict[str, AttentionBackend] = {
     "torch": TorchPagedAttention(),
     "triton": TritonPagedAttention(),
 }
-MIX: Mix = ((3, 30), (1, 90), (7, 0), (1, 0), (2, 61))
 
 
 @pytest.fixture
@@ -49,148 +43,6 @@ def num_sms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """So few that keys are never split, or enough that they are even in these small batches."""
     monkeypatch.setattr(triton_paged, "num_sms", lambda _: request.param)
     return int(request.param)
-
-
-@dataclass(kw_only=True)
-class Case:
-    """A batch of latent attention: inputs, cache and metadata; what is expected of it."""
-
-    layout: Layout
-    spec: AttentionSpec
-    inputs: list[Tensor]  # query, rope_query, compressed
-    embedding: LatentEmbedding
-    positions: Tensor
-    metadata: AttentionMetadata
-    expected: Tensor
-    rows: Tensor  # the new rows of the cache
-
-    @property
-    def cache(self) -> Tensor:
-        return self.metadata.kv_caches[0][0]
-
-    def tensors(self) -> list[Tensor]:
-        """Everything that a graph would find at fixed addresses."""
-        batch = self.metadata
-        lengths = [batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping]
-        return [*self.inputs, self.positions, self.cache, *lengths]
-
-    def run(self, backend: AttentionBackend) -> Tensor:
-        metadata = replace(self.metadata, backend=backend)
-        with set_forward_context(attn_metadata=metadata):
-            return attend_latent(self.spec, *self.inputs, self.embedding, self.positions)
-
-    def check(self, backend: AttentionBackend) -> Tensor:
-        before = self.cache.clone()
-        out = self.run(backend)
-        half = out.dtype is not torch.float32
-        tolerance = 4 * torch.finfo(out.dtype).eps if half else 1e-5
-        torch.testing.assert_close(
-            out.cpu().double(), self.expected, rtol=tolerance, atol=tolerance
-        )
-        slots = self.metadata.slot_mapping
-        kept = torch.ones(before.shape[:2], dtype=torch.bool, device=before.device).flatten()
-        kept[slots[slots >= 0]] = False
-        new, old = self.cache.flatten(0, 1), before.flatten(0, 1)
-        assert_same_bits(new[kept].contiguous(), old[kept].contiguous())
-        stored = new[slots[slots >= 0], 0].cpu().double()
-        torch.testing.assert_close(stored, self.rows, rtol=tolerance, atol=tolerance)
-        return out
-
-
-def make(
-    layout: Layout,
-    rope: int,
-    device: torch.device,
-    *,
-    decode: bool = False,
-    min_blocks: int = 0,
-) -> Case:
-    """``layout``: head_dim is that of rows in the cache, value_dim the rank."""
-    batch = build(layout, device, min_blocks=min_blocks)
-    rank, row, dtype = layout.value_dim, layout.head_dim, layout.dtype
-    generator = torch.Generator().manual_seed(layout.seed + 1)
-    num_tokens, num_real = batch.query.shape[0], sum(length for length, _ in layout.requests)
-    positions = torch.zeros(num_tokens, dtype=torch.int64)
-    positions[:num_real] = torch.cat(
-        [torch.arange(context, context + length) for length, context in layout.requests]
-    )
-    compressed = torch.randn(num_tokens, row, generator=generator).to(dtype)
-    compressed[num_real:] = torch.nan
-    generator.manual_seed(0)  # the model's own, whatever the batch
-    angles = torch.rand(256, rope // 2, generator=generator) * 6
-    table = torch.cat((angles.cos(), angles.sin()), dim=1)
-    weight = (torch.rand(rank, generator=generator) + 0.5).to(dtype)
-    query = batch.query * min(1.0, 4 / row**0.5)
-    rows = _rows(compressed[:num_real].double(), weight.double(), table, positions[:num_real])
-    cache = batch.key_cache
-    metadata = replace(
-        batch.metadata(), kv_caches=[(cache, cache[..., :rank])], uniform_decode=decode
-    )
-    return Case(
-        layout=layout,
-        spec=AttentionSpec(
-            layer=0,
-            num_heads=layout.group,
-            num_kv_heads=1,
-            head_dim=row,
-            value_dim=rank,
-            scale=SCALE,
-            values_in_keys=True,
-        ),
-        # Slices of larger rows, as a model has them.
-        inputs=[
-            query[..., :rank].transpose(0, 1).contiguous().transpose(0, 1),
-            query[..., rank:],
-            torch.cat((torch.zeros(num_tokens, 3), compressed), 1).to(dtype).to(device)[:, 3:],
-        ],
-        embedding=LatentEmbedding(table=table.to(device), norm=Norm(weight.to(device), EPS)),
-        positions=positions.to(device),
-        metadata=metadata,
-        expected=_oracle(layout, query.cpu().double(), rows, batch.dense, table, positions),
-        rows=rows,
-    )
-
-
-def _rotated(x: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    """Pairs (i, i + half) of the last dimension; ``x`` [T, ..., rope]."""
-    cos, sin = table[positions].double().chunk(2, dim=-1)
-    cos, sin = (a.view(-1, *[1] * (x.dim() - 2), a.shape[-1]) for a in (cos, sin))
-    one, two = x.chunk(2, dim=-1)
-    return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1)
-
-
-def _rows(compressed: Tensor, weight: Tensor, table: Tensor, positions: Tensor) -> Tensor:
-    rank = weight.shape[0]
-    latent = compressed[:, :rank]
-    latent = latent / (latent.square().mean(1, keepdim=True) + EPS).sqrt() * weight
-    return torch.cat((latent, _rotated(compressed[:, rank:], table, positions)), dim=1)
-
-
-def _oracle(
-    layout: Layout, query: Tensor, rows: Tensor, dense: Any, table: Tensor, positions: Tensor
-) -> Tensor:
-    rank = layout.value_dim
-    query = torch.cat((query[..., :rank], _rotated(query[..., rank:], table, positions)), dim=2)
-    out = torch.zeros(*query.shape[:2], rank, dtype=torch.float64)
-    token = 0
-    for (length, context), (cached, _) in zip(layout.requests, dense, strict=False):
-        keys = torch.cat((cached[:context, 0].double(), rows[token : token + length]))
-        for position in range(context, context + length):
-            seen = keys[: position + 1]
-            weights = (query[token] @ seen.T * SCALE).softmax(1)
-            out[token] = weights @ seen[:, :rank]
-            token += 1
-    return out
-
-
-def layout_of(heads: int, rank: int, rope: int, **rules: Any) -> Layout:
-    options: dict[str, Any] = {
-        "requests": MIX,
-        "block_size": 16,
-        "padding_requests": 2,
-        "padding_tokens": 3,
-    }
-    return Layout(group=heads, head_dim=rank + rope, value_dim=rank, **{**options, **rules})
 
 
 # --- results --------------------------------------------------------------------------------------
@@ -225,7 +77,7 @@ def test_the_sizes_of_deepseek(
 ) -> None:
     monkeypatch.setattr(triton_paged, "num_sms", lambda _: sms)
     layout = layout_of(heads, 512, 64, requests=requests, dtype=dtype, padding_tokens=1)
-    make(layout, 64, device).check(BACKENDS["triton"])
+    make(layout, 64, device, nope=128, value=128).check(BACKENDS["triton"])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -247,10 +99,13 @@ def test_decode_batches_with_room_for_more(
 def test_queries_and_keys_may_come_whole(num_sms: int, device: torch.device) -> None:
     """As they do under torch.compile."""
     case = make(layout_of(4, 24, 8), 8, device)
-    query, key = case.embedding.apply(*case.inputs, case.positions)
+    query, row = case.embedding.apply(*case.inputs, case.positions)
+    query, key = absorbed_query(query, case.embedding.up, 8), row.unsqueeze(1)
     metadata = replace(case.metadata, backend=BACKENDS["triton"])
     with set_forward_context(attn_metadata=metadata):
-        out = attend(case.spec, query, key, key[..., :24])
+        mixed = attend(case.spec, query, key, key[..., :24])
+    out = torch.empty(case.expected.shape, device=device)
+    write_values(mixed, case.embedding.up, out)
     torch.testing.assert_close(out.cpu().double(), case.expected, rtol=1e-5, atol=1e-5)
 
 
@@ -294,29 +149,10 @@ def test_replays_are_eager_calls(num_sms: int, backend: str, device: torch.devic
     mixes: list[Mix] = [((1, 9), (1, 0), (7, 2), (3, 3)), ((1, 40), (11, 13)), ((5, 16), (2, 0))]
 
     def case(mix: Mix, seed: int) -> Case:
-        padding = {
-            "padding_requests": 4 - len(mix),
-            "padding_tokens": 12 - sum(length for length, _ in mix),
-        }
-        layout = layout_of(4, 32, 8, requests=mix, seed=seed, **padding)
-        made = make(layout, 8, device, min_blocks=16)
-        made.metadata = replace(made.metadata, max_seq_len=128)
-        return made
+        layout = layout_of(4, 32, 8, requests=mix, seed=seed, **padding_to(12, mix))
+        return make(layout, 8, device, min_blocks=8)
 
-    static = case(mixes[0], 0)
-    static.metadata.slot_mapping.fill_(-1)
-    static.metadata.block_table.fill_(0)
-    if device.type == "cuda":
-        static.run(BACKENDS[backend])  # kernels are compiled and loaded by a first call
-    with GraphPool(device, lazy_capture=True) as pool:
-        captured = pool.capture(lambda: static.run(BACKENDS[backend]))
-        for seed, mix in enumerate(mixes):
-            batch = case(mix, seed)
-            for target, source in zip(static.tensors(), batch.tensors(), strict=True):
-                target.copy_(source)
-            pool.replay(captured.tape)
-            assert_same_bits(captured.output, batch.check(BACKENDS[backend]))
-            assert_same_bits(static.cache, batch.cache)
+    check_replays(BACKENDS[backend], mixes, case, device)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -334,12 +170,14 @@ def test_a_batch_to_capture_may_claim_anything(backend: str, device: torch.devic
     for tensor in case.inputs:
         tensor.nan_to_num_(0.5)
     out = case.run(BACKENDS[backend])
-    torch.testing.assert_close(out, torch.ones_like(out))
+    value = case.embedding.up[:, 4:].sum(2)  # of a latent vector of ones
+    torch.testing.assert_close(out, value.expand_as(out), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("changes", [{"value_dim": 16}, {"num_kv_heads": 2}, {"head_dim": 48}])
 def test_other_sizes_than_the_specs(changes: dict[str, int], device: torch.device) -> None:
     case = make(layout_of(4, 32, 8), 8, device)
     case.spec = replace(case.spec, **changes)
-    with pytest.raises(ConfigError, match="attend_latent got queries of 32 and 8 columns and rows"):
+    message = "attend_latent got 4 query heads of 12 columns, rows of 40"
+    with pytest.raises(ConfigError, match=message):
         case.run(BACKENDS["torch"])

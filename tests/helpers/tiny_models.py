@@ -270,7 +270,7 @@ def _deepseek_v3() -> PretrainedConfig:
         num_key_value_heads=4,
         attention_bias=True,
         q_lora_rank=24,
-        kv_lora_rank=16,
+        kv_lora_rank=40,
         rms_norm_eps=1e-2,
         qk_nope_head_dim=16,
         qk_rope_head_dim=16,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from tiny_models import TINY_MIXTURES, VOCAB_SIZE, save_tiny
 from transformers import AutoModelForCausalLM
 
 from ostinato import LLM, GraphConfig, SamplingParams
+from ostinato.attention import latent_cpu
+from ostinato.attention.paged import PagedBatch
+from ostinato.attention.paged_cpu import Queries
 from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.loading.load import load_model
 from ostinato.models.native.config.decoder_config import DecoderConfig, unsupported_reason
@@ -48,10 +52,10 @@ def open_llm(path: Path, mode: str = "FULL_AND_PIECEWISE", **settings: Any) -> L
         "device": "cpu",
         "dtype": "float32",
         "max_num_seqs": 4,
-        "max_num_batched_tokens": 32,
+        "max_num_batched_tokens": 48,
         "max_model_len": 128,
         "kv_cache_memory_bytes": "16M",
-        "graphs": GraphConfig(mode=mode, capture_sizes=[4, 32]),
+        "graphs": GraphConfig(mode=mode, capture_sizes=[4, 48]),
         "show_progress": False,
     }
     return LLM(path, **{**options, **settings})
@@ -62,16 +66,24 @@ def tokens_of(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def expected_tokens(path: Path, prompts: list[list[int]]) -> list[list[int]]:
+    return [_expected(path, tuple(prompt)) for prompt in prompts]
+
+
+@cache
+def _expected(path: Path, prompt: tuple[int, ...]) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = _transformers_model(path).generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+    )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+@cache
+def _transformers_model(path: Path) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    results = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        output = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
-        )
-        results.append(output[0, len(prompt) :].tolist())
-    return results
+    return model
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -79,17 +91,52 @@ def prompt_of(length: int, seed: int) -> list[int]:
     return torch.randint(3, VOCAB_SIZE, (length,), generator=source).tolist()
 
 
-@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_AND_FULL"])
-def test_chunks_and_prefixes_in_the_cache(checkpoint: Path, mode: str) -> None:
-    """Prompts in chunks of at most 32 tokens, then others that begin as they do."""
-    first = [prompt_of(75, 0), prompt_of(40, 1)]
-    second = [first[0][:64] + prompt_of(9, 2), first[1] + [5]]
+@pytest.fixture
+def expanded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The requests whose keys were expanded in one layer: queries, and keys of the cache."""
+    found: list[tuple[int, int]] = []
+    run = latent_cpu.attend_requests
+
+    def attend_requests(requests: list[Queries], query: torch.Tensor, batch: PagedBatch) -> None:
+        found.extend((each.query_len, each.seq_len - each.query_len) for each in requests)
+        run(requests, query, batch)
+
+    monkeypatch.setattr(latent_cpu, "attend_requests", attend_requests)
+    return found
+
+
+@pytest.mark.slow
+# Keys are expanded from 34 queries on, or from 27.
+@pytest.mark.parametrize(
+    "mode", ["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE", "FULL_AND_FULL"]
+)
+def test_chunks_and_prefixes_in_the_cache(
+    checkpoint: Path, mode: str, expanded: list[tuple[int, int]]
+) -> None:
+    """Prompts in chunks of at most 48 tokens, among decoded ones; others that begin as they do."""
+    first = [prompt_of(20, 0), prompt_of(100, 1), prompt_of(40, 2)]
+    second = [first[1][:64] + prompt_of(45, 3), first[2] + [5]]
     with open_llm(checkpoint, mode) as llm:
+        expanded.clear()  # captures are no steps
         assert tokens_of(llm, first) == expected_tokens(checkpoint, first)
         results = llm.generate(second, GREEDY)
     assert [result.num_cached_tokens for result in results] == [64, 32]
     tokens = [result.outputs[0].token_ids for result in results]
     assert tokens == expected_tokens(checkpoint, second)
+    # Beside a decoded token, behind a chunk; and behind a prefix of another request.
+    assert {(47, 28), (45, 64)} <= set(expanded)
+    assert min(queries for queries, _ in expanded) > 26
+
+
+@pytest.mark.slow
+def test_preemption(checkpoint: Path, expanded: list[tuple[int, int]]) -> None:
+    prompts = [prompt_of(60, 0), prompt_of(50, 1), prompt_of(40, 2)]
+    options = {"kv_cache_tokens": 128, "max_model_len": 80, "enable_prefix_caching": False}
+    with open_llm(checkpoint, **options) as llm:
+        expanded.clear()
+        assert tokens_of(llm, prompts) == expected_tokens(checkpoint, prompts)
+        assert llm.engine.scheduler.num_preemptions > 0
+    assert expanded
 
 
 @pytest.mark.parametrize("setting", ["offload", "speculative"])
@@ -141,11 +188,6 @@ def test_layers_that_predict_further_tokens_are_ignored(tmp_path: Path) -> None:
     [
         ({"enable_lora": True}, "enable_lora needs a dense model .*it has latent attention"),
         ({"swiftkv_layers": 1}, "SwiftKV needs keys and values of every head"),
-        pytest.param(
-            {"tensor_parallel_size": 2},
-            "latent attention do not run on several ranks",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_refusals(settings: dict[str, Any], message: str, dense: Path) -> None:

@@ -19,6 +19,7 @@ from ostinato.bench.layouts.rank_step import SilentComm, make_batch, make_cache
 from ostinato.errors import ConfigError
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.config.families import FAMILIES
+from ostinato.models.native.config.latent_config import LatentConfig
 from ostinato.models.native.shapes import draw_weights, shape_config
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.sharded.sharded_decoder import build_base, build_shift
@@ -58,6 +59,9 @@ def config_of(shape: str = "tiny", **changes: Any) -> DecoderConfig:
 
 TINY = config_of(num_heads=8, num_kv_heads=2, vocab_size=97)
 LLAMA = config_of("llama-3.1-8b")
+_SIZES = LatentConfig(kv_lora_rank=24, qk_nope_head_dim=12, qk_rope_head_dim=16, v_head_dim=20)
+LATENT = replace(TINY, num_kv_heads=8, latent=_SIZES)
+DEEPSEEK = config_of("deepseek-v2-lite")
 
 
 def build(config: DecoderConfig, layout: ParallelLayout, model: Model, **options: Any) -> Any:
@@ -84,6 +88,12 @@ def test_collectives_are_those_that_the_decoder_calls(
 @pytest.mark.parametrize("model", MODELS)
 def test_collectives_of_norms_over_all_heads(model: Model) -> None:
     check_collectives(replace(TINY, qk_norm="full"), ParallelLayout(2, 2), model)
+
+
+@pytest.mark.parametrize(("sp", "tp"), [(1, 2), (2, 2), (4, 1)])
+@pytest.mark.parametrize("model", MODELS)
+def test_collectives_of_latent_attention(model: Model, sp: int, tp: int) -> None:
+    check_collectives(LATENT, ParallelLayout(sp, tp), model)
 
 
 def check_collectives(config: DecoderConfig, layout: ParallelLayout, model: Model) -> None:
@@ -133,6 +143,13 @@ CONFIGS = {
     "biases": replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True),
     "qk_norm": replace(TINY, qk_norm="head", num_kv_heads=1),
     "norms over all heads": replace(TINY, qk_norm="full"),
+    "latent": LATENT,
+    "latent queries": replace(
+        LATENT,
+        latent=replace(_SIZES, q_lora_rank=24),
+        qkv_bias=True,
+        output_bias=True,
+    ),
     "four norms": replace(TINY, names=FAMILIES["gemma2"].names),
 }
 
@@ -229,6 +246,23 @@ def test_roofline_by_hand() -> None:
     pairs = 2048 * 2049 // 2
     arithmetic = 2 * layers * 2048 + 32 * 4 * 32 * 128 * pairs
     assert seconds == pytest.approx(arithmetic / 1e15 + 2 * head / 4e12)
+
+
+def test_roofline_of_latent_attention() -> None:
+    """DeepSeek-V2-Lite: the row that every rank reads is not split, and the heads are."""
+    costs = [
+        roofline(DEEPSEEK, **numbers)._attention("decode", 32, (16 // tp, 16 // tp))
+        for tp in (1, 2)
+        for numbers in ({"flops": 1e30}, {"bandwidth": 1e30})
+    ]
+    keys = 27 * 32 * 512
+    read, scored = keys * 576 * 2 / 4e12, keys * 16 * 2 * (576 + 512) / 1e15
+    assert costs == pytest.approx([read, scored, read, scored / 2])
+    # From 171 tokens on, keys and values of the heads are computed.
+    for size, pair, key in ((170, 2 * (576 + 512), 0), (2048, 2 * (192 + 128), 2 * 512 * 256)):
+        seconds = roofline(DEEPSEEK, bandwidth=1e30)._attention("prefill", size, (16, 16))
+        pairs = size * (size + 1) // 2
+        assert seconds == pytest.approx(27 * 16 * (pairs * pair + size * key) / 1e15)
 
 
 def test_roofline_of_parts() -> None:

@@ -88,6 +88,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
         ("qwen2_moe", "FULL_AND_FULL", REPLICAS),
         ("gpt_oss", "NONE", REPLICAS),
         ("glm4_moe", "FULL", {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
+        ("deepseek_v2", "FULL_AND_FULL", {"tensor_parallel_size": 2}),
+        ("deepseek_v3", "FULL_AND_PIECEWISE", REPLICAS),
     ],
 )
 def test_tokens_and_load(
@@ -106,9 +108,10 @@ def test_tokens_and_load(
         assert outcome.modes & set(mode.split("_")) or outcome.modes == {mode}
 
 
-def test_tokens_split_over_ranks(gloo_pool: GlooPool, reference: Any) -> None:
+@pytest.mark.parametrize("name", ["qwen2_moe", "deepseek_v3"])
+def test_tokens_split_over_ranks(gloo_pool: GlooPool, reference: Any, name: str) -> None:
     """Each rank runs its tokens through whole experts, or all of them through its slices."""
-    path, expected = reference("qwen2_moe")
+    path, expected = reference(name)
     options = {"ulysses_sequence_parallel_size": 2, "shift_parallel_threshold": 2}
     for outcome in gloo_pool.run(run, path, "FULL_AND_PIECEWISE", options):
         assert (outcome.many, outcome.one) == (expected.many, expected.one)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ostinato.attention.latent_rope import LatentEmbedding
+from ostinato.attention.latent_rope import LatentEmbedding, absorbed_query, write_values
 from ostinato.attention.rope import RotaryEmbedding
 from ostinato.compile.operators import splitting_operator
 from ostinato.errors import ConfigError
@@ -170,20 +170,38 @@ class AttentionBackend(Protocol):
         self,
         spec: AttentionSpec,
         query: torch.Tensor,
-        rope_query: torch.Tensor,
         compressed: torch.Tensor,
         embedding: LatentEmbedding,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        """``embedding.apply``, then ``forward``; some backends override it with fewer kernels.
+        """``embedding.apply``, then ``forward_absorbed``; others override it with fewer kernels.
 
-        ``query``, ``rope_query``, ``compressed`` and ``positions`` are as in ``embedding.apply``;
-        ``spec``, ``metadata`` and ``out`` as in ``forward``.
+        ``query``, ``compressed``, ``embedding`` and ``positions`` are as in ``attend_latent``;
+        ``spec`` and ``metadata`` as in ``forward``; ``out`` [T, num_heads, v_head_dim] is dense.
         """
-        whole, key = embedding.apply(query, rope_query, compressed, positions)
-        self.forward(spec, whole, key, key[..., : spec.value_dim], metadata, out, None)
+        query, row = embedding.apply(query, compressed, positions)
+        self.forward_absorbed(spec, query, row, embedding.up, metadata, out)
+
+    def forward_absorbed(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        row: torch.Tensor,
+        up: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """Latent attention over rows of the cache by ``forward``, with ``up`` absorbed.
+
+        ``query`` and ``row`` are what ``LatentEmbedding.apply`` returns.
+        """
+        rank, key = spec.value_dim, row.unsqueeze(1)
+        mixed = query.new_empty((*query.shape[:2], rank))
+        absorbed = absorbed_query(query, up, spec.head_dim - rank)
+        self.forward(spec, absorbed, key, key[..., :rank], metadata, mixed, None)
+        write_values(mixed, up, out)
 
 
 def attend(

@@ -1,9 +1,11 @@
 """Latent attention (MLA) over the paged cache: ``attend_latent``.
 
 A token's row in the cache, shared by all heads, is a latent vector, normed, and behind it a key
-with RoPE. Queries come in the space of the latent vectors: a model absorbs the projection from
-these to keys into its queries, and applies that to values to the result. So rows serve as keys of
-one KV head, and their latent vectors as values.
+with RoPE. Keys and values of a head are projections of the latent vector, and there are two ways to
+attend to them. *Absorbed*: queries are projected into the space of latent vectors, so that rows
+serve as keys of one KV head and their latent vectors as values; what is mixed is projected to
+values. *Expanded*: keys and values of every head are computed, and attended to as usual.
+``latent_expansion`` says which pays off where; the result is the same.
 """
 
 from __future__ import annotations
@@ -20,28 +22,31 @@ from ostinato.graphs.capture.segments import eager_break
 def attend_latent(
     spec: AttentionSpec,
     query: torch.Tensor,
-    rope_query: torch.Tensor,
     compressed: torch.Tensor,
     embedding: LatentEmbedding,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Latent attention of one layer for the batch in the forward context -> [T, heads, rank].
+    """Latent attention of one layer for the batch in the forward context -> [T, heads, v_head_dim].
 
-    ``query`` [T, heads, rank] and ``rope_query`` [T, heads, rope_dim], before RoPE; ``compressed``
-    [T, rank + rope_dim], before the norm and RoPE: the row to store. All may be strided.
-    ``positions`` [T] int64: rows of the RoPE table. A graph breaks here as it does at ``attend``.
-    Not for code under torch.compile.
+    ``query`` [T, heads, nope_dim + rope_dim], before RoPE; ``compressed`` [T, rank + rope_dim],
+    before the norm and RoPE: the row to store. Both may be strided. ``positions`` [T] int64: rows
+    of the RoPE table. A graph breaks here as it does at ``attend``. Not for code under
+    torch.compile.
     """
-    widths = query.shape[2], rope_query.shape[2], compressed.shape[1]
-    rank, row = spec.value_dim, spec.head_dim
-    if widths != (rank, row - rank, row) or not spec.values_in_keys or spec.num_kv_heads != 1:
+    num_heads, width, rank = embedding.up.shape
+    rope = embedding.table.shape[1]
+    value_dim = width + rope - query.shape[2]
+    got = (rank, rank + rope, compressed.shape[1], num_heads, query.shape[1])
+    wanted = (spec.value_dim, spec.head_dim, spec.head_dim, spec.num_heads, spec.num_heads)
+    if got != wanted or value_dim < 1 or not spec.values_in_keys or spec.num_kv_heads != 1:
         raise ConfigError(
-            f"attend_latent got queries of {widths[0]} and {widths[1]} columns and rows of "
-            f"{widths[2]}; rows of {row} in the cache, {rank} of them values, need {rank}, "
-            f"{row - rank} and {row}, one KV head and values_in_keys"
+            f"attend_latent got {query.shape[1]} query heads of {query.shape[2]} columns, rows of "
+            f"{compressed.shape[1]}, and projections of shape {tuple(embedding.up.shape)}; rows of "
+            f"{spec.head_dim} in the cache, {spec.value_dim} of them values, and {spec.num_heads} "
+            "heads need as many, one KV head and values_in_keys"
         )
-    out = query.new_empty((query.shape[0], spec.num_heads, rank))
-    _attend_latent_into(spec, query, rope_query, compressed, embedding, positions, out)
+    out = query.new_empty((query.shape[0], num_heads, value_dim))
+    _attend_latent_into(spec, query, compressed, embedding, positions, out)
     return out
 
 
@@ -49,13 +54,10 @@ def attend_latent(
 def _attend_latent_into(
     spec: AttentionSpec,
     query: torch.Tensor,
-    rope_query: torch.Tensor,
     compressed: torch.Tensor,
     embedding: LatentEmbedding,
     positions: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
     metadata: AttentionMetadata = get_forward_context().attn_metadata
-    metadata.backend.forward_latent(
-        spec, query, rope_query, compressed, embedding, positions, metadata, out
-    )
+    metadata.backend.forward_latent(spec, query, compressed, embedding, positions, metadata, out)

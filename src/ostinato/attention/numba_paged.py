@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ostinato.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.attention.latent_cpu import forward_latent_cpu
+from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.paged import (
     PagedBatch,
     PagedQkvAttention,
@@ -68,6 +71,19 @@ class NumbaPagedAttention(PagedQkvAttention):
             rotary.eps,
             *_contiguous(batch),
         )
+
+    @torch.no_grad()
+    def forward_latent(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        compressed: torch.Tensor,
+        embedding: LatentEmbedding,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        forward_latent_cpu(self, spec, query, compressed, embedding, positions, metadata, out)
 
 
 def _runs_compiled(batch: PagedBatch) -> bool:

@@ -83,6 +83,11 @@ _BATCH = """Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor(c!) out,
     int max_seq_len, bool uniform_decode"""
 
 
+def batch_schema() -> str:
+    """The fields of a ``PagedBatch``, as the last arguments of an operator."""
+    return _BATCH
+
+
 def heads_schema(name: str) -> str:
     """Of an operator whose kernel, ``over_heads(kernel)``, takes queries, keys and values."""
     return f"{name}(Tensor query, Tensor key, Tensor value, {_BATCH}) -> ()"
@@ -96,8 +101,9 @@ def qkv_schema(name: str) -> str:
 
 def latent_schema(name: str) -> str:
     """Of an operator whose kernel, ``over_latent(kernel)``, takes latent attention's inputs."""
-    inputs = "Tensor query, Tensor rope_query, Tensor compressed, Tensor positions"
-    return f"{name}({inputs}, Tensor table, Tensor norm, float eps, {_BATCH}) -> ()"
+    inputs = "Tensor query, Tensor compressed, Tensor positions"
+    embedding = "Tensor table, Tensor norm, float eps, Tensor up"
+    return f"{name}({inputs}, {embedding}, {_BATCH}) -> ()"
 
 
 def over_heads(
@@ -131,24 +137,22 @@ def over_qkv(
 
 
 def over_latent(
-    kernel: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, LatentEmbedding, torch.Tensor, PagedBatch], T
-    ],
+    kernel: Callable[[torch.Tensor, torch.Tensor, LatentEmbedding, torch.Tensor, PagedBatch], T],
 ) -> Callable[..., T]:
-    """``kernel(query, rope_query, compressed, embedding, positions, batch)`` likewise."""
+    """``kernel(query, compressed, embedding, positions, batch)`` likewise."""
 
     def run(
         query: torch.Tensor,
-        rope_query: torch.Tensor,
         compressed: torch.Tensor,
         positions: torch.Tensor,
         table: torch.Tensor,
         norm: torch.Tensor,
         eps: float,
+        up: torch.Tensor,
         *batch: Any,
     ) -> T:
-        embedding = LatentEmbedding(table=table, norm=Norm(norm, eps))
-        return kernel(query, rope_query, compressed, embedding, positions, PagedBatch(*batch))
+        embedding = LatentEmbedding(table=table, norm=Norm(norm, eps), up=up)
+        return kernel(query, compressed, embedding, positions, PagedBatch(*batch))
 
     return run
 

@@ -7,8 +7,13 @@ lengths as tensors and looks at them when it runs: on the CPU in ``paged_cpu``, 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from ostinato.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.attention.latent_cpu import forward_latent_cpu
+from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.paged import PagedAttention, PagedBatch, heads_schema, over_heads
 from ostinato.attention.paged_cpu import paged_attention_cpu
 from ostinato.attention.paged_cuda import paged_attention_cuda
@@ -41,3 +46,18 @@ class TorchPagedAttention(PagedAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch
     ) -> None:
         _paged_attention(query, key, value, *batch)
+
+    @torch.no_grad()
+    def forward_latent(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        compressed: torch.Tensor,
+        embedding: LatentEmbedding,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        """On the CPU, long prompts attend to expanded keys."""
+        run = super().forward_latent if query.is_cuda else partial(forward_latent_cpu, self)
+        run(spec, query, compressed, embedding, positions, metadata, out)

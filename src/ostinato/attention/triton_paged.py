@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
-from ostinato.attention.latent_rope import LatentEmbedding
+from ostinato.attention.latent_expansion import least_queries
+from ostinato.attention.latent_rope import LatentEmbedding, absorb, to_values, write_values
 from ostinato.attention.paged import (
     PagedBatch,
     PagedQkvAttention,
@@ -75,20 +76,64 @@ def triton_qkv_attention(
 
 def triton_latent_attention(
     query: torch.Tensor,
-    rope_query: torch.Tensor,
     compressed: torch.Tensor,
     embedding: LatentEmbedding,
     positions: torch.Tensor,
     batch: PagedBatch,
 ) -> None:
-    """Norm, apply RoPE, store, attend over the latent cache, and write all of ``out``."""
+    """Norm, apply RoPE, store, attend over the latent cache, and write all of ``out``.
+
+    Long prompts attend to expanded keys (``latent_expansion``), all else is absorbed. Either way
+    leaves zeros where the other has a result.
+    """
     if query.shape[0] == 0:
         return
     from ostinato.attention.triton.latent_store import latent_store
 
+    out, up = batch.out, embedding.up
+    plain, rope_query = query.tensor_split((query.shape[2] - embedding.table.shape[1],), dim=2)
+    mixed = out.new_empty((*out.shape[:2], embedding.rank))
+    absorbed = batch._replace(out=mixed)
     rope_query, compressed = _rows_in_one_piece(rope_query), _rows_in_one_piece(compressed)
-    rotated = latent_store(rope_query, compressed, embedding, positions, batch)
-    _attend_latent(query, rotated, batch)
+    rotated = latent_store(rope_query, compressed, embedding, positions, absorbed)
+    rest = _attend_expanded(plain, rotated, up, batch)
+    if rest is None:
+        _attend_latent(absorb(plain, up), rotated, absorbed)
+        write_values(mixed, up, out)
+        return
+    _attend_latent(absorb(plain, up), rotated, absorbed._replace(seq_lens=rest))
+    out.transpose(0, 1).baddbmm_(mixed.transpose(0, 1), to_values(up, out.shape[2]))
+
+
+def _attend_expanded(
+    plain: torch.Tensor, rotated: torch.Tensor, up: torch.Tensor, batch: PagedBatch
+) -> torch.Tensor | None:
+    """Attention of the requests whose keys are expanded; the keys that remain, by request.
+
+    Rows of all others in ``out`` become zero. None: no request of such a batch can be expanded, and
+    nothing is written.
+    """
+    nope, rope, value_dim = plain.shape[2], rotated.shape[2], batch.out.shape[2]
+    least = least_queries(up.shape[2], nope + rope, value_dim, rope)
+    num_tokens, num_reqs = plain.shape[0], batch.seq_lens.shape[0]
+    if batch.uniform_decode or least is None or num_tokens < least or num_reqs == 0:
+        return None
+    from ostinato.attention.triton.latent_expand import expand_latent
+
+    query, sms = torch.cat((plain, rotated), dim=2), num_sms(plain.device)
+    expanded, rest = expand_latent(up, batch, rope, least, sms)
+    batch.out.zero_()  # padding belongs to no request
+    shape = BatchShape.of(expanded, sms)
+    prompts = takes_prompts(shape._replace(num_reqs=num_reqs), uniform_decode=False)
+    if prompts and _fits_hopper_kernels(query, expanded):
+        from ostinato.attention.triton.prefill_attention import prefill_attention
+
+        prefill_attention(query, expanded)
+    else:
+        from ostinato.attention.triton.paged_attention import paged_attention
+
+        paged_attention(query, expanded, tile_config(shape))
+    return rest
 
 
 def _attend_latent(query: torch.Tensor, rope_query: torch.Tensor, batch: PagedBatch) -> None:
@@ -257,17 +302,16 @@ class TritonPagedAttention(PagedQkvAttention):
         self,
         spec: AttentionSpec,
         query: torch.Tensor,
-        rope_query: torch.Tensor,
         compressed: torch.Tensor,
         embedding: LatentEmbedding,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         out: torch.Tensor,
     ) -> None:
-        """Any batch in two kernels, or three where keys may be split."""
+        """Decode batches in two kernels and two GEMMs; those with prompts may expand their keys."""
         batch = PagedBatch.of(spec, metadata, out, None)
         if query.is_cuda:  # as above
-            triton_latent_attention(query, rope_query, compressed, embedding, positions, batch)
+            triton_latent_attention(query, compressed, embedding, positions, batch)
             return
-        tensors = query, rope_query, compressed, positions
-        _latent_operator(*tensors, embedding.table, *embedding.norm, *batch)
+        tensors = query, compressed, positions
+        _latent_operator(*tensors, embedding.table, *embedding.norm, embedding.up, *batch)

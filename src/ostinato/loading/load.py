@@ -141,9 +141,10 @@ def _check_can_split(rank_context: RankContext | None, described: ModelDescripti
             f"{described.generic_reason}"
         )
     decoder = _decoder_config(described.native_config)
-    if decoder.latent is not None:
+    if decoder.latent is not None and layout.dcp > 1:
         raise ConfigError(
-            f"models with latent attention do not run on {ranks}; use one rank per replica"
+            f"decode_context_parallel_size is {layout.dcp}, but the cache of models with latent "
+            "attention is not split over ranks; leave it out"
         )
     if spread and decoder.experts is None:
         raise ConfigError(

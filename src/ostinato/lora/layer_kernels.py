@@ -108,10 +108,9 @@ class WithAdapters(LayerKernels[Tensor, Tensor]):
         layer: DecoderLayer,
         latent: LatentAttention,
         query: Tensor,
-        rope_query: Tensor,
         compressed: Tensor,
     ) -> Tensor:
-        return self._run.attend_latent(layer, latent, query, rope_query, compressed)
+        return self._run.attend_latent(layer, latent, query, compressed)
 
     def finish(self, x: Tensor, residual: Tensor | None) -> tuple[Any, Tensor | None]:
         return self._run.finish(x, residual)

@@ -7,7 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 
 # The role of a tensor, or of a range of its rows, in a decoder.
-Role = Literal["query", "key", "value", "output", "gate", "up", "down", "vocabulary", "sinks"]
+Role = Literal[
+    "query", "key", "value", "output", "gate", "up", "down", "vocabulary", "sinks", "latent"
+]
 
 
 class WeightSlot(NamedTuple):

@@ -53,6 +53,11 @@ class UlyssesExchange(TensorExchange):
         heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
         return self._trade(*heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)).flatten(1)
 
+    def latent_for_heads(
+        self, query: torch.Tensor, row: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._trade(query), self._sequence.all_gather(row)
+
     def _trade(self, *all_heads: torch.Tensor) -> torch.Tensor:
         # Heads are stored block after block, so a block is a range of each of query, key, value.
         blocks = [heads.unflatten(1, (self._sequence.size, -1)) for heads in all_heads]

@@ -87,18 +87,24 @@ def layer_collectives(
         return _real([*[norm] * bool(squares), total, total])
     share = layout.padded_tokens(num_tokens) // layout.sp
     norm = Collective("all_reduce", layout.tp, share * squares)
-    num_heads, num_kv_heads = head_counts(config, layout, model)
-    per_head = share * config.head_dim * itemsize
     total = Collective("all_reduce", layout.tp, share * hidden)
-    return _real(
-        [
-            *[norm] * bool(squares),
-            Collective("all_to_all", layout.sp, (num_heads + 2 * num_kv_heads) * per_head),
-            Collective("all_to_all", layout.sp, num_heads * per_head),
-            total,
-            total,
-        ]
-    )
+    exchanges = _sequence_collectives(config, layout, share * itemsize)
+    return _real([*[norm] * bool(squares), *exchanges, total, total])
+
+
+def _sequence_collectives(
+    config: DecoderConfig, layout: ParallelLayout, column: int
+) -> list[Collective]:
+    """Around the base model's attention. ``column``: the bytes of one for a rank's tokens."""
+    (num_heads, num_kv_heads), latent = head_counts(config, layout, "base"), config.latent
+    if latent is None:
+        columns = (num_heads + 2 * num_kv_heads) * config.head_dim, num_heads * config.head_dim
+    else:
+        columns = num_heads * latent.query_dim, num_heads * latent.v_head_dim
+    before, after = (Collective("all_to_all", layout.sp, each * column) for each in columns)
+    if latent is None:
+        return [before, after]
+    return [before, Collective("all_gather", layout.sp, latent.row_dim * column), after]
 
 
 def outer_collectives(

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ostinato.attention.latent_expansion import least_queries
 from ostinato.errors import ConfigError
 from ostinato.parallel.layout import ParallelLayout, vocabulary
 from ostinato.planner.communication import MODELS, Model, check_number, head_counts
@@ -28,6 +29,7 @@ from ostinato.planner.weights import (
 
 if TYPE_CHECKING:
     from ostinato.models.native.config.decoder_config import DecoderConfig
+    from ostinato.models.native.config.latent_config import LatentConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +96,17 @@ class Roofline:
         return self._longer(each * experts_touched(experts, num_tokens), 2 * each * num_pairs)
 
     def _attention(self, kind: Kind, num_tokens: int, heads: tuple[int, int]) -> float:
-        read, scored, head_dim = 0, 0, self.config.head_dim
+        # Elements of a key and its value; operations of a query and a key, and of a key.
+        row, score, expand = 2 * heads[1] * self.config.head_dim, 4 * self.config.head_dim, 0
+        if self.config.latent is not None:  # one row for all heads
+            row = self.config.latent.row_dim
+            score, expand = _latent_operations(self.config.latent, kind, num_tokens)
+        read, computed = 0, 0
         for window, num_layers in self._windows.items():
             keys, pairs = _attended(kind, num_tokens, self.context, window)
-            read += num_layers * keys * 2 * heads[1] * head_dim
-            scored += num_layers * pairs * 4 * heads[0] * head_dim
-        return self._longer(read, scored)
+            read += num_layers * keys * row
+            computed += num_layers * heads[0] * (pairs * score + keys * expand)
+        return self._longer(read, computed)
 
     def _head(self, kind: Kind, num_tokens: int, parts: int) -> float:
         num_reqs = num_tokens if kind == "decode" else 1
@@ -113,6 +120,15 @@ class Roofline:
 
     def _longer(self, elements: float, operations: float) -> float:
         return max(elements * self.itemsize / self.bandwidth, operations / self.flops)
+
+
+def _latent_operations(latent: LatentConfig, kind: Kind, num_tokens: int) -> tuple[int, int]:
+    """Of a query and a key, and of a key, for each head; as ``latent_expansion`` chooses."""
+    rank, rope, value = latent.kv_lora_rank, latent.qk_rope_head_dim, latent.v_head_dim
+    least = least_queries(rank, latent.query_dim, value, rope)
+    if kind == "decode" or least is None or num_tokens < least:
+        return 2 * (2 * rank + rope), 0
+    return 2 * (latent.query_dim + value), 2 * rank * (latent.qk_nope_head_dim + value)
 
 
 def _attended(kind: Kind, num_tokens: int, context: int, window: int | None) -> tuple[int, int]:

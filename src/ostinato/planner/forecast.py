@@ -66,10 +66,6 @@ def run(question: Question) -> dict[str, Any]:
     measured = None if result is None else Measured(result, repr(str(question.source)))
     model, dtype = _subject(question, measured)
     config = DecoderConfig.from_hf(shape_config(model))
-    if config.latent is not None:
-        raise ConfigError(
-            f"{model} has latent attention, whose cost is not predicted; name another model"
-        )
     compute, from_what = (
         _roofline(question, config, dtype)
         if measured is None
@@ -233,7 +229,8 @@ def _about_communication(question: Question, bandwidth: float, latency: float) -
         + _stated(question.latency, latency, "µs and its bytes / bandwidth", _LATENCY_FROM),
         "bytes: an all-reduce of n GPUs moves 2(n-1)/n of its tensor, twice per layer with TP and "
         "in the shift model, and once for the embedding; an all-to-all (n-1)/n, twice per layer "
-        "with SP; an all-gather n-1 parts, for the hidden states with SP, the logits with TP",
+        "with SP; an all-gather n-1 parts, for the hidden states with SP, the logits with TP, and "
+        "with SP for the rows that all heads of latent attention share, once per layer",
         "head: logits come from the base model's head, split over TP only, in both models",
     ]
 

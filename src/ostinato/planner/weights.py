@@ -72,9 +72,10 @@ def _weights(
     """Each expert is in ``parts``, or whole experts are spread over ``num_spread`` ranks."""
     hidden, size, experts = config.hidden_size, config.head_dim, config.experts
     queries, keys = heads[0] * size, heads[1] * size
-    attention = hidden * (2 * queries + 2 * keys)
-    attention += hidden * config.names.num_norms * (1 + config.norm_bias)
-    attention += (queries + 2 * keys) * config.qkv_bias + hidden * config.output_bias
+    attention = _latent_weights(config, heads[0])
+    if config.latent is None:
+        attention = hidden * (2 * queries + 2 * keys) + (queries + 2 * keys) * config.qkv_bias
+    attention += hidden * (config.names.num_norms * (1 + config.norm_bias) + config.output_bias)
     attention += (queries + keys) * bool(config.qk_norm) + heads[0] * config.sinks
     width = config.intermediate_size // parts
     dense = hidden * (2 + config.gated) * width
@@ -96,6 +97,18 @@ def _weights(
         head=table if has_head and not config.tied_head else 0,
         norm=hidden * (1 + config.norm_bias),
     )
+
+
+def _latent_weights(config: DecoderConfig, num_heads: int) -> int:
+    """Of latent attention, norms inside it included. What comes before heads is not split."""
+    latent, hidden = config.latent, config.hidden_size
+    if latent is None:
+        return 0
+    queries, from_latent = num_heads * latent.query_dim, latent.q_lora_rank or 0
+    first = (from_latent or queries) + latent.row_dim
+    up = num_heads * (latent.qk_nope_head_dim + latent.v_head_dim) * latent.kv_lora_rank
+    weights = first * (hidden + config.qkv_bias) + from_latent * (queries + 1)
+    return weights + up + latent.kv_lora_rank + num_heads * latent.v_head_dim * hidden
 
 
 def expert_weights(config: DecoderConfig, parts: int = 1) -> int:

@@ -121,8 +121,10 @@ LATENT = """
 from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.paged import PagedBatch
 from ostinato.attention.triton.latent_attention import latent_attention
+from ostinato.attention.triton.latent_expand import expand_latent
 from ostinato.attention.triton.latent_store import latent_store
 from ostinato.attention.triton.latent_tiles import LatentShape, latent_tile_config
+from ostinato.attention.triton.prefill_attention import prefill_attention
 from ostinato.ops.norm import Norm
 
 def zeros(*shape, dtype=torch.int32):
@@ -137,12 +139,19 @@ for dtype, num_tokens in ((torch.bfloat16, 2), (torch.bfloat16, 64)):
         window=None, soft_cap=None, sinks=None, uniform_decode=num_tokens == 2,
     )
     config = latent_tile_config(LatentShape.of(batch, 132))
-    embedding = LatentEmbedding(table=torch.zeros(64, 16), norm=Norm(zeros(32, dtype=dtype), 1e-6))
+    norm, up = Norm(zeros(32, dtype=dtype), 1e-6), zeros(16, 8, 32, dtype=dtype)
+    embedding = LatentEmbedding(table=torch.zeros(64, 16), norm=norm, up=up)
     with compiling_ahead():
         rows, query = zeros(num_tokens, 48, dtype=dtype), zeros(num_tokens, 16, 32, dtype=dtype)
         positions = zeros(num_tokens, dtype=torch.int64)
         rope = latent_store(query[..., 16:], rows, embedding, positions, batch)
         latent_attention(query, rope, batch, config)
+# The sizes of DeepSeek's heads, in the kernels for prompts.
+cache, up = zeros(4, 16, 1, 576, dtype=dtype), zeros(16, 256, 512, dtype=dtype)
+batch = batch._replace(key_cache=cache, value_cache=cache, out=zeros(256, 16, 128, dtype=dtype))
+with compiling_ahead():
+    expanded, _ = expand_latent(up, batch, 64, 171, 132)
+    prefill_attention(zeros(256, 16, 192, dtype=dtype), expanded)
 print(json.dumps(sorted(name for name, _ in compiled)))
 """
 
@@ -197,7 +206,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
 
 @pytest.mark.slow
 def test_latent_attention_compiles_for_hopper(tmp_path: Path) -> None:
-    names = ["combine_latent_kernel", "latent_kernel", "latent_store_kernel"]
+    names = [
+        *("combine_latent_kernel", "latent_expand_kernel", "latent_kernel"),
+        *("latent_plan_kernel", "latent_store_kernel", "prefill_kernel"),
+    ]
     found, log = run(LATENT, tmp_path)
     assert (sorted(set(found)), log) == (names, "")
     assert found.count("latent_kernel") == 2

@@ -16,6 +16,7 @@ from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE, save_tiny
 from transformers import AutoModelForCausalLM
 
 from ostinato import set_forward_context
+from ostinato.attention import latent_cpu
 from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.bench.layouts.rank_step import make_batch, make_cache
 from ostinato.errors import ConfigError
@@ -23,6 +24,7 @@ from ostinato.loading.load import load_model
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.shapes import draw_weights
+from ostinato.models.weight_slot import WeightSlot
 from ostinato.parallel.comm import NoComm
 from ostinato.parallel.layout import ParallelLayout
 from ostinato.parallel.sharded.sharded_decoder import ShardedDecoder, build_base
@@ -63,8 +65,7 @@ def logits_of(layout: ParallelLayout, path: str) -> list[torch.Tensor]:
     return [result.logits for result in results]
 
 
-# Latent attention is not split.
-@pytest.mark.parametrize("name", [name for name in TINY_MIXTURES if "deepseek" not in name])
+@pytest.mark.parametrize("name", TINY_MIXTURES)
 @pytest.mark.parametrize(("sp", "tp"), [(1, 2), (2, 2)])
 def test_logits(name: str, sp: int, tp: int, reference: Any) -> None:
     path, expected = reference(name)
@@ -72,10 +73,12 @@ def test_logits(name: str, sp: int, tp: int, reference: Any) -> None:
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
 
 
-def test_layers_fused(reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "sp"), [("qwen2_moe", 1), ("deepseek_v2", 2), ("deepseek_v3", 2)])
+def test_layers_fused(name: str, sp: int, reference: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ShardedDecoder, "_runs_fused", lambda self, hidden: True)
-    path, expected = reference("qwen2_moe")
-    for logits in logits_of(ParallelLayout(1, 2), path):
+    monkeypatch.setattr(latent_cpu, "least_queries", lambda *_: 4)  # some prompts are expanded
+    path, expected = reference(name)
+    for logits in logits_of(ParallelLayout(sp, 2), path):
         torch.testing.assert_close(logits, expected, atol=2e-4, rtol=2e-4)
 
 
@@ -104,7 +107,7 @@ def test_stacked_experts_are_split_alike(tmp_path: Path) -> None:
             assert torch.equal(weight, stacked[key]), key
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"])
 def test_random_weights_are_parts_of_the_whole(name: str) -> None:
     config = DecoderConfig.from_hf(TINY_MIXTURES[name]())
     whole = Decoder(config, device=CPU, dtype=torch.float32)
@@ -119,14 +122,25 @@ def test_random_weights_are_parts_of_the_whole(name: str) -> None:
         draw_sharded_weights(models, 5)
         assert not any(parameter.isnan().any() for parameter in models[0].parameters())
         for slot in models[0].weight_slots():
-            if ".mlp." not in slot.name and not slot.name.endswith("sinks"):
-                continue
-            of_whole = tensors[slot.name]
-            expected = of_whole.target
+            if slot.name.endswith("norm.weight") or slot.parts == ():
+                continue  # one, repeated for each head; a bias that another rank adds
+            expected = in_file(tensors[slot.name])
             if slot.parts:
-                rows = torch.tensor([row for part in slot.parts for row in part])
-                expected = expected.reshape(of_whole.shape).index_select(slot.dim, rows)
+                expected = expected.index_select(slot.dim, rows_of(slot))
             assert torch.equal(slot.target.flatten(), expected.flatten()), (rank, slot.name)
+
+
+def in_file(slot: WeightSlot) -> torch.Tensor:
+    """The tensor that a slot of a whole model was read from."""
+    target = slot.target.reshape(slot.shape)
+    if slot.parts is None:
+        return target
+    return torch.empty_like(target).index_copy_(slot.dim, rows_of(slot), target)
+
+
+def rows_of(slot: WeightSlot) -> torch.Tensor:
+    assert slot.parts is not None
+    return torch.tensor([row for part in slot.parts for row in part])
 
 
 def test_widths_that_cannot_be_split_are_refused() -> None:
@@ -156,10 +170,6 @@ def test_the_width_of_layers_that_are_not_there_may_be_any() -> None:
     [
         ("qwen3", "enable_expert_parallel is on, but the model has no mixture of experts"),
         ("gpt2", "only models of the native decoder run on several ranks .*, enable_expert"),
-        (
-            "deepseek_v3",
-            "models with latent attention do not run on several ranks",
-        ),
     ],
 )
 def test_models_whose_experts_cannot_be_spread(name: str, message: str, tmp_path: Path) -> None:
@@ -168,6 +178,15 @@ def test_models_whose_experts_cannot_be_spread(name: str, message: str, tmp_path
         rank_context_of(1, 1, 0, CPU), threshold=0, spreads_experts=True
     )
     with pytest.raises(ConfigError, match=message):
+        load_model(str(tmp_path), device=CPU, dtype=torch.float32, rank_context=rank_context)
+
+
+def test_the_cache_of_latent_attention_is_not_split(tmp_path: Path) -> None:
+    save_tiny(TINY_MIXTURES["deepseek_v3"](), tmp_path)
+    rank_context = dataclasses.replace(
+        rank_context_of(1, 2, 0, CPU), layout=ParallelLayout(tp=2, dcp=2), threshold=0
+    )
+    with pytest.raises(ConfigError, match="decode_context_parallel_size is 2, but the cache of"):
         load_model(str(tmp_path), device=CPU, dtype=torch.float32, rank_context=rank_context)
 
 

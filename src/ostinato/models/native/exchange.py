@@ -48,6 +48,15 @@ class Exchange:
         """The same for rows of a GEMM that hold the heads of all three."""
         return qkv
 
+    def latent_for_heads(
+        self, query: torch.Tensor, row: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Before latent attention: the same for queries, with the rows of all tokens.
+
+        ``query`` [T, heads, query_dim]; ``row`` [T, N], which all heads share.
+        """
+        return query, row
+
     def own_heads(self, per_head: torch.Tensor) -> torch.Tensor:
         """Of a tensor with a row per head of the shard, the rows of this rank's heads."""
         return per_head

@@ -1,10 +1,9 @@
-"""Latent attention (MLA) of a layer, absorbed: DeepSeek-V2 and V3.
+"""Latent attention (MLA) of a layer: DeepSeek-V2 and V3.
 
 ``layer.qkv_proj`` projects to the query, or to a latent vector that it is projected from, and to
 the row of the cache: a latent vector of keys and values, and a key with RoPE that all heads share.
-Keys and values of a head are projections of the latent vector, and never computed: the projection
-to keys is absorbed into the query, that to values is applied to the result of attention. It
-computes more than plain attention over long prompts, and reads far less for decode steps.
+Keys and values of a head are projections of the latent vector; ``attention.latent`` says when they
+are computed. Ranks split the heads, and each has the rows of all tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from ostinato.attention.base import AttentionSpec
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.mixture import EmptyLinear
 from ostinato.models.native.rms_norm import RMSNorm
+from ostinato.models.native.weight_rows import shifted
 from ostinato.models.weight_slot import WeightSlot
 
 if TYPE_CHECKING:
@@ -77,65 +77,38 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Any, layer: DecoderLayer, run: AnyKernels) -> torch.Tensor:
         """[T, hidden] -> [T, heads * v_head_dim], as the last GEMM takes it."""
-        sizes, nope = self.sizes, self.sizes.qk_nope_head_dim
+        sizes = self.sizes
         first = run.project(layer.qkv_proj, x)
         query, compressed = first.split((self.first_width, sizes.row_dim), dim=1)
         if self.query_proj is not None and self.query_norm is not None:
             query = run.project(self.query_proj, run.output_norm(self.query_norm, query))
         heads = query.unflatten(1, (-1, sizes.query_dim))
-        plain, rope = heads.split((nope, sizes.qk_rope_head_dim), dim=2)
-        absorbed = torch.bmm(plain.transpose(0, 1), self.up[:, :nope]).transpose(0, 1)
-        mixed = run.attend_latent(layer, self, absorbed, rope, compressed)
-        return self._values(mixed).flatten(1)
-
-    def _values(self, mixed: torch.Tensor) -> torch.Tensor:
-        """The latent result of attention [T, heads, rank] -> [T, heads, v_head_dim], dense."""
-        by_head = mixed.transpose(0, 1)
-        to_values = self.up[:, self.sizes.qk_nope_head_dim :].transpose(1, 2)
-        if torch.compiler.is_compiling():
-            return torch.bmm(by_head, to_values).transpose(0, 1).contiguous()
-        # Written where the next GEMM reads it, without a copy.
-        values = mixed.new_empty((*mixed.shape[:2], self.sizes.v_head_dim))
-        torch.bmm(by_head, to_values, out=values.transpose(0, 1))
-        return values
+        return run.attend_latent(layer, self, heads, compressed).flatten(1)
 
     def first_slots(self, prefix: str, first: nn.Linear) -> Iterator[WeightSlot]:
         """The tensors of the layer's first GEMM. Rows with RoPE are read as pairs are here."""
-        rope = self._config.rotary.head_rows
-        row = (range(self.sizes.kv_lora_rank), *_shifted(rope, self.sizes.kv_lora_rank))
-        query = ("q_proj", self._query_rows()) if self.query_proj is None else ("q_a_proj", None)
-        start = 0
-        for (name, parts), width in (
-            (query, self.first_width),
-            (("kv_a_proj_with_mqa", row), self.sizes.row_dim),
-        ):
-            for kind, parameter in (("weight", first.weight), ("bias", first.bias)):
-                if parameter is not None:
-                    target = parameter.detach()[start : start + width]
-                    name_in_file = f"{prefix}.self_attn.{name}.{kind}"
-                    yield WeightSlot(name_in_file, target, target.shape, parts=parts)
-            start += width
+        latent, rope = range(self.sizes.kv_lora_rank), self._config.rotary.head_rows
+        row = (latent, *shifted(rope, len(latent)))
+        prefix = f"{prefix}.self_attn"
+        for kind, parameter in first.named_parameters():
+            widths = (self.first_width, self.sizes.row_dim)
+            query, compressed = parameter.detach().split(widths)
+            if self.query_proj is None:
+                yield WeightSlot(f"{prefix}.q_proj.{kind}", query, query.shape, roles=("query",))
+            else:
+                yield WeightSlot(f"{prefix}.q_a_proj.{kind}", query, query.shape)
+            name = f"{prefix}.kv_a_proj_with_mqa.{kind}"
+            yield WeightSlot(name, compressed, compressed.shape, parts=row)
 
     def weight_slots(self, prefix: str) -> Iterator[WeightSlot]:
         """The tensors of this module by their checkpoint names."""
         prefix = f"{prefix}.self_attn"
         up = self.up.detach().flatten(0, 1)
-        yield WeightSlot(f"{prefix}.kv_b_proj.weight", up, up.shape)
+        yield WeightSlot(f"{prefix}.kv_b_proj.weight", up, up.shape, roles=("latent",))
         norm = self.kv_norm.weight.detach()
         yield WeightSlot(f"{prefix}.kv_a_layernorm.weight", norm, norm.shape)
         if self.query_proj is not None and self.query_norm is not None:
             weight, norm = self.query_proj.weight.detach(), self.query_norm.weight.detach()
             name = f"{prefix}.q_b_proj.weight"
-            yield WeightSlot(name, weight, weight.shape, parts=self._query_rows())
+            yield WeightSlot(name, weight, weight.shape, roles=("query",))
             yield WeightSlot(f"{prefix}.q_a_layernorm.weight", norm, norm.shape)
-
-    def _query_rows(self) -> tuple[range, ...]:
-        """The rows of all query heads, each without RoPE first, then with it, in our order."""
-        nope, rope = range(self.sizes.qk_nope_head_dim), self._config.rotary.head_rows
-        of_head = (nope, *_shifted(rope, self.sizes.qk_nope_head_dim))
-        starts = range(0, self._config.num_heads * self.sizes.query_dim, self.sizes.query_dim)
-        return tuple(part for start in starts for part in _shifted(of_head, start))
-
-
-def _shifted(rows: tuple[range, ...], by: int) -> tuple[range, ...]:
-    return tuple(range(part.start + by, part.stop + by, part.step) for part in rows)

@@ -203,20 +203,15 @@ class DecoderLayer(nn.Module):
         hidden = self.o_proj.out_features
         linears: list[tuple[nn.Linear, list[_RowRange]]] = []
         if self.latent is None:
-            linears = [
-                (
-                    self.qkv_proj,
-                    [
-                        (names.query, "query", queries),
-                        (names.key, "key", keys),
-                        (names.value, "value", keys),
-                    ],
-                ),
-                (self.o_proj, [(names.output, "output", hidden)]),
+            parts: list[_RowRange] = [
+                (names.query, "query", queries),
+                (names.key, "key", keys),
+                (names.value, "value", keys),
             ]
+            linears.append((self.qkv_proj, parts))
         else:
             yield self.qkv_proj, list(self.latent.first_slots(prefix, self.qkv_proj))
-            yield self.o_proj, list(_whole_slots(f"{prefix}.{names.output}", self.o_proj))
+        linears.append((self.o_proj, [(names.output, "output", hidden)]))
         if self.mixture is None:
             width = self.down_proj.in_features
             widened: list[_RowRange] = [(names.gate, "gate", width), (names.up, "up", width)]
@@ -354,13 +349,6 @@ def _attention_spec(config: DecoderConfig, layer: int) -> AttentionSpec:
         window=config.windows[layer],
         soft_cap=config.attention_soft_cap,
     )
-
-
-def _whole_slots(name: str, linear: nn.Linear) -> Iterator[WeightSlot]:
-    """The tensors of a linear that is read as it is."""
-    for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
-        if parameter is not None:
-            yield WeightSlot(f"{name}.{kind}", parameter.detach(), parameter.shape)
 
 
 def _linear_slots(

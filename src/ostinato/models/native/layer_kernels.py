@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from ostinato.attention.base import attend, attend_qkv
 from ostinato.attention.latent import attend_latent
-from ostinato.attention.latent_rope import LatentEmbedding
+from ostinato.attention.latent_rope import LatentEmbedding, absorbed_query, to_values
 from ostinato.attention.rope import RotaryEmbedding, angles_at, rotate
 from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.mixture import MixtureOfExperts
@@ -123,10 +123,12 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
         layer: DecoderLayer,
         latent: LatentAttention,
         query: Tensor,
-        rope_query: Tensor,
         compressed: Tensor,
     ) -> Tensor:
-        """Norm, RoPE and latent attention -> [T, heads, rank]; as ``attention.latent`` says."""
+        """Norm, RoPE and latent attention -> [T, heads, v_head_dim].
+
+        ``query`` [T, heads, query_dim] and ``compressed`` [T, row_dim], as GEMMs return them.
+        """
 
     @abstractmethod
     def add(self, x: Delta | Tensor, residual: Tensor | None) -> Tensor:
@@ -185,14 +187,18 @@ class Plain(LayerKernels[Tensor, Tensor]):
         layer: DecoderLayer,
         latent: LatentAttention,
         query: Tensor,
-        rope_query: Tensor,
         compressed: Tensor,
     ) -> Tensor:
-        rank, spec = query.shape[2], layer.spec
-        values = latent.kv_norm(compressed[:, :rank]).unsqueeze(1)
-        key = torch.cat((values, self.rotated(layer, compressed[:, None, rank:])), dim=2)
-        query = torch.cat((query, self.rotated(layer, rope_query)), dim=2)
-        return attend(spec, query, key, key[..., :rank])
+        rank, nope = latent.sizes.kv_lora_rank, latent.sizes.qk_nope_head_dim
+        values, rope = latent.kv_norm(compressed[:, :rank]), compressed[:, None, rank:]
+        key = torch.cat((values, self.rotated(layer, rope).squeeze(1)), dim=1)
+        query = torch.cat((query[..., :nope], self.rotated(layer, query[..., nope:])), dim=2)
+        query, key = layer.exchange.latent_for_heads(query, key)
+        up, key = layer.exchange.own_heads(latent.up), key.unsqueeze(1)
+        query = absorbed_query(query, up, latent.sizes.qk_rope_head_dim)
+        mixed = attend(layer.spec, query, key, key[..., :rank])
+        values = torch.bmm(mixed.transpose(0, 1), to_values(up, latent.sizes.v_head_dim))
+        return layer.exchange.heads_for_tokens(values.transpose(0, 1).contiguous())
 
     def rotated(self, layer: DecoderLayer, heads: Tensor, which: slice | None = None) -> Tensor:
         """Apply the norm, if any, and RoPE to ``heads``.
@@ -243,12 +249,16 @@ class _Fused(LayerKernels[Normed, Delta]):
         layer: DecoderLayer,
         latent: LatentAttention,
         query: Tensor,
-        rope_query: Tensor,
         compressed: Tensor,
     ) -> Tensor:
-        norm = Norm(latent.kv_norm.weight, latent.kv_norm.eps)
-        embedding = LatentEmbedding(table=self._tables[layer.rotary_table], norm=norm)
-        return attend_latent(layer.spec, query, rope_query, compressed, embedding, self._positions)
+        query, compressed = layer.exchange.latent_for_heads(query, compressed)
+        embedding = LatentEmbedding(
+            table=self._tables[layer.rotary_table],
+            norm=Norm(latent.kv_norm.weight, latent.kv_norm.eps),
+            up=layer.exchange.own_heads(latent.up),
+        )
+        values = attend_latent(layer.spec, query, compressed, embedding, self._positions)
+        return layer.exchange.heads_for_tokens(values)
 
 
 class PendingNorm(NamedTuple):

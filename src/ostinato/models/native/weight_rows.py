@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.models.native.config.decoder_config import DecoderConfig
+from ostinato.models.native.config.latent_config import LatentConfig
 from ostinato.models.weight_slot import Role, WeightSlot
 
 _BY_COLUMNS = (("output",), ("down",))  # their inputs are split, and their results summed
@@ -69,12 +70,32 @@ class WeightRows:
             return (self.width,), config.intermediate_size
         if role == "sinks":  # one of each query head
             return _of_heads(self.query_heads, (range(1),), 1), config.num_heads
+        if config.latent is not None:
+            return self._latent_rows(role, config.latent)
         of_queries = role in ("query", "output")
         heads = self.query_heads if of_queries else self.kv_heads
         size = (config.num_heads if of_queries else config.num_kv_heads) * config.head_dim
         rotated = role in ("query", "key")
         order = config.rotary.head_rows if rotated else (range(config.head_dim),)
         return _of_heads(heads, order, config.head_dim), size
+
+    def _latent_rows(self, role: Role, latent: LatentConfig) -> tuple[Iterable[range], int]:
+        """The same with latent attention, where each query head has keys and values of its own."""
+        nope = latent.qk_nope_head_dim
+        if role == "query":  # without RoPE first, then with it
+            rotated = shifted(self.config.rotary.head_rows, nope)
+            order, size = (range(nope), *rotated), latent.query_dim
+        elif role == "latent":  # projections from latent vectors to keys and values
+            order, size = (range(nope + latent.v_head_dim),), nope + latent.v_head_dim
+        else:
+            assert role == "output", role
+            order, size = (range(latent.v_head_dim),), latent.v_head_dim
+        return _of_heads(self.query_heads, order, size), self.config.num_heads * size
+
+
+def shifted(rows: Iterable[range], by: int) -> tuple[range, ...]:
+    """``rows`` that begin this much later."""
+    return tuple(range(part.start + by, part.stop + by, part.step) for part in rows)
 
 
 def _of_heads(heads: Sequence[int], order: Sequence[range], head_dim: int) -> list[range]:

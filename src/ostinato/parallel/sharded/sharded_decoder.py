@@ -63,7 +63,8 @@ class ShardedDecoder(Decoder):
             layer.spec = replace(
                 layer.spec,
                 num_heads=layer.spec.num_heads // sequence.size,
-                num_kv_heads=layer.spec.num_kv_heads // sequence.size,
+                # That of latent attention has one row for all.
+                num_kv_heads=max(1, layer.spec.num_kv_heads // sequence.size),
             )
         self.attention_specs = [layer.spec for layer in self.decoder_layers()]
 
