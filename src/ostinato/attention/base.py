@@ -195,7 +195,8 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Latent attention over rows of the cache by ``forward``, with ``up`` absorbed.
 
-        ``query`` and ``row`` are what ``LatentEmbedding.apply`` returns.
+        ``query`` and ``row`` are what ``LatentEmbedding.apply`` returns; ``spec`` and ``metadata``
+        are as for ``forward``. Writes each head's values, ``up`` applied, to ``out``.
         """
         rank, key = spec.value_dim, row.unsqueeze(1)
         mixed = query.new_empty((*query.shape[:2], rank))
