@@ -83,6 +83,19 @@ def test_an_ignored_end_is_allowed_only_where_nothing_else_is(
         assert constraint.is_complete
 
 
+def test_texts_that_are_added_tokens_can_be_spelled(grammars: Grammars, tokenizer: Any) -> None:
+    """Where a text is forced, llguidance proposes the added token, and then does not take it."""
+    params = StructuredOutputsParams(choice=["é<tool_call>x"])
+    constraint = grammars.constraint(params, ignore_eos=False)
+    mask, tokens = new_mask(), []
+    while not constraint.is_complete:
+        constraint.fill(mask)
+        tokens.append(min(allowed(mask)))
+        constraint.follow(tokens)
+        assert constraint.failure is None
+    assert tokenizer.decode(tokens) == "é<tool_call>x"
+
+
 def test_a_token_that_the_grammar_forbids_is_a_failure(grammars: Grammars) -> None:
     constraint = grammars.constraint(StructuredOutputsParams(regex="x"), ignore_eos=False)
     constraint.follow([3])

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ostinato.quoting import said
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from llguidance import LLMatcher, LLTokenizer
 
 # One bit per token, the lowest of each word first; 1: the token may come next.
 Mask: TypeAlias = npt.NDArray[np.int32]
@@ -25,8 +25,11 @@ class Constraint:
     ``is_complete``: nothing but an end can follow. ``failure``: why it cannot go on, if it cannot.
     """
 
-    def __init__(self, matcher: LLMatcher, ends: Mask, *, allows_end: bool) -> None:
+    def __init__(
+        self, matcher: LLMatcher, tokenizer: LLTokenizer, ends: Mask, *, allows_end: bool
+    ) -> None:
         self._matcher = matcher
+        self._tokenizer = tokenizer
         self._ends = ends
         self._allows_end = allows_end
         self._num_seen = 0
@@ -53,6 +56,7 @@ class Constraint:
         """Write which tokens may come next to ``mask``, contiguous, of all tokens of the model."""
         if self.failure is None:
             self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            self._correct(mask)
             self._check()
         if self.failure is not None:
             mask.fill(-1)  # the engine ends the request once it has the next token
@@ -62,6 +66,23 @@ class Constraint:
             self.is_complete = True
         elif not self._allows_end:
             mask[:] = others
+
+    def _correct(self, mask: Mask) -> None:
+        """Replace a single token that the matcher would not take.
+
+        Where the next text is forced, llguidance (1.9) proposes the tokens of that text, also an
+        added token such as <tool_call>, which it does not take for the text of its name.
+        """
+        (words,) = mask.nonzero()
+        if len(words) != 1 or (bits := int(mask[words[0]]) & 0xFFFFFFFF).bit_count() != 1:
+            return
+        token = int(words[0]) * 32 + bits.bit_length() - 1
+        if self._matcher.is_stopped() or self._matcher.validate_tokens([token]):
+            return
+        text = self._matcher.compute_ff_bytes().decode(errors="ignore")
+        for token in self._tokenizer.greedy_tokenize(text)[:1]:
+            mask[words[0]] = 0
+            mask.view(np.uint32)[token // 32] = 1 << token % 32
 
     def _check(self) -> None:
         if self._matcher.is_error():

@@ -59,7 +59,8 @@ class Grammars:
         """The constraint of one new sequence."""
         self.are_used = True
         allows_end = bool(self._eos_token_ids) and not ignore_eos
-        return Constraint(self._matcher(params).deep_copy(), self._ends, allows_end=allows_end)
+        matcher = self._matcher(params).deep_copy()
+        return Constraint(matcher, self._the_tokenizer(), self._ends, allows_end=allows_end)
 
     def _matcher(self, params: StructuredOutputsParams) -> LLMatcher:
         matcher = self._known(params)
@@ -131,7 +132,9 @@ def _grammar(params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher, grammar_from
 
     if params.schema is not None:
-        whitespace: JsonCompileOptions = {"whitespace_flexible": not params.disable_any_whitespace}
+        whitespace: JsonCompileOptions = {}
+        if params.disable_any_whitespace:
+            whitespace["whitespace_flexible"] = False
         if params.whitespace_pattern is not None:
             whitespace["whitespace_pattern"] = params.whitespace_pattern
         return LLMatcher.grammar_from_json_schema(params.schema, overrides=whitespace)

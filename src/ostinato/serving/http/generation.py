@@ -99,7 +99,7 @@ async def whole_answer(request: Request, task: Task) -> Response:
     return JSONResponse({**task.envelope.of(choices), "usage": usage.body})
 
 
-def check_end(output: CompletionOutput) -> None:
+def check_end(output: CompletionOutput | TextDelta) -> None:
     """Raise if a sequence was not generated to its end."""
     if output.finish_reason == "abort" and output.stop_reason is not None:
         raise ApiError(400, f"the request was aborted: {output.stop_reason}", code="aborted")

@@ -18,8 +18,8 @@ _DONE = b"data: [DONE]\n\n"
 class EventStream(StreamingResponse):
     """Sends ``events``, and closes ``resources`` however the response ends.
 
-    An error after the start becomes the last event, since the status has been sent. ``lines`` writes
-    the events, if not as most routes do.
+    An error after the start becomes the last event, since the status has been sent. ``lines``
+    writes the events, if not as most routes do.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ async def _lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
 
 
 async def named_lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
-    """Events with their types as names, as ``/v1/responses`` has them: the last is an end itself."""
+    """Events named by their types, as ``/v1/responses`` has them; the last of them is the end."""
     async for event in events:
         yield f"event: {event['type']}\n".encode() + _line(event)
 

@@ -138,8 +138,8 @@ def _text(name: str, part: Any) -> str:
     if kind not in _TEXT_PARTS or not isinstance(part.get("text"), str):
         raise ApiError(
             400,
-            f'{name} must be {{"type": "input_text", "text": "..."}}: /v1/responses takes text only '
-            f"here, got {shown(part)}; for images use /v1/chat/completions",
+            f'{name} must be {{"type": "input_text", "text": "..."}}: /v1/responses takes only '
+            f"text here, got {shown(part)}; for images use /v1/chat/completions",
             param="input",
         )
     return str(part["text"])

@@ -52,9 +52,7 @@ def _structure(body: ResponseRequest) -> StructuredOutputsParams | None:
     structure = structure_of(body)
     form = None if body.format is None else text_format("text.format", body.format)
     if structure is not None and form is not None:
-        raise ApiError(
-            400, "text.format and structured_outputs: leave one of them out", param="text"
-        )
+        raise ApiError(400, "give text.format or structured_outputs, not both", param="text")
     return structure or form
 
 
@@ -83,8 +81,7 @@ async def _events(
             finish_reason = delta.finish_reason or finish_reason
             if delta.text:
                 yield answer.delta(delta.text)
-            if delta.finish_reason == "abort":
-                raise ApiError(503, "the request was aborted; try again", code="aborted")
+            generation.check_end(delta)
     except Exception as error:
         yield answer.error(api_error(error).body["error"])
         return

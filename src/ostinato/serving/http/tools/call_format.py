@@ -10,6 +10,9 @@ from typing import Any
 
 from ostinato.structured.params import StructuredOutputsParams
 
+# As models were trained to write it; free to choose, some write nothing but spaces.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
 
 @dataclass(frozen=True, kw_only=True)
 class CallFormat:
@@ -25,31 +28,59 @@ class CallFormat:
     closing: str = ""
 
     def structure(
-        self, tools: Sequence[dict[str, Any]], *, several: bool
+        self, tools: Sequence[dict[str, Any]], tokenizer: Any, *, several: bool
     ) -> StructuredOutputsParams:
         """The structure of an answer that calls one of ``tools``, or ``several`` in turn."""
-        schema = {"anyOf": [self._schema(tool) for tool in tools]}
+        each = [self._schema(number, tool) for number, tool in enumerate(tools)]
+        schema = {"x-guidance": _SPACING, "anyOf": each}
         if not self.opening:
             return StructuredOutputsParams(json=schema)
         # Not "::=", by which GBNF is told from Lark.
         text = json.dumps(schema).replace("::=", ":\\u003a=")
-        call = f'{json.dumps(self.opening)} "\\n" body "\\n" {json.dumps(self.closing)}'
+        opening, closing = (_written(mark, tokenizer) for mark in (self.opening, self.closing))
+        call = f'{opening} "\\n" body "\\n" {closing}'
         more = ' ("\\n" call)*' if several else ""
         return StructuredOutputsParams(
             grammar=f"start: call{more}\ncall: {call}\nbody: %json {text}"
         )
 
-    def _schema(self, tool: dict[str, Any]) -> dict[str, Any]:
+    def _schema(self, number: int, tool: dict[str, Any]) -> dict[str, Any]:
         function = tool["function"]
+        arguments = function.get("parameters") or {"type": "object"}
+        place = f"#/anyOf/{number}/properties/{self.arguments_key}"
         return {
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                self.arguments_key: function.get("parameters") or {"type": "object"},
+                self.arguments_key: _moved(arguments, place),
             },
             "required": ["name", self.arguments_key],
             "additionalProperties": False,
         }
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A schema as a part of another one, where its references begin at ``place``."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, place) for name, value in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        moved["$ref"] = place + reference[1:]
+    return moved
+
+
+def _written(mark: str, tokenizer: Any) -> str:
+    """A mark in a grammar: the token that the model knows it as, or its text.
+
+    A special token would not be in the text.
+    """
+    token = tokenizer.get_added_vocab().get(mark)
+    if token is None or token in tokenizer.all_special_ids:
+        return json.dumps(mark)
+    return f"<[{token}]>"
 
 
 HERMES = CallFormat(

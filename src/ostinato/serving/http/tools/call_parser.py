@@ -14,6 +14,8 @@ from typing import Any
 
 from ostinato.serving.http.tools.call_format import CallFormat
 
+_SPACE = " \t\r\n"
+_BETWEEN = _SPACE + ";"  # what may be between calls
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _HEAD = re.compile(
     rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
@@ -99,10 +101,12 @@ class CallParser:
         return True
 
     def _read_bare(self) -> bool:
-        start = self._text.lstrip()
+        start = self._text.lstrip(_BETWEEN if self._has_calls else _SPACE)
         if not self._has_content and (not start or start[0] == "{"):
-            self._where = _Where.HEAD if start else _Where.TEXT
-            return bool(start)
+            if not start:
+                return False  # it may yet be either
+            self._text, self._where = start, _Where.HEAD
+            return True
         self._add_content(self._text)
         self._text = ""
         return False
@@ -148,7 +152,7 @@ class CallParser:
             if not found:
                 return False
         else:
-            match = re.match(r"\s*\}\s*;?", self._text)
+            match = re.match(r"\s*\}", self._text)
             if match is None:
                 return False
             after = self._text[match.end() :]
@@ -156,7 +160,7 @@ class CallParser:
         return bool(after)
 
     def _add_content(self, text: str) -> None:
-        if text and not (self._has_calls and text.isspace()):  # between calls there is only space
+        if text and not (self._has_calls and not text.strip(_BETWEEN)):
             self._has_content = True
             self._parts.append(Content(text))
 

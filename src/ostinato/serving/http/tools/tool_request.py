@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostinato.errors import ConfigError
-from ostinato.quoting import shown
+from ostinato.quoting import said, shown
 from ostinato.serving.http.errors import ApiError
 from ostinato.serving.http.tools.call_format import CallFormat, format_of
 from ostinato.structured.params import StructuredOutputsParams
@@ -53,9 +53,9 @@ def tool_request(body: Any, tokenizer: Any) -> ToolRequest | None:
         )
     several = name is None and body.parallel_tool_calls is not False
     try:
-        structure = form.structure(callable_ones, several=several)
-    except ConfigError as error:
-        raise ApiError(400, f"tools: {error}", param="tools") from None
+        structure = form.structure(callable_ones, tokenizer, several=several)
+    except (ConfigError, RecursionError) as error:
+        raise ApiError(400, f"tools: {said(error)}", param="tools") from None
     return ToolRequest(tools=tools, form=form, structure=structure, is_named=name is not None)
 
 
