@@ -216,6 +216,8 @@ def test_stop_strings_and_limits_cut_it_short(llm: LLM) -> None:
     (output,) = ended(llm, [PROMPT], params)
     assert output.stop_reason == "a"
     assert set(output.text) <= {"b"}
+    (one,) = llm.generate([PROMPT], params_of({"regex": "x{7}"}, max_tokens=7))
+    assert (one.outputs[0].finish_reason, one.outputs[0].text) == ("stop", "x" * 7)  # just in time
     (one,) = llm.generate([PROMPT], params_of({"regex": "[ab]{60}"}, max_tokens=7))
     assert one.outputs[0].finish_reason == "length"
     assert re.fullmatch("[ab]{7,21}", one.outputs[0].text)

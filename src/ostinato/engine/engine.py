@@ -266,7 +266,7 @@ class Engine(Owner):
         """End requests whose text is complete by their grammar, and those that left it."""
         for event in events:
             request = event.request
-            if request.constraint is None or event.finished:
+            if request.constraint is None or request.finish_reason is FinishReason.STOP:
                 continue
             reason, why = follow_grammar(request)
             if reason is not None:
