@@ -12,6 +12,7 @@ import transformers
 from spelling_models import VOCAB, save_spelling
 
 from ostinato import RequestError, StructuredOutputsParams
+from ostinato.structured.constraint import Constraint
 from ostinato.structured.grammars import Grammars, mask_width
 
 llguidance = pytest.importorskip("llguidance")
@@ -36,6 +37,10 @@ def new_mask() -> np.ndarray[Any, Any]:
     return np.zeros(mask_width(VOCAB), dtype=np.int32)
 
 
+def fill(constraint: Constraint, mask: np.ndarray[Any, Any]) -> None:
+    Constraint.fill([constraint], mask[None])
+
+
 def test_masks_are_the_librarys_own(grammars: Grammars, tokenizer: Any) -> None:
     schema = '{"type":"object","properties":{"a":{"type":"integer"}},"required":["a"]}'
     ours = grammars.constraint(StructuredOutputsParams(json=schema), ignore_eos=False)
@@ -45,7 +50,7 @@ def test_masks_are_the_librarys_own(grammars: Grammars, tokenizer: Any) -> None:
     )
     mask, tokens = new_mask(), []
     for token in tokenizer.encode('{"a": 17, "b": [2]}'):
-        ours.fill(mask)
+        fill(ours, mask)
         its_mask = np.frombuffer(theirs.compute_bitmask(), dtype=np.int32)
         assert np.array_equal(mask, its_mask[: len(mask)])
         assert token in allowed(mask)
@@ -57,13 +62,30 @@ def test_masks_are_the_librarys_own(grammars: Grammars, tokenizer: Any) -> None:
     assert ours.is_complete
 
 
+def test_masks_of_several_are_those_of_each(grammars: Grammars, tokenizer: Any) -> None:
+    texts = {"[ab]+": "ab", "x{3}": "x", "y": "z"}  # the last has failed
+    constraints = []
+    for regex, text in texts.items():
+        params = StructuredOutputsParams(regex=regex)
+        constraints.append(grammars.constraint(params, ignore_eos=False))
+        constraints[-1].follow(tokenizer.encode(text))
+    masks = np.zeros((3, mask_width(VOCAB)), dtype=np.int32)
+    Constraint.fill(constraints, masks)
+    for constraint, mask in zip(constraints, masks, strict=True):
+        alone = new_mask()
+        fill(constraint, alone)
+        assert np.array_equal(mask, alone)
+    assert allowed(masks[1]) == {tokenizer.encode("x")[0]}
+    assert (masks[2] == -1).all()
+
+
 def test_a_shorter_text_is_taken_back(grammars: Grammars, tokenizer: Any) -> None:
     constraint = grammars.constraint(StructuredOutputsParams(choice=["abx", "zz"]), ignore_eos=True)
     mask, tokens = new_mask(), tokenizer.encode("abx")
     for count in (1, 2, 1, 2, 0, 1, 2):
         constraint.follow(tokens[:count])
         assert constraint.is_complete == (count == len(tokens))
-        constraint.fill(mask)
+        fill(constraint, mask)
         nexts = {token for token in allowed(mask) if token != tokenizer.eos_token_id}
         assert nexts == [set(tokenizer.encode("az")) | {tokens[0]}, {tokens[1]}, set()][count]
 
@@ -77,7 +99,7 @@ def test_an_ignored_end_is_allowed_only_where_nothing_else_is(
     for ignores, expected in ((False, {x, end}), (True, {x})):
         constraint = grammars.constraint(params, ignore_eos=ignores)
         constraint.follow([x])
-        constraint.fill(mask)
+        fill(constraint, mask)
         assert allowed(mask) == expected
         constraint.follow([x, x])
         assert constraint.is_complete
@@ -89,7 +111,7 @@ def test_texts_that_are_added_tokens_can_be_spelled(grammars: Grammars, tokenize
     constraint = grammars.constraint(params, ignore_eos=False)
     mask, tokens = new_mask(), []
     while not constraint.is_complete:
-        constraint.fill(mask)
+        fill(constraint, mask)
         tokens.append(min(allowed(mask)))
         constraint.follow(tokens)
         assert constraint.failure is None
@@ -102,7 +124,7 @@ def test_a_token_that_the_grammar_forbids_is_a_failure(grammars: Grammars) -> No
     assert constraint.failure is not None
     assert constraint.failure.startswith("the grammar cannot go on: ")
     mask = new_mask()
-    constraint.fill(mask)
+    fill(constraint, mask)
     assert (mask == -1).all()
 
 
@@ -144,7 +166,7 @@ def test_long_chains_and_deep_nesting_do_not_end_the_process(kind: str, grammars
             grammars.compile(params)
     else:
         constraint = grammars.constraint(params, ignore_eos=False)
-        constraint.fill(new_mask())
+        fill(constraint, new_mask())
         assert constraint.failure is None
 
 

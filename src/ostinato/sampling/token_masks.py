@@ -45,17 +45,16 @@ class TokenMasks:
         return True
 
     def write(
-        self, req_indices: Sequence[int], fill: Callable[[int, npt.NDArray[np.int32]], None]
+        self, req_indices: Sequence[int], fill: Callable[[npt.NDArray[np.int32]], None]
     ) -> None:
-        """Write the masks of these rows; ``fill(n, mask)`` writes that of the n-th of them.
+        """Write the masks of these rows; ``fill`` writes them to an array with a row for each.
 
         The copies are enqueued on the current stream and not waited for. The next call reuses their
         memory, so the host must have waited for work behind them by then.
         """
         assert self._packed is not None, "a constrained request was written"
-        count, masks = len(req_indices), self._staging.numpy()
-        for number in range(count):
-            fill(number, masks[number])
+        count = len(req_indices)
+        fill(self._staging.numpy()[:count])
         self._row_numbers[:count] = torch.tensor(req_indices)
         rows = self._row_numbers[:count].to(self._device, non_blocking=True)
         packed = self._packed[:count]

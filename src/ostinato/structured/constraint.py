@@ -11,7 +11,7 @@ import numpy.typing as npt
 from ostinato.quoting import said
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 # One bit per token, the lowest of each word first; 1: the token may come next.
 Mask: TypeAlias = npt.NDArray[np.int32]
@@ -26,10 +26,17 @@ class Constraint:
     """
 
     def __init__(
-        self, matcher: LLMatcher, tokenizer: LLTokenizer, ends: Mask, *, allows_end: bool
+        self,
+        matcher: LLMatcher,
+        tokenizer: LLTokenizer,
+        executor: LLExecutor,
+        ends: Mask,
+        *,
+        allows_end: bool,
     ) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
+        self._executor = executor
         self._ends = ends
         self._allows_end = allows_end
         self._num_seen = 0
@@ -52,10 +59,24 @@ class Constraint:
         self._num_seen = num_tokens
         self._check()
 
-    def fill(self, mask: Mask) -> None:
-        """Write which tokens may come next to ``mask``, contiguous, of all tokens of the model."""
+    @staticmethod
+    def fill(constraints: Sequence[Constraint], masks: Mask) -> None:
+        """Write which tokens may come next in each sequence to a row of ``masks``, contiguous.
+
+        llguidance computes them side by side, in threads of its own.
+        """
+        rows = [
+            (each._matcher, row) for row, each in enumerate(constraints) if each.failure is None
+        ]
+        if rows:
+            executor, (count, width) = constraints[0]._executor, masks.shape
+            executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, 4 * width, count)
+        for each, mask in zip(constraints, masks, strict=True):
+            each._finish(mask)
+
+    def _finish(self, mask: Mask) -> None:
+        """Make of the matcher's mask what this request may sample."""
         if self.failure is None:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             self._correct(mask)
             self._check()
         if self.failure is not None:

@@ -17,7 +17,7 @@ from ostinato.structured.constraint import Constraint, Mask
 from ostinato.structured.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 _MOST_KEPT = 64
@@ -46,6 +46,7 @@ class Grammars:
         self._unsupported_reason = unsupported_reason
         self.are_used = False  # whether there was a constraint
         self._tokenizer: LLTokenizer | None = None
+        self._executor: LLExecutor | None = None
         self._ends = _bits(self._eos_token_ids, vocab_size)
         self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()  # of the compiled ones, for a moment
@@ -60,7 +61,12 @@ class Grammars:
         self.are_used = True
         allows_end = bool(self._eos_token_ids) and not ignore_eos
         matcher = self._matcher(params).deep_copy()
-        return Constraint(matcher, self._the_tokenizer(), self._ends, allows_end=allows_end)
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor()
+        tokenizer, ends = self._the_tokenizer(), self._ends
+        return Constraint(matcher, tokenizer, self._executor, ends, allows_end=allows_end)
 
     def _matcher(self, params: StructuredOutputsParams) -> LLMatcher:
         matcher = self._known(params)

@@ -82,10 +82,11 @@ class Batch:
         masks.on_device.zero_()
         rows = [int(self.req_indices[n]) for n, row in enumerate(params) if _is_masked(row)]
 
-        def fill(number: int, mask: np.ndarray[Any, Any]) -> None:
-            bits = np.packbits(self.allowed[rows[number]].numpy(), bitorder="little")
-            mask.view(np.uint8)[: len(bits)] = bits
-            mask.view(np.uint8)[len(bits) :] = 255  # what is past the vocabulary counts for nothing
+        def fill(written: np.ndarray[Any, Any]) -> None:
+            bits = np.packbits(self.allowed[rows].numpy(), axis=1, bitorder="little")
+            written.view(np.uint8)[:, : bits.shape[1]] = bits
+            # What is past the vocabulary counts for nothing.
+            written.view(np.uint8)[:, bits.shape[1] :] = 255
 
         masks.write(rows, fill)
 

@@ -9,14 +9,13 @@ the sampler. The device waits only if all that takes longer than the forward.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias
-
-import numpy as np
-import numpy.typing as npt
 
 from ostinato.sampling.sampling_state import SamplingState
 from ostinato.scheduling.request import Request, RequestStatus
 from ostinato.scheduling.step_plan import DecodePlan, StepPlan
+from ostinato.structured.constraint import Constraint
 
 # Commits all steps before the one that runs, so that every request has all its tokens.
 CatchUp: TypeAlias = Callable[[], None]
@@ -29,19 +28,14 @@ def no_catch_up() -> None:
 def write_masks(plan: StepPlan, sampling: SamplingState) -> None:
     """Write the masks of the requests that sample in this step, as of the tokens they have."""
     rows: list[int] = []
-    requests: list[Request] = []
+    constraints: list[Constraint] = []
     for req_index, request in _sampling_requests(plan):
         if request.constraint is not None and request.status is not RequestStatus.FINISHED:
             rows.append(req_index)
-            requests.append(request)
-
-    def fill(number: int, mask: npt.NDArray[np.int32]) -> None:
-        request = requests[number]
-        request.constraint.follow(request.output_token_ids)
-        request.constraint.fill(mask)
-
+            request.constraint.follow(request.output_token_ids)
+            constraints.append(request.constraint)
     if rows:
-        sampling.masks.write(rows, fill)
+        sampling.masks.write(rows, partial(Constraint.fill, constraints))
 
 
 def _sampling_requests(plan: StepPlan) -> list[tuple[int, Request]]:
