@@ -65,6 +65,7 @@ def is_pet(text: str) -> bool:
     return set(value) == {"kind", "size"} and value["size"] <= 99
 
 
+@pytest.mark.slow
 def test_chats_have_the_format_that_is_asked_for(client: Any) -> None:
     answer = client.chat.completions.create(messages=TALK, response_format=FORMAT, n=2, **FIXED)
     assert all(is_pet(choice.message.content) for choice in answer.choices)
@@ -101,6 +102,21 @@ def test_completions_have_it_too(extra: dict[str, Any], pattern: str, client: An
         ({"structured_outputs": {"regx": "a"}}, "structured_outputs", "did you mean regex"),
         ({"guided_choice": []}, "guided_choice", "choice must be a list"),
         ({"structured_outputs": {"regex": "a("}}, "structured_outputs", "unclosed group"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+            "response_format: this json cannot be used: Invalid type: x",
+        ),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+            "tools: this grammar cannot be used: .*Invalid type: x",
+        ),
         ({"guided_json": {}, "guided_regex": "a"}, "guided_json", "leave all but one out"),
         (
             {"tools": TOOLS, "response_format": {"type": "json_object"}},
@@ -175,6 +191,7 @@ def test_a_named_function_is_called(stream: bool, client: Any) -> None:
     check_calls(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_required_calls_always_parse(seed: int, client: Any) -> None:
     options = {**FIXED, "seed": seed, "tools": TOOLS[:1], "tool_choice": "required"}
@@ -192,6 +209,7 @@ def test_required_calls_always_parse(seed: int, client: Any) -> None:
     assert calls[0].function.model_dump() == expected.model_dump()
 
 
+@pytest.mark.slow
 def test_calls_and_their_results_go_through_the_template(client: Any, url: str) -> None:
     called = client.chat.completions.create(
         messages=TALK, tools=TOOLS[:1], tool_choice="required", parallel_tool_calls=False, **FIXED
@@ -214,6 +232,7 @@ def test_calls_and_their_results_go_through_the_template(client: Any, url: str) 
 # --- /v1/responses -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_response_is_the_answer_of_a_chat(client: Any) -> None:
     options = {"temperature": 0, "model": "tiny"}
     system = {"role": "system", "content": "be brief"}
@@ -234,6 +253,7 @@ def test_a_response_is_the_answer_of_a_chat(client: Any) -> None:
         assert answer.output[0].status == "incomplete"
 
 
+@pytest.mark.slow
 def test_a_stream_has_openais_events_in_their_order(client: Any) -> None:
     options: Any = {"model": "tiny", "input": "a pet", "temperature": 0, "max_output_tokens": 9}
     whole = client.responses.create(**options)
@@ -299,6 +319,11 @@ def test_the_asynchronous_client_gets_responses_too(url: str) -> None:
         ({"tools": [{"type": "web_search"}]}, None, "tools is not supported"),
         ({"background": True}, None, "background is not supported"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "text.format",
+            "Invalid type: x",
+        ),
         ({"text": {"verbosity": "low"}}, "text", "verbosity is not supported"),
         ({"input": [{"type": "reasoning"}]}, "input", r"input\[0\] must be a message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text here"),

@@ -7,7 +7,7 @@ from ostinato.serving.http.answers import ChatChoices
 from ostinato.serving.http.errors import ApiError
 from ostinato.serving.http.protocol import ChatRequest
 from ostinato.serving.http.state import Served
-from ostinato.serving.http.structure import structure_of
+from ostinato.serving.http.structure import Structure, structure_of
 from ostinato.serving.http.tools.tool_choices import ToolChoices
 from ostinato.serving.http.tools.tool_request import tool_request
 
@@ -26,6 +26,8 @@ def chat_task(served: Served, body: ChatRequest) -> generation.Task:
             '"none"',
             param="tools",
         )
+    if calls is not None and calls.structure is not None:
+        structure = Structure("tools", calls.structure)
     return generation.task(
         served,
         body,
@@ -33,6 +35,6 @@ def chat_task(served: Served, body: ChatRequest) -> generation.Task:
         ChatChoices(num_top) if calls is None else ToolChoices(num_top, calls),
         max_tokens=older if most is None else most,
         logprobs=num_top if body.logprobs else None,
-        structure=structure if calls is None else calls.structure,
+        structure=structure,
         tools=None if calls is None else calls.tools,
     )

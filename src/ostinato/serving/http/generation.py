@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
+from ostinato.errors import RequestError
 from ostinato.outputs import CompletionOutput, RequestOutput, TextDelta
 from ostinato.sampling_params import SamplingParams
 from ostinato.serving.async_stream import AsyncStream
@@ -19,7 +20,7 @@ from ostinato.serving.http.errors import ApiError
 from ostinato.serving.http.limits import time_limit, unless_gone
 from ostinato.serving.http.sse import EventStream
 from ostinato.serving.http.state import Served
-from ostinato.structured.params import StructuredOutputsParams
+from ostinato.serving.http.structure import Structure
 
 T = TypeVar("T")
 
@@ -36,6 +37,7 @@ class Task:
     model: str | None
     deadline: float  # a time of the loop
     tools: list[dict[str, Any]] | None = None
+    structure: Structure | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -47,8 +49,13 @@ class Task:
 
     async def limited(self, work: Coroutine[Any, Any, T]) -> T:
         """Do ``work`` within the time of the request."""
-        async with time_limit(self.deadline, self.served.config.request_timeout_s):
-            return await work
+        try:
+            async with time_limit(self.deadline, self.served.config.request_timeout_s):
+                return await work
+        except RequestError as error:
+            if self.structure is None:
+                raise
+            raise self.structure.explain(error) from None
 
 
 def task(
@@ -59,7 +66,7 @@ def task(
     *,
     max_tokens: int | None,
     logprobs: int | None,
-    structure: StructuredOutputsParams | None = None,
+    structure: Structure | None = None,
     tools: list[dict[str, Any]] | None = None,
 ) -> Task:
     """Check a request as far as possible without the engine.
@@ -70,8 +77,14 @@ def task(
     return Task(
         served=served,
         prompts=prompts,
-        params=served.params(body, max_tokens=max_tokens, logprobs=logprobs, structure=structure),
+        params=served.params(
+            body,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            structure=None if structure is None else structure.params,
+        ),
         tools=tools,
+        structure=structure,
         adapter=served.adapter(body.model),
         choices=choices,
         model=body.model,

@@ -6,32 +6,48 @@ OpenAI's is ``response_format``; vLLM's clients send ``structured_outputs``, and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from ostinato.errors import ConfigError
+from ostinato.errors import ConfigError, RequestError
 from ostinato.quoting import shown
 from ostinato.serving.http.errors import ApiError
 from ostinato.structured.params import StructuredOutputsParams, structured_outputs
 
+_ENGINES_NAME = "structured_outputs"
 _GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 
 
-def structure_of(body: Any) -> StructuredOutputsParams | None:
+class Structure(NamedTuple):
+    """What a request asks for, and the field that does."""
+
+    field: str
+    params: StructuredOutputsParams
+
+    def explain(self, error: RequestError) -> ApiError | RequestError:
+        """An error of the engine's that may be about the structure, under the client's name."""
+        about, colon, what = str(error).partition(": ")
+        if about != _ENGINES_NAME or not colon:
+            return error
+        return ApiError(400, f"{self.field}: {what}", param=self.field)
+
+
+def structure_of(body: Any) -> Structure | None:
     """What the fields of ``body`` ask for; None: any text."""
-    found: dict[str, StructuredOutputsParams] = {}
-    for name in ("response_format", "structured_outputs", *_GUIDED):
+    found: list[Structure] = []
+    for name in ("response_format", _ENGINES_NAME, *_GUIDED):
         value = getattr(body, name, None)
         if value is not None:
-            structure = _read(name, value)
-            if structure is not None:
-                found[name] = structure
+            params = _read(name, value)
+            if params is not None:
+                found.append(Structure(name, params))
     if len(found) > 1:
         raise ApiError(
             400,
-            f"{' and '.join(found)} both say what the answer looks like; leave all but one out",
-            param=next(iter(found)),
+            f"{' and '.join(each.field for each in found)} all say what the answer looks like; "
+            "leave all but one out",
+            param=found[0].field,
         )
-    return next(iter(found.values()), None)
+    return found[0] if found else None
 
 
 def text_format(name: str, value: Any) -> StructuredOutputsParams | None:

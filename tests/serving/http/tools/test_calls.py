@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from spelling_models import VOCAB, save_spelling
 
+from ostinato.outputs import CompletionOutput, TextDelta
 from ostinato.serving.http.tools.call_format import HERMES, LLAMA, CallFormat, format_of
 from ostinato.serving.http.tools.call_parser import Arguments, CallParser, CallStart, Content
+from ostinato.serving.http.tools.tool_choices import ToolChoices
+from ostinato.serving.http.tools.tool_request import ToolRequest
 from ostinato.structured.grammars import Grammars
 
 LLAMA_WORDS = (
@@ -90,6 +93,42 @@ def test_arguments_come_as_they_are_written() -> None:
     assert parser.feed("e") == [Arguments("e")]
     assert parser.feed('"}}</tool_call>') == [Arguments('"}')]
     assert parser.finish() == []
+
+
+def test_a_chat_that_may_call_tools_streams_content_and_calls() -> None:
+    """What a model may choose to write under tool_choice "auto", in deltas of odd sizes."""
+    text = 'Let me see.<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>\n<tool_call>'
+    text += '{"name": "g", "arguments": {}}</tool_call>'
+    choices = ToolChoices(0, ToolRequest(tools=[], form=HERMES))
+    parts = []
+    for start in range(0, len(text), 7):
+        end = start + 7 >= len(text)
+        delta = TextDelta(
+            prompt_index=0,
+            index=0,
+            text=text[start : start + 7],
+            token_ids=[1],
+            finish_reason="stop" if end else None,
+        )
+        parts.append(choices.part(0, delta))
+    content = "".join(part["delta"].get("content", "") for part in parts)
+    calls = [call for part in parts for call in part["delta"].get("tool_calls", ())]
+    names = [call["function"]["name"] for call in calls if "id" in call]
+    arguments = ["", ""]
+    for call in calls:
+        arguments[call["index"]] += call["function"]["arguments"]
+    assert (content, names, arguments) == ("Let me see.", ["f", "g"], ['{"a": 1}', "{}"])
+    assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["tool_calls"]
+
+    output = CompletionOutput(index=0, text=text, token_ids=[1], finish_reason="stop")
+    whole = ToolChoices(0, ToolRequest(tools=[], form=HERMES)).whole(0, output)
+    assert whole["message"]["content"] == "Let me see."
+    assert [call["function"]["name"] for call in whole["message"]["tool_calls"]] == ["f", "g"]
+    assert whole["finish_reason"] == "tool_calls"
+    plain = CompletionOutput(index=0, text="No.", token_ids=[1], finish_reason="stop")
+    answer = ToolChoices(0, ToolRequest(tools=[], form=HERMES)).whole(0, plain)
+    assert (answer["message"]["content"], answer["finish_reason"]) == ("No.", "stop")
+    assert "tool_calls" not in answer["message"]
 
 
 @pytest.mark.parametrize(

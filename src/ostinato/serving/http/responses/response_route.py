@@ -17,8 +17,7 @@ from ostinato.serving.http.responses.response_body import ResponseBody
 from ostinato.serving.http.responses.response_request import ResponseRequest
 from ostinato.serving.http.sse import EventStream, named_lines
 from ostinato.serving.http.state import Served
-from ostinato.serving.http.structure import structure_of, text_format
-from ostinato.structured.params import StructuredOutputsParams
+from ostinato.serving.http.structure import Structure, structure_of, text_format
 
 
 def create_responses_router(served: Served) -> APIRouter:
@@ -47,13 +46,13 @@ def create_responses_router(served: Served) -> APIRouter:
     return router
 
 
-def _structure(body: ResponseRequest) -> StructuredOutputsParams | None:
+def _structure(body: ResponseRequest) -> Structure | None:
     """What ``text.format`` asks for, or vLLM's ``structured_outputs``."""
     structure = structure_of(body)
     form = None if body.format is None else text_format("text.format", body.format)
     if structure is not None and form is not None:
         raise ApiError(400, "give text.format or structured_outputs, not both", param="text")
-    return structure or form
+    return structure if form is None else Structure("text.format", form)
 
 
 async def _whole(request: Request, task: generation.Task, answer: ResponseBody) -> Response:
