@@ -80,6 +80,7 @@ _HOME = {
     "set_forward_context": "graphs.capture.context",
     "Speculation": "speculative.speculation",
     "SpeculationStats": "scheduling.draft_steps",
+    "StructuredOutputsParams": "structured.params",
     "SuffixDrafts": "speculative.options",
     "TextDelta": "outputs",
     "TokenBuffers": "graphs.capture.capture_inputs",
@@ -164,6 +165,7 @@ if TYPE_CHECKING:
     from ostinato.speculative.proposer import Proposer as Proposer
     from ostinato.speculative.proposer import ProposerContext as ProposerContext
     from ostinato.speculative.speculation import Speculation as Speculation
+    from ostinato.structured.params import StructuredOutputsParams as StructuredOutputsParams
 
 __all__ = ["__version__", *_HOME]
 

@@ -96,8 +96,9 @@ SAMPLING_OPTIONS = {
     "detokenize": Foreign("token ids are always returned with the text", (True,)),
     "bad_words": Foreign("write logit_bias={token_id: -100}", (None,)),
     "allowed_token_ids": Foreign("write logit_bias for up to 300 tokens", (None,)),
-    "structured_outputs": Foreign("constrained output is not supported yet", (None,)),
-    "guided_decoding": Foreign("constrained output is not supported yet", (None,)),
+    "guided_decoding": Foreign(
+        "write structured_outputs=StructuredOutputsParams(json=...)", (None,)
+    ),
     "logits_processors": Foreign("the sampler is part of the graph; write logit_bias", (None,)),
     "spaces_between_special_tokens": Foreign("the tokenizer decides", (True,)),
     "truncate_prompt_tokens": Foreign("truncate the prompt's token ids yourself", (None,)),

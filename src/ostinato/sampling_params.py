@@ -12,6 +12,7 @@ from ostinato import other_engines
 from ostinato.errors import ConfigError
 from ostinato.options import option, user_options
 from ostinato.quoting import shown
+from ostinato.structured.params import StructuredOutputsParams, structured_outputs
 
 # Larger values have no known use, and would delay or exhaust an engine.
 MAX_N = 16_384
@@ -68,6 +69,11 @@ class SamplingParams:
         "Return the log-probabilities of the sampled token and of this many of the most likely "
         "tokens, before penalties and temperature.",
     )
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = option(
+        None,
+        "The form that the text must have: StructuredOutputsParams(json=...), or regex, choice, "
+        "grammar. Its end ends the output.",
+    )
 
     def __post_init__(self) -> None:
         # Options come from the command line and from requests, so types are checked too.
@@ -103,6 +109,7 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")
+        object.__setattr__(self, "structured_outputs", structured_outputs(self.structured_outputs))
         self._check_lists()
 
     def _check_lists(self) -> None:
@@ -138,6 +145,12 @@ class SamplingParams:
                 f"logit_bias[{shown(token)}]", value, "in [-100, 100]", lambda v: abs(v) <= 100
             )
         object.__setattr__(self, "logit_bias", bias)
+
+    @property
+    def structure(self) -> StructuredOutputsParams | None:
+        """``structured_outputs``, which may be given as a dict."""
+        assert not isinstance(self.structured_outputs, Mapping), "converted when built"
+        return self.structured_outputs
 
     @property
     def is_greedy(self) -> bool:

@@ -164,6 +164,8 @@ def stream_and_refuse(path: str) -> tuple[list[tuple[int, list[int]]], str, list
                 break
         with pytest.raises(RequestError, match="token ids are integers") as caught:
             llm.generate([[10**6]])
+        with pytest.raises(RequestError, match="this engine has 2 ranks, and masks are not sent"):
+            llm.generate([[1]], SamplingParams(structured_outputs={"regex": "a"}))
         output = llm.generate(prompts()[3], SamplingParams(max_tokens=5, temperature=0))[0]
         return deltas, str(caught.value), output.outputs[0].token_ids
 

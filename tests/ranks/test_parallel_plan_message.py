@@ -325,6 +325,7 @@ def test_all_sampling_parameters_arrive() -> None:
         ignore_eos=True,
         skip_special_tokens=False,
         logprobs=4,
+        structured_outputs={"json": {"type": "object"}, "disable_any_whitespace": True},
     )
     defaults = SamplingParams()
     assert all(getattr(params, f.name) != getattr(defaults, f.name) for f in fields(params))

@@ -111,6 +111,8 @@ def test_a_stream_left_half_way_and_a_refused_request(pair: LLM, alone: LLM) -> 
             break
     with pytest.raises(RequestError, match="token ids are integers"):
         pair.generate([[1], [10**6]])
+    with pytest.raises(RequestError, match="this engine has 2 ranks, and masks are not sent"):
+        pair.generate([[1]], SamplingParams(structured_outputs={"regex": "a"}))
     assert sum(pair.engine.replica_stats()).num_running == 0
     assert tokens_of(pair.generate(prompts(), SEEDED)) == tokens_of(
         alone.generate(prompts(), SEEDED)

@@ -234,6 +234,7 @@ def _how_it_ran(stats: DispatchStats, sampler: SamplerStats) -> dict[str, Any]:
             "captures": sampler.captures,
             "capture_seconds": sampler.capture_seconds,
             "launches": {reason.name: count for reason, count in sampler.launches.items()},
+            "masked_steps": sampler.masked_steps,
         },
     }
 

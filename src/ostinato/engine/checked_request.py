@@ -15,6 +15,8 @@ from ostinato.outputs import CompletionOutput
 from ostinato.quoting import shown
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.request import NO_LORA, Request
+from ostinato.structured.constraint import Constraint
+from ostinato.structured.grammars import Grammars
 from ostinato.text.detokenizer import Detokenizer
 from ostinato.text.prompts import check_num_tokens, check_token_ids
 
@@ -34,7 +36,9 @@ class RequestChecks:
         max_model_len: int,
         tokenizer: Any,
         seed: int,
+        grammars: Grammars,
     ) -> None:
+        self._grammars = grammars
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._tokenizer = tokenizer
@@ -72,6 +76,7 @@ class RequestChecks:
             tokenizer=self._tokenizer,
             adapter=adapter,
             images=images,
+            grammars=self._grammars,
         )
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -88,6 +93,8 @@ class RequestChecks:
                 f"stop strings {shown(params.stop)} need a tokenizer, and this model has none; "
                 "use stop_token_ids"
             )
+        if params.structure is not None:
+            self._grammars.compile(params.structure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +108,7 @@ class CheckedRequest:
     seed: int
     stop_token_ids: frozenset[int]
     tokenizer: Any
+    grammars: Grammars
     adapter: LoadedAdapter | None = None
     images: PromptImages | None = None
 
@@ -118,7 +126,10 @@ class CheckedRequest:
             cache_salt=b"" if self.adapter is None else self.adapter.cache_salt,
             contents=() if self.images is None else self.images.contents,
             images=self.images,
-            watched=bool(params.stop) or params.logprobs is not None,
+            constraint=self._constraint(),
+            watched=bool(params.stop)
+            or params.logprobs is not None
+            or params.structure is not None,
         )
         return Completion(
             request=request,
@@ -130,6 +141,12 @@ class CheckedRequest:
             ),
             detokenizer=None if self.tokenizer is None else Detokenizer(self.tokenizer, params),
         )
+
+    def _constraint(self) -> Constraint | None:
+        wanted = self.params.structure
+        if wanted is None:
+            return None
+        return self.grammars.constraint(wanted, ignore_eos=self.params.ignore_eos)
 
 
 def _nth_seed(seed: int, index: int) -> int:

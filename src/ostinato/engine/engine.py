@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 
@@ -18,6 +18,7 @@ from ostinato.engine.completion import Completion
 from ostinato.engine.images import EngineImages
 from ostinato.engine.replica_stats import ReplicaStats
 from ostinato.engine.start import start
+from ostinato.engine.structured import follow_grammar
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import ClosedError
 from ostinato.graphs.capture.closing import Owner
@@ -29,6 +30,7 @@ from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.request import FinishReason, Request
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import StepPlan, TokenEvent
+from ostinato.structured.grammars import Grammars
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -67,11 +69,19 @@ class Engine(Owner):
         self._ended: dict[Completion, None] = {}  # to be returned by ``step``
         # Batches that may run before the host has read their tokens.
         self._num_ahead = 1 if config.schedules_ahead_on(self.model.device) else 0
+        self.grammars = Grammars(
+            self.tokenizer,
+            self.model.vocab_size,
+            self.eos_token_ids,
+            unsupported_reason=_no_structure(config),
+        )
+        self.runner.catch_up = _weakly(self._catch_up)
         self._checks = RequestChecks(
             vocab_size=self.model.vocab_size,
             max_model_len=self.max_model_len,
             tokenizer=self.tokenizer,
             seed=config.seed,
+            grammars=self.grammars,
         )
         self._closed = False
 
@@ -230,11 +240,8 @@ class Engine(Owner):
             if plan.num_tokens:
                 self._in_flight.append((plan, self.runner.run(plan)))
             catches_up = not plan.num_tokens or len(self._in_flight) > self._num_ahead
-            if not (self._in_flight and catches_up):
-                return []
-            plan, result = self._in_flight.popleft()
-            self.scheduler.prepare_commit(plan)
-            self._queue(self.scheduler.commit(plan, result.token_ids()), result)
+            if self._in_flight and catches_up:
+                self._commit_oldest()
         except BaseException:
             self._in_flight.clear()
             self._take_back_unheard_of()
@@ -242,6 +249,30 @@ class Engine(Owner):
             self._end_unheard_of()
             raise
         return self._emit() if self._to_emit else []
+
+    def _commit_oldest(self) -> None:
+        plan, result = self._in_flight.popleft()
+        self.scheduler.prepare_commit(plan)
+        events = self.scheduler.commit(plan, result.token_ids())
+        if self.grammars.are_used:
+            self._end_complete(events)
+        self._queue(events, result)
+
+    def _catch_up(self) -> None:
+        """Commit all steps in flight: the runner is in the next, and needs their tokens."""
+        while self._in_flight:
+            self._commit_oldest()
+
+    def _end_complete(self, events: Sequence[TokenEvent]) -> None:
+        """End requests whose text is complete by their grammar, and those that left it."""
+        for event in events:
+            request = event.request
+            if request.constraint is None or request.finish_reason is FinishReason.STOP:
+                continue
+            reason, why = follow_grammar(request)
+            if reason is not None:
+                self._scheduler_of(request).finish(request, reason, why)
+                event.finished = True
 
     def _queue(self, events: Sequence[TokenEvent], result: StepResult) -> None:
         """Keep the events that someone waits for until they are in the outputs."""
@@ -378,6 +409,27 @@ class Engine(Owner):
     def _check_open(self) -> None:
         if self._closed:
             raise _closed()
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """``method`` without a reference to its object: a dropped engine must be freed at once."""
+    kept = WeakMethod(method)
+
+    def call() -> None:
+        bound = kept()
+        assert bound is not None, "the engine is in a step"
+        bound()
+
+    return call
+
+
+def _no_structure(config: EngineConfig) -> str | None:
+    """Why requests cannot have structured output, if they cannot."""
+    if config.world_size == 1:
+        return None
+    return (
+        f"this engine has {config.world_size} ranks, and masks are not sent to other ranks; use one"
+    )
 
 
 def _closed() -> ClosedError:

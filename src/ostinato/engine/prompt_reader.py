@@ -51,16 +51,16 @@ class PromptReader(Owner):
         token_ids, placed = self._images.place(name, token_ids, images)
         return ReadPrompt(name=name, text=text, token_ids=token_ids, images=placed)
 
-    def conversation(self, name: str, messages: Any) -> Prompt:
-        """A conversation as a prompt that ``read`` takes."""
-        token_ids, images = self.render(name, messages)
+    def conversation(self, name: str, messages: Any, tools: Any = None) -> Prompt:
+        """A conversation as a prompt that ``read`` takes; ``tools``: as in ``render_chat``."""
+        token_ids, images = self.render(name, messages, tools)
         return {"prompt_token_ids": token_ids, "images": images} if images else token_ids
 
-    def render(self, name: str, messages: Any) -> tuple[list[int], list[Any]]:
+    def render(self, name: str, messages: Any, tools: Any = None) -> tuple[list[int], list[Any]]:
         """The token ids of a conversation, with a placeholder for each image, and its images."""
         images: list[Any] | None = [] if self._images.are_taken else None
         token_ids = render_chat(
-            self._templates, self._tokenizer, messages, self._max_model_len, name, images
+            self._templates, self._tokenizer, messages, self._max_model_len, name, images, tools
         )
         return token_ids, images or []
 

@@ -130,7 +130,7 @@ def _add_request(words: list[int], request: Request) -> None:
         words.append(len(ids))
         words += ids
     given = {name: v for name, v in vars(request.params).items() if v != _DEFAULTS[name]}
-    for text in (request.request_id, json.dumps(given)):
+    for text in (request.request_id, json.dumps(given, default=vars)):
         words += to_words(text.encode()).tolist()
 
 

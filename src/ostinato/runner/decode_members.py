@@ -21,7 +21,7 @@ class DecodeMembers:
     ``graph``: of the whole step, if there is one. If a request needs the full sampler, ``sampler``
     runs behind that graph, and ``filtered`` behind a step without it. ``sampled`` [num_reqs], or
     ``accepted`` tokens as in ``Drafts``, flat, and ``logprobs`` (None: not wanted) are where their
-    tokens are written.
+    tokens are written. ``has_masks``: one of the requests is constrained.
     """
 
     req_indices: list[int] | IntArray
@@ -31,6 +31,7 @@ class DecodeMembers:
     filtered: FilteredRows | None
     sampled: torch.Tensor
     logprobs: tuple[torch.Tensor, torch.Tensor] | None
+    has_masks: bool
 
     def hold(self, plan: StepPlan, choice: Choice) -> bool:
         """Whether they are the requests of this step, which runs as chosen."""
@@ -84,4 +85,5 @@ class DecodeMembers:
             filtered=filtered,
             sampled=sampled,
             logprobs=logprobs,
+            has_masks=parameters.has_masks(req_indices),
         )

@@ -10,6 +10,7 @@ Two models may share all of it: small batches then run the second (``SmallBatchM
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -41,6 +42,7 @@ from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.sampling import draft_sampling
 from ostinato.runner.sampling.filtered_rows import FilteredRows
 from ostinato.runner.sampling.sampler_graphs import SamplerGraphs, SamplerLaunch
+from ostinato.runner.sampling.step_masks import CatchUp, no_catch_up, write_masks
 from ostinato.runner.small_batch_model import SmallBatchModel, check_can_agree
 from ostinato.runner.step_memory import StepMemory
 from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogits, StepResult
@@ -63,7 +65,9 @@ class ModelRunner:
     calls ``run``, all others must call ``run`` or ``run_idle``.
 
     Steps may run on one CUDA stream and then on another: each waits for the previous one on the
-    device. ``on_logits``, if set, receives the logits of every step, in every graph mode.
+    device. ``on_logits``, if set, receives the logits of every step, in every graph mode. In a step
+    with a constrained request, ``catch_up`` is called between the forward and the sampler: it must
+    commit all steps before this one (``step_masks``).
     """
 
     def __init__(
@@ -121,6 +125,7 @@ class ModelRunner:
         )
         self._members: DecodeMembers | None = None
         self.on_logits: LogitsObserver | None = None
+        self.catch_up: CatchUp = no_catch_up
         self.results = ResultRing(max(plan.max_num_seqs, len(self.buffers.accepted)), model.device)
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
@@ -134,7 +139,7 @@ class ModelRunner:
         return (self.small_graphs if small else self.graphs).dispatch(shape)
 
     def run(self, plan: StepPlan) -> StepResult:
-        """Enqueue all work of one step, without waiting for it."""
+        """Enqueue all work of one step; waits for nothing, unless a request is constrained."""
         self._follow_stream()
         across = None
         if self._agreed is None:
@@ -161,6 +166,8 @@ class ModelRunner:
             logits = members.graph.output.logits
         if self.on_logits is not None:
             self._show_logits(plan, logits)
+        if members.has_masks:
+            self._write_masks(plan)
         if members.sampler is not None:
             self.samplers.run(members.sampler)
         if members.filtered is None:
@@ -284,7 +291,17 @@ class ModelRunner:
         filtered = FilteredRows.among(sampling, state)
         if filtered is None:
             return self.results.send(token_ids)
+        if filtered.features.any_mask:
+            self._write_masks(plan)
         return self._sample_again(filtered, token_ids, logits, req_indices, lengths)
+
+    def _write_masks(self, plan: StepPlan) -> None:
+        """Write the masks of constrained requests, once the host has all their tokens."""
+        start = time.perf_counter()
+        self.catch_up()
+        write_masks(plan, self.state.sampling)
+        self.samplers.stats.masked_steps += 1
+        self.samplers.stats.mask_seconds += time.perf_counter() - start
 
     @without_autocast
     def _run_drafts(

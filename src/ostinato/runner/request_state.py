@@ -27,7 +27,13 @@ class RequestState:
     """
 
     def __init__(
-        self, *, max_num_seqs: int, cache: CacheSize, device: torch.device, mrope: bool = False
+        self,
+        *,
+        max_num_seqs: int,
+        cache: CacheSize,
+        device: torch.device,
+        mrope: bool = False,
+        vocab_size: int = 0,
     ) -> None:
         self.padding_req_index = max_num_seqs
         self.device = device
@@ -39,7 +45,7 @@ class RequestState:
         self.num_computed = zeros()
         self.block_table = zeros(cache.blocks_per_request)
         self.rope_delta = zeros() if mrope else None
-        self.sampling = SamplingState(max_num_seqs + 1, device)
+        self.sampling = SamplingState(max_num_seqs + 1, device, vocab_size=vocab_size)
 
     def update(self, plan: StepPlan) -> None:
         """Update rows with the scheduler's plan, before the inputs of the step are filled."""

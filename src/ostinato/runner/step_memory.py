@@ -57,7 +57,13 @@ class StepMemory:
         """Allocate for the batches of ``plan``, and the keys and values of ``model``."""
         device, max_query_len = model.device, plan.decode_query_lens[-1]
         mrope, max_num_seqs = model.uses_mrope, plan.max_num_seqs
-        state = RequestState(max_num_seqs=max_num_seqs, cache=cache, device=device, mrope=mrope)
+        state = RequestState(
+            max_num_seqs=max_num_seqs,
+            cache=cache,
+            device=device,
+            mrope=mrope,
+            vocab_size=model.vocab_size,
+        )
 
         def new_kv_cache(specs: Sequence[AttentionSpec]) -> KVCache:
             return KVCache(

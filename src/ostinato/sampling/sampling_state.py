@@ -17,6 +17,7 @@ import torch
 from ostinato.errors import ConfigError
 from ostinato.ops.sampling.counter_random import spread_seed
 from ostinato.ops.sampling.sampling_reference import SamplingTables, Steps
+from ostinato.sampling.token_masks import TokenMasks
 from ostinato.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
@@ -27,8 +28,8 @@ from ostinato.scheduling.request import Request
 # Room for a request's stop ids and the model's end-of-sequence ids.
 STOP_IDS_WIDTH = MAX_STOP_TOKEN_IDS + 16
 
-_RANDOM, _FILTER, _PENALTY, _BIAS, _MIN_TOKENS = (1 << bit for bit in range(5))
-_LOGPROBS_SHIFT = 5
+_RANDOM, _FILTER, _PENALTY, _BIAS, _MIN_TOKENS, _MASK = (1 << bit for bit in range(6))
+_LOGPROBS_SHIFT = 6
 # Beyond these a float32 would overflow, and the result no longer changes anyway.
 _SMALLEST, _LARGEST = 1e-30, 1e30
 _LARGEST_INT = 2**31 - 1
@@ -50,6 +51,8 @@ def feature_bits(params: SamplingParams) -> int:
         bits |= _BIAS
     if params.min_tokens:
         bits |= _MIN_TOKENS
+    if params.structured_outputs is not None:
+        bits |= _MASK
     if params.logprobs is not None:
         bits |= ((1 << (params.logprobs + 1)) - 1) << _LOGPROBS_SHIFT
     return bits
@@ -68,6 +71,7 @@ class SamplingFeatures:
     any_penalty: bool = False
     any_bias: bool = False
     any_min_tokens: bool = False
+    any_mask: bool = False
     num_logprobs: int = -1
 
     @property
@@ -79,6 +83,7 @@ class SamplingFeatures:
             penalties=self.any_penalty,
             bias=self.any_bias,
             min_tokens=self.any_min_tokens,
+            masks=self.any_mask,
         )
 
     @staticmethod
@@ -92,7 +97,7 @@ class SamplingFeatures:
         return _features_of_bits(bits)
 
 
-@cache  # a few in practice, 66 * 32 at most
+@cache  # a few in practice, 66 * 64 at most
 def _features_of_bits(bits: int) -> SamplingFeatures:
     return SamplingFeatures(
         any_random=bool(bits & _RANDOM),
@@ -100,6 +105,7 @@ def _features_of_bits(bits: int) -> SamplingFeatures:
         any_penalty=bool(bits & _PENALTY),
         any_bias=bool(bits & _BIAS),
         any_min_tokens=bool(bits & _MIN_TOKENS),
+        any_mask=bool(bits & _MASK),
         num_logprobs=(bits >> _LOGPROBS_SHIFT).bit_length() - 1,
     )
 
@@ -109,12 +115,18 @@ class SamplingState:
 
     Owns its tensors. Graphs may read them: a replay sees what was last written. A row that was
     never written is greedy, and a stale row is harmless: requests read only their own.
+
+    ``masks`` of constrained requests over a vocabulary of ``vocab_size`` (0: there are none) are
+    allocated when the first such request is written.
     """
 
-    def __init__(self, max_num_seqs: int, device: torch.device | str) -> None:
+    def __init__(
+        self, max_num_seqs: int, device: torch.device | str, *, vocab_size: int = 0
+    ) -> None:
         device = torch.device(device)
+        self.masks = TokenMasks(max_num_seqs, vocab_size, device)
         self._floats = _Table((max_num_seqs, 6), torch.float32, 0.0, device)
-        self._ints = _Table((max_num_seqs, 5), torch.int64, 0, device)
+        self._ints = _Table((max_num_seqs, 6), torch.int64, 0, device)
         self._bias_ids = _Table((max_num_seqs, MAX_LOGIT_BIAS), torch.int64, -1, device)
         self._bias_values = _Table((max_num_seqs, MAX_LOGIT_BIAS), torch.float32, 0.0, device)
         self._stop_ids = _Table((max_num_seqs, STOP_IDS_WIDTH), torch.int64, -1, device)
@@ -129,13 +141,14 @@ class SamplingState:
             bias_ids=self._bias_ids.on_device,
             bias_values=self._bias_values.on_device,
             stop_ids=self._stop_ids.on_device,
+            masks=self.masks.on_device,
         )
         # The columns by name, as views.
         floats, ints = self._floats.on_device.unbind(1), self._ints.on_device.unbind(1)
         self.temperature, self.top_p, self.min_p = floats[:3]
         self.presence, self.frequency, self.repetition = floats[3:]
-        self.top_k, self.seed_key, self.prompt_len, self.min_tokens, self.num_reported = ints
-        self.bias_ids, self.bias_values, self.stop_ids = self.tables[2:]
+        self.top_k, self.seed_key, self.prompt_len, self.min_tokens, self.num_reported = ints[:5]
+        self.bias_ids, self.bias_values, self.stop_ids = self.tables[2:5]
 
     def write(self, req_index: int, request: Request) -> None:
         """Write ``request`` to row ``req_index``: two small copies, more for rare parameters.
@@ -157,12 +170,15 @@ class SamplingState:
         top_k = min(max(params.top_k, 0), _LARGEST_INT)
         num_reported = 0 if params.logprobs is None else 1 + params.logprobs
         seed_key, prompt_len = spread_seed(request.seed), len(request.prompt_token_ids)
-        ints = (top_k, seed_key, prompt_len, min_tokens, num_reported)
+        bits = feature_bits(params)
+        if bits & _MASK and self.masks.allocate():
+            self.tables = self.tables._replace(masks=self.masks.on_device)
+        is_masked = int(bits & _MASK != 0)
+        ints = (top_k, seed_key, prompt_len, min_tokens, num_reported, is_masked)
         self._floats.write(req_index, floats)
         self._ints.write(req_index, ints)
         if min_tokens:  # with 0 the row's stop ids are ignored
             self._write_stop_ids(req_index, request)
-        bits = feature_bits(params)
         if (bits | self._bits[req_index]) & _BIAS:
             bias = params.logit_bias or {}
             self._bias_ids.write(req_index, tuple(bias.keys()))
@@ -184,6 +200,11 @@ class SamplingState:
         return [
             position for position, req_index in enumerate(req_indices) if bits[req_index] & ~_RANDOM
         ]
+
+    def has_masks(self, req_indices: Iterable[int]) -> bool:
+        """Whether a request of these rows is constrained."""
+        bits = self._bits
+        return any(bits[req_index] & _MASK for req_index in req_indices)
 
     def features(self, req_indices: Iterable[int]) -> SamplingFeatures:
         """The features of the requests last written to ``req_indices``; cheap, on the host."""

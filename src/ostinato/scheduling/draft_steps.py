@@ -72,11 +72,14 @@ class DraftSteps:
         """Extend the rows of a decode step by drafts; return how many each has.
 
         That is 0 if some would not fit, and a free block for each request's next step: a request
-        should not be preempted for another's drafts.
+        should not be preempted for another's drafts. It is 0 too if a request is constrained: which
+        tokens may follow a draft depends on the draft, which only the device knows.
         """
         num_drafts, allocator = self.num_drafts[len(rows)], self._allocator
         query_len, size = 1 + num_drafts, allocator.block_size
         if not num_drafts or query_len * len(rows) > self._max_num_batched_tokens:
+            return 0
+        if any(row.request.constraint is not None for row in rows):
             return 0
         ends = [row.start + row.request.num_pending_drafts + query_len for row in rows]
         if max(ends) > self._max_model_len:

@@ -48,8 +48,8 @@ class Request:
     they are part of the output. ``req_index`` is its row in the device state while it runs.
     ``lora_slot`` is the slot of its adapter. Requests share blocks of the KV cache only with
     requests of the same ``cache_salt``, and only if the ``contents`` of their tokens are the same.
-    ``images``: those of the prompt, for the runner. ``replica`` is the replica of the model that
-    runs it.
+    ``images``: those of the prompt, for the runner. ``constraint``: the ``Constraint`` of its
+    output, if that is structured. ``replica`` is the replica of the model that runs it.
     """
 
     request_id: str
@@ -62,6 +62,7 @@ class Request:
     cache_salt: bytes = b""
     contents: Sequence[Content] = ()  # of fixed-length digests, in order
     images: Any = None
+    constraint: Any = None
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -97,14 +97,16 @@ class AsyncLLM(Owner):
         sampling_params: SamplingParams | None = None,
         *,
         adapter: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> RequestOutput:
         """Complete one prompt, and return all of it.
 
         ``prompt``: text, token ids, or a dict with images, as in ``LLM.generate``; or a
         conversation, as in ``LLM.chat``. ``sampling_params``: None for the defaults. ``adapter``:
-        the name of a loaded LoRA adapter. For several prompts, use ``asyncio.gather``.
+        the name of a loaded LoRA adapter. ``tools``: those that a conversation's template tells the
+        model about, in OpenAI's form. For several prompts, use ``asyncio.gather``.
         """
-        prepare = partial(self._prepare, prompt, sampling_params, adapter, every_token=False)
+        prepare = partial(self._prepare, prompt, sampling_params, adapter, tools, every_token=False)
         return await AsyncStream(self._thread, prepare).finish()
 
     def stream(
@@ -113,25 +115,29 @@ class AsyncLLM(Owner):
         sampling_params: SamplingParams | None = None,
         *,
         adapter: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> AsyncStream:
         """Complete one prompt, and yield the text of each step: ``async for delta in ...``.
 
-        ``prompt``, ``sampling_params`` and ``adapter`` are as in ``generate``.
+        ``prompt``, ``sampling_params``, ``adapter`` and ``tools`` are as in ``generate``.
         """
-        prepare = partial(self._prepare, prompt, sampling_params, adapter, every_token=True)
+        prepare = partial(self._prepare, prompt, sampling_params, adapter, tools, every_token=True)
         return AsyncStream(self._thread, prepare)
 
     async def _prepare(
-        self, prompt: Any, params: Any, adapter: Any, *, every_token: bool
+        self, prompt: Any, params: Any, adapter: Any, tools: Any, *, every_token: bool
     ) -> RunningRequest:
         (its_params,), (its_adapter,) = list_params(params, 1), list_adapters(adapter, 1)
-        read = await self.read(partial(_read, prompt=prompt))
+        read = await self.read(partial(_read, prompt=prompt, tools=tools))
         most = self.max_prompt_tokens
         if most is not None and len(read.token_ids) > most:
             raise RequestError(
                 f"{read.name} has {len(read.token_ids)} tokens, and prompts here have at most "
                 f"{most} (max_prompt_tokens); shorten it"
             )
+        if its_params.structure is not None:  # here, so that the engine never waits for it
+            grammars = self._thread.llm.engine.grammars
+            await asyncio.to_thread(grammars.compile, its_params.structure)
         return RunningRequest(read, its_params, its_adapter, every_token=every_token)
 
     async def read(self, function: Callable[[PromptReader], T]) -> T:
@@ -236,10 +242,12 @@ def _build(config: EngineConfig) -> LLM:
     return llm
 
 
-def _read(reader: PromptReader, prompt: Any) -> ReadPrompt:
+def _read(reader: PromptReader, prompt: Any, tools: Any) -> ReadPrompt:
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
     if is_list and prompt and all(isinstance(each, Mapping) for each in prompt):
-        return reader.read("messages", reader.conversation("messages", prompt))
+        return reader.read("messages", reader.conversation("messages", prompt, tools))
+    if tools is not None:
+        raise RequestError("tools are for conversations; give messages, or leave tools out")
     return reader.read("the prompt", prompt)
 
 

@@ -51,6 +51,7 @@ def engine_stats(llm: LLM, thread: EngineThread) -> EngineStats:
         replayed_tokens=stats.replayed_tokens,
         padding_tokens=stats.padding_tokens,
         graph_bytes=engine.runner.pool.num_bytes + engine.runner.samplers.num_bytes,
+        masked_steps=engine.runner.samplers.stats.masked_steps,
     )
 
 

@@ -35,7 +35,8 @@ class EngineStats:
     ``accepted_tokens`` were right.
 
     ``replays``: steps through graphs, by mode; ``eager``: steps without, by reason.
-    ``replayed_tokens`` and ``padding_tokens``: in those graphs, which take ``graph_bytes``. Of
+    ``replayed_tokens`` and ``padding_tokens``: in those graphs, which take ``graph_bytes``.
+    ``masked_steps``: with structured output, for which the host read all tokens at once. Of
     several replicas, graphs are those of the first, and all else is of all. A model that embeds or
     classifies has graphs only.
     """
@@ -56,6 +57,7 @@ class EngineStats:
     replayed_tokens: int = 0
     padding_tokens: int = 0
     graph_bytes: int = 0
+    masked_steps: int = 0
 
     @property
     def acceptance_length(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -31,11 +32,12 @@ def render_chat(
     max_model_len: int,
     name: str = "messages",
     images: list[Any] | None = None,
+    tools: Any = None,
 ) -> list[int]:
     """The token ids of a conversation, up to the start of the answer.
 
     Its images are appended to ``images``, and the tokens have a placeholder for each; None: the
-    model takes none.
+    model takes none. ``tools``: what the template tells the model that it may call.
     """
     _check_list(name, messages)
     plain = [_plain(f"{name}[{number}]", each, images) for number, each in enumerate(messages)]
@@ -43,15 +45,18 @@ def render_chat(
         raise RequestError(
             "this model has no chat template, so it cannot take messages; use generate()"
         )
-    text = templates.render(_template(tokenizer), _variables(tokenizer, plain), name)
+    tools = list(tools) if tools else None
+    text = templates.render(
+        chat_template(tokenizer, tools), _variables(tokenizer, plain, tools), name
+    )
     # The template already includes the special tokens.
     return encode(name, text, tokenizer, max_model_len, add_special_tokens=False)
 
 
-def _template(tokenizer: Any) -> str:
-    """The model's template for conversations without tools."""
+def chat_template(tokenizer: Any, tools: Any = None) -> str:
+    """The model's template for conversations, with tools if there are any."""
     try:
-        return str(tokenizer.get_chat_template())
+        return str(tokenizer.get_chat_template(tools=tools))
     except Exception as error:
         raise RequestError(
             f"the model's chat template cannot be used: {said(error)}; render the messages "
@@ -59,12 +64,12 @@ def _template(tokenizer: Any) -> str:
         ) from error
 
 
-def _variables(tokenizer: Any, messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _variables(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dict[str, Any]:
     """The variables that transformers passes to a template."""
     return {
         **{name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "messages": messages,
-        "tools": None,
+        "tools": tools,
         "documents": None,
         "add_generation_prompt": True,
     }
@@ -102,6 +107,8 @@ def _plain(name: str, message: Any, images: list[Any] | None) -> dict[str, Any]:
         what = f"has the role {shown(role)}" if "role" in message else "has no role"
         raise RequestError(f"{name} {what}; give one that the model knows, such as 'user'")
     check_text(f"{name}['role']", role)
+    if message.get("tool_calls"):
+        message = {**message, "tool_calls": _calls(name, message["tool_calls"])}
     content: Any = message.get("content")
     if content is None and message.get("tool_calls"):
         return dict(message)  # an answer that only calls tools
@@ -111,6 +118,26 @@ def _plain(name: str, message: Any, images: list[Any] | None) -> dict[str, Any]:
         listed = [_shown_part(f"{name}[{number}]", part, images) for number, part in parts]
         return {**message, "content": listed}
     return {**message, "content": _text(name, content, "content" in message, images is not None)}
+
+
+def _calls(name: str, calls: Any) -> list[Any]:
+    """Calls of tools with their arguments as objects, as templates read them, not as JSON texts."""
+    name = f"{name}['tool_calls']"
+    if not _is_list(calls) or not all(isinstance(each, Mapping) for each in calls):
+        raise RequestError(f"{name} must be a list of calls, got {shown(calls)}")
+    read = []
+    for number, call in enumerate(calls):
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except (ValueError, RecursionError) as error:
+                raise RequestError(
+                    f"{name}[{number}]['function']['arguments'] must be JSON: {said(error)}"
+                ) from None
+            call = {**call, "function": {**function, "arguments": arguments}}
+        read.append(call)
+    return read
 
 
 def _shown_part(name: str, part: Any, images: list[Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -80,7 +81,8 @@ class Rows:
     def __init__(self, rows: list[dict[str, Any]], logits: Tensor, device: torch.device) -> None:
         num_rows, num_slots = len(rows), len(rows) + 2
         floats = torch.full((num_slots, 6), NAN)
-        ints = torch.full((num_slots, 4), 2**40)
+        ints = torch.full((num_slots, 6), 2**40)
+        masks = torch.zeros((num_slots, -(-logits.shape[1] // 32)), dtype=torch.int32)
         bias_ids = torch.full((num_slots, 5), 2**40)
         bias_values = torch.full((num_slots, 5), NAN)
         stop_ids = torch.full((num_slots, 4), 2**40)
@@ -103,8 +105,12 @@ class Rows:
                     spread_seed(row.get("seed", req_index)),
                     row.get("prompt_len", 3),
                     row.get("min_tokens", 0),
+                    0,
+                    int("allowed" in row),
                 ]
             )
+            for token in row.get("allowed", ()):
+                masks[req_index, token // 32] |= np.uint32(1 << token % 32).astype(np.int32).item()
             bias_ids[req_index] = stop_ids[req_index] = -1
             bias, stops = row.get("bias", {}), row.get("stops", [])
             bias_ids[req_index, : len(bias)] = torch.tensor([*bias], dtype=torch.int64)
@@ -113,7 +119,7 @@ class Rows:
         self.logits = logits.to(device)
         self.req_indices = req_indices.to(device)
         self.tables = SamplingTables(
-            *(each.to(device) for each in (floats, ints, bias_ids, bias_values, stop_ids))
+            *(each.to(device) for each in (floats, ints, bias_ids, bias_values, stop_ids, masks))
         )
         # Few tokens, so that some repeat, and what is no token at all.
         vocab_size = logits.shape[1]
@@ -227,6 +233,7 @@ changes = st.fixed_dictionaries(
         "stops": st.lists(st.integers(0, 12), unique=True, max_size=4),
         "temperature": st.sampled_from([0.0, 1.0]),
         "top_k": st.sampled_from([0, 3]),
+        "allowed": st.sets(st.integers(0, 7), min_size=1),
     },
 )
 
@@ -248,9 +255,9 @@ def test_changed_logits(
     dtype: torch.dtype,
     every: bool,
 ) -> None:
-    """Bias, min_tokens and penalties, on rows of a batch of which others use none."""
+    """Masks, bias, min_tokens and penalties, on rows of a batch of which others use none."""
     torch.manual_seed(0)
-    steps = Steps(noise=True, filters=True, penalties=True, bias=True, min_tokens=True)
+    steps = Steps(noise=True, filters=True, penalties=True, bias=True, min_tokens=True, masks=True)
     if not every:
         rows = [{**row, "top_k": 0} for row in rows]
         steps = Steps(
@@ -259,6 +266,7 @@ def test_changed_logits(
             penalties=any(row.keys() & {"presence", "frequency", "repetition"} for row in rows),
             bias=any(row.get("bias") for row in rows),
             min_tokens=any(row.get("min_tokens") for row in rows),
+            masks=any("allowed" in row for row in rows),
         )
     batch = Rows(rows, torch.randn(len(rows), vocab_size).mul(3).to(dtype), device)
     batch.check(run, steps)

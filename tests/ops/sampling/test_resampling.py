@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,7 +21,7 @@ pytest.importorskip("triton")
 
 VOCAB, MAX_LEN, PROMPT_LEN = 150, 24, 6
 UNUSED = 4  # rows of the state that no request has
-ALL = Steps(noise=True, filters=True, penalties=True, bias=True, min_tokens=True)
+ALL = Steps(noise=True, filters=True, penalties=True, bias=True, min_tokens=True, masks=True)
 PLAIN: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.7}]
 FILTERED: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}]
 CHANGED: list[dict[str, Any]] = [
@@ -30,6 +31,17 @@ CHANGED: list[dict[str, Any]] = [
     {"min_tokens": 20},
     {"top_k": 9, "repetition_penalty": 1.3, "logit_bias": {3: 4.0}, "min_tokens": 1},
 ]
+_STRUCTURED = {"structured_outputs": {"regex": "a"}}  # each row gets a mask of its own
+MASKED: list[dict[str, Any]] = [
+    {"temperature": 0.0, **_STRUCTURED},
+    {"temperature": 1.3, **_STRUCTURED},
+    {"top_k": 5, "top_p": 0.8, **_STRUCTURED},
+    {"repetition_penalty": 1.3, "logit_bias": {3: 4.0}, "min_tokens": 9, **_STRUCTURED},
+]
+
+
+def _is_masked(row: dict[str, Any]) -> bool:
+    return "structured_outputs" in row
 
 
 @pytest.fixture(params=["public", "kernel"])
@@ -45,7 +57,7 @@ class Batch:
 
     def __init__(self, params: list[dict[str, Any]], device: torch.device) -> None:
         num_rows, num_padding = len(params), 2
-        self.state = SamplingState(num_rows + UNUSED, device)
+        self.state = SamplingState(num_rows + UNUSED, device, vocab_size=VOCAB)
         order = torch.randperm(num_rows + UNUSED, device=device)
         self.req_indices = torch.cat((order[:num_rows], order[-1:].expand(num_padding)))
         for index, row in enumerate(params):
@@ -57,6 +69,26 @@ class Batch:
         self.logits[num_rows:] = torch.nan
         self.token_ids = torch.randint(7, (num_rows + UNUSED, MAX_LEN), device=device).int()
         self.tokens = torch.arange(1000, 1000 + num_rows + num_padding, device=device)
+        self.allowed = torch.rand(num_rows + UNUSED, VOCAB) < 0.1
+        self.allowed[:, 7] = True
+        self.allowed[0] = False  # but one
+        self.allowed[0, VOCAB - 1] = True
+        if any(map(_is_masked, params)):
+            self.write_masks(params)
+
+    def write_masks(self, params: list[dict[str, Any]]) -> None:
+        """The rows of all others forbid everything: a kernel that reads one would show it."""
+        masks = self.state.masks
+        masks.on_device.zero_()
+        rows = [int(self.req_indices[n]) for n, row in enumerate(params) if _is_masked(row)]
+
+        def fill(written: np.ndarray[Any, Any]) -> None:
+            bits = np.packbits(self.allowed[rows].numpy(), axis=1, bitorder="little")
+            written.view(np.uint8)[:, : bits.shape[1]] = bits
+            # What is past the vocabulary counts for nothing.
+            written.view(np.uint8)[:, bits.shape[1] :] = 255
+
+        masks.write(rows, fill)
 
     def write(self, index: int, row: dict[str, Any]) -> None:
         request = Request(
@@ -72,8 +104,8 @@ class Batch:
     def arguments(self) -> tuple[Any, ...]:
         return self.logits, self.req_indices, self.lengths
 
-    def resample(self, changes: bool, kernels: bool) -> None:
-        tables, rest = self.state.tables, (changes, self.token_ids, self.tokens)
+    def resample(self, changes: bool, kernels: bool, masks: bool = False) -> None:
+        tables, rest = self.state.tables, (changes, masks, self.token_ids, self.tokens)
         if kernels:
             resampling.triton_resample_rows(*self.arguments(), *tables, *rest)
         else:
@@ -86,8 +118,15 @@ class Batch:
             if row in PLAIN:
                 continue
             one = slice(index, index + 1)
-            rows = (tensor[one] for tensor in self.arguments())
-            token = sample_reference(*rows, self.state.tables, self.token_ids, ALL)
+            logits, req_indices, lengths = (tensor[one] for tensor in self.arguments())
+            if _is_masked(row):
+                allowed = self.allowed[self.req_indices[one].cpu()].to(logits.device)
+                logits = logits.masked_fill(~allowed, -torch.inf)
+            # The mask is in the logits, so that the reference's own reading of it is tested too.
+            steps = ALL._replace(masks=False)
+            token = sample_reference(
+                logits, req_indices, lengths, self.state.tables, self.token_ids, steps
+            )
             tokens[index] = token
             token_ids[self.req_indices[index], self.lengths[index]] = token.int()
         return tokens, token_ids
@@ -104,6 +143,37 @@ def test_rows_that_use_more_than_a_temperature_are_sampled_again(
     batch.resample(changes, kernels)
     assert torch.equal(batch.tokens, tokens)
     assert torch.equal(batch.token_ids, token_ids)
+
+
+@pytest.mark.slow
+def test_constrained_rows_are_sampled_from_what_their_masks_allow(
+    kernels: bool, device: torch.device
+) -> None:
+    params = [*PLAIN, *FILTERED, *CHANGED, *MASKED] * 2
+    batch = Batch(params, device)
+    tokens, token_ids = batch.expected(params)
+    batch.resample(True, kernels, masks=True)
+    assert torch.equal(batch.tokens, tokens)
+    assert torch.equal(batch.token_ids, token_ids)
+    for index, row in enumerate(params):
+        if _is_masked(row):
+            assert batch.allowed[batch.req_indices[index], batch.tokens[index]]
+
+
+@pytest.mark.slow
+def test_a_graph_reads_the_masks_of_each_replay(pool: GraphPool, device: torch.device) -> None:
+    params = [*PLAIN, *MASKED]
+    batch = Batch(params, device)
+    batch.resample(True, False, masks=True)
+    tape = pool.capture(lambda: batch.resample(True, False, masks=True)).tape
+    for _ in range(3):
+        batch.allowed = batch.allowed.roll(1, dims=1)
+        batch.write_masks(params)
+        batch.tokens.add_(100)
+        tokens, token_ids = batch.expected(params)
+        pool.replay(tape)
+        assert torch.equal(batch.tokens, tokens)
+        assert torch.equal(batch.token_ids, token_ids)
 
 
 @pytest.mark.parametrize("rows", [[], PLAIN], ids=["padding", "plain"])
@@ -162,7 +232,7 @@ def test_each_row_gets_the_logprobs_that_it_wants(kernels: bool, device: torch.d
 @pytest.mark.slow
 def test_the_operators_say_what_they_write(device: torch.device) -> None:
     batch = Batch([*PLAIN, *FILTERED], device)
-    tables, rest = batch.state.tables, (False, batch.token_ids, batch.tokens)
+    tables, rest = batch.state.tables, (False, False, batch.token_ids, batch.tokens)
     values = torch.zeros(len(batch.tokens), 4, device=device)
     chosen = torch.zeros_like(batch.tokens)
     for operator, arguments in (

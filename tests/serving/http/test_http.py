@@ -94,10 +94,10 @@ BAD: list[tuple[str, Any, int, str, str | None]] = [
         "/v1/chat/completions",
         {
             "messages": [{"role": "user", "content": "w1"}],
-            "response_format": {"type": "json_object"},
+            "verbosity": "low",
         },
         400,
-        "response_format is not supported here, got {'type': 'json_object'}",
+        "verbosity is not supported here, got 'low'",
         None,
     ),
     (

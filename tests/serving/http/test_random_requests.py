@@ -19,11 +19,13 @@ from ostinato.serving.http.protocol import (
     EmbeddingRequest,
     TokenizeRequest,
 )
+from ostinato.serving.http.responses.response_request import ResponseRequest
 
 ROUTES = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/embeddings": EmbeddingRequest,
+    "/v1/responses": ResponseRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -32,17 +34,26 @@ VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "w1", "max_tokens": 2},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "w1"}], "max_tokens": 2},
     "/v1/embeddings": {"input": "w1"},
+    "/v1/responses": {"input": "w1", "max_output_tokens": 2},
     "/tokenize": {"prompt": "w1"},
     "/detokenize": {"tokens": [1]},
 }
 TEXTS = st.sampled_from(["", "w1", "tiny", "poet", "\ud800", "\0", "w1 " * 300, "/etc/passwd"])
 NUMBERS = st.sampled_from([0, 1, 2, -1, 0.5, 1e308, -0.0, 2**31, 2**63, 10**400, float("nan")])
-SMALL = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS)
+# What structures and tools are made of.
+WORDS = st.sampled_from(["json_schema", "json_object", "function", "required", "f", "a(", "w[12]"])
+NAMES = st.sampled_from(
+    [
+        *("role", "content", "type", "text", "1", "json", "regex", "choice", "grammar", "schema"),
+        *("json_schema", "function", "name", "parameters", "format", "tool_calls", "arguments"),
+    ]
+)
+SMALL = st.one_of(st.none(), st.booleans(), NUMBERS, TEXTS, WORDS)
 VALUES = st.recursive(
     SMALL,
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from(["role", "content", "type", "text", "1"]), inner),
+        st.dictionaries(NAMES, inner, max_size=3),
     ),
     max_leaves=6,
 )

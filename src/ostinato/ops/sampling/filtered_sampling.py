@@ -24,9 +24,9 @@ from ostinato.ops.triton.launch import launch, next_power_of_2, num_sms, overlap
 
 _SCHEMA = """sample_filtered(
     Tensor logits, Tensor req_indices, Tensor lengths,
-    Tensor floats, Tensor ints, Tensor bias_ids, Tensor bias_values, Tensor stop_ids,
+    Tensor floats, Tensor ints, Tensor bias_ids, Tensor bias_values, Tensor stop_ids, Tensor masks,
     Tensor token_ids, bool noise, bool filters, bool penalties, bool bias, bool min_tokens,
-    Tensor(a!) out_tokens
+    bool use_masks, Tensor(a!) out_tokens
 ) -> ()"""
 
 # Columns that a program of the search reads, by how many warps.
@@ -95,7 +95,7 @@ def triton_sample_filtered(
         token_ids = token_ids.contiguous()
     # The kernels assume unit strides for these.
     req_indices, lengths = req_indices.contiguous(), lengths.contiguous()
-    if steps.penalties or steps.bias or steps.min_tokens:
+    if steps.penalties or steps.bias or steps.min_tokens or steps.masks:
         rows = changed_rows(logits, req_indices, lengths, tables, token_ids, steps)
     else:
         rows = Rows(logits, logits, req_indices, req_indices)
@@ -120,7 +120,7 @@ class Rows(NamedTuple):
 
 
 def _unpacked(rest: tuple[Any, ...]) -> tuple[SamplingTables, torch.Tensor, Steps, torch.Tensor]:
-    return SamplingTables(*rest[:5]), rest[5], Steps(*rest[6:11]), rest[11]
+    return SamplingTables(*rest[:6]), rest[6], Steps(*rest[7:13]), rest[13]
 
 
 def changed_rows(
@@ -131,7 +131,7 @@ def changed_rows(
     token_ids: torch.Tensor,
     steps: Steps,
 ) -> Rows:
-    """Apply bias, min_tokens and penalties to copies of the rows that use them."""
+    """Apply masks, bias, min_tokens and penalties to copies of the rows that use them."""
     from ostinato.ops.sampling.triton.logit_changes import (
         copy_logits_kernel,
         count_tokens_kernel,
@@ -142,7 +142,7 @@ def changed_rows(
     copies = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
     counts = torch.empty((num_rows, vocab_size), dtype=torch.int32, device=device)
     is_changed = torch.empty(num_rows, dtype=torch.int32, device=device)
-    floats, ints, bias_ids, _, stop_ids = tables
+    floats, ints, bias_ids, bias_values, stop_ids, masks = tables
     max_len = token_ids.shape[1]
     blocks_per_chunk, num_chunks = chunks(
         num_rows, vocab_size, num_sms(device), block=_COPY_BLOCK, programs=_COPY_PROGRAMS
@@ -153,12 +153,14 @@ def changed_rows(
         (num_rows, num_chunks),
         (
             *(logits, copies, is_changed, req_indices, lengths),
-            *(floats, ints, bias_ids, token_ids, counts),
+            *(floats, ints, bias_ids, token_ids, masks, counts),
         ),
         (
             *(logits.stride(0), floats.stride(0), ints.stride(0), bias_ids.stride(0)),
-            *(token_ids.stride(0), max_len, vocab_size, blocks_per_chunk, num_chunks),
+            *(token_ids.stride(0), masks.stride(0)),
+            *(max_len, vocab_size, blocks_per_chunk, num_chunks),
         ),
+        MASKED=steps.masks,
         BLOCK=_COPY_BLOCK,
         **options,
     )
@@ -166,7 +168,10 @@ def changed_rows(
     launch(
         count_tokens_kernel,
         (num_rows, num_chunks),
-        (copies, req_indices, lengths, *tables, token_ids, counts),
+        (
+            *(copies, req_indices, lengths, floats, ints),
+            *(bias_ids, bias_values, stop_ids, token_ids, counts),
+        ),
         (
             *(floats.stride(0), ints.stride(0), bias_ids.stride(0), stop_ids.stride(0)),
             *(token_ids.stride(0), bias_ids.shape[1], stop_ids.shape[1]),

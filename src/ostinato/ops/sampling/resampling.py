@@ -1,9 +1,9 @@
 """``resample_rows``: samples those rows of a batch again that use more than a temperature.
 
 A decode step samples every row by its temperature alone. This replaces the tokens of rows with
-filters, penalties, bias or min_tokens, in a graph too: which rows these are, and what each of them
-uses, is read from the sampling state when it runs. On CUDA the other rows cost a launch and nothing
-more; on the CPU nothing at all.
+filters, masks, penalties, bias or min_tokens, in a graph too: which rows these are, and what each
+of them uses, is read from the sampling state when it runs. On CUDA the other rows cost a launch and
+nothing more; on the CPU nothing at all.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ostinato.ops.triton.launch import launch, overlap
 
 _SCHEMA = """resample_rows(
     Tensor logits, Tensor req_indices, Tensor lengths,
-    Tensor floats, Tensor ints, Tensor bias_ids, Tensor bias_values, Tensor stop_ids,
-    bool changes, Tensor(a!) token_ids, Tensor(b!) tokens
+    Tensor floats, Tensor ints, Tensor bias_ids, Tensor bias_values, Tensor stop_ids, Tensor masks,
+    bool changes, bool use_masks, Tensor(a!) token_ids, Tensor(b!) tokens
 ) -> ()"""
 
 _STORE_ROWS = 128  # per program
@@ -37,6 +37,7 @@ def resample_rows(
     lengths: torch.Tensor,
     tables: SamplingTables,
     changes: bool,
+    masks: bool,
     token_ids: torch.Tensor,
     tokens: torch.Tensor,
 ) -> None:
@@ -45,19 +46,20 @@ def resample_rows(
     ``logits`` [B, V] of any float type. ``req_indices`` [B] int64: each row's request in
     ``tables``, and its history in ``token_ids`` [S, max_model_len] int32. ``lengths`` [B] int32:
     tokens so far. Without ``changes``, only filters apply: no row may have penalties, a bias or
-    min_tokens. A row's token is written to ``tokens`` [B] int64, contiguous, and to its place in
-    ``token_ids``. The request of padding rows must use nothing, as a row that was never written.
+    min_tokens; and without ``masks`` none may have a mask. A row's token is written to ``tokens``
+    [B] int64, contiguous, and to its place in ``token_ids``. The request of padding rows must use
+    nothing, as a row that was never written.
 
     A row's token depends on that row alone. Does not synchronise on CUDA.
     """
-    _operator(logits, req_indices, lengths, *tables, changes, token_ids, tokens)
+    _operator(logits, req_indices, lengths, *tables, changes, masks, token_ids, tokens)
 
 
 def resample_rows_cpu(
     logits: torch.Tensor, req_indices: torch.Tensor, lengths: torch.Tensor, *rest: Any
 ) -> None:
     """The CPU kernel: reads which rows need it, and runs only the steps that these use."""
-    tables, _, token_ids, tokens = _unpacked(rest)
+    tables, _, _, token_ids, tokens = _unpacked(rest)
     steps = steps_of_rows(tables, req_indices, lengths)
     rows = [row for row, used in enumerate(steps) if any(used[1:])]
     if not rows:
@@ -76,12 +78,14 @@ def triton_resample_rows(
     """The CUDA kernel. CPU tensors are for tests, under Triton's interpreter."""
     from ostinato.ops.sampling.triton.filtered_sampling import store_resampled_kernel
 
-    tables, changes, token_ids, tokens = _unpacked(rest)
+    tables, changes, masks, token_ids, tokens = _unpacked(rest)
     num_rows, vocab_size = logits.shape
     if num_rows == 0:
         return
-    if changes:
-        steps = Steps(noise=True, filters=True, penalties=True, bias=True, min_tokens=True)
+    if changes or masks:
+        steps = Steps(
+            noise=True, filters=True, penalties=True, bias=True, min_tokens=True, masks=masks
+        )
         rows = changed_rows(logits, req_indices, lengths, tables, token_ids, steps)
     else:
         rows = Rows(logits, logits, req_indices, req_indices)
@@ -100,8 +104,10 @@ def triton_resample_rows(
     )
 
 
-def _unpacked(rest: tuple[Any, ...]) -> tuple[SamplingTables, bool, torch.Tensor, torch.Tensor]:
-    return SamplingTables(*rest[:5]), *rest[5:]
+def _unpacked(
+    rest: tuple[Any, ...],
+) -> tuple[SamplingTables, bool, bool, torch.Tensor, torch.Tensor]:
+    return SamplingTables(*rest[:6]), *rest[6:]
 
 
 _operator = define(_SCHEMA, cpu=resample_rows_cpu, cuda=triton_resample_rows)

@@ -1,8 +1,9 @@
 """Sampling with every parameter, in plain torch: what the kernels compute, and the CPU's kernel.
 
-In order: logit bias, min_tokens and penalties change the logits; top-k, then top-p on the rest,
-then min-p filter them, each under the temperature; Gumbel noise scaled by the temperature decides.
-Temperature 0 removes the noise and leaves the plain argmax, a token that no filter removes.
+In order: a mask, logit bias, min_tokens and penalties change the logits; top-k, then top-p on the
+rest, then min-p filter them, each under the temperature; Gumbel noise scaled by the temperature
+decides. Temperature 0 removes the noise and leaves the plain argmax, a token that no filter
+removes.
 
 Nothing here reads a value back to the host. A row's token depends on that row alone, bit for bit:
 noise is a hash, and sums over the vocabulary that determine a cutoff are integer sums.
@@ -20,16 +21,18 @@ from ostinato.ops.sampling.counter_random import exponential_log
 # The weight of the most likely token. A sum of 2**22 such weights still fits into an int64.
 _FULL_WEIGHT = 2.0**40
 
-NUM_REPORTED = 4  # column of ``SamplingTables.ints``
+NUM_REPORTED, IS_MASKED = 4, 5  # columns of ``SamplingTables.ints``
 
 
 class SamplingTables(NamedTuple):
     """The parameters of all requests, one row each; ``SamplingState`` owns and describes them.
 
     ``floats`` [S, 6] float32: temperature, top-p, min-p, presence, frequency, repetition.
-    ``ints`` [S, 5] int64: top-k, key of the seed, length of the prompt, min_tokens, and the number
-    of log-probabilities to report (``NUM_REPORTED``; 0: none). The others are lists that -1 ends:
-    ``bias_ids`` int64 with ``bias_values`` float32, and ``stop_ids`` int64.
+    ``ints`` [S, 6] int64: top-k, key of the seed, length of the prompt, min_tokens, the number of
+    log-probabilities to report (``NUM_REPORTED``; 0: none), and whether the row has a mask
+    (``IS_MASKED``). Lists that -1 ends: ``bias_ids`` int64 with ``bias_values`` float32, and
+    ``stop_ids`` int64. ``masks`` [S, ceil(V / 32)] int32: a bit per token, the lowest first; only
+    tokens whose bit is 1 may be sampled. Of any shape if no row has one.
     """
 
     floats: torch.Tensor
@@ -37,6 +40,7 @@ class SamplingTables(NamedTuple):
     bias_ids: torch.Tensor
     bias_values: torch.Tensor
     stop_ids: torch.Tensor
+    masks: torch.Tensor
 
 
 class Steps(NamedTuple):
@@ -47,6 +51,7 @@ class Steps(NamedTuple):
     penalties: bool
     bias: bool
     min_tokens: bool
+    masks: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +98,7 @@ def steps_of_rows(
         floats, ints, first_bias_ids, lengths.tolist(), strict=True
     ):
         temperature, top_p, min_p, presence, frequency, repetition = row_floats
-        top_k, _, prompt_len, min_tokens, _ = row_ints
+        top_k, _, prompt_len, min_tokens, _, is_masked = row_ints
         is_random = temperature > 0
         steps.append(
             Steps(
@@ -102,6 +107,7 @@ def steps_of_rows(
                 penalties=presence != 0 or frequency != 0 or repetition != 1,
                 bias=first_bias_id >= 0,
                 min_tokens=max(length - prompt_len, 0) < min_tokens,
+                masks=bool(is_masked),
             )
         )
     return steps
@@ -139,6 +145,8 @@ def processed_logits(
     """
     scores = logits.float()
     lengths = lengths.long().unsqueeze(1)
+    if steps.masks:
+        scores = _apply_masks(scores, tables, req_indices)
     if steps.bias:
         scores = _add_bias(scores, tables.bias_ids[req_indices], tables.bias_values[req_indices])
     if steps.min_tokens or steps.penalties or steps.filters:
@@ -150,6 +158,17 @@ def processed_logits(
         if steps.filters:
             scores = _filter(scores, rows)
     return scores
+
+
+def _apply_masks(
+    logits: torch.Tensor, tables: SamplingTables, req_indices: torch.Tensor
+) -> torch.Tensor:
+    """Set what a row's mask does not allow to -inf; rows without one keep everything."""
+    words = tables.masks[req_indices]
+    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = ((words.unsqueeze(2) >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
+    has_mask = tables.ints[req_indices, IS_MASKED].unsqueeze(1) != 0
+    return logits.masked_fill(has_mask & ~allowed, -torch.inf)
 
 
 def _add_bias(logits: torch.Tensor, ids: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -50,15 +50,18 @@ class SamplerKind(NamedTuple):
     changes: bool
     filters: bool
     logprobs: bool
+    masks: bool = False
 
     @classmethod
     def of(cls, features: SamplingFeatures) -> SamplerKind:
-        """One of four: few, so that a batch with another mix of requests seldom needs a new one."""
+        """One of five: few, so that a batch with another mix of requests seldom needs a new one."""
         changes = features.any_penalty or features.any_bias or features.any_min_tokens
+        changes = changes or features.any_mask
         return cls(
             changes=changes,
             filters=changes or features.any_filter,
             logprobs=changes or features.num_logprobs >= 0,
+            masks=features.any_mask,
         )
 
 
@@ -74,17 +77,21 @@ class SamplerLaunch(Enum):
 class SamplerStats:
     """Steps in which a request needs the full sampler: each is counted once.
 
-    ``capture_seconds``: how long the captures delayed their steps, together.
+    ``capture_seconds``: how long the captures delayed their steps, together. ``masked_steps``:
+    those with a constrained request, in which the host read all earlier tokens before it enqueued
+    the sampler; that, and computing the masks, took ``mask_seconds`` while the forward ran.
     """
 
     replays: int = 0
     captures: int = 0
     capture_seconds: float = 0.0
     launches: Counter[SamplerLaunch] = field(default_factory=Counter)
+    masked_steps: int = 0
+    mask_seconds: float = 0.0
 
     def reset(self) -> None:
-        self.replays = self.captures = 0
-        self.capture_seconds = 0.0
+        self.replays = self.captures = self.masked_steps = 0
+        self.capture_seconds = self.mask_seconds = 0.0
         self.launches.clear()
 
 
@@ -215,7 +222,14 @@ class SamplerGraphs:
             if graph.query_len > 1:
                 restore_drafts(memory, rows)
             resample_rows(
-                logits, req_indices, lengths, tables, kind.changes, state.token_ids, tokens
+                logits,
+                req_indices,
+                lengths,
+                tables,
+                kind.changes,
+                kind.masks,
+                state.token_ids,
+                tokens,
             )
             if graph.query_len > 1:
                 accept_again(memory, rows)

@@ -67,7 +67,7 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError | ConfigError):
-        first = str(error).partition(" ")[0].partition("[")[0]
+        first = str(error).partition(" ")[0].partition("[")[0].rstrip(":")
         return ApiError(400, str(error), param=first if first in _PARAMS else None)
     if isinstance(error, EngineFailedError):
         return ApiError(500, str(error), code="engine_failed")

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from ostinato.outputs import RequestOutput, TextDelta
+from ostinato.errors import RequestError
+from ostinato.outputs import CompletionOutput, RequestOutput, TextDelta
 from ostinato.sampling_params import SamplingParams
 from ostinato.serving.async_stream import AsyncStream
 from ostinato.serving.http.answers import Choices, Envelope, Usage
@@ -19,6 +20,7 @@ from ostinato.serving.http.errors import ApiError
 from ostinato.serving.http.limits import time_limit, unless_gone
 from ostinato.serving.http.sse import EventStream
 from ostinato.serving.http.state import Served
+from ostinato.serving.http.structure import Structure
 
 T = TypeVar("T")
 
@@ -34,6 +36,8 @@ class Task:
     choices: Choices
     model: str | None
     deadline: float  # a time of the loop
+    tools: list[dict[str, Any]] | None = None
+    structure: Structure | None = None
 
     @property
     def num_sequences(self) -> int:
@@ -45,8 +49,13 @@ class Task:
 
     async def limited(self, work: Coroutine[Any, Any, T]) -> T:
         """Do ``work`` within the time of the request."""
-        async with time_limit(self.deadline, self.served.config.request_timeout_s):
-            return await work
+        try:
+            async with time_limit(self.deadline, self.served.config.request_timeout_s):
+                return await work
+        except RequestError as error:
+            if self.structure is None:
+                raise
+            raise self.structure.explain(error) from None
 
 
 def task(
@@ -57,13 +66,25 @@ def task(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    structure: Structure | None = None,
+    tools: list[dict[str, Any]] | None = None,
 ) -> Task:
-    """Check a request as far as possible without the engine."""
+    """Check a request as far as possible without the engine.
+
+    ``tools``: those that a conversation tells the model about.
+    """
     served.check_task("generate")
     return Task(
         served=served,
         prompts=prompts,
-        params=served.params(body, max_tokens=max_tokens, logprobs=logprobs),
+        params=served.params(
+            body,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            structure=None if structure is None else structure.params,
+        ),
+        tools=tools,
+        structure=structure,
         adapter=served.adapter(body.model),
         choices=choices,
         model=body.model,
@@ -76,29 +97,48 @@ async def whole_answer(request: Request, task: Task) -> Response:
     llm = task.served.llm
 
     def start(prompt: Any) -> Coroutine[Any, Any, RequestOutput]:
-        return llm.generate(prompt, task.params, adapter=task.adapter)
+        return llm.generate(prompt, task.params, adapter=task.adapter, tools=task.tools)
 
     with task.served.admission.enter(task.num_sequences):
         work = _all([start(prompt) for prompt in task.prompts])
         outputs = await unless_gone(request, task.limited(work))
     usage, choices = Usage(), []
     for number, output in enumerate(outputs):
-        _count_prompt(usage, output)
+        count_prompt(usage, output)
         for each in output.outputs:
-            if each.finish_reason == "abort":
-                raise ApiError(503, "the request was aborted; try again", code="aborted")
+            check_end(each)
             usage.completion_tokens += len(each.token_ids)
             choices.append(task.choices.whole(number * task.params.n + each.index, each))
     return JSONResponse({**task.envelope.of(choices), "usage": usage.body})
 
 
+def check_end(output: CompletionOutput | TextDelta) -> None:
+    """Raise if a sequence was not generated to its end."""
+    if output.finish_reason == "abort" and output.stop_reason is not None:
+        raise ApiError(400, f"the request was aborted: {output.stop_reason}", code="aborted")
+    if output.finish_reason == "abort":
+        raise ApiError(503, "the request was aborted; try again", code="aborted")
+
+
 async def streamed_answer(request: Request, task: Task, *, includes_usage: bool) -> Response:
-    """Start the requests, so that what is wrong with them is an answer of its own; then stream."""
+    """Start the requests, then stream."""
+    streams, resources = await start_streams(request, task)
+    return EventStream(_events(task, streams, includes_usage), resources)
+
+
+async def start_streams(request: Request, task: Task) -> tuple[list[AsyncStream], AsyncExitStack]:
+    """Start the requests, so that what is wrong with them is an answer of its own.
+
+    Returns the streams of their prompts, and what to close at the end.
+    """
     llm = task.served.llm
     resources = AsyncExitStack()
     try:
         resources.enter_context(task.served.admission.enter(task.num_sequences))
-        streams = [llm.stream(each, task.params, adapter=task.adapter) for each in task.prompts]
+        streams = [
+            llm.stream(each, task.params, adapter=task.adapter, tools=task.tools)
+            for each in task.prompts
+        ]
         for stream in streams:
             resources.push_async_callback(stream.aclose)
         starts = _all([stream.start() for stream in streams])
@@ -106,7 +146,7 @@ async def streamed_answer(request: Request, task: Task, *, includes_usage: bool)
     except BaseException:
         await resources.aclose()
         raise
-    return EventStream(_events(task, streams, includes_usage), resources)
+    return streams, resources
 
 
 async def _events(
@@ -123,22 +163,22 @@ async def _events(
         first = choices.first(index)
         if first is not None:
             yield part(first)
-    async for number, delta in _merged(streams, task.limited):
+    async for number, delta in merged(streams, task.limited):
         usage.completion_tokens += len(delta.token_ids)
         if delta.text or delta.finish_reason or delta.logprobs or shows_all:
             yield part(choices.part(number * task.params.n + delta.index, delta))
     if includes_usage:
         for stream in streams:
-            _count_prompt(usage, stream.output)
+            count_prompt(usage, stream.output)
         yield {**envelope.of([], is_part=True), "usage": usage.body}
 
 
-def _count_prompt(usage: Usage, output: RequestOutput) -> None:
+def count_prompt(usage: Usage, output: RequestOutput) -> None:
     usage.prompt_tokens += len(output.prompt_token_ids)
     usage.cached_tokens += output.num_cached_tokens
 
 
-async def _merged(
+async def merged(
     streams: list[AsyncStream],
     limited: Callable[[Coroutine[Any, Any, TextDelta | None]], Coroutine[Any, Any, Any]],
 ) -> AsyncIterator[tuple[int, TextDelta]]:

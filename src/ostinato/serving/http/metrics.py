@@ -38,6 +38,7 @@ _COUNTERS = {
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Drafted tokens that were right."),
     "graph_replayed_tokens": ("replayed_tokens", "Tokens of steps through graphs."),
     "graph_padding_tokens": ("padding_tokens", "Padding beside these."),
+    "structured_output_steps": ("masked_steps", "Steps with a constrained request."),
 }
 _BY_LABEL = {
     "graph_replays": ("replays", "mode", "Steps through graphs, by mode."),

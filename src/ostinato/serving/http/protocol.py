@@ -13,10 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ostinato.quoting import shown
 
-_NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
+NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     # What is refused, with the values that ask for nothing.
@@ -31,12 +31,12 @@ class _Body(BaseModel):
         return self
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: bool = False  # padding against eavesdroppers; there is none
 
 
-class _Sampled(_Body):
+class _Sampled(Body):
     """What completions and chats have in common."""
 
     model: str | None = None
@@ -60,6 +60,13 @@ class _Sampled(_Body):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    # What the answer must look like: OpenAI's, vLLM's, and what vLLM had before.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
@@ -75,7 +82,7 @@ class _Sampled(_Body):
 class CompletionRequest(_Sampled):
     """The body of ``/v1/completions``."""
 
-    refused = {"echo": _NOTHING, "suffix": _NOTHING}
+    refused = {"echo": NOTHING, "suffix": NOTHING}
 
     prompt: str | list[str] | list[int] | list[list[int]]
     max_tokens: int | None = 16
@@ -103,16 +110,13 @@ class ChatRequest(_Sampled):
     """The body of ``/v1/chat/completions``."""
 
     refused = {
-        "audio": _NOTHING,
-        "function_call": (*_NOTHING, "none"),
-        "functions": _NOTHING,
-        "modalities": (*_NOTHING, ["text"]),
-        "reasoning_effort": _NOTHING,
-        "response_format": (*_NOTHING, {"type": "text"}),
-        "store": _NOTHING,
-        "tool_choice": (*_NOTHING, "none"),
-        "tools": _NOTHING,
-        "verbosity": _NOTHING,
+        "audio": NOTHING,
+        "function_call": (*NOTHING, "none"),
+        "functions": NOTHING,
+        "modalities": (*NOTHING, ["text"]),
+        "reasoning_effort": NOTHING,
+        "store": NOTHING,
+        "verbosity": NOTHING,
         "web_search_options": (None,),
     }
 
@@ -126,15 +130,14 @@ class ChatRequest(_Sampled):
     functions: Any = None
     modalities: Any = None
     reasoning_effort: Any = None
-    response_format: Any = None
     store: Any = None
-    tool_choice: Any = None
-    tools: Any = None
     verbosity: Any = None
     web_search_options: Any = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     # These change no answer.
     metadata: Any = None
-    parallel_tool_calls: Any = None
     prediction: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
@@ -148,7 +151,7 @@ class ChatRequest(_Sampled):
         return self
 
 
-class EmbeddingRequest(_Body):
+class EmbeddingRequest(Body):
     """The body of ``/v1/embeddings``."""
 
     model: str | None = None
@@ -158,7 +161,7 @@ class EmbeddingRequest(_Body):
     user: str | None = None
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """The body of ``/tokenize``: a text, or a conversation."""
 
     model: str | None = None
@@ -173,7 +176,7 @@ class TokenizeRequest(_Body):
         return self
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """The body of ``/detokenize``."""
 
     model: str | None = None

@@ -12,7 +12,8 @@ from starlette.responses import JSONResponse, Response
 from ostinato.engine.prompt_reader import PromptReader
 from ostinato.outputs import EmbeddingOutput
 from ostinato.serving.http import generation
-from ostinato.serving.http.answers import ChatChoices, TextChoices, listed
+from ostinato.serving.http.answers import TextChoices, listed
+from ostinato.serving.http.chat_route import chat_task
 from ostinato.serving.http.errors import ApiError
 from ostinato.serving.http.limits import time_limit, unless_gone
 from ostinato.serving.http.protocol import (
@@ -23,6 +24,7 @@ from ostinato.serving.http.protocol import (
     TokenizeRequest,
 )
 from ostinato.serving.http.state import Served
+from ostinato.serving.http.structure import structure_of
 
 _MOST_INPUTS = 2048  # of one request for embeddings, as OpenAI has it
 
@@ -42,23 +44,14 @@ def create_router(served: Served) -> APIRouter:
             TextChoices(),
             max_tokens=max_tokens,
             logprobs=body.logprobs,
+            structure=structure_of(body),
         )
         return await _answer(request, task, body)
 
     @router.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation."""
-        most, older = body.max_completion_tokens, body.max_tokens
-        num_top = body.top_logprobs or 0
-        task = generation.task(
-            served,
-            body,
-            [body.messages],
-            ChatChoices(num_top),
-            max_tokens=older if most is None else most,
-            logprobs=num_top if body.logprobs else None,
-        )
-        return await _answer(request, task, body)
+        return await _answer(request, chat_task(served, body), body)
 
     @router.post("/v1/embeddings")
     async def embeddings(request: Request, body: EmbeddingRequest) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -18,12 +18,19 @@ _DONE = b"data: [DONE]\n\n"
 class EventStream(StreamingResponse):
     """Sends ``events``, and closes ``resources`` however the response ends.
 
-    An error after the start becomes the last event, since the status has been sent.
+    An error after the start becomes the last event, since the status has been sent. ``lines``
+    writes the events, if not as most routes do.
     """
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]], resources: AsyncExitStack) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[dict[str, Any]],
+        resources: AsyncExitStack,
+        *,
+        lines: Callable[[AsyncIterator[dict[str, Any]]], AsyncIterator[bytes]] | None = None,
+    ) -> None:
         super().__init__(
-            _lines(events),
+            (lines or _lines)(events),
             media_type="text/event-stream",
             # Proxies must not collect the events.
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
@@ -42,6 +49,12 @@ async def _lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
     except Exception as error:
         yield _line(api_error(error).body)
     yield _DONE
+
+
+async def named_lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Events named by their types, as ``/v1/responses`` has them; the last of them is the end."""
+    async for event in events:
+        yield f"event: {event['type']}\n".encode() + _line(event)
 
 
 def _line(event: dict[str, Any]) -> bytes:

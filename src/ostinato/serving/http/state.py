@@ -13,10 +13,12 @@ from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.http.errors import ApiError
 from ostinato.serving.http.limits import Admission
 from ostinato.serving.http.server_config import ServerConfig
+from ostinato.structured.params import StructuredOutputsParams
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 
-_SAME_NAMES = {field.name for field in fields(SamplingParams)} - {"logit_bias", "logprobs"}
+_OTHER_FORM = {"logit_bias", "logprobs", "max_tokens", "structured_outputs"}
+_SAME_NAMES = {field.name for field in fields(SamplingParams)} - _OTHER_FORM
 
 
 class Served:
@@ -58,19 +60,26 @@ class Served:
                 param="model",
             )
 
-    def params(self, body: Any, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def params(
+        self,
+        body: Any,
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        structure: StructuredOutputsParams | None = None,
+    ) -> SamplingParams:
         """The sampling parameters of a request."""
         given = {
-            name: value
-            for name in _SAME_NAMES - {"max_tokens"}
-            if (value := getattr(body, name, None)) is not None
+            name: value for name in _SAME_NAMES if (value := getattr(body, name, None)) is not None
         }
-        bias = body.logit_bias
+        bias = getattr(body, "logit_bias", None)
         if bias is not None:
             if not all(key.isascii() and key.isdecimal() and len(key) < 20 for key in bias):
                 raise ApiError(400, "logit_bias maps token ids to numbers", param="logit_bias")
             given["logit_bias"] = {int(key): value for key, value in bias.items()}
-        return SamplingParams(**given, max_tokens=max_tokens, logprobs=logprobs)
+        return SamplingParams(
+            **given, max_tokens=max_tokens, logprobs=logprobs, structured_outputs=structure
+        )
 
     def check_sequences(self, num_prompts: int, n: int) -> int:
         """The number of sequences of a request, within the limit."""

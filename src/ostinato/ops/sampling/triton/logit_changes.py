@@ -1,8 +1,9 @@
 # mypy: disable-error-code="import-not-found,import-untyped,untyped-decorator"
 # mypy: disable-error-code="no-untyped-def,no-untyped-call"
-"""Kernels that apply logit bias, min_tokens and penalties to a copy of the rows that use them.
+"""Kernels that apply masks, bias, min_tokens and penalties to a copy of the rows that use them.
 
-1. ``copy_logits_kernel`` copies those rows, and clears the counts of the tokens in their histories.
+1. ``copy_logits_kernel`` copies those rows, -inf where a mask does not allow a token, and clears
+   the counts of the tokens in their histories.
 2. ``count_tokens_kernel`` counts these tokens, adds the bias and suppresses stop tokens.
 3. ``penalise_kernel`` changes the logit of each token in the history once: of all positions that
    have the token, one takes its count and leaves 0.
@@ -19,7 +20,7 @@ from ostinato.ops.triton.dependent_launch import wait_for_previous
 
 # Columns of the sampling state's tables.
 PRESENCE, FREQUENCY, REPETITION = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
-PROMPT_LEN, MIN_TOKENS = tl.constexpr(2), tl.constexpr(3)
+PROMPT_LEN, MIN_TOKENS, IS_MASKED = tl.constexpr(2), tl.constexpr(3), tl.constexpr(5)
 
 IN_PROMPT = tl.constexpr(1 << 30)  # in a count: the token is in the prompt as well
 
@@ -85,16 +86,19 @@ def copy_logits_kernel(
     ints,
     bias_ids,
     token_ids,
+    masks,
     token_counts,
     row_stride,
     float_stride,
     int_stride,
     bias_stride,
     history_stride,
+    mask_stride,
     max_len,
     vocab_size,
     blocks_per_chunk,
     num_chunks,
+    MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -108,6 +112,10 @@ def copy_logits_kernel(
     is_short = _is_short(length, ints + req_index * int_stride)
     has_bias = tl.load(bias_ids + req_index * bias_stride) >= 0
     needs_copy = is_penalised | is_short | has_bias
+    is_masked = tl.full([], False, tl.int1)
+    if MASKED:
+        is_masked = tl.load(ints + req_index * int_stride + IS_MASKED) != 0
+        needs_copy = needs_copy | is_masked
     if chunk == 0:
         tl.store(is_changed + row, needs_copy.to(tl.int32))
     if needs_copy:
@@ -115,8 +123,13 @@ def copy_logits_kernel(
         for block in tl.range(first, first + blocks_per_chunk):
             column = block * BLOCK + tl.arange(0, BLOCK)
             inside = column < vocab_size
-            score = tl.load(logits + row * row_stride + column, mask=inside)
-            tl.store(changed + row * vocab_size + column, score.to(tl.float32), mask=inside)
+            score = tl.load(logits + row * row_stride + column, mask=inside).to(tl.float32)
+            if MASKED:
+                # A word has the bits of 32 adjacent columns, which a warp reads at once.
+                its_words = masks + req_index * mask_stride + column // 32
+                word = tl.load(its_words, mask=inside & is_masked, other=-1)
+                score = tl.where((word >> (column % 32)) & 1 != 0, score, float("-inf"))
+            tl.store(changed + row * vocab_size + column, score, mask=inside)
     if is_penalised:
         history = token_ids + req_index * history_stride
         end = tl.minimum(length, max_len).to(tl.int32)

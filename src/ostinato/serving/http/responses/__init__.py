@@ -1,0 +1,1 @@
+"""``/v1/responses``, for plain text: nothing is stored."""
