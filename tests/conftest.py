@@ -6,14 +6,18 @@ import gc
 import os
 import random
 import signal
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forked_processes import ForkServer
+from forked_ranks import RankStarter
 from hypothesis import settings
 from quick_interpreter import quicken_interpreter
 from workers import GlooPool
@@ -111,10 +115,27 @@ def pool(device: torch.device) -> Iterator[GraphPool]:
         yield pool
 
 
-# One for the whole run: starting the processes takes seconds, using them is free.
+# One for the whole run each: starting them takes seconds, using them is free.
 @pytest.fixture(scope="session")
-def gloo_pool() -> Iterator[GlooPool]:
+def fork_server() -> Iterator[ForkServer]:
+    """Starts processes that need not import torch."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def gloo_pool(fork_server: ForkServer) -> Iterator[GlooPool]:
     """Four worker processes. ``gloo_pool.run(function, *args, world_size=4)``: see ``GlooPool``."""
-    pool = GlooPool()
+    pool = GlooPool(fork_server)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def forked_ranks(fork_server: ForkServer) -> Iterator[None]:
+    """Ranks that ``LLM`` starts are forks, where how they start is not what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        starter = SimpleNamespace(PIPE=subprocess.PIPE, Popen=RankStarter(fork_server))
+        patch.setattr("ostinato.ranks.processes.subprocess", starter)
+        yield
