@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -79,11 +80,19 @@ def interrupts_arrive() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Most objects are short-lived tensors and their metadata, few of them in cycles.
+gc.set_threshold(20_000, 20, 20)
+_num_frozen_modules = 0
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_objects() -> None:
     """Exclude everything imported so far from garbage collection, which every capture runs."""
-    gc.collect()
-    gc.freeze()
+    global _num_frozen_modules
+    if len(sys.modules) > _num_frozen_modules + 20:  # a collection takes a tenth of a second
+        gc.collect()
+        gc.freeze()
+        _num_frozen_modules = len(sys.modules)
 
 
 @pytest.fixture(params=DEVICES)

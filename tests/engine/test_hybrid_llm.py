@@ -166,6 +166,7 @@ def test_two_engines_at_once(checkpoint: Callable[[str], Checkpoint]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_replicas_in_lockstep(checkpoint: Callable[[str], Checkpoint]) -> None:
     """A replica that has ended its requests runs padding."""
     made = checkpoint("qwen3_next")
