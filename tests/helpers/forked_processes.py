@@ -86,7 +86,13 @@ class ForkServer:
                 [sys.executable, "-m", "forked_processes", str(there.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(there.fileno(),),
-                env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                env={
+                    **os.environ,
+                    "PYTHONPATH": path,
+                    "OMP_NUM_THREADS": "1",
+                    # Asking whether there is a GPU must not start the driver: forks could not.
+                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+                },
             )
 
     def start(
