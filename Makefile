@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Small models gain nothing from threads: each core has a process instead.
 SPREAD := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test quick test-gpu lint docs bench clean
+.PHONY: demo test quick test-gpu lint ruff mypy imports docs bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/generate_text.py
@@ -33,10 +33,18 @@ test-gpu:
 			"not have; without one, make test runs everything that a CPU can" >&2; exit 1; }
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(PYTHON) tests/shards.py -m gpu
 
+# mypy takes as long as everything else, and a core of its own.
 lint: $(INSTALLED)
+	@$(MAKE) --no-print-directory --jobs 2 mypy ruff imports
+
+ruff: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+mypy: $(INSTALLED)
 	$(BIN)/mypy
+
+imports: $(INSTALLED)
 	$(BIN)/lint-imports
 
 # Not --quiet, under which mkdocs does not count the warnings that --strict is about.

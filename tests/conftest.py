@@ -6,14 +6,19 @@ import gc
 import os
 import random
 import signal
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from forked_processes import ForkServer
+from forked_ranks import RankStarter
 from hypothesis import settings
 from quick_interpreter import quicken_interpreter
 from workers import GlooPool
@@ -75,11 +80,19 @@ def interrupts_arrive() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Most objects are short-lived tensors and their metadata, few of them in cycles.
+gc.set_threshold(20_000, 20, 20)
+_num_frozen_modules = 0
+
+
 @pytest.fixture(autouse=True, scope="module")
 def few_objects() -> None:
     """Exclude everything imported so far from garbage collection, which every capture runs."""
-    gc.collect()
-    gc.freeze()
+    global _num_frozen_modules
+    if len(sys.modules) > _num_frozen_modules + 20:  # a collection takes a tenth of a second
+        gc.collect()
+        gc.freeze()
+        _num_frozen_modules = len(sys.modules)
 
 
 @pytest.fixture(params=DEVICES)
@@ -111,10 +124,27 @@ def pool(device: torch.device) -> Iterator[GraphPool]:
         yield pool
 
 
-# One for the whole run: starting the processes takes seconds, using them is free.
+# One for the whole run each: starting them takes seconds, using them is free.
 @pytest.fixture(scope="session")
-def gloo_pool() -> Iterator[GlooPool]:
+def fork_server() -> Iterator[ForkServer]:
+    """Starts processes that need not import torch."""
+    server = ForkServer()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def gloo_pool(fork_server: ForkServer) -> Iterator[GlooPool]:
     """Four worker processes. ``gloo_pool.run(function, *args, world_size=4)``: see ``GlooPool``."""
-    pool = GlooPool()
+    pool = GlooPool(fork_server)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def forked_ranks(fork_server: ForkServer) -> Iterator[None]:
+    """Ranks that ``LLM`` starts are forks, where how they start is not what is tested."""
+    with pytest.MonkeyPatch.context() as patch:
+        starter = SimpleNamespace(PIPE=subprocess.PIPE, Popen=RankStarter(fork_server))
+        patch.setattr("ostinato.ranks.processes.subprocess", starter)
+        yield

@@ -75,6 +75,7 @@ def test_prompts_that_do_not_fit_are_an_error_before_anything_is_opened(opened: 
     assert not opened
 
 
+@pytest.mark.slow
 def test_no_step_of_bench_spec_lacks_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even the last ones: the speed-up is that of steps with drafts."""
     drafts: list[tuple[int, int]] = []

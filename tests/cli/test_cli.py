@@ -397,6 +397,7 @@ def test_bench_prefill(ostinato: Run) -> None:
     assert second == {"replayed": 3, "TOO_LARGE": 3}
 
 
+@pytest.mark.slow
 def test_bench_sampling(ostinato: Run) -> None:
     options = ["--batch", "1,3", "--vocab-size", "500", "--history", "20", "--repeats", "1"]
     command = ["bench", "sampling", *options, "--device", "cpu"]

@@ -23,6 +23,28 @@ NEW_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
 PROMPTS = random_prompts((1, 30, 3, 70, 9, 1, 17))
 NAMES = ["lfm2", "qwen3_next", "bamba", "mamba2"]
+MODES = ["NONE", "FULL_AND_PIECEWISE"]
+
+
+def overlaps(name: str, *, number: int) -> list[bool]:
+    """Whether steps overlap: both for one family, and alternating for the others.
+
+    A layer cannot see it: models and recurrent layers import nothing that schedules.
+    """
+    return [False, True] if name == "qwen3_next" else [number % 2 == 0]
+
+
+BY_FAMILY = [
+    pytest.param(name, overlap, id=f"{name}-{'overlap' if overlap else 'in-step'}")
+    for number, name in enumerate(NAMES)
+    for overlap in overlaps(name, number=number)
+]
+BY_MODE = [
+    pytest.param(name, mode, overlap, id=f"{name}-{mode}-{'overlap' if overlap else 'in-step'}")
+    for number, name in enumerate(NAMES)
+    for nth, mode in enumerate(MODES)
+    for overlap in overlaps(name, number=number + nth)
+]
 
 
 class Checkpoint:
@@ -76,9 +98,7 @@ def generated(llm: LLM) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
-@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "mode", "overlap"), BY_MODE)
 def test_rows_are_reused(
     name: str, mode: str, overlap: bool, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
@@ -92,8 +112,7 @@ def test_rows_are_reused(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "overlap"), BY_FAMILY)
 def test_preempted_requests_start_again(
     name: str, overlap: bool, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
@@ -122,8 +141,7 @@ def test_preempted_requests_start_again(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True], ids=["in-step", "overlap"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "overlap"), BY_FAMILY)
 def test_aborted_requests_leave_nothing_behind(
     name: str, overlap: bool, checkpoint: Callable[[str], Checkpoint]
 ) -> None:
@@ -166,6 +184,7 @@ def test_two_engines_at_once(checkpoint: Callable[[str], Checkpoint]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 def test_replicas_in_lockstep(checkpoint: Callable[[str], Checkpoint]) -> None:
     """A replica that has ended its requests runs padding."""
     made = checkpoint("qwen3_next")

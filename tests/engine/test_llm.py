@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,12 @@ def llm(device: torch.device, request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 @pytest.fixture
 def expected(device: torch.device) -> list[list[int]]:
-    """Each prompt alone, eagerly."""
+    return alone_and_eagerly(device)
+
+
+@cache
+def alone_and_eagerly(device: torch.device) -> list[list[int]]:
+    """The tokens of ``PROMPTS``, each generated alone without graphs."""
     with open_tiny(device, graphs=GraphConfig(mode="NONE"), enable_prefix_caching=False) as llm:
         return [tokens_of(llm, prompt)[0] for prompt in PROMPTS]
 

@@ -67,6 +67,7 @@ def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
         assert output.outputs[0].token_ids == alone[number % 40]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["generate", "stream"])
 def test_completions_are_made_as_they_start(llm: LLM, stream: bool) -> None:
     params = SamplingParams(n=500, max_tokens=2, ignore_eos=True, seed=1)

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked_processes import ForkedProcess, ForkServer
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 WORKERS = 4
@@ -44,7 +44,7 @@ class WorkerTimeoutError(Exception):
 
 @dataclass
 class _Worker:
-    process: SpawnProcess
+    process: ForkedProcess
     connection: Connection
 
 
@@ -75,7 +75,8 @@ class GlooPool:
     ``timeout_s`` ``WorkerTimeoutError``; either is replaced at the next call. Nothing hangs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: dict[int, _Worker] = {}
         self._calls = 0
@@ -110,8 +111,7 @@ class GlooPool:
                 try:
                     kind, when, payload = connection.recv()
                 except (EOFError, ConnectionError):
-                    self._workers[rank].process.join(GRACE_S)
-                    current.dead[rank] = self._workers[rank].process.exitcode
+                    current.dead[rank] = self._workers[rank].process.wait(GRACE_S)
                 else:
                     if kind == "result":
                         current.results[rank] = pickle.loads(payload)
@@ -140,25 +140,25 @@ class GlooPool:
         return [finished.results[rank] for rank in sorted(finished.results)]
 
     def _start_missing(self) -> None:
-        context = multiprocessing.get_context("spawn")
         for rank, worker in list(self._workers.items()):
-            if not worker.process.is_alive():
+            if worker.process.poll() is not None:
                 self._kill(rank)
         for rank in range(WORKERS):
             if rank not in self._workers:
-                here, there = context.Pipe()
-                process = context.Process(
-                    target=serve, args=(rank, there, self._store.port), daemon=True
-                )
-                process.start()
-                there.close()  # otherwise the pipe would stay open after the process ends
+                here, there = multiprocessing.Pipe()
+                with there:  # otherwise the pipe would stay open after the process ends
+                    process = self._fork_server.start(
+                        *(serve, rank, there.fileno(), self._store.port),
+                        environment=dict(os.environ),
+                        files=[there.fileno()],
+                    )
                 self._workers[rank] = _Worker(process, here)
 
     def _kill(self, rank: int) -> None:
         worker = self._workers.pop(rank)
         worker.connection.close()
         worker.process.kill()
-        worker.process.join()
+        worker.process.wait()
 
     def close(self) -> None:
         for rank in list(self._workers):
@@ -186,8 +186,9 @@ def rendezvous_store() -> Store:
     return _store.clone()
 
 
-def serve(rank: int, connection: Connection, port: int) -> None:
+def serve(rank: int, file: int, port: int) -> None:
     """A worker's main loop: run what comes through the pipe until it closes."""
+    connection: Connection[Any, Any] = Connection(file)
     torch.set_num_threads(1)
     if "lo" in {name for _, name in socket.if_nameindex()}:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # host names need not resolve

@@ -95,7 +95,9 @@ def texts_of(outputs: list[list[int]]) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["apart", "lockstep"])
-def pair(request: pytest.FixtureRequest, checkpoint: Path, expected: Expected) -> Iterator[LLM]:
+def pair(
+    request: pytest.FixtureRequest, checkpoint: Path, expected: Expected, forked_ranks: None
+) -> Iterator[LLM]:
     """Two replicas with adapters, few blocks, and steps of 1, 2 and 4 tokens per request."""
     arrived = [
         each.request.prompt_token_ids + each.output.token_ids

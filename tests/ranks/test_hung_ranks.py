@@ -18,7 +18,7 @@ from workers import GlooPool, WorkerDiedError
 from ostinato import LLM, SamplingParams
 from ostinato.errors import RankFailedError
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]  # it is timed
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.usefixtures("forked_ranks")]
 
 TIMEOUT_S = 2.5
 WATCHED: dict[str, Any] = {**TINY, "rank_timeout_s": TIMEOUT_S}

@@ -28,7 +28,7 @@ from ostinato.ranks import rendezvous, worker
 from ostinato.ranks.world import World
 from ostinato.runner import startup
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_ranks")]
 
 TWO: dict[str, Any] = {**TINY, "tensor_parallel_size": 2, "rank_timeout_s": TIMEOUT_S}
 

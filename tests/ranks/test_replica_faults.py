@@ -15,6 +15,7 @@ from ostinato.errors import RankFailedError
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
 @pytest.mark.parametrize(("lockstep", "drafts"), [(False, None), (True, None), (True, "ngram")])
 def test_a_replica_that_dies_is_named(
     monkeypatch: pytest.MonkeyPatch, lockstep: bool, drafts: str | None

@@ -21,7 +21,7 @@ from ostinato.engine.replica_engine import ReplicaEngine
 from ostinato.engine.replica_stats import ReplicaStats
 from ostinato.errors import ConfigError, RequestError, SchedulingError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked_ranks")]
 
 LORA: dict[str, Any] = {**LIMITS, "enable_lora": True, "max_loras": 2, "rank_timeout_s": 20.0}
 GRAPHS = GraphConfig(capture_sizes=[1, 2, 4, 12])

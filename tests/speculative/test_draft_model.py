@@ -88,6 +88,7 @@ def test_every_replica_has_one(gloo_pool: GlooPool) -> None:
     assert stats.acceptance_rate == 1
 
 
+@pytest.mark.slow
 def test_it_reads_tokens_of_steps_without_drafts() -> None:
     """Four requests have no drafts; the one that stays longest has, and they are right."""
     drafts = same_model(num_tokens={1: 3, 4: 0})
