@@ -80,4 +80,9 @@ class ServerConfig:
     @property
     def is_exposed(self) -> bool:
         """Whether other machines may connect, without a key."""
-        return self.api_key is None and not _LOOPBACK.fullmatch(self.host)
+        return self.api_key is None and not is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own."""
+    return _LOOPBACK.fullmatch(host) is not None
