@@ -23,7 +23,7 @@ from ostinato.bench.mixes import (
     choose_mixes,
     draw_requests,
 )
-from ostinato.bench.timing.measure import machine, model_name, percentiles, synchronize
+from ostinato.bench.timing.measure import machine, model_name, synchronize
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
 from ostinato.graphs.policy.dispatch import DispatchStats
@@ -31,6 +31,7 @@ from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.llm import LLM
 from ostinato.runner.sampling.sampler_graphs import SamplerStats
 from ostinato.sampling_params import SamplingParams
+from ostinato.serving.percentiles import percentiles
 
 _WARM_UP_REQUESTS = 16
 _WARM_UP_TOKENS = 8

@@ -22,6 +22,18 @@ class RequestRecord:
     ended: float
     finish_reason: str
 
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrived
+
+    @property
+    def time_per_token(self) -> float | None:
+        """Mean time of a token after the first of its sequence; None if there is none."""
+        later = self.num_generated_tokens / self.num_sequences - 1
+        if self.first_token is None or later <= 0:
+            return None
+        return (self.ended - self.first_token) / later
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:

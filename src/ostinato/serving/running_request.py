@@ -46,7 +46,7 @@ class RunningRequest:
         self._adapter = adapter
         self.every_token = every_token
         self._shown: dict[Completion, Shown] = {}
-        self._arrived = time.monotonic()
+        self.arrived = time.monotonic()
 
     def begin(self, engine: Engine) -> list[Completion]:
         """Check the request and create its sequences."""
@@ -97,7 +97,7 @@ class RunningRequest:
             num_prompt_tokens=len(self.prompt.token_ids),
             num_generated_tokens=self.num_generated_tokens,
             num_sequences=self._params.n,
-            arrived=self._arrived,
+            arrived=self.arrived,
             scheduled=self.scheduled,
             first_token=self.first_token,
             ended=now,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostinato.bench.mixes import check_positive_number
-from ostinato.bench.timing.measure import percentiles
+from ostinato.serving.percentiles import percentiles
 
 
 @dataclass(kw_only=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import datetime
-import math
 import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from ostinato.config import EngineConfig
 
 T = TypeVar("T")
-
-_PERCENTILES = (50, 90, 99)
 
 
 def median_seconds(
@@ -48,15 +45,6 @@ def timed(call: Callable[[], T]) -> tuple[T, float]:
     result = call()
     synchronize()
     return result, time.perf_counter() - start
-
-
-def percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """p50, p90 and p99 by nearest rank, so each is one of the values; None without any."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    ranks = {percent: math.ceil(len(ordered) * percent / 100) for percent in _PERCENTILES}
-    return {f"p{percent}": ordered[rank - 1] for percent, rank in ranks.items()}
 
 
 def synchronize() -> None:

@@ -11,6 +11,7 @@ from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.http.access import Guard
 from ostinato.serving.http.errors import ApiError, add_handlers
 from ostinato.serving.http.metrics import Metrics
+from ostinato.serving.http.page import create_page_router
 from ostinato.serving.http.routes import create_router
 from ostinato.serving.http.server_config import ServerConfig
 from ostinato.serving.http.state import Served
@@ -31,6 +32,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     )
     app.state.served = served
     app.include_router(create_router(served))
+    app.include_router(create_page_router(served))
 
     @app.get("/health")
     async def health() -> Response:
