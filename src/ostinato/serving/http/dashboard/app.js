@@ -2,7 +2,7 @@
 // the server or the model is set as text, never as markup.
 
 const PERIOD_MS = 1000;
-const KEPT = 120; // samples in the charts: two minutes
+const SHOWN_S = 120; // in the charts
 const KEY = "ostinato-api-key";
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -49,9 +49,11 @@ byId("ask").addEventListener("cancel", (event) => event.preventDefault());
 const whole = new Intl.NumberFormat("en");
 const count = (value) => whole.format(value);
 
+const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
+
 function milliseconds(value) {
   if (value === undefined || value === null) return "–";
-  if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
+  if (value >= 1000) return `${(value / 1000).toFixed(value < 10000 ? 2 : 1)} s`;
   return value < 10 ? `${value.toFixed(1)} ms` : `${Math.round(value)} ms`;
 }
 
@@ -101,22 +103,21 @@ function bar(value, max, label) {
 
 // --- charts -------------------------------------------------------------------------------------
 
-const samples = []; // {rate, running, waiting}
+const samples = []; // {at, rate, running, waiting}
 
 function line(values, top) {
-  const step = 600 / (KEPT - 1);
-  const start = 600 - (values.length - 1) * step;
-  const points = values.map((value, index) => `${(start + index * step).toFixed(1)} ${(116 - 108 * (value / top)).toFixed(1)}`);
-  return { d: `M${points.join("L")}`, start };
+  const now = samples.at(-1).at;
+  const across = samples.map((each) => (600 * (1 - (now - each.at) / SHOWN_S)).toFixed(1));
+  const points = values.map((value, index) => `${across[index]} ${(116 - 108 * (value / top)).toFixed(1)}`);
+  return { d: `M${points.join("L")}`, start: across[0] };
 }
 
 function draw(id, series) {
   const top = Math.max(1, ...series.flatMap((each) => each.values));
   const paths = [{ className: "grid", d: "M0 8H600" }];
   series.forEach(({ values, className }, index) => {
-    if (!values.length) return;
     const { d, start } = line(values, top);
-    if (index === 0) paths.push({ className: "area", d: `${d}L600 116L${start.toFixed(1)} 116Z` });
+    if (index === 0) paths.push({ className: "area", d: `${d}L600 116L${start} 116Z` });
     paths.push({ className, d });
   });
   byId(id).replaceChildren(...paths.map(({ className, d }) => {
@@ -145,11 +146,12 @@ function showTiles(data, rate) {
   show("tpot", milliseconds(latency.tpot_ms?.p50));
   show("tpot-fine", latency.tpot_ms ? `p90 ${milliseconds(latency.tpot_ms.p90)} · p99 ${milliseconds(latency.tpot_ms.p99)}` : "no request in the last 5 minutes");
   show("replayed", replays + eager ? percent(replays / (replays + eager)) : "–");
-  show("replayed-fine", rows ? `${percent(stats.padding_tokens / rows)} of their tokens are padding` : "no step yet");
+  show("replayed-fine", rows ? `${percent(stats.padding_tokens / rows)} padding in them` : "no step yet");
   show("kv", percent(stats.kv_cache_usage));
   const queries = stats.prefix_query_tokens;
   const prefix = queries ? `${percent(stats.prefix_hit_tokens / queries)} prefix hits` : "no prefix looked up";
-  show("kv-fine", plan.num_kv_blocks === null ? "this model has none" : `${prefix} · ${count(stats.num_preemptions)} preempted`);
+  const preempted = stats.num_preemptions ? ` · ${count(stats.num_preemptions)} preempted` : "";
+  show("kv-fine", plan.num_kv_blocks === null ? "this model has none" : prefix + preempted);
 }
 
 function showFlight({ in_flight: requests, stats }) {
@@ -172,9 +174,10 @@ function compare(a, b) {
 }
 
 function describe(graph) {
-  const adapters = graph.num_loras ? `, ${graph.num_loras} adapters` : "";
-  const requests = graph.num_reqs === null ? "" : ` × ${count(graph.num_reqs)} requests`;
-  return `${graph.kind} ${count(graph.num_tokens)} tokens${requests}${adapters}`;
+  const parts = [`${graph.kind}, ${plural(graph.num_tokens, "token")}`];
+  if (graph.num_reqs !== null && graph.num_reqs !== graph.num_tokens) parts.push(plural(graph.num_reqs, "request"));
+  if (graph.num_loras) parts.push(plural(graph.num_loras, "adapter"));
+  return parts.join(", ");
 }
 
 function showGraphs({ graphs, stats }) {
@@ -183,14 +186,14 @@ function showGraphs({ graphs, stats }) {
   const rows = [...graphs].sort(compare).map((each) => {
     const hits = node("td", { className: "number" }, count(each.replays), bar(each.replays, most, "share of the most used graph"));
     const key = node("th", { scope: "row", text: describe(each) });
-    if (each.error) return row([key, { text: each.mode }, { text: each.error, className: "failed", colspan: 4 }]);
+    if (each.error) return row([key, { text: each.error, className: "failed", colspan: 4 }, { text: each.mode }]);
     return row([
       key,
-      { text: each.mode },
       hits,
       { text: each.replays ? percent(each.padding_fraction) : "–", className: each.padding_fraction > 0.3 ? "number wasteful" : "number" },
       { text: bytes(each.num_bytes), className: "number" },
       { text: each.idle_s === null ? "never" : each.idle_s < 1.5 ? "now" : `${seconds(each.idle_s)} ago`, className: "number" },
+      { text: each.mode },
     ], each.replays ? "" : "unused");
   });
   byId("graphs").tBodies[0].replaceChildren(...(rows.length ? rows : [row([{ text: "There are no graphs: the mode is NONE, and every step runs eagerly.", className: "empty", colspan: 6 }])]));
@@ -243,8 +246,8 @@ function showAll(data) {
   const made = last ? data.stats.generation_tokens - last.stats.generation_tokens : 0;
   const rate = elapsed > 0 && made >= 0 ? made / elapsed : null;
   last = data;
-  samples.push({ rate: rate ?? 0, running: data.stats.num_running, waiting: data.stats.num_waiting });
-  if (samples.length > KEPT) samples.shift();
+  samples.push({ at: data.clock_s, rate: rate ?? 0, running: data.stats.num_running, waiting: data.stats.num_waiting });
+  while (data.clock_s - samples[0].at > SHOWN_S) samples.shift();
   show("model", `${data.model} · ${data.plan.mode} · version ${data.version}`);
   document.title = `${rate ? `${Math.round(rate)} tokens/s · ` : ""}Ostinato`;
   showTiles(data, rate);
@@ -277,11 +280,11 @@ async function refresh() {
     sessionStorage.removeItem(KEY);
     setStatus("lost", "needs a key");
     await askForKey(had ? "That key is wrong." : "");
-    return;
+    return refresh();
   }
   if (!response.ok) throw new Error(await errorOf(response));
   showAll(await response.json());
-  setStatus(paused ? "paused" : "live");
+  return setStatus(paused ? "paused" : "live");
 }
 
 async function follow() {
