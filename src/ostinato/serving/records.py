@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextvars import Context
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
     """One request that has ended, with all its sequences. Times are ``time.monotonic()``.
+
+    ``context``: the context variables of the task that sent it, for observers that follow traces.
 
     ``scheduled``: when its first sequence was admitted to a step; ``first_token``: when its first
     token was known; None if it ended before. ``finish_reason``: of its first sequence.
@@ -21,6 +24,7 @@ class RequestRecord:
     first_token: float | None
     ended: float
     finish_reason: str
+    context: Context = field(repr=False, compare=False)
 
     @property
     def time_to_first_token(self) -> float | None:

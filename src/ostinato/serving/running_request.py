@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextvars import copy_context
 
 from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
@@ -47,6 +48,7 @@ class RunningRequest:
         self.every_token = every_token
         self._shown: dict[Completion, Shown] = {}
         self.arrived = time.monotonic()
+        self._context = copy_context()
 
     def begin(self, engine: Engine) -> list[Completion]:
         """Check the request and create its sequences."""
@@ -102,4 +104,5 @@ class RunningRequest:
             first_token=self.first_token,
             ended=now,
             finish_reason=self.completions[0].output.finish_reason or "abort",
+            context=self._context,
         )

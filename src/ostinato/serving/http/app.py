@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
@@ -16,11 +18,17 @@ from ostinato.serving.http.routes import create_router
 from ostinato.serving.http.server_config import ServerConfig
 from ostinato.serving.http.state import Served
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
-def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
+
+def create_app(
+    llm: AsyncLLM, config: ServerConfig, tracer_provider: TracerProvider | None = None
+) -> FastAPI:
     """An ASGI application that serves ``llm``, which stays the caller's to close.
 
-    ``app.state.served`` is what its routes share.
+    ``app.state.served`` is what its routes share. ``tracer_provider``: of OpenTelemetry, for a span
+    per request; None: no traces.
     """
     served = Served(llm, config)
     app = FastAPI(
@@ -55,6 +63,11 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     add_handlers(app)
     counted = Metrics(served.name, app.openapi()["paths"])
     llm.observe(counted.observe)
+    if tracer_provider is not None:
+        from ostinato.serving.http.tracing import TakeTraceParent, Tracing  # needs OpenTelemetry
+
+        llm.observe(Tracing(tracer_provider, served.name).observe)
+        app.add_middleware(TakeTraceParent)
     app.add_middleware(
         Guard,
         api_key=config.api_key,

@@ -18,6 +18,7 @@ from ostinato.config import EngineConfig
 from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.http.app import create_app
 from ostinato.serving.http.server_config import ServerConfig
+from ostinato.serving.http.trace_export import open_tracing
 from ostinato.serving.switch_interval import short_switch_interval
 
 _log = logging.getLogger("ostinato.serving")
@@ -50,9 +51,13 @@ def serve(
     engine: EngineConfig, config: ServerConfig, adapters: Mapping[str, str | Path] | None = None
 ) -> None:
     """Build the model, load its adapters, and serve until a signal. In the main thread only."""
-    with short_switch_interval(), AsyncLLM.from_config(engine) as llm:
+    with (
+        open_tracing(config.otlp_traces_endpoint) as tracer_provider,
+        short_switch_interval(),
+        AsyncLLM.from_config(engine) as llm,
+    ):
         asyncio.run(_load(llm, adapters or {}))
-        app = create_app(llm, config)
+        app = create_app(llm, config, tracer_provider)
         if config.is_exposed:
             _log.warning("other machines may connect to %s without a key", config.host)
         server = _Server(

@@ -52,6 +52,13 @@ class ServerConfig:
         cli=float,
     )
 
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Send a trace of each request to this OpenTelemetry collector, such as "
+        "http://127.0.0.1:4318/v1/traces. None: as the variables OTEL_EXPORTER_OTLP_* say.",
+        cli=str,
+    )
+
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host must be an address, such as 127.0.0.1, got {shown(self.host)}")
