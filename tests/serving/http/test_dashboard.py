@@ -112,6 +112,8 @@ def test_a_key_is_asked_for(page: Any, engine: AsyncLLM) -> None:
     with listening(create_app(engine, ServerConfig(api_key=KEY))) as url:
         page.goto(url)
         page.locator("#ask[open]").wait_for()
+        page.keyboard.press("Escape")  # there is nothing to see without a key
+        page.keyboard.press("Escape")
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
         page.get_by_text("That key is wrong.").wait_for()

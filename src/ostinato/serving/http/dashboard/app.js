@@ -43,6 +43,7 @@ function askForKey(message) {
 
 // A dialog that asks for the key cannot be dismissed: there is nothing to see without it.
 byId("ask").addEventListener("cancel", (event) => event.preventDefault());
+byId("ask").addEventListener("close", () => { if (asking) byId("ask").showModal(); });
 
 // --- numbers ------------------------------------------------------------------------------------
 
