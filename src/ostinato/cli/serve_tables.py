@@ -15,15 +15,23 @@ def serve_tables(results: dict[str, Any]) -> list[RenderableType]:
     arrival = "all at once" if rate is None else f"{rate:g} requests/s"
     title = f"{results['model']}: {results['mix']} x {results['scale']:g}, {arrival}"
     limits = _limits(results)
-    good = ("good\nrequests/s",) if limits else ()
+    good = ("good\n/s",) if limits else ()
     rates = new_table(
-        title, "", "whole answers", "seconds", "output\ntokens/s", "all\ntokens/s", *good
+        title,
+        "",
+        "whole\nanswers",
+        "requests\n/s",
+        "seconds",
+        "output\ntokens/s",
+        "all\ntokens/s",
+        *good,
     )
     times = new_table("Milliseconds: p50 / p90 / p99", "", "first token", "per output token", "gap")
     remarks = [Text(f"good: {limits}")] if limits else []
     for row in results["rows"]:
         cells = [
-            f"{row['whole']} of {row['num_requests']} ({row['requests_per_s']:.2f}/s)",
+            f"{row['whole']}/{row['num_requests']}",
+            f"{row['requests_per_s']:.2f}",
             f"{row['duration_s']:.2f}",
             f"{row['output_tokens_per_s']:,.0f}",
             f"{row['tokens_per_s']:,.0f}",

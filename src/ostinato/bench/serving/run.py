@@ -216,7 +216,7 @@ def _described(config: EngineConfig | None, load: Load) -> dict[str, Any]:
         "command": "ostinato bench serve",
         "machine": machine(),
         "model": None if config is None else str(model_name(config)),
-        "dtype": None if config is None else str(config.dtype),
+        "dtype": None if config is None else _dtype(config),
         "random_weights": config is not None and config.random_weights,
         "mix": load.mix,
         "scale": load.scale,
@@ -226,3 +226,7 @@ def _described(config: EngineConfig | None, load: Load) -> dict[str, Any]:
         "ttft_limit_ms": load.limits.ttft_ms,
         "tpot_limit_ms": load.limits.tpot_ms,
     }
+
+
+def _dtype(config: EngineConfig) -> str:
+    return str(config.torch_dtype(config.torch_device())).removeprefix("torch.")

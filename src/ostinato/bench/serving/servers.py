@@ -110,11 +110,12 @@ class Transformers(Server):
 
     def __init__(self, log: Path, config: EngineConfig) -> None:
         super().__init__(log)
-        device = config.torch_device().type
+        device = config.torch_device()
+        dtype = str(config.torch_dtype(device)).removeprefix("torch.")  # "auto" may differ there
         self._command = [
             *(sys.executable, "-c", _TRANSFORMERS, "serve", str(checkpoint(config))),
-            *("--host", HOST, "--port", str(self.port), "--device", device),
-            *("--dtype", str(config.dtype), *self.options),
+            *("--host", HOST, "--port", str(self.port), "--device", device.type),
+            *("--dtype", dtype, *self.options),
         ]
 
     def start(self) -> None:
