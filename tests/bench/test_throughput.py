@@ -214,6 +214,13 @@ def test_plot_chooses_by_the_kind_of_result(tmp_path: Path) -> None:
     assert picture.stat().st_size
 
 
+def test_plot_of_servers() -> None:
+    pytest.importorskip("matplotlib")
+    row = {"server": "transformers", "output_tokens_per_s": 800.0, "tokens_per_s": 3000.0}
+    (axes,) = plot.draw_throughput(result(row)).axes
+    assert [each.get_text() for each in axes.get_yticklabels()] == ["transformers"]
+
+
 # --- the benchmark --------------------------------------------------------------------------------
 
 

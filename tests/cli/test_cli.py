@@ -306,6 +306,15 @@ ERRORS: list[tuple[list[str], str]] = [
         ["bench", "throughput", *TINY, "--arrival", "poisson", "--rate", "0"],
         "ConfigError: rate must be a positive number, got 0.0",
     ),
+    (
+        ["bench", "serve", *TINY, "--in-process", "--url", "http://127.0.0.1:9"],
+        "ConfigError: give one of --in-process, --url and --baselines",
+    ),
+    (
+        ["bench", "serve", "--url", "http://192.0.2.1"],
+        "ConfigError: '192.0.2.1' is not this machine",
+    ),
+    (["bench", "serve", *TINY, "--in-process"], "ConfigError: the mix 'chat' has sequences of up "),
     (["bench", "throughput", *TINY], "ConfigError: the mix 'chat' has sequences of up to 1408 "),
     (["bench", "sampling", "--device", "tpu"], "ConfigError: unknown device 'tpu'; choose auto, "),
     (["bench", "capture", *TINY, "--modes", "FULL,HALF"], "ConfigError: unknown graph mode 'HALF'"),

@@ -65,6 +65,14 @@ class Stream:
             self.shown.append(self.detokenizer.text)
         return found
 
+    def feed_in_parts(self, ids: list[int], cuts: set[int]) -> None:
+        """Read the list up to each of ``cuts``, then all of it, and flush."""
+        for end in [*sorted(cut for cut in cuts if cut < len(ids)), len(ids)]:
+            assert self.detokenizer.read(ids[:end]) is None
+            self.shown.append(self.detokenizer.text)
+        self.detokenizer.finish()
+        self.shown.append(self.detokenizer.text)
+
     @property
     def text(self) -> str:
         return self.shown[-1]
@@ -88,6 +96,20 @@ def test_any_tokens_give_what_the_tokenizer_gives(
     stream = Stream(tokenizer, skip_special_tokens=skip)
     assert stream.feed(ids) is None
     assert stream.text == tokenizer.decode(ids, skip_special_tokens=skip)
+    stream.check_never_taken_back()
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(data=st.data(), cuts=st.sets(st.integers(1, 60)))
+def test_tokens_that_are_read_together(
+    tokenizer: Any, odd_tokens: list[int], data: st.DataObject, cuts: set[int]
+) -> None:
+    token = st.sampled_from(odd_tokens) | st.integers(0, len(tokenizer) - 1)
+    ids = data.draw(st.lists(token, max_size=60))
+    stream = Stream(tokenizer, skip_special_tokens=True)
+    stream.feed_in_parts(ids, cuts)
+    assert stream.text == tokenizer.decode(ids, skip_special_tokens=True)
     stream.check_never_taken_back()
 
 
@@ -192,18 +214,23 @@ def byte_fallback() -> Any:
         st.sampled_from(["</s>", "\u2581", "\u2581the", "re", "."])
         | st.sampled_from("é漢🎉").map(lambda c: " ".join(f"<0x{n:02X}>" for n in c.encode())),
         max_size=40,
-    )
+    ),
+    cuts=st.sets(st.integers(1, 60)),
 )
-@example(pieces=["\u2581the", *["</s>"] * 30, "\u2581the"])
-@example(pieces=["\u2581the", *["<0xF0> <0x9F> <0x8E> <0x89>"] * 12, "."])
-def test_words_with_spaces_and_characters_in_bytes(byte_fallback: Any, pieces: list[str]) -> None:
+@example(pieces=["\u2581the", *["</s>"] * 30, "\u2581the"], cuts=set())
+@example(pieces=["\u2581the", *["<0xF0> <0x9F> <0x8E> <0x89>"] * 12, "."], cuts={3})
+def test_words_with_spaces_and_characters_in_bytes(
+    byte_fallback: Any, pieces: list[str], cuts: set[int]
+) -> None:
     tokens = " ".join(pieces).split(" ") if pieces else []
     ids = byte_fallback.convert_tokens_to_ids(tokens)
-    stream = Stream(byte_fallback)
-    stream.feed(ids)
-    assert stream.text == byte_fallback.decode(ids, skip_special_tokens=True)
-    assert all(HALF not in shown for shown in stream.shown)
-    stream.check_never_taken_back()
+    one_by_one, in_parts = Stream(byte_fallback), Stream(byte_fallback)
+    one_by_one.feed(ids)
+    in_parts.feed_in_parts(ids, cuts)
+    for stream in (one_by_one, in_parts):
+        assert stream.text == byte_fallback.decode(ids, skip_special_tokens=True)
+        assert all(HALF not in shown for shown in stream.shown)
+        stream.check_never_taken_back()
 
 
 # --- stop strings ---------------------------------------------------------------------------------

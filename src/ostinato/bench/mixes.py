@@ -1,4 +1,4 @@
-"""Mixes of requests for ``ostinato bench throughput``, and when each request arrives.
+"""Mixes of requests for ``ostinato bench throughput`` and ``serve``, and when each request arrives.
 
 Everything is drawn from a seed. A mix does not depend on the others that are measured with it, nor
 do its prompts and lengths depend on how they arrive.
@@ -127,6 +127,17 @@ def draw_requests(
         )
         for group, arrival_s in zip(groups, arrivals, strict=True)
     ]
+
+
+def check_room(mixes: Sequence[Mix], max_model_len: int) -> None:
+    """Raise if a mix can draw a sequence that the engine has no room for."""
+    longest = max(mixes, key=lambda mix: mix.longest)
+    if longest.longest > max_model_len:
+        raise ConfigError(
+            f"the mix {longest.name!r} has sequences of up to {longest.longest} tokens, but the "
+            f"engine takes at most {max_model_len} (max_model_len); raise it, leave the mix out or "
+            "give a --scale below 1"
+        )
 
 
 def arrival_times(count: int, *, seed: int, arrival: str, rate: float | None) -> list[float]:

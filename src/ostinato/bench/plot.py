@@ -1,4 +1,4 @@
-"""``ostinato bench plot``: plots a result file of ``bench decode`` or ``bench throughput``.
+"""``ostinato bench plot``: plots a result file of ``bench decode``, ``throughput`` or ``serve``.
 
 Plotting is separate from measuring because it needs matplotlib, which is optional and may be
 missing on the machine that measures.
@@ -24,7 +24,7 @@ _STYLES = {
 
 
 def draw_file(result: Path, out: Path) -> None:
-    """Plot the result file of ``ostinato bench decode`` or ``throughput`` to ``out``."""
+    """Plot the result file of ``ostinato bench decode``, ``throughput`` or ``serve``."""
     if out.suffix not in _SUFFIXES:
         raise ConfigError(f"a plot must be one of {', '.join(_SUFFIXES)}, got {out.name!r}")
     if not out.parent.is_dir():
@@ -40,7 +40,7 @@ def draw_file(result: Path, out: Path) -> None:
         figure = draw(results)
     else:
         raise ConfigError(
-            f"{str(result)!r} is not a result of `ostinato bench decode` or `bench throughput`"
+            f"{str(result)!r} is not a result of `ostinato bench decode`, `throughput` or `serve`"
         )
     figure.savefig(out, dpi=160, bbox_inches="tight")
 
@@ -71,7 +71,7 @@ def draw(results: dict[str, Any]) -> Any:
 
 
 def draw_throughput(results: dict[str, Any]) -> Any:
-    """A matplotlib figure of ``results``: two bars per mix, output tokens and all tokens."""
+    """A matplotlib figure of ``results``: two bars per mix or server, output and all tokens."""
     rows = results["rows"]
     figure = matplotlib_module("matplotlib.figure").Figure(figsize=(8, 1.2 + 0.8 * len(rows)))
     axes = figure.add_subplot()
@@ -82,8 +82,8 @@ def draw_throughput(results: dict[str, Any]) -> Any:
         places = [place + offset for place in range(len(rows))]
         bars = axes.barh(places, [row[key] for row in rows], height=0.36, color=color, label=label)
         axes.bar_label(bars, [f"{row[key]:,.0f}" for row in rows], padding=3)
-    axes.set_yticks(range(len(rows)), [row["mix"] for row in rows])
-    axes.invert_yaxis()  # the first mix on top
+    axes.set_yticks(range(len(rows)), [row.get("server") or row["mix"] for row in rows])
+    axes.invert_yaxis()  # the first on top
     axes.xaxis.set_visible(False)
     axes.spines[["top", "right", "bottom"]].set_visible(False)
     axes.set_title(_title(results), fontsize=11, loc="left")

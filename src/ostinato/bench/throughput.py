@@ -8,7 +8,6 @@ that repeats do the same work; the median run is reported, as a whole.
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -18,25 +17,24 @@ from typing import Any
 from tqdm import tqdm
 
 from ostinato.bench.mixes import (
-    Mix,
     TimedRequest,
     check_arrival,
+    check_room,
     choose_mixes,
     draw_requests,
 )
 from ostinato.bench.timing.measure import about, synchronize
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
-from ostinato.errors import ConfigError
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.llm import LLM
 from ostinato.runner.sampling.sampler_graphs import SamplerStats
 from ostinato.sampling_params import SamplingParams
+from ostinato.serving.percentiles import percentiles
 
 _WARM_UP_REQUESTS = 16
 _WARM_UP_TOKENS = 8
-_PERCENTILES = (50, 90, 99)
 
 
 @dataclass(kw_only=True)
@@ -77,11 +75,11 @@ def run(
     check_arrival(arrival, rate)
     check_positive_int("repeats", repeats)
     if config.max_model_len is not None:
-        _check_room(chosen, config.max_model_len)  # before the model is loaded
+        check_room(chosen, config.max_model_len)  # before the model is loaded
     rows = []
     with LLM.from_config(config) as llm:
         engine = llm.engine
-        _check_room(chosen, engine.max_model_len)
+        check_room(chosen, engine.max_model_len)
         with tqdm(total=len(chosen) * (repeats + 1), disable=not show_progress) as bar:
             for mix in chosen:
                 bar.set_description(mix.name)
@@ -93,10 +91,10 @@ def run(
                     rate=rate,
                 )
                 runs = []
-                for given in (_warm_up(requests), *[requests] * repeats):
+                for given in (warm_up(requests), *[requests] * repeats):
                     runs.append(_measure(engine, given))
                     bar.update()
-                rows.append({"mix": mix.name, **_median_run(runs[1:])})
+                rows.append({"mix": mix.name, **median_run(runs[1:])})
         return {
             **about("throughput", llm),
             "max_num_seqs": engine.scheduler.max_num_seqs,
@@ -109,16 +107,6 @@ def run(
             "repeats": repeats,
             "rows": rows,
         }
-
-
-def _check_room(mixes: Sequence[Mix], max_model_len: int) -> None:
-    longest = max(mixes, key=lambda mix: mix.longest)
-    if longest.longest > max_model_len:
-        raise ConfigError(
-            f"the mix {longest.name!r} has sequences of up to {longest.longest} tokens, but the "
-            f"engine takes at most {max_model_len} (max_model_len); raise it, leave the mix out or "
-            "give a --scale below 1"
-        )
 
 
 # --- one run --------------------------------------------------------------------------------------
@@ -166,7 +154,7 @@ def serve(engine: Engine, requests: Sequence[TimedRequest]) -> list[Served]:
     return all_served
 
 
-def _warm_up(requests: Sequence[TimedRequest]) -> list[TimedRequest]:
+def warm_up(requests: Sequence[TimedRequest]) -> list[TimedRequest]:
     """The first requests, all at once, with short outputs."""
     return [
         replace(each, arrival_s=0.0, output_len=min(each.output_len, _WARM_UP_TOKENS))
@@ -203,21 +191,12 @@ def summarize(served: Sequence[Served]) -> dict[str, Any]:
         "output_tokens_per_s": output_tokens / seconds,
         "tokens_per_s": (prompt_tokens + output_tokens) / seconds,
         "requests_per_s": len(served) / seconds,
-        "ttft_ms": _percentiles([each.ttft_s * 1e3 for each in served]),
-        "tpot_ms": _percentiles([sum(each) / len(each) * 1e3 for each in gaps]),
+        "ttft_ms": percentiles([each.ttft_s * 1e3 for each in served]),
+        "tpot_ms": percentiles([sum(each) / len(each) * 1e3 for each in gaps]),
         "longest_gap_ms": max((max(each) * 1e3 for each in gaps), default=None),
         "preemptions": sum(each.num_preemptions for each in served),
         "prefix_hit_tokens": sum(each.num_cached_tokens for each in served),
     }
-
-
-def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
-    """By nearest rank: each is one of the values."""
-    ordered = sorted(values)
-    if not ordered:
-        return None
-    ranks = {percent: math.ceil(len(ordered) * percent / 100) for percent in _PERCENTILES}
-    return {f"p{percent}": ordered[rank - 1] for percent, rank in ranks.items()}
 
 
 def _how_it_ran(stats: DispatchStats, sampler: SamplerStats) -> dict[str, Any]:
@@ -239,7 +218,7 @@ def _how_it_ran(stats: DispatchStats, sampler: SamplerStats) -> dict[str, Any]:
     }
 
 
-def _median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def median_run(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The run with the median duration (of an even number, the slower), and all durations."""
     durations = [each["duration_s"] for each in runs]
     median = sorted(runs, key=lambda each: float(each["duration_s"]))[len(runs) // 2]

@@ -9,12 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from ostinato.cli import options
+from ostinato.cli.extras import needs_extra
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.quoting import shown
 from ostinato.serving.http.server_config import ServerConfig
-
-_OF_THE_EXTRA = ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client")
 
 
 @options.takes_model(also={"server": ServerConfig})
@@ -32,14 +31,8 @@ def serve(
     quiet: options.Quiet = False,
 ) -> None:
     """Serve a model to OpenAI's clients: completions, chats, embeddings, metrics."""
-    try:
+    with needs_extra("serve", "serve"):
         from ostinato.serving.http.run import serve as run
-    except ModuleNotFoundError as error:
-        if error.name not in _OF_THE_EXTRA:
-            raise
-        raise ConfigError(
-            f"ostinato serve needs the package {error.name}: pip install 'ostinato[serve]'"
-        ) from error
     key = server.api_key or os.environ.get("OSTINATO_API_KEY") or None
     adapters = dict(_named(each) for each in adapter or ())
     extra: dict[str, Any] = {"task": task, "show_progress": not quiet}

@@ -19,7 +19,7 @@ def core_tables(results: dict[str, Any]) -> list[RenderableType]:
 
 def decode_tables(results: dict[str, Any]) -> list[RenderableType]:
     title = f"{results['model']}, {results['dtype']}, {results['mode']}"
-    table = _table(
+    table = new_table(
         title, "batch", "", "per token", "tokens/s", "of\nfloor", "ostinato\nis", "same\ntokens"
     )
     remarks: list[RenderableType] = []
@@ -92,7 +92,7 @@ def _floor_line(results: dict[str, Any]) -> Text:
 
 def _profile_tables(profile: dict[str, Any]) -> list[RenderableType]:
     """Where the time of a step goes, and its most expensive kernels."""
-    parts = _table(f"One step at batch {profile['batch']}", "where", "time", "share", "kernels")
+    parts = new_table(f"One step at batch {profile['batch']}", "where", "time", "share", "kernels")
     for name, part in profile["parts"].items():
         count = "" if part["count"] is None else f"{part['count']:.1f}"
         share = f"{part['us'] / profile['window_us']:.1%}"
@@ -101,7 +101,7 @@ def _profile_tables(profile: dict[str, Any]) -> list[RenderableType]:
     parts.add_row("together", f"{profile['window_us']:.1f} µs", "100.0%", "")
     for name, key in (("step()", "step_us"), ("gaps", "idle_us"), ("host", "host_us")):
         parts.add_row(f"{name}, not profiled", f"{profile[key]:.1f} µs", "", "")
-    kernels = _table(f"Batch {profile['batch']}: most time", "kernel", "where", "calls", "time")
+    kernels = new_table(f"Batch {profile['batch']}: most time", "kernel", "where", "calls", "time")
     for kernel in profile["kernels"][:12]:
         name = kernel["name"]
         shown = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
@@ -113,7 +113,7 @@ def _profile_tables(profile: dict[str, Any]) -> list[RenderableType]:
 
 def capture_tables(results: dict[str, Any]) -> list[RenderableType]:
     title = f"{results['model']}: capture"
-    table = _table(title, "mode", "graphs", "capture", "memory", "until ready")
+    table = new_table(title, "mode", "graphs", "capture", "memory", "until ready")
     for row in results["rows"]:
         table.add_row(
             row["mode"],
@@ -127,7 +127,7 @@ def capture_tables(results: dict[str, Any]) -> list[RenderableType]:
 
 def prefill_tables(results: dict[str, Any]) -> list[RenderableType]:
     title = f"{results['model']}: time to first token"
-    table = _table(title, "prompt", "mode", "median", "of eager", "same token")
+    table = new_table(title, "prompt", "mode", "median", "of eager", "same token")
     for row in results["rows"]:
         for name, milliseconds in row["ttft_ms"].items():
             table.add_row(
@@ -142,7 +142,7 @@ def prefill_tables(results: dict[str, Any]) -> list[RenderableType]:
 
 def lora_tables(results: dict[str, Any]) -> list[RenderableType]:
     title = f"{results['model']}, {results['dtype']}, rank {results['rank']}"
-    table = _table(
+    table = new_table(
         title, "batch", "adapters", "time per\noutput token", "of the time\nwithout LoRA"
     )
     for row in results["rows"]:
@@ -158,7 +158,7 @@ def lora_tables(results: dict[str, Any]) -> list[RenderableType]:
 def offload_tables(results: dict[str, Any]) -> list[RenderableType]:
     title = f"{results['model']}, {results['dtype']}, {results['mode']}"
     columns = ("time per\noutput token", "of the time\nof the copies", "of the time\nwithout")
-    table = _table(title, "batch", "", *columns)
+    table = new_table(title, "batch", "", *columns)
     for row in results["rows"]:
         for name, milliseconds in row["tpot_ms"].items():
             ratio = f"{milliseconds / results['copies_ms']:.3f}"
@@ -178,7 +178,7 @@ def offload_tables(results: dict[str, Any]) -> list[RenderableType]:
 
 def sampling_tables(results: dict[str, Any]) -> list[RenderableType]:
     title = f"Sampling from {results['vocab_size']} tokens"
-    table = _table(title, "batch", "parameters", "ours", "torch", "speed-up", "same tokens")
+    table = new_table(title, "batch", "parameters", "ours", "torch", "speed-up", "same tokens")
     for row in results["rows"]:
         ours, reference = row["milliseconds"]["ours"], row["milliseconds"]["reference"]
         table.add_row(
@@ -194,7 +194,7 @@ def sampling_tables(results: dict[str, Any]) -> list[RenderableType]:
 
 def spec_tables(results: dict[str, Any]) -> list[RenderableType]:
     title = f"{results['model']}, {results['dtype']}, {results['num_tokens']} drafts per request"
-    table = _table(
+    table = new_table(
         title, "batch", "what", "tokens\nper step", "tokens/s", "times\nno drafts", "of ideal"
     )
     for row in results["rows"]:
@@ -213,8 +213,8 @@ def spec_tables(results: dict[str, Any]) -> list[RenderableType]:
 def throughput_tables(results: dict[str, Any]) -> list[RenderableType]:
     arrival = "all at once" if results["rate"] is None else f"{results['rate']:g} requests/s"
     title = f"{results['model']}, {results['dtype']}, {results['mode']}, {arrival}"
-    rates = _table(title, "mix", "requests", "seconds", "output\ntokens/s", "all\ntokens/s")
-    times = _table(
+    rates = new_table(title, "mix", "requests", "seconds", "output\ntokens/s", "all\ntokens/s")
+    times = new_table(
         "Milliseconds: p50 / p90 / p99", "mix", "first token", "per output token", "longest\ngap"
     )
     remarks: list[RenderableType] = []
@@ -230,14 +230,14 @@ def throughput_tables(results: dict[str, Any]) -> list[RenderableType]:
         times.add_row(
             row["mix"],
             " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values()),
-            " / ".join(_short(value) for value in (row["tpot_ms"] or {}).values()),
+            " / ".join(short_ms(value) for value in (row["tpot_ms"] or {}).values()),
             "" if gap is None else f"{gap:.1f}",
         )
         remarks.append(_how_it_ran(row))
     return [rates, times, *remarks]
 
 
-def _short(milliseconds: float) -> str:
+def short_ms(milliseconds: float) -> str:
     return f"{milliseconds:.2f}" if milliseconds < 10 else f"{milliseconds:.1f}"
 
 
@@ -253,7 +253,7 @@ def _how_it_ran(row: dict[str, Any]) -> Text:
 
 
 def _core_table(results: dict[str, Any]) -> Table:
-    table = _table("The graph machinery", "what", "measured", "target")
+    table = new_table("The graph machinery", "what", "measured", "target")
     for keys, microseconds in results["dispatch_us"].items():
         table.add_row(f"dispatch of a batch, {keys} graphs", f"{microseconds:.2f} µs", "≤ 1 µs")
     for device, cost in results["wrapper_us"].items():
@@ -268,7 +268,7 @@ def _core_table(results: dict[str, Any]) -> Table:
 
 def _stream_table(stream: Sequence[dict[str, Any]]) -> Table:
     title = "1,000 random batches of 1 to 64 through a 6-layer transformer, bf16"
-    table = _table(title, "", "total", "first 1,000, warm-up included", "peak memory")
+    table = new_table(title, "", "total", "first 1,000, warm-up included", "peak memory")
     for row in stream:
         table.add_row(
             row["name"],
@@ -279,7 +279,7 @@ def _stream_table(stream: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     """A table with names left-aligned and numbers right-aligned."""
     table = Table(title=title)
     for column in columns:

@@ -25,6 +25,7 @@ from ostinato.sampling_params import SamplingParams
 from ostinato.serving.async_stream import AsyncStream
 from ostinato.serving.engine_stats import engine_stats
 from ostinato.serving.engine_thread import EngineThread, Observer
+from ostinato.serving.overview import Overview, overview
 from ostinato.serving.records import EngineStats
 from ostinato.serving.running_request import RunningRequest
 from ostinato.text.chat import Message
@@ -195,6 +196,11 @@ class AsyncLLM(Owner):
         """The counts of the engine, as of the end of the current step."""
         thread = self._thread
         return await self.call(lambda llm: engine_stats(llm, thread))
+
+    async def overview(self) -> Overview:
+        """Those counts, with the plan, its graphs and the requests in flight."""
+        thread = self._thread
+        return await self.call(lambda llm: overview(llm, thread))
 
     def observe(self, observer: Observer) -> None:
         """Have ``observer`` called with the record of each request that ends, in the engine's

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextvars import Context
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
     """One request that has ended, with all its sequences. Times are ``time.monotonic()``.
+
+    ``context``: the context variables of the task that sent it, for observers that follow traces.
 
     ``scheduled``: when its first sequence was admitted to a step; ``first_token``: when its first
     token was known; None if it ended before. ``finish_reason``: of its first sequence.
@@ -21,6 +24,19 @@ class RequestRecord:
     first_token: float | None
     ended: float
     finish_reason: str
+    context: Context = field(repr=False, compare=False)
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrived
+
+    @property
+    def time_per_token(self) -> float | None:
+        """Mean time of a token after the first of its sequence; None if there is none."""
+        later = self.num_generated_tokens / self.num_sequences - 1
+        if self.first_token is None or later <= 0:
+            return None
+        return (self.ended - self.first_token) / later
 
 
 @dataclass(frozen=True, kw_only=True)

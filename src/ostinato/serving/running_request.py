@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextvars import copy_context
 
 from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
@@ -46,7 +47,8 @@ class RunningRequest:
         self._adapter = adapter
         self.every_token = every_token
         self._shown: dict[Completion, Shown] = {}
-        self._arrived = time.monotonic()
+        self.arrived = time.monotonic()
+        self._context = copy_context()
 
     def begin(self, engine: Engine) -> list[Completion]:
         """Check the request and create its sequences."""
@@ -97,9 +99,10 @@ class RunningRequest:
             num_prompt_tokens=len(self.prompt.token_ids),
             num_generated_tokens=self.num_generated_tokens,
             num_sequences=self._params.n,
-            arrived=self._arrived,
+            arrived=self.arrived,
             scheduled=self.scheduled,
             first_token=self.first_token,
             ended=now,
             finish_reason=self.completions[0].output.finish_reason or "abort",
+            context=self._context,
         )

@@ -50,6 +50,8 @@ class Detokenizer:
 
         A stop string counts if the token that completes it is at least the ``min_tokens``-th.
         """
+        if self._stop is None and len(token_ids) - self.num_read > 1:
+            self._add_together(token_ids[self.num_read :])
         for number in range(self.num_read, len(token_ids)):
             self.num_read = number + 1
             found = self.add(token_ids[number], check_stop=number + 1 >= min_tokens)
@@ -70,6 +72,19 @@ class Detokenizer:
             held_back = self._stop.num_held_back(self._state)
             self.text = self._decoded[: len(self._decoded) - held_back]
         return found
+
+    def _add_together(self, token_ids: Sequence[int]) -> None:
+        """Take several tokens by one decoding, if they end in a whole character; else none."""
+        text = self._decode_ids([*self._window, *token_ids])
+        if text.endswith(_INCOMPLETE):
+            return  # how long a character has been unfinished is found token by token
+        self.num_read += len(token_ids)
+        self._window += token_ids
+        self._decoded += text[self._taken :]
+        self.text = self._decoded
+        self._taken, self._unfinished = len(text), 0
+        if len(self._window) - self._cut >= _CONTEXT:
+            self._shorten(num_waiting=0)
 
     def finish(self) -> None:
         """End the text: release all that was held back, including half a character."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic
+
 from ostinato.graphs.policy.descriptor import BatchDescriptor, Choice, Reason
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
@@ -37,7 +39,22 @@ def test_replays_are_counted_by_key_with_their_padding() -> None:
     assert stats.replays == {EIGHT: 2, FOUR: 1}
     assert (stats.hits, stats.misses) == (3, 0)
     assert (stats.replayed_tokens, stats.padding_tokens) == (16, 4)
+    assert stats.padding == {EIGHT: 3, FOUR: 1}
     assert stats.padding_fraction == 0.2
+
+
+def test_the_last_use_of_a_key_is_when_it_ran_not_when_it_was_read() -> None:
+    stats = DispatchStats()
+    before = monotonic()
+    stats.record(replay_of(EIGHT), 5)
+    between = monotonic()
+    stats.record(replay_of(FOUR), 3)
+    after = monotonic()
+    stats.record(eager(9, Reason.TOO_LARGE), 9)
+    assert list(stats.last_used) == [EIGHT, FOUR]
+    assert before <= stats.last_used[EIGHT] <= between <= stats.last_used[FOUR] <= after
+    stats.reset()
+    assert stats.last_used == stats.padding == {}
 
 
 def test_eager_runs_are_counted_by_reason_and_have_no_padding() -> None:

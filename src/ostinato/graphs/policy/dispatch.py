@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
+from time import monotonic
 
 from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice, Reason
@@ -227,9 +228,10 @@ class Dispatcher:
 
 
 class DispatchStats:
-    """Counts replays by key, padding tokens, and eager batches by reason.
+    """Counts replays and padding tokens by key, and eager batches by reason.
 
-    A repeated choice, as in decoding, costs two additions.
+    ``last_used``: when a key was last replayed, as ``time.monotonic()``. A repeated choice, as in
+    decoding, costs two additions and a look at the clock.
     """
 
     def __init__(self) -> None:
@@ -237,10 +239,13 @@ class DispatchStats:
 
     def reset(self) -> None:
         self._replays: Counter[BatchDescriptor] = Counter()
+        self._padding: Counter[BatchDescriptor] = Counter()
+        self._last_used: dict[BatchDescriptor, float] = {}
         self._eager: Counter[Reason] = Counter()
-        self._replayed_tokens = self._padding_tokens = 0
+        self._replayed_tokens = 0
         self._last: Choice | None = None
         self._num_runs = self._num_tokens = 0  # of the last choice, not yet counted above
+        self._last_run = 0.0
 
     def record(self, choice: Choice, num_tokens: int) -> None:
         if choice is not self._last:
@@ -248,6 +253,7 @@ class DispatchStats:
             self._last = choice
         self._num_runs += 1
         self._num_tokens += num_tokens
+        self._last_run = monotonic()
 
     def _count_last(self) -> None:
         choice, num_runs, num_tokens = self._last, self._num_runs, self._num_tokens
@@ -259,7 +265,8 @@ class DispatchStats:
             return
         self._replays[choice.descriptor] += num_runs
         self._replayed_tokens += num_tokens
-        self._padding_tokens += choice.padded_num_tokens * num_runs - num_tokens
+        self._padding[choice.descriptor] += choice.padded_num_tokens * num_runs - num_tokens
+        self._last_used[choice.descriptor] = self._last_run
 
     @property
     def replays(self) -> Counter[BatchDescriptor]:
@@ -278,8 +285,17 @@ class DispatchStats:
 
     @property
     def padding_tokens(self) -> int:
+        return self.padding.total()
+
+    @property
+    def padding(self) -> Counter[BatchDescriptor]:
         self._count_last()
-        return self._padding_tokens
+        return self._padding
+
+    @property
+    def last_used(self) -> dict[BatchDescriptor, float]:
+        self._count_last()
+        return self._last_used
 
     @property
     def hits(self) -> int:

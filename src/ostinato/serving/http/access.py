@@ -12,8 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ostinato.errors import ClosedError
 from ostinato.serving.http.errors import ApiError, api_error
+from ostinato.serving.http.page import PAGE_PATHS
 
-OPEN_PATHS = frozenset({"/health"})  # load balancers have no key
+# Load balancers have no key, and the page that asks for one needs none itself.
+OPEN_PATHS = frozenset({"/health", *PAGE_PATHS})
 
 Count = Callable[[str, int], None]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
@@ -11,16 +13,23 @@ from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.http.access import Guard
 from ostinato.serving.http.errors import ApiError, add_handlers
 from ostinato.serving.http.metrics import Metrics
+from ostinato.serving.http.page import create_page_router
 from ostinato.serving.http.responses.response_route import create_responses_router
 from ostinato.serving.http.routes import create_router
 from ostinato.serving.http.server_config import ServerConfig
 from ostinato.serving.http.state import Served
 
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
 
-def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
+
+def create_app(
+    llm: AsyncLLM, config: ServerConfig, tracer_provider: TracerProvider | None = None
+) -> FastAPI:
     """An ASGI application that serves ``llm``, which stays the caller's to close.
 
-    ``app.state.served`` is what its routes share.
+    ``app.state.served`` is what its routes share. ``tracer_provider``: of OpenTelemetry, for a span
+    per request; None: no traces.
     """
     served = Served(llm, config)
     app = FastAPI(
@@ -33,6 +42,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     app.state.served = served
     app.include_router(create_router(served))
     app.include_router(create_responses_router(served))
+    app.include_router(create_page_router(served))
 
     @app.get("/health")
     async def health() -> Response:
@@ -55,6 +65,11 @@ def create_app(llm: AsyncLLM, config: ServerConfig) -> FastAPI:
     add_handlers(app)
     counted = Metrics(served.name, app.openapi()["paths"])
     llm.observe(counted.observe)
+    if tracer_provider is not None:
+        from ostinato.serving.http.tracing import TakeTraceParent, Tracing  # needs OpenTelemetry
+
+        llm.observe(Tracing(tracer_provider, served.name).observe)
+        app.add_middleware(TakeTraceParent)
     app.add_middleware(
         Guard,
         api_key=config.api_key,

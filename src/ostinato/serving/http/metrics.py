@@ -67,6 +67,12 @@ class Metrics:
         self._queue = self._histogram(
             "request_queue_time_seconds", "From arrival to the first step.", _TIMES
         )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds", "From the first step to the first token.", _TIMES
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds", "From the first token to the end.", _TIMES
+        )
         self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt.", _SIZES)
         self._generated = self._histogram(
             "request_generation_tokens", "Tokens of an answer.", _SIZES
@@ -92,10 +98,12 @@ class Metrics:
         if record.scheduled is not None:
             self._queue.observe(record.scheduled - record.arrived)
         if record.first_token is not None:
+            self._decode.observe(record.ended - record.first_token)
+            if record.scheduled is not None:
+                self._prefill.observe(record.first_token - record.scheduled)
             self._first_token.observe(record.first_token - record.arrived)
-            later = record.num_generated_tokens / record.num_sequences - 1
-            if later > 0:
-                self._per_token.observe((record.ended - record.first_token) / later)
+            if record.time_per_token is not None:
+                self._per_token.observe(record.time_per_token)
 
     def count_answer(self, path: str, status: int) -> None:
         """Count an HTTP answer; status 0: the client left before there was one."""

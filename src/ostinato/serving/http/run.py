@@ -18,8 +18,8 @@ from ostinato.config import EngineConfig
 from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.http.app import create_app
 from ostinato.serving.http.server_config import ServerConfig
-
-_SWITCH_S = 5e-4
+from ostinato.serving.http.trace_export import open_tracing
+from ostinato.serving.switch_interval import short_switch_interval
 
 _log = logging.getLogger("ostinato.serving")
 
@@ -51,11 +51,13 @@ def serve(
     engine: EngineConfig, config: ServerConfig, adapters: Mapping[str, str | Path] | None = None
 ) -> None:
     """Build the model, load its adapters, and serve until a signal. In the main thread only."""
-    # The engine's thread must not wait 5 ms, the default, for a loop that sends hundreds of events.
-    sys.setswitchinterval(_SWITCH_S)
-    with AsyncLLM.from_config(engine) as llm:
+    with (
+        open_tracing(config.otlp_traces_endpoint) as tracer_provider,
+        short_switch_interval(),
+        AsyncLLM.from_config(engine) as llm,
+    ):
         asyncio.run(_load(llm, adapters or {}))
-        app = create_app(llm, config)
+        app = create_app(llm, config, tracer_provider)
         if config.is_exposed:
             _log.warning("other machines may connect to %s without a key", config.host)
         server = _Server(

@@ -52,6 +52,13 @@ class ServerConfig:
         cli=float,
     )
 
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "Send a trace of each request to this OpenTelemetry collector, such as "
+        "http://127.0.0.1:4318/v1/traces. None: as the variables OTEL_EXPORTER_OTLP_* say.",
+        cli=str,
+    )
+
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
             raise ConfigError(f"host must be an address, such as 127.0.0.1, got {shown(self.host)}")
@@ -80,4 +87,9 @@ class ServerConfig:
     @property
     def is_exposed(self) -> bool:
         """Whether other machines may connect, without a key."""
-        return self.api_key is None and not _LOOPBACK.fullmatch(self.host)
+        return self.api_key is None and not is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address is this machine's own."""
+    return _LOOPBACK.fullmatch(host) is not None
