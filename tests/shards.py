@@ -33,7 +33,7 @@ COUNT = re.compile(r"(\d+) (passed|failed|skipped|xfailed|errors?)\b")
 
 def collect(expression: str, paths: list[str]) -> list[list[str]]:
     """The selected tests in groups of one file each, longest first."""
-    command = [*PYTEST, "--collect-only", "-m", expression, *paths]
+    command = [*PYTEST, "--disable-warnings", "--collect-only", "-m", expression, *paths]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode not in (0, NO_TESTS_COLLECTED):
         sys.exit(f"{done.stdout}{done.stderr}\ncollecting the tests failed")

@@ -43,7 +43,7 @@ def problems(owner: type) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", public_classes())
+@pytest.mark.parametrize("name", list(public_classes()))
 def test_methods_are_described(name: str) -> None:
     assert not problems(getattr(ostinato, name))
 
