@@ -10,7 +10,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from latent_batches import Case, check_replays, layout_of, make, padding_to
+from latent_batches import (
+    Case,
+    check_replays,
+    expand_small_batches,
+    layout_of,
+    make,
+    padding_to,
+)
 from paged_batches import Mix
 
 from ostinato import set_forward_context
@@ -30,6 +37,11 @@ BACKENDS: dict[str, AttentionBackend] = {
     "torch": TorchPagedAttention(),
     "triton": TritonPagedAttention(),
 }
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    expand_small_batches(monkeypatch)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ostinato.attention import latent_expansion
-from ostinato.attention.latent_expansion import expanded_rows, least_queries
+from ostinato.attention.latent_expansion import expanded_rows, gpu_rule, least_queries
 from ostinato.attention.paged import PagedBatch
 
 pytest.importorskip("triton")
@@ -27,6 +27,8 @@ def test_the_number_of_queries_from_which_it_pays_off() -> None:
     assert least_queries(512, 192, 128, 64) == 171  # DeepSeek-V2 and V3
     assert least_queries(16, 32, 16, 16) is None  # rows as wide as heads
     assert least_queries(16, 4, 1, 2) == 2  # one is a decode step
+    assert gpu_rule(512, 192, 128, 64) == (513, 2304)
+    assert gpu_rule(16, 32, 16, 16) is None
 
 
 def test_room() -> None:

@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from latent_batches import Case, check_replays, layout_of, make, padding_to
+from latent_batches import (
+    Case,
+    check_replays,
+    expand_small_batches,
+    layout_of,
+    make,
+    padding_to,
+)
 from paged_batches import Mix
 from tiny_models import TINY_MIXTURES, VOCAB_SIZE, save_tiny
 
@@ -26,6 +33,11 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 CUDA = torch.device("cuda", 0)
 HALVES = [torch.float16, torch.bfloat16]
 PROMPTS: Mix = ((200, 300), (1, 90), (700, 0), (30, 40), (171, 5))
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    expand_small_batches(monkeypatch)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from paged_batches import Layout, Mix, assert_same_bits, build
 from torch import Tensor
@@ -16,12 +17,23 @@ from torch import Tensor
 from ostinato import GraphPool, set_forward_context
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from ostinato.attention.latent import attend_latent
+from ostinato.attention.latent_expansion import ExpansionRule, least_queries
 from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.ops.norm import Norm
 
 EPS = 1e-6
 SCALE = 0.2
 MIX: Mix = ((3, 30), (1, 90), (7, 0), (1, 0), (2, 61))
+
+
+def expand_small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the GPU too, expand wherever it saves operations: time only pays for large batches."""
+
+    def rule(*shape: int) -> ExpansionRule | None:
+        least = least_queries(*shape)
+        return None if least is None else ExpansionRule(least, least)
+
+    monkeypatch.setattr("ostinato.attention.triton_paged.gpu_rule", rule)
 
 
 @dataclass(kw_only=True)

@@ -258,8 +258,8 @@ def test_roofline_of_latent_attention() -> None:
     keys = 27 * 32 * 512
     read, scored = keys * 576 * 2 / 4e12, keys * 16 * 2 * (576 + 512) / 1e15
     assert costs == pytest.approx([read, scored, read, scored / 2])
-    # From 171 tokens on, keys and values of the heads are computed.
-    for size, pair, key in ((170, 2 * (576 + 512), 0), (2048, 2 * (192 + 128), 2 * 512 * 256)):
+    # From 2,304 tokens on, keys and values of the heads are computed.
+    for size, pair, key in ((2303, 2 * (576 + 512), 0), (2304, 2 * (192 + 128), 2 * 512 * 256)):
         seconds = roofline(DEEPSEEK, bandwidth=1e30)._attention("prefill", size, (16, 16))
         pairs = size * (size + 1) // 2
         assert seconds == pytest.approx(27 * 16 * (pairs * pair + size * key) / 1e15)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
-from ostinato.attention.latent_expansion import least_queries
+from ostinato.attention.latent_expansion import gpu_rule
 from ostinato.attention.latent_rope import LatentEmbedding, absorb, to_values, write_values
 from ostinato.attention.paged import (
     PagedBatch,
@@ -114,14 +114,14 @@ def _attend_expanded(
     nothing is written.
     """
     nope, rope, value_dim = plain.shape[2], rotated.shape[2], batch.out.shape[2]
-    least = least_queries(up.shape[2], nope + rope, value_dim, rope)
+    rule = gpu_rule(up.shape[2], nope + rope, value_dim, rope)
     num_tokens, num_reqs = plain.shape[0], batch.seq_lens.shape[0]
-    if batch.uniform_decode or least is None or num_tokens < least or num_reqs == 0:
+    if batch.uniform_decode or rule is None or num_tokens < rule.least_tokens or num_reqs == 0:
         return None
     from ostinato.attention.triton.latent_expand import expand_latent
 
     query, sms = torch.cat((plain, rotated), dim=2), num_sms(plain.device)
-    expanded, rest = expand_latent(up, batch, rope, least, sms)
+    expanded, rest = expand_latent(up, batch, rope, rule.least_queries, sms)
     batch.out.zero_()  # padding belongs to no request
     shape = BatchShape.of(expanded, sms)
     prompts = takes_prompts(shape._replace(num_reqs=num_reqs), uniform_decode=False)

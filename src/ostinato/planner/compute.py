@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from ostinato.attention.latent_expansion import least_queries
+from ostinato.attention.latent_expansion import gpu_rule
 from ostinato.errors import ConfigError
 from ostinato.parallel.layout import ParallelLayout, vocabulary
 from ostinato.planner.communication import MODELS, Model, check_number, head_counts
@@ -125,8 +125,8 @@ class Roofline:
 def _latent_operations(latent: LatentConfig, kind: Kind, num_tokens: int) -> tuple[int, int]:
     """Of a query and a key, and of a key, for each head; as ``latent_expansion`` chooses."""
     rank, rope, value = latent.kv_lora_rank, latent.qk_rope_head_dim, latent.v_head_dim
-    least = least_queries(rank, latent.query_dim, value, rope)
-    if kind == "decode" or least is None or num_tokens < least:
+    rule = gpu_rule(rank, latent.query_dim, value, rope)
+    if kind == "decode" or rule is None or num_tokens < rule.least_tokens:
         return 2 * (2 * rank + rope), 0
     return 2 * (latent.query_dim + value), 2 * rank * (latent.qk_nope_head_dim + value)
 
