@@ -275,6 +275,17 @@ class LLM(Owner):
         """The names of the loaded adapters."""
         return self.engine.adapters.names
 
+    # --- lifecycle -----------------------------------------------------------------------------
+
+    @one_thread()
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, of all replicas, so that later prompts are computed anew.
+
+        Unfinished requests go on with their keys and values. Blocks that they complete from now on
+        may be reused.
+        """
+        self.engine.reset_prefix_cache()
+
     # --- pooling -------------------------------------------------------------------------------
 
     @one_thread()

@@ -202,6 +202,19 @@ class Engine(Owner):
         return 0 if self.scheduler.num_waiting >= most else 2 * most
 
     @one_thread(is_part=True)
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached prefixes of all replicas; requests go on."""
+        self._check_open()
+        self.sharing.call(self._forget_prefixes)
+
+    def _forget_prefixes(self) -> None:
+        for scheduler in self._schedulers():
+            scheduler.reset_prefix_cache()
+
+    def _schedulers(self) -> Sequence[Scheduler]:
+        return [self.scheduler]
+
+    @one_thread(is_part=True)
     def replica_stats(self) -> list[ReplicaStats]:
         """Counts of each replica of the model; ``sum`` adds them up."""
         return [ReplicaStats.of(self.scheduler, self.runner.stats.counts)]

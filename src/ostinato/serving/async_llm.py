@@ -185,6 +185,10 @@ class AsyncLLM(Owner):
         """Forget an adapter. Unfinished requests keep it until they end."""
         await self.call(lambda llm: llm.unload_adapter(name))
 
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes between two steps; unfinished requests go on."""
+        await self.call(lambda llm: llm.reset_prefix_cache())
+
     async def stats(self) -> EngineStats:
         """The counts of the engine, as of the end of the current step."""
         thread = self._thread
