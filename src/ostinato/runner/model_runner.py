@@ -47,6 +47,7 @@ from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogit
 from ostinato.scheduling.step_plan import DecodePlan, SchedulePlan, StepPlan
 
 if TYPE_CHECKING:
+    from ostinato.loading.update import WeightUpdate
     from ostinato.speculative.speculation import Speculation
     from ostinato.vision.image_inputs import ImageInputs
 
@@ -214,6 +215,13 @@ class ModelRunner:
         assert self.adapters is not None, "checked by the engine"
         self._follow_stream()
         self.adapters.write(slot, matrices)
+
+    @without_autocast
+    @torch.inference_mode()
+    def write_weights(self, update: WeightUpdate) -> None:
+        """Overwrite weights of the model, behind all steps so far. Graphs read the new ones."""
+        self._follow_stream()
+        update.write()
 
     def forget_rows(self) -> None:
         """Make the next decode step write its rows again. Call it after writing to the buffers."""
