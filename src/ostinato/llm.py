@@ -307,9 +307,10 @@ class LLM(Owner):
         changed. If it is interrupted while it writes, requests are refused until the same weights
         are written again.
 
-        No request may be unfinished, and the model must be on one rank. Cached prefixes are
-        forgotten, unless ``keep_prefix_cache``: keys and values of the old weights are then reused.
-        Adapters stay as they are, and so do the weights of draft models.
+        No request may be unfinished. Cached prefixes are forgotten, unless ``keep_prefix_cache``:
+        keys and values of the old weights are then reused. Adapters stay as they are, and so do the
+        weights of draft models. All ranks and replicas are updated; under ``torchrun`` every rank
+        makes the call, and the weights of rank 0 are read.
         """
         self.engine.update_weights(weights, keep_prefix_cache=keep_prefix_cache)
 

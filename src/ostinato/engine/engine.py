@@ -217,19 +217,27 @@ class Engine(Owner):
     def update_weights(
         self, weights: str | PathLike[str] | NamedTensors, *, keep_prefix_cache: bool
     ) -> None:
-        """Overwrite weights of the model in place, while no request is unfinished."""
+        """Overwrite weights of the model in place, while no request is unfinished.
+
+        If all ranks run the script, only the ``weights`` of rank 0 are read.
+        """
         self._check_open()
-        if self.config.world_size > 1:
+        if self.config.enable_expert_parallel and self.config.world_size > 1:
             raise ConfigError(
-                "update_weights works on one rank; this engine has "
-                f"{self.config.world_size}: build a new LLM from the new checkpoint"
+                "update_weights does not support enable_expert_parallel: no rank has all experts "
+                "to check; build a new LLM from the new checkpoint"
             )
+        self.sharing.call(lambda: self._update_weights(weights, keep_prefix_cache))
+
+    def _update_weights(
+        self, weights: str | PathLike[str] | NamedTensors, keep_prefix_cache: bool
+    ) -> None:
         if self.has_unfinished or any(each.num_left for each in self._submissions):
             raise RequestError(
                 "weights cannot change while requests are unfinished: their keys and values are "
                 "those of the old weights; read open streams to their ends or close() them first"
             )
-        update = prepare_update(self.model, weights)
+        update = prepare_update(self.runner.models, weights)
         self._half_written |= update.names
         self.runner.write_weights(update)
         if not keep_prefix_cache:

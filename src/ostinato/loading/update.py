@@ -7,13 +7,16 @@ loading, that a checkpoint goes through when a model is loaded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from ostinato.errors import ConfigError, ModelLoadError
-from ostinato.loading.slots import EMBEDDING, HEAD, has_own_head, unread_names
+from ostinato.loading.slots import EMBEDDING, HEAD, has_own_head, slots_once, unread_names
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.given_tensors import GivenTensors, NamedTensors
@@ -26,18 +29,27 @@ if TYPE_CHECKING:
 
 
 class WeightUpdate(ABC):
-    """Checked tensors for a model. ``names``: of the weights that ``write`` changes."""
+    """Checked tensors for a model. ``names``: of the weights that are written."""
 
     names: frozenset[str]
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors, one at a time, for ``write_tensors`` of other ranks."""
 
     @abstractmethod
     def write(self) -> None:
         """Overwrite the weights, behind all work so far on the current stream."""
 
 
-def prepare_update(model: CausalLM, weights: str | PathLike[str] | NamedTensors) -> WeightUpdate:
-    """Check ``weights`` for ``model``: all names, shapes, dtypes and values. Changes nothing."""
-    if model.uses_mrope:
+def prepare_update(
+    models: Sequence[CausalLM], weights: str | PathLike[str] | NamedTensors
+) -> WeightUpdate:
+    """Check ``weights``: all names, shapes, dtypes and values. Changes nothing.
+
+    ``models``: one model, or a rank's forms of it. Names and shapes are the same on all ranks.
+    """
+    if models[0].uses_mrope:
         raise ConfigError(
             "update_weights does not support models that take images; build a new LLM from the "
             "new checkpoint"
@@ -48,12 +60,31 @@ def prepare_update(model: CausalLM, weights: str | PathLike[str] | NamedTensors)
             f"there are no weights to write: {source.path} has no tensors; has the iterator been "
             "read before?"
         )
-    if isinstance(model, Decoder):
-        return _NativeUpdate(model, source)
-    from ostinato.models.hf.model import HFCausalLM
+    decoders = _decoders(models)
+    if decoders:
+        return _NativeUpdate(decoders, source)
+    return _GenericUpdate(_generic(models), source)
 
-    assert isinstance(model, HFCausalLM), "every model is one of these"
-    return _GenericUpdate(model, source)
+
+def write_tensors(models: Sequence[CausalLM], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Overwrite weights by some of ``WeightUpdate.tensors``, as they are."""
+    decoders = _decoders(models)
+    if decoders:
+        _write(decoders, GivenTensors(tensors))
+    else:
+        _generic(models).write(tensors)
+
+
+def _decoders(models: Sequence[CausalLM]) -> list[Decoder]:
+    return [model for model in models if isinstance(model, Decoder)]
+
+
+def _generic(models: Sequence[CausalLM]) -> HFCausalLM:
+    from ostinato.models.hf.model import HFCausalLM  # imports transformers
+
+    (model,) = models
+    assert isinstance(model, HFCausalLM), "every other model is native"
+    return model
 
 
 def _open(weights: str | PathLike[str] | NamedTensors) -> Checkpoint:
@@ -71,43 +102,48 @@ def _open(weights: str | PathLike[str] | NamedTensors) -> Checkpoint:
 
 
 class _NativeUpdate(WeightUpdate):
-    """Writes through the decoder's weight slots."""
+    """Writes through the decoders' weight slots."""
 
-    def __init__(self, decoder: Decoder, source: Checkpoint) -> None:
+    def __init__(self, decoders: Sequence[Decoder], source: Checkpoint) -> None:
         if any("language_model." in name for name in source.tensors):
             source = source.language_model()
-        self._decoder, self._source = decoder, source
-        self.names = frozenset(source.tensors)
-        with self._in_place():
-            slots = self._slots()
-            source.check(slots, ignored=unread_names(decoder))
-            self._check_head()
-            source.check_finite(slots)
-
-    def _in_place(self) -> AbstractContextManager[None]:
-        """Inside, the slots of offloaded layers are in host memory, where their weights are."""
-        offloader = self._decoder.offloader
-        return (
-            offloader.in_host_memory()
-            if isinstance(offloader, PrefetchOffloader)
-            else nullcontext()
-        )
-
-    def _slots(self) -> list[WeightSlot]:
-        return [slot for slot in self._decoder.weight_slots() if slot.name in self.names]
+        self._decoders, self._source = decoders, source
+        for decoder in decoders:
+            source.check(_slots_of(decoder, source), ignored=unread_names(decoder))
+        self._check_head()
+        slots = {slot.name: slot for each in decoders for slot in _slots_of(each, source)}
+        source.check_finite(slots.values())
+        self.names = frozenset(slots)
 
     def _check_head(self) -> None:
-        if self._decoder.lm_head is not None or HEAD not in self.names:
+        given = self._source.tensors
+        if self._decoders[0].lm_head is not None or HEAD not in given:
             return
-        if EMBEDDING not in self.names or has_own_head(self._source):
+        if EMBEDDING not in given or has_own_head(self._source):
             raise ModelLoadError(
                 f"this model has no {HEAD} of its own: its embeddings are its head. Pass "
                 f"{EMBEDDING} alone, or both with the same values"
             )
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._source.read(self.names, None)
+
     def write(self) -> None:
-        with self._in_place():
-            self._source.copy_into(self._slots(), None, show_progress=False)
+        _write(self._decoders, self._source)
+
+
+def _slots_of(decoder: Decoder, source: Checkpoint) -> list[WeightSlot]:
+    return [slot for slot in decoder.weight_slots() if slot.name in source.tensors]
+
+
+def _write(decoders: Sequence[Decoder], source: Checkpoint) -> None:
+    with ExitStack() as stack:
+        for decoder in decoders:
+            if isinstance(decoder.offloader, PrefetchOffloader):
+                stack.enter_context(decoder.offloader.in_host_memory())
+        for slots in slots_once(decoders):
+            given = [slot for slot in slots if slot.name in source.tensors]
+            source.copy_into(given, None, show_progress=False)
 
 
 class _GenericUpdate(WeightUpdate):
@@ -117,6 +153,9 @@ class _GenericUpdate(WeightUpdate):
         self._model = model
         self._staged = model.read_some(source)
         self.names = frozenset(self._staged)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._staged.items())
 
     def write(self) -> None:
         self._model.write(self._staged)

@@ -10,7 +10,7 @@ Two models may share all of it: small batches then run the second (``SmallBatchM
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.loading.update import WeightUpdate, write_tensors
 from ostinato.lora.adapter_weights import AdapterWeights, Matrices
 from ostinato.models.base import CausalLM
 from ostinato.ops.sampling.sampling import sample_rows
@@ -47,7 +48,6 @@ from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogit
 from ostinato.scheduling.step_plan import DecodePlan, SchedulePlan, StepPlan
 
 if TYPE_CHECKING:
-    from ostinato.loading.update import WeightUpdate
     from ostinato.speculative.speculation import Speculation
     from ostinato.vision.image_inputs import ImageInputs
 
@@ -96,6 +96,7 @@ class ModelRunner:
         forms = [(model, plan, name)]
         if small is not None:
             forms.append((small.model, small.plan, small.name))
+        self.models = [form for form, _, _ in forms]
         # By ``Choice.model``: the model, then the small-batch model if there is one.
         self._all_graphs = [
             ModelGraphs(
@@ -222,6 +223,13 @@ class ModelRunner:
         """Overwrite weights of the model, behind all steps so far. Graphs read the new ones."""
         self._follow_stream()
         update.write()
+
+    @without_autocast
+    @torch.inference_mode()
+    def write_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The same for some of the update's tensors, which another rank has checked."""
+        self._follow_stream()
+        write_tensors(self.models, tensors)
 
     def forget_rows(self) -> None:
         """Make the next decode step write its rows again. Call it after writing to the buffers."""
