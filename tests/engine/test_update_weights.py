@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import Merged, save_adapter
 from tiny_hybrid import TINY_HYBRID
 from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE, TINY_WITH_OPTIONS
 from weight_sets import GREEDY, LONG, PROMPTS, WeightSets, open_llm, tokens_of
 
-from ostinato import LLM, GraphConfig, OffloadConfig, compilation_counter
+from ostinato import LLM, DraftModel, GraphConfig, OffloadConfig, compilation_counter
 
 MODES = ["NONE", "PIECEWISE", "FULL_DECODE_ONLY", "FULL", "FULL_AND_PIECEWISE", "FULL_AND_FULL"]
 FAMILIES = {
@@ -42,6 +43,7 @@ def llm(shared: LLM, sets: WeightSets) -> LLM:
     return shared
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 def test_there_and_back_in_every_mode(sets: WeightSets, device: torch.device, mode: Any) -> None:
     with open_llm(sets.paths["a"], device, graphs=GraphConfig(capture_sizes=[4], mode=mode)) as llm:
@@ -70,6 +72,7 @@ def test_every_layout_of_weights(family: str, tmp_path: Path) -> None:
             assert tokens_of(llm) == sets.tokens("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
 def test_half_precision_modules(family: str, tmp_path: Path) -> None:
     """Modules that are fused in half precision keep copies or views of some weights."""
@@ -93,6 +96,7 @@ def test_some_tensors(llm: LLM, sets: WeightSets) -> None:
     assert got not in (sets.tokens("a"), sets.tokens("b"))
 
 
+@pytest.mark.slow
 def test_some_tensors_of_transformers_modules(tmp_path: Path) -> None:
     sets = WeightSets(TINY_GENERIC["gpt2"](), tmp_path)
     a, b = sets.of("a"), sets.of("b")
@@ -150,6 +154,7 @@ def test_prefixes_of_old_weights(llm: LLM, sets: WeightSets) -> None:
     assert output.outputs[0].token_ids == sets.tokens("b")[PROMPTS.index(LONG)]
 
 
+@pytest.mark.slow
 def test_offloaded_layers(tmp_path: Path, device: torch.device) -> None:
     config = TINY_NATIVE["llama"]()
     config.num_hidden_layers = 4
@@ -172,6 +177,24 @@ def test_two_models_at_once(llm: LLM, sets: WeightSets) -> None:
         assert (tokens_of(llm), tokens_of(other)) == (sets.tokens("b"), sets.tokens("a"))
         other.update_weights(sets.paths["c"])
         assert (tokens_of(llm), tokens_of(other)) == (sets.tokens("b"), sets.tokens("c"))
+
+
+@pytest.mark.slow
+def test_beside_adapters_and_drafts(sets: WeightSets, tmp_path: Path) -> None:
+    """Both stay; drafts of old weights change no token."""
+    adapter = save_adapter(tmp_path, sets.paths["a"])
+    options: dict[str, Any] = {
+        "enable_lora": True,
+        "speculative": DraftModel(model=str(sets.paths["a"]), num_tokens=2),
+    }
+    with open_llm(sets.paths["a"], **options, graphs=GraphConfig(capture_sizes=[4])) as llm:
+        llm.load_adapter("one", adapter)
+        assert tokens_of(llm) == sets.tokens("a")
+        llm.update_weights(sets.paths["b"])
+        assert tokens_of(llm) == sets.tokens("b")
+        (output,) = llm.generate([LONG], GREEDY, adapter="one")
+        expected = Merged(sets.paths["b"], adapter).tokens(LONG, len(output.outputs[0].token_ids))
+        assert output.outputs[0].token_ids == expected
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_encoders import save_encoder
 from tiny_models import TINY_GENERIC, TINY_NATIVE, TINY_WITH_OPTIONS
 from weight_sets import GREEDY, PROMPTS, WeightSets, open_llm, tokens_of
 
@@ -54,6 +55,11 @@ def with_nan(tensor: torch.Tensor) -> torch.Tensor:
 
 CHANGES: dict[str, tuple[Callable[[Tensors, str], Any], type[Exception], str]] = {
     "unknown": (lambda b, _: {**b, "model.norm.bias": torch.ones(64)}, ModelLoadError, "norm.bias"),
+    "stacked": (
+        lambda b, _: {"model.layers.1.mlp.gate_up_proj": torch.ones(192, 64)},
+        ModelLoadError,
+        r"such as model\.layers\.1\.mlp\.(gate|up)_proj\.weight",
+    ),
     "shape": (lambda b, n: {**b, n: b[n][:-1]}, ModelLoadError, "shape"),
     "nan": (lambda b, n: {**b, n: with_nan(b[n])}, ModelLoadError, "NaN"),
     "overflow": (lambda b, n: {**b, n: b[n].double() * 1e60}, ModelLoadError, "too large"),
@@ -160,6 +166,14 @@ def test_an_interrupted_write(llm: LLM, sets: WeightSets, monkeypatch: pytest.Mo
     assert tokens_of(llm) == sets.tokens("b")
     llm.update_weights(sets.of("a"))
     assert tokens_of(llm) == sets.tokens("a")
+
+
+def test_models_that_embed(tmp_path: Path) -> None:
+    save_encoder(tmp_path)
+    with LLM(tmp_path, device="cpu", show_progress=False, graphs=GraphConfig(mode="NONE")) as llm:
+        for call in (llm.reset_prefix_cache, lambda: llm.update_weights(tmp_path)):
+            with pytest.raises(RequestError, match="not to generate"):
+                call()
 
 
 def test_a_closed_model(sets: WeightSets) -> None:

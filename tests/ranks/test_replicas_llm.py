@@ -19,7 +19,7 @@ from workers import GlooPool
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.engine.replica_engine import ReplicaEngine
 from ostinato.engine.replica_stats import ReplicaStats
-from ostinato.errors import ConfigError, ModelLoadError, RequestError, SchedulingError
+from ostinato.errors import ConfigError, RequestError, SchedulingError
 
 pytestmark = pytest.mark.slow
 
@@ -111,29 +111,6 @@ def test_prefixes_of_all_replicas_are_forgotten(pair: LLM) -> None:
     pair.reset_prefix_cache()
     outputs = pair.generate(shared, GREEDY)
     assert [output.num_cached_tokens for output in outputs] == [0, 0]
-
-
-@pytest.mark.parametrize("options", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}])
-def test_weights_of_all_ranks_are_updated(
-    checkpoint: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    other: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
-    for parameter in other.parameters():
-        parameter.data *= 1 + 0.2 * torch.randn_like(parameter)
-    other.save_pretrained(tmp_path)
-    graphs = GraphConfig(mode="NONE")
-    with (
-        LLM(tmp_path, **LIMITS, graphs=graphs) as fresh,
-        LLM(checkpoint, **LIMITS, **options, graphs=GRAPHS, rank_timeout_s=20.0) as llm,
-    ):
-        before, expected = (tokens_of(each.generate(prompts(), GREEDY)) for each in (llm, fresh))
-        with pytest.raises(ModelLoadError, match="shape"):
-            llm.update_weights({**other.state_dict(), "model.norm.weight": torch.ones(3)})
-        assert tokens_of(llm.generate(prompts(), GREEDY)) == before != expected
-        llm.update_weights(other.state_dict())
-        assert tokens_of(llm.generate(prompts(), GREEDY)) == expected
-        llm.update_weights(checkpoint)
-        assert tokens_of(llm.generate(prompts(), GREEDY)) == before
 
 
 def test_a_stream_left_half_way_and_a_refused_request(pair: LLM, alone: LLM) -> None:

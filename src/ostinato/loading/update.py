@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +24,7 @@ from ostinato.models.given_tensors import GivenTensors, NamedTensors
 from ostinato.models.native.decoder import Decoder
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.offload.prefetch import PrefetchOffloader
+from ostinato.quoting import listed
 
 if TYPE_CHECKING:
     from ostinato.models.hf.model import HFCausalLM
@@ -108,12 +110,24 @@ class _NativeUpdate(WeightUpdate):
         if any("language_model." in name for name in source.tensors):
             source = source.language_model()
         self._decoders, self._source = decoders, source
+        self._check_names()
         for decoder in decoders:
             source.check(_slots_of(decoder, source), ignored=unread_names(decoder))
         self._check_head()
         slots = {slot.name: slot for each in decoders for slot in _slots_of(each, source)}
         source.check_finite(slots.values())
         self.names = frozenset(slots)
+
+    def _check_names(self) -> None:
+        decoder = self._decoders[0]
+        own = [slot.name for slot in decoder.weight_slots()]
+        unknown = self._source.names_besides(own, unread_names(decoder))
+        if unknown:
+            near = get_close_matches(unknown[0], own, n=1, cutoff=0.0)
+            raise ModelLoadError(
+                f"{self._source.path} has {listed(unknown)}, which this model does not have; use "
+                f"the names in the checkpoint that it was loaded from, such as {listed(near)}"
+            )
 
     def _check_head(self) -> None:
         given = self._source.tensors

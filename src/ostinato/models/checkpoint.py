@@ -171,11 +171,7 @@ class Checkpoint:
                 f"{self.path} lacks {listed(missing)}, which its config.json asks for; the "
                 "checkpoint is incomplete or belongs to another config"
             )
-        ignored = list(ignored)
-        known = wanted.keys() | set(ignored)
-        beginnings = tuple(name for name in ignored if name.endswith("."))
-        unknown = [name for name in self.tensors if name not in known]
-        extra = [n for n in unknown if not (n.endswith(_HARMLESS) or n.startswith(beginnings))]
+        extra = self.names_besides(wanted, ignored)
         if extra:
             raise ModelLoadError(
                 f"{self.tensors[extra[0]].file} has {listed(extra)}, which this architecture does "
@@ -189,6 +185,14 @@ class Checkpoint:
                     f"config.json asks for {list(slot.shape)}"
                 )
             self.check_type(name)
+
+    def names_besides(self, wanted: Iterable[str], ignored: Iterable[str]) -> list[str]:
+        """The names of tensors that are neither ``wanted`` nor ``ignored``, as in ``check``."""
+        ignored = list(ignored)
+        known = {*wanted, *ignored}
+        beginnings = tuple(name for name in ignored if name.endswith("."))
+        unknown = [name for name in self.tensors if name not in known]
+        return [n for n in unknown if not (n.endswith(_HARMLESS) or n.startswith(beginnings))]
 
     def check_type(self, name: str) -> None:
         """Raise for a weight that does not have a plain float dtype."""

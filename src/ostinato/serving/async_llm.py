@@ -194,7 +194,8 @@ class AsyncLLM(Owner):
     async def update_weights(
         self, weights: str | PathLike[str] | NamedTensors, *, keep_prefix_cache: bool = False
     ) -> None:
-        """Overwrite weights of the model in place, as ``LLM.update_weights``.
+        """Overwrite weights of the model in place; ``weights`` and ``keep_prefix_cache`` are as in
+        ``LLM.update_weights``.
 
         Raises ``RequestError`` if requests are unfinished: wait for them, or cancel them, first.
         Requests that come meanwhile wait. An iterable is read in the engine's thread.
