@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -178,7 +180,10 @@ def test_models_that_embed(tmp_path: Path) -> None:
 
 def test_a_closed_model(sets: WeightSets) -> None:
     with open_llm(sets.paths["a"], graphs=GraphConfig(mode="NONE")) as closed:
-        pass
+        closed.update_weights(sets.paths["b"])
+        model = weakref.ref(closed.engine.model)
+    gc.collect()
+    assert model() is None
     with pytest.raises(ClosedError):
         closed.update_weights(sets.paths["b"])
 

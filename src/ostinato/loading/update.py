@@ -125,8 +125,8 @@ class _NativeUpdate(WeightUpdate):
         if unknown:
             near = get_close_matches(unknown[0], own, n=1, cutoff=0.0)
             raise ModelLoadError(
-                f"{self._source.path} has {listed(unknown)}, which this model does not have; use "
-                f"the names in the checkpoint that it was loaded from, such as {listed(near)}"
+                f"this model has no weight called {listed(unknown)}, as in {self._source.path}; "
+                f"use the names of the checkpoint that it was loaded from, such as {listed(near)}"
             )
 
     def _check_head(self) -> None:

@@ -452,5 +452,6 @@ class ModelRunner:
             if self.memory.proposer is not None:
                 self.memory.proposer.close()
             self._all_graphs.clear()
+            self.models.clear()
             if hasattr(self, "model"):
                 del self.model, self.graphs, self.small_graphs
