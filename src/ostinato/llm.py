@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -21,6 +22,7 @@ from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
 from ostinato.loading.task import find_task
+from ostinato.models.given_tensors import NamedTensors
 from ostinato.options import described, same_options_as
 from ostinato.outputs import (
     ClassificationOutput,
@@ -274,6 +276,43 @@ class LLM(Owner):
     def adapters(self) -> list[str]:
         """The names of the loaded adapters."""
         return self.engine.adapters.names
+
+    # --- lifecycle -----------------------------------------------------------------------------
+
+    @one_thread()
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, of all replicas, so that later prompts are computed anew.
+
+        Unfinished requests go on with their keys and values. Blocks that they complete from now on
+        may be reused.
+        """
+        self.engine.reset_prefix_cache()
+
+    @one_thread()
+    def update_weights(
+        self,
+        weights: str | PathLike[str] | NamedTensors,
+        *,
+        keep_prefix_cache: bool = False,
+    ) -> None:
+        """Overwrite weights of the model in place, all or some; graphs stay valid.
+
+        ``weights``: pairs of a checkpoint name and a tensor, on any device and in any float dtype;
+        a mapping from one to the other, such as a ``state_dict``; or the path of a safetensors file
+        or directory. Tensors of a mapping or a list are read where they are; those of any other
+        iterable are first copied to host memory, all of them, because it may reuse their memory.
+
+        Names, shapes, dtypes and values are checked as a checkpoint's are. If this raises
+        ``ModelLoadError``, ``ConfigError`` or ``RequestError``, or the iterable raises, nothing has
+        changed. If it is interrupted while it writes, requests are refused until the same weights
+        are written again.
+
+        No request may be unfinished. Cached prefixes are forgotten, unless ``keep_prefix_cache``:
+        keys and values of the old weights are then reused. Adapters stay as they are, and so do the
+        weights of draft models. All ranks and replicas are updated; under ``torchrun`` every rank
+        makes the call, and the weights of rank 0 are read.
+        """
+        self.engine.update_weights(weights, keep_prefix_cache=keep_prefix_cache)
 
     # --- pooling -------------------------------------------------------------------------------
 

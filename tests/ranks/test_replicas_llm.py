@@ -105,6 +105,14 @@ def test_a_prefix_is_found_again_in_its_replica(pair: LLM) -> None:
     assert all(each.num_replays > 5 for each in after)
 
 
+def test_prefixes_of_all_replicas_are_forgotten(pair: LLM) -> None:
+    shared = [[n] * 20 for n in (60, 61)]  # one goes to each
+    pair.generate(shared, GREEDY)
+    pair.reset_prefix_cache()
+    outputs = pair.generate(shared, GREEDY)
+    assert [output.num_cached_tokens for output in outputs] == [0, 0]
+
+
 def test_a_stream_left_half_way_and_a_refused_request(pair: LLM, alone: LLM) -> None:
     for number, _ in enumerate(pair.stream(prompts(), SamplingParams(max_tokens=20))):
         if number == 9:

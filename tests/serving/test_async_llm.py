@@ -184,6 +184,21 @@ def test_leaving_frees_all_blocks(
     run(compare())
 
 
+def test_prefixes_are_forgotten_while_a_request_runs(served: AsyncLLM) -> None:
+    async def ask() -> None:
+        prompt = list(range(20, 60))
+        expected = (await served.generate(prompt, LONG)).outputs[0].token_ids
+        got: list[int] = []
+        async for delta in served.stream(prompt, LONG):
+            if not got:
+                await served.reset_prefix_cache()
+                assert (await served.generate(prompt, GREEDY)).num_cached_tokens == 0
+            got += delta.token_ids
+        assert got == expected
+
+    run(ask())
+
+
 def test_the_loop_goes_on_while_the_engine_is_in_a_step(served: AsyncLLM) -> None:
     inside, go_on = threading.Event(), threading.Event()
 

@@ -139,6 +139,11 @@ def test_bad_parts_of_messages(part: Any, message: str, llm: LLM) -> None:
         llm.chat([{"role": "user", "content": content}])
 
 
+def test_new_weights(llm: LLM, saved: tuple[Path, Any]) -> None:
+    with pytest.raises(ConfigError, match="update_weights does not support models that take"):
+        llm.update_weights(saved[0])
+
+
 def test_refusals_lose_nothing(llm: LLM, saved: tuple[Path, Any]) -> None:
     prompt = prompt_of(6, PICTURE, 7)
     with pytest.raises(RequestError, match=r"prompts\[1\], image 0 is 5"):

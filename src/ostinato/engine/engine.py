@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakMethod, WeakSet
@@ -20,10 +21,13 @@ from ostinato.engine.replica_stats import ReplicaStats
 from ostinato.engine.start import start
 from ostinato.engine.structured import follow_grammar
 from ostinato.engine.thread_use import ThreadUse, one_thread
-from ostinato.errors import ClosedError
+from ostinato.errors import ClosedError, ConfigError, ModelLoadError, RequestError
 from ostinato.graphs.capture.closing import Owner
 from ostinato.loading.load import as_hf
+from ostinato.loading.update import prepare_update
+from ostinato.models.given_tensors import NamedTensors
 from ostinato.outputs import Logprob
+from ostinato.quoting import listed
 from ostinato.runner.step_result import StepResult
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.block_allocator import BlockAllocator
@@ -83,6 +87,7 @@ class Engine(Owner):
             seed=config.seed,
             grammars=self.grammars,
         )
+        self._half_written: set[str] = set()  # by an update that was interrupted
         self._closed = False
 
     def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
@@ -148,6 +153,7 @@ class Engine(Owner):
         images: PromptImages | None,
     ) -> CheckedRequest:
         self._check_open()
+        self._check_weights()
         return self._checks.check(
             list(prompt_token_ids),
             params,
@@ -210,6 +216,57 @@ class Engine(Owner):
         # decode state, so start them in bursts.
         most = self.scheduler.max_num_seqs
         return 0 if self.scheduler.num_waiting >= most else 2 * most
+
+    @one_thread(is_part=True)
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached prefixes of all replicas; requests go on."""
+        self._check_open()
+        self.sharing.call(self._forget_prefixes)
+
+    @one_thread(is_part=True)
+    def update_weights(
+        self, weights: str | PathLike[str] | NamedTensors, *, keep_prefix_cache: bool
+    ) -> None:
+        """Overwrite weights of the model in place, while no request is unfinished.
+
+        If all ranks run the script, only the ``weights`` of rank 0 are read.
+        """
+        self._check_open()
+        if self.config.enable_expert_parallel and self.config.world_size > 1:
+            raise ConfigError(
+                "update_weights does not support enable_expert_parallel: no rank has all experts "
+                "to check; build a new LLM from the new checkpoint"
+            )
+        self.sharing.call(lambda: self._update_weights(weights, keep_prefix_cache))
+
+    def _update_weights(
+        self, weights: str | PathLike[str] | NamedTensors, keep_prefix_cache: bool
+    ) -> None:
+        if self.has_unfinished or any(each.num_left for each in self._submissions):
+            raise RequestError(
+                "weights cannot change while requests are unfinished: their keys and values are "
+                "those of the old weights; read open streams to their ends or close() them first"
+            )
+        update = prepare_update(self.runner.models, weights)
+        self._half_written |= update.names
+        self.runner.write_weights(update)
+        if not keep_prefix_cache:
+            self._forget_prefixes()
+        self._half_written -= update.names
+
+    def _check_weights(self) -> None:
+        if self._half_written:
+            raise ModelLoadError(
+                "an update of the weights was interrupted, so some are old and some are new: "
+                f"{listed(sorted(self._half_written))}; call update_weights with all of them again"
+            )
+
+    def _forget_prefixes(self) -> None:
+        for scheduler in self._schedulers():
+            scheduler.reset_prefix_cache()
+
+    def _schedulers(self) -> Sequence[Scheduler]:
+        return [self.scheduler]
 
     @one_thread(is_part=True)
     def replica_stats(self) -> list[ReplicaStats]:

@@ -8,6 +8,7 @@ placed in.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import astuple
 
 from ostinato.config import EngineConfig
@@ -51,6 +52,9 @@ class ReplicaEngine(Engine):
             astuple(ReplicaStats.of(scheduler, its_counts))
             for scheduler, its_counts in zip(self.schedulers, counts, strict=True)
         ]
+
+    def _schedulers(self) -> Sequence[Scheduler]:
+        return self.schedulers
 
     def _scheduler_of(self, request: Request) -> Scheduler:
         return self.schedulers[request.replica]

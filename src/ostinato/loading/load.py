@@ -26,6 +26,7 @@ from ostinato.loading.description import (
 from ostinato.loading.free_memory import FreeMemory, check_fit, free_memory
 from ostinato.loading.locate import find_model
 from ostinato.loading.progress import progress_bars
+from ostinato.loading.slots import has_own_head, slots_once, unread_names
 from ostinato.loading.tokenizer import eos_token_ids, read_tokenizer
 from ostinato.models.base import CausalLM
 from ostinato.models.checkpoint import Checkpoint
@@ -35,7 +36,6 @@ from ostinato.models.native.decoder import Decoder
 from ostinato.models.native.shapes import draw_weights
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.native.swiftkv.decoder import SwiftKVDecoder
-from ostinato.models.weight_slot import WeightSlot
 from ostinato.offload.offload_config import OffloadConfig
 from ostinato.offload.prefetch import PrefetchOffloader, offload_bytes
 
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _DEFAULT_SHAPE = "smollm2-135m"
 _STACKED = ".experts.gate_up_proj"  # how the name of all experts of a layer in one tensor ends
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,19 +221,15 @@ class _Build:
             return [model]
         config = described.native_config
         checkpoint.check_num_layers(_decoder_config(config).num_layers)
-        if _decoder_config(config).tied_head and _has_own_head(checkpoint):
+        if _decoder_config(config).tied_head and has_own_head(checkpoint):
             config = _untied(config)
         config = _named_as_in(checkpoint, config)
         plans = self._decoders(config, "meta")
         for plan in plans:
-            ignored = [_HEAD] if plan.lm_head is None else []
-            checkpoint.check(plan.weight_slots(), ignored=[*ignored, *plan.ignored_names()])
+            checkpoint.check(plan.weight_slots(), ignored=unread_names(plan))
         self._check_decoders_fit(str(path), plans)
         models = self._decoders(config, self.device)
-        read: set[tuple[str, int]] = set()  # models may share layers
-        for decoder in models:
-            slots = [slot for slot in decoder.weight_slots() if _place_of(slot) not in read]
-            read.update(map(_place_of, slots))
+        for slots in slots_once(models):
             for device in dict.fromkeys(slot.target.device for slot in slots):
                 own = [slot for slot in slots if slot.target.device == device]
                 checkpoint.copy_into(own, device, show_progress=self.show_progress)
@@ -317,10 +312,6 @@ def _bytes_of(models: Sequence[Decoder]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in once.values())
 
 
-def _place_of(slot: WeightSlot) -> tuple[str, int]:
-    return slot.name, slot.target.data_ptr()
-
-
 def _decoder_config(config: NativeConfig) -> DecoderConfig:
     return config.decoder if isinstance(config, SwiftKVConfig) else config
 
@@ -341,17 +332,3 @@ def _named_as_in(checkpoint: Checkpoint, config: NativeConfig) -> NativeConfig:
         return config
     experts = replace(config.experts, names=config.experts.names.as_stacked())
     return replace(config, experts=experts)
-
-
-def _has_own_head(checkpoint: Checkpoint) -> bool:
-    """Whether the config ties the head to the embeddings, but the checkpoint disagrees.
-
-    Like transformers, we follow the checkpoint.
-    """
-    if not {_HEAD, _EMBEDDING} <= checkpoint.tensors.keys():
-        return False
-    head, embedding = checkpoint.tensors[_HEAD], checkpoint.tensors[_EMBEDDING]
-    if (head.shape, head.dtype) != (embedding.shape, embedding.dtype):
-        return True
-    tensors = dict(checkpoint.read([_HEAD, _EMBEDDING], torch.device("cpu")))
-    return not torch.equal(tensors[_HEAD], tensors[_EMBEDDING])

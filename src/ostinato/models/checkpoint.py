@@ -38,7 +38,7 @@ _HARMLESS = ("rotary_emb.inv_freq",)
 
 # Ranges of a dimension, and the dimension.
 Parts: TypeAlias = tuple[tuple[range, ...], int]
-_NO_PARTS: Mapping[str, Parts] = {}
+NO_PARTS: Mapping[str, Parts] = {}
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,12 @@ class Checkpoint:
         return sum(math.prod(info.shape) for info in self.tensors.values())
 
     def read(
-        self, names: Iterable[str], device: torch.device, parts: Mapping[str, Parts] = _NO_PARTS
+        self,
+        names: Iterable[str],
+        device: torch.device | None,
+        parts: Mapping[str, Parts] = NO_PARTS,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Read the tensors ``names`` to ``device``, file by file.
+        """Read the tensors ``names`` to ``device``, file by file; None: to host memory.
 
         Of tensors in ``parts``, only the given ranges of one dimension are read and concatenated.
         """
@@ -118,10 +121,13 @@ class Checkpoint:
             by_file.setdefault(self.tensors[name].file, []).append(name)
         for file, its_names in by_file.items():
             try:
-                with safe_open(file, framework="pt", device=str(device)) as reader:
+                with safe_open(file, framework="pt", device=str(device or "cpu")) as reader:
                     for name in its_names:
-                        wanted = parts.get(name)
-                        yield name, _read(reader, self.tensors[name].stored_as or name, wanted)
+                        wanted, stored_as = parts.get(name), self.tensors[name].stored_as or name
+                        if wanted is None:
+                            yield name, reader.get_tensor(stored_as)
+                        else:
+                            yield name, part_of(reader.get_slice(stored_as), wanted)
             except (SafetensorError, OSError) as error:
                 raise _damaged(file, error) from error
 
@@ -165,11 +171,7 @@ class Checkpoint:
                 f"{self.path} lacks {listed(missing)}, which its config.json asks for; the "
                 "checkpoint is incomplete or belongs to another config"
             )
-        ignored = list(ignored)
-        known = wanted.keys() | set(ignored)
-        beginnings = tuple(name for name in ignored if name.endswith("."))
-        unknown = [name for name in self.tensors if name not in known]
-        extra = [n for n in unknown if not (n.endswith(_HARMLESS) or n.startswith(beginnings))]
+        extra = self.names_besides(wanted, ignored)
         if extra:
             raise ModelLoadError(
                 f"{self.tensors[extra[0]].file} has {listed(extra)}, which this architecture does "
@@ -184,6 +186,14 @@ class Checkpoint:
                 )
             self.check_type(name)
 
+    def names_besides(self, wanted: Iterable[str], ignored: Iterable[str]) -> list[str]:
+        """The names of tensors that are neither ``wanted`` nor ``ignored``, as in ``check``."""
+        ignored = list(ignored)
+        known = {*wanted, *ignored}
+        beginnings = tuple(name for name in ignored if name.endswith("."))
+        unknown = [name for name in self.tensors if name not in known]
+        return [n for n in unknown if not (n.endswith(_HARMLESS) or n.startswith(beginnings))]
+
     def check_type(self, name: str) -> None:
         """Raise for a weight that does not have a plain float dtype."""
         info = self.tensors[name]
@@ -193,10 +203,20 @@ class Checkpoint:
                 f"be one of {', '.join(FLOAT_TYPES)}: use an unquantized checkpoint"
             )
 
+    def check_finite(self, slots: Iterable[WeightSlot]) -> None:
+        """Raise for values that are not finite or overflow the dtype of their slot."""
+        dtypes = {slot.name: slot.target.dtype for slot in slots}
+        finite = FiniteCheck()
+        for name, tensor in self.read(dtypes, None):
+            finite.add(name, tensor, dtype=dtypes[name])
+        finite.verify(self.path)
+
     def copy_into(
-        self, slots: Iterable[WeightSlot], device: torch.device, *, show_progress: bool
+        self, slots: Iterable[WeightSlot], device: torch.device | None, *, show_progress: bool
     ) -> None:
         """Copy every tensor to its slot, converted to its dtype; zeros where nothing is read.
+
+        Tensors are read to ``device`` first; None: to host memory, which takes none on the device.
 
         The device checks for values that are not finite or overflow the dtype; they raise once all
         is copied, which is the only wait for the device.
@@ -220,23 +240,20 @@ class Checkpoint:
             slot = targets[name]
             finite.add(name, tensor, dtype=slot.target.dtype)
             if tensor.numel() == slot.target.numel():
-                tensor = tensor.view(slot.target.shape)
+                tensor = tensor.reshape(slot.target.shape)
             slot.target.copy_(tensor)
             if slot.offset:
                 slot.target.add_(slot.offset)
         finite.verify(self.path)
 
 
-def _read(reader: Any, name: str, wanted: Parts | None) -> torch.Tensor:
-    if wanted is None:
-        whole: torch.Tensor = reader.get_tensor(name)
-        return whole
+def part_of(whole: Any, wanted: Parts) -> torch.Tensor:
+    """The ``wanted`` part of a tensor or of a lazy safetensors slice."""
     row_ranges, dim = wanted
-    part = reader.get_slice(name)
     if dim == 0:
-        return torch.cat([part[r.start : r.stop][:: r.step] for r in row_ranges])
+        return torch.cat([whole[r.start : r.stop][:: r.step] for r in row_ranges])
     before = (slice(None),) * dim
-    return torch.cat([part[(*before, slice(r.start, r.stop))] for r in row_ranges], dim=dim)
+    return torch.cat([whole[(*before, slice(r.start, r.stop))] for r in row_ranges], dim=dim)
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -28,7 +28,8 @@ class FiniteCheck:
         """Raise if a tensor was not finite, and name it. Waits for the device."""
         if not self._fits:
             return
-        fits = torch.stack(list(self._fits.values())).tolist()
+        device = next(iter(self._fits.values())).device
+        fits = torch.stack([each.to(device) for each in self._fits.values()]).tolist()
         bad = [name for name, fit in zip(self._fits, fits, strict=True) if not fit]
         if bad:
             raise ModelLoadError(

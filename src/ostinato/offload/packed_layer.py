@@ -5,6 +5,8 @@ Small copies do not reach the bandwidth of the bus.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -48,3 +50,14 @@ class PackedLayer:
             mine = block[place.offset : place.offset + place.num_bytes].view(place.dtype)
             view = mine.as_strided(place.shape, place.stride)
             setattr(place.module, place.name, nn.Parameter(view, requires_grad=False))
+
+    @contextmanager
+    def bound_to(self, block: torch.Tensor) -> Iterator[None]:
+        """``bind``, until the end of the block; then the same parameters as before are back."""
+        before = [getattr(place.module, place.name) for place in self._places]
+        try:
+            self.bind(block)
+            yield
+        finally:
+            for place, parameter in zip(self._places, before, strict=True):
+                setattr(place.module, place.name, parameter)

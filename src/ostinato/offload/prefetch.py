@@ -41,8 +41,8 @@ On the CPU there are no streams: a copy is an operator, which graphs record and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
@@ -154,6 +154,19 @@ class PrefetchOffloader:
             self._device,
             self.slot_bytes / 2**30,
         )
+
+    @contextmanager
+    def in_host_memory(self) -> Iterator[None]:
+        """Inside, the parameters are the weights in host memory, which may be written.
+
+        Waits until no copy reads them any more. Later forwards copy what is there then.
+        """
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        with ExitStack() as stack:
+            for _, packed, host in self._placed:
+                stack.enter_context(packed.bound_to(host))
+            yield
 
     @property
     def host(self) -> list[torch.Tensor]:

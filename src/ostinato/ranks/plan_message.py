@@ -46,6 +46,7 @@ class Kind(IntEnum):
     SEND_COUNTS = 10  # rank 0 waits for what other replicas counted
     LEARN = 11  # the outputs of requests that have ended
     EXPERT_LOAD = 12  # all ranks add up their counts; 1: and start again
+    WEIGHTS = 13  # new values of one of the model's weights
 
 
 Message: TypeAlias = tuple[Kind, IntArray]

@@ -27,6 +27,7 @@ from safetensors.torch import load, save
 
 from ostinato.errors import SchedulingError
 from ostinato.graphs.capture.pool import GraphPool
+from ostinato.loading.update import WeightUpdate
 from ostinato.lora.adapter_weights import Matrices
 from ostinato.ranks.plan_message import (
     Kind,
@@ -175,6 +176,14 @@ class LeadingRunner(RankRunner):
             self._world.channel.send(Kind.ADAPTER, words)
             super().load_adapter(slot, matrices)
 
+    def write_weights(self, update: WeightUpdate) -> None:
+        with uninterrupted(), self._world.together():
+            for name, tensor in update.tensors():
+                tensor = tensor.cpu().contiguous()
+                self._world.progress.announce()
+                self._world.channel.send(Kind.WEIGHTS, to_words(save({name: tensor})))
+                self.write_tensors({name: tensor})
+
 
 class _AwaitedResult(StepResult):
     """The results of a step that all ranks run; waiting for them may mean waiting for any rank."""
@@ -237,6 +246,8 @@ class FollowingRunner(RankRunner):
         sender = self._sender
         if kind is Kind.ADAPTER:
             self._write_adapter(words)
+        elif kind is Kind.WEIGHTS:
+            self.write_tensors(load(to_bytes(words)))
         elif kind is Kind.SEND_RESULTS:
             if sender is not None:
                 sender.flush()

@@ -11,7 +11,7 @@ Two models may share all of it: small batches then run the second (``SmallBatchM
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.loading.update import WeightUpdate, write_tensors
 from ostinato.lora.adapter_weights import AdapterWeights, Matrices
 from ostinato.models.base import CausalLM
 from ostinato.ops.sampling.sampling import sample_rows
@@ -99,6 +100,7 @@ class ModelRunner:
         forms = [(model, plan, name)]
         if small is not None:
             forms.append((small.model, small.plan, small.name))
+        self.models = [form for form, _, _ in forms]
         # By ``Choice.model``: the model, then the small-batch model if there is one.
         self._all_graphs = [
             ModelGraphs(
@@ -221,6 +223,20 @@ class ModelRunner:
         assert self.adapters is not None, "checked by the engine"
         self._follow_stream()
         self.adapters.write(slot, matrices)
+
+    @without_autocast
+    @torch.inference_mode()
+    def write_weights(self, update: WeightUpdate) -> None:
+        """Overwrite weights of the model, behind all steps so far. Graphs read the new ones."""
+        self._follow_stream()
+        update.write()
+
+    @without_autocast
+    @torch.inference_mode()
+    def write_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The same for some of the update's tensors, which another rank has checked."""
+        self._follow_stream()
+        write_tensors(self.models, tensors)
 
     def forget_rows(self) -> None:
         """Make the next decode step write its rows again. Call it after writing to the buffers."""
@@ -453,5 +469,6 @@ class ModelRunner:
             if self.memory.proposer is not None:
                 self.memory.proposer.close()
             self._all_graphs.clear()
+            self.models.clear()
             if hasattr(self, "model"):
                 del self.model, self.graphs, self.small_graphs

@@ -310,6 +310,11 @@ class Scheduler:
                 self._prefixes.publish(request, index, index + 1)
             self._steady = None
 
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Requests keep their blocks, and may publish later ones."""
+        self._end_steady()  # publishes what is complete, which is then forgotten too
+        self.allocator.reset_prefix_cache()
+
     def take_back(self, request: Request, num_output: int) -> None:
         """Forget all but the first ``num_output`` output tokens, and an end at one of them.
 

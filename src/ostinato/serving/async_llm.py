@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
@@ -18,6 +19,7 @@ from ostinato.engine.prompt_reader import PromptReader, ReadPrompt
 from ostinato.errors import ConfigError, RequestError
 from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.llm import LLM
+from ostinato.models.given_tensors import NamedTensors
 from ostinato.options import described, same_options_as
 from ostinato.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, ScoreOutput
 from ostinato.ranks.sharing import Unshared
@@ -191,6 +193,23 @@ class AsyncLLM(Owner):
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Unfinished requests keep it until they end."""
         await self.call(lambda llm: llm.unload_adapter(name))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes between two steps; unfinished requests go on."""
+        await self.call(lambda llm: llm.reset_prefix_cache())
+
+    async def update_weights(
+        self, weights: str | PathLike[str] | NamedTensors, *, keep_prefix_cache: bool = False
+    ) -> None:
+        """Overwrite weights of the model in place; ``weights`` and ``keep_prefix_cache`` are as in
+        ``LLM.update_weights``.
+
+        Raises ``RequestError`` if requests are unfinished: wait for them, or cancel them, first.
+        Requests that come meanwhile wait. An iterable is read in the engine's thread.
+        """
+        await self.call(
+            lambda llm: llm.update_weights(weights, keep_prefix_cache=keep_prefix_cache)
+        )
 
     async def stats(self) -> EngineStats:
         """The counts of the engine, as of the end of the current step."""

@@ -10,7 +10,7 @@ decoder is the fast one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -32,7 +32,7 @@ from ostinato.models.hf.attention import (
 )
 from ostinato.models.hf.head import decoder_of, head_of
 from ostinato.models.hf.replaced.experts import EXPERTS
-from ostinato.models.hf.replaced.fused_modules import fuse_modules
+from ostinato.models.hf.replaced.fused_modules import fuse_modules, update_fused_norms
 from ostinato.models.hf.replaced.mixer_check import check_mixers, tokens_apart
 from ostinato.models.hf.replaced.mixers import install_mixers
 from ostinato.models.hf.replaced.modules import (
@@ -49,7 +49,12 @@ from ostinato.models.hf.support import (
     freeze_rope,
     longest_sequence,
 )
-from ostinato.models.hf.weights import check_size, draw_weights, load_weights
+from ostinato.models.hf.weights import (
+    check_size,
+    draw_weights,
+    load_some_weights,
+    load_weights,
+)
 
 _NUM_PROBE_TOKENS = 16
 
@@ -139,6 +144,21 @@ class HFCausalLM(CausalLM):
             experts_implementation=EXPERTS,
         )
         return cls._around(model, config, device=device, max_model_len=max_model_len)
+
+    def read_some(self, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+        """The weights that ``checkpoint`` has, checked, for ``write``."""
+        implementations = {
+            "attn_implementation": ATTENTION,
+            "experts_implementation": EXPERTS,
+        }
+        return load_some_weights(checkpoint, self.model, **implementations)
+
+    def write(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite weights with what ``read_some`` returned."""
+        own: dict[str, torch.Tensor] = self.model.state_dict()
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+        update_fused_norms(self.model)
 
     @classmethod
     def _reading_device(cls, config: PretrainedConfig, device: torch.device) -> torch.device:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
 
 from ostinato import compat
-from ostinato.errors import ModelLoadError, OstinatoError
+from ostinato.errors import ConfigError, ModelLoadError, OstinatoError
 from ostinato.models.checkpoint import FLOAT_TYPES, Checkpoint
 from ostinato.models.finite_check import FiniteCheck
 from ostinato.models.hf.quiet import without_messages
@@ -60,24 +60,71 @@ def load_weights(
     """
     model_class, config = _model_class(config, mapping)
     method = _quantization(checkpoint, config)
-    _check_names(checkpoint, model_class)
     checkpoint.check_num_layers(config.get_text_config().num_hidden_layers)
     limit = 2 * checkpoint.num_elements() * (_MOST_PACKED if method else 1)  # tied: built twice
+    with no_larger_than(limit, _THAN_WEIGHTS):
+        model, info = _read(checkpoint, model_class, config, method, dtype=dtype, **options)
+    if without_head:
+        _drop_head(checkpoint, info, model_class)
+    _check_none_missing(checkpoint, info)
+    _check_loaded(checkpoint, info)
+    if method is None:
+        _check_types(checkpoint, model)
+    else:
+        _check_shapes(checkpoint, model, model_class, config)
+    model = model.to(device)
+    _check_finite(checkpoint, model.state_dict())
+    return model
+
+
+def load_some_weights(checkpoint: Checkpoint, like: Any, **options: Any) -> dict[str, torch.Tensor]:
+    """The weights that ``checkpoint`` has for a model of the class and config of ``like``.
+
+    By their names in its ``state_dict``, in host memory, all finite. ``options``: as in
+    ``load_weights``. Weights that share memory do so in ``like`` too, and the reverse.
+    """
+    model_class, config = type(like), own_copy(like.config)
+    if _quantization(checkpoint, config) is not None:
+        raise ConfigError(
+            "update_weights does not support quantized models; build a new LLM from the new "
+            "checkpoint"
+        )
+    with without_messages("transformers.modeling_utils", "seem corrupted"):  # so it calls a part
+        model, info = _read(checkpoint, model_class, config, None, dtype=like.dtype, **options)
+    _check_loaded(checkpoint, info)
+    _check_types(checkpoint, model)
+    patterns: Iterable[str] = model._keys_to_ignore_on_load_missing or ()
+    found = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name not in info["missing_keys"]
+        and (
+            name in checkpoint.tensors or not any(re.search(pattern, name) for pattern in patterns)
+        )
+    }
+    _check_finite(checkpoint, found)
+    _check_ties(checkpoint, found, like.state_dict())
+    return found
+
+
+def _read(
+    checkpoint: Checkpoint, model_class: Any, config: Any, method: str | None, **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """transformers' model in host memory, and what it says about the checkpoint's tensors."""
+    _check_names(checkpoint, model_class)
     try:
         # Buffers are filled from constants; the seed makes any random one reproducible.
         with (
             checkpoint.opened() as tensors,
-            no_larger_than(limit, _THAN_WEIGHTS),
             # Its table of mismatches: our error reports them.
             without_messages("transformers.modeling_utils", "LOAD REPORT"),
             torch.random.fork_rng([]),
         ):
             torch.default_generator.manual_seed(0)  # that of the CPU, where it is built
-            model, info = model_class.from_pretrained(
+            loaded: tuple[Any, dict[str, Any]] = model_class.from_pretrained(
                 None,
                 config=config,
                 state_dict=tensors,
-                dtype=dtype,
                 ignore_mismatched_sizes=True,  # they raise below, by name
                 output_loading_info=True,
                 generation_config=GenerationConfig(),  # type: ignore[no-untyped-call]
@@ -92,20 +139,34 @@ def load_weights(
             f"transformers cannot load {checkpoint.path} as {model_class.__name__}: {said(error)}; "
             + _advice(error, method)
         ) from error
-    if without_head:
-        _drop_head(checkpoint, info, model_class)
-    _check_loaded(checkpoint, info)
-    if method is None:
-        _check_types(checkpoint, model)
-    else:
-        _check_shapes(checkpoint, model, model_class, config)
-    model = model.to(device)
+    return loaded
+
+
+def _check_finite(checkpoint: Checkpoint, tensors: Mapping[str, torch.Tensor]) -> None:
     finite = FiniteCheck()
-    for name, tensor in model.state_dict().items():
+    for name, tensor in tensors.items():
         if tensor.is_floating_point():
             finite.add(name, tensor, dtype=tensor.dtype)
     finite.verify(checkpoint.path)
-    return model
+
+
+def _check_ties(
+    checkpoint: Checkpoint, found: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise unless the same weights are one, or equal, in ``found`` and in ``own``."""
+    known: dict[int, str] = {}
+    for name, tensor in found.items():
+        first = known.setdefault(own[name].data_ptr(), name)
+        if not torch.equal(found[first], tensor):
+            raise ModelLoadError(
+                f"{first} and {name} are one weight in this model, and they differ in "
+                f"{checkpoint.path}; pass one of them, or both with the same values"
+            )
+    known = {}
+    for name, tensor in found.items():
+        first = known.setdefault(tensor.data_ptr(), name)
+        if own[first].data_ptr() != own[name].data_ptr():
+            raise ModelLoadError(f"{first} and {name} are two weights in this model; pass both")
 
 
 def draw_weights(
@@ -248,13 +309,16 @@ def _drop_head(checkpoint: Checkpoint, info: dict[str, Any], model_class: Any) -
     ]
 
 
-def _check_loaded(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
-    path = checkpoint.path
+def _check_none_missing(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
     if info["missing_keys"]:
         raise ModelLoadError(
-            f"{path} lacks {listed(sorted(info['missing_keys']))}, which its config.json asks for; "
-            "the checkpoint is incomplete or belongs to another config"
+            f"{checkpoint.path} lacks {listed(sorted(info['missing_keys']))}, which its "
+            "config.json asks for; the checkpoint is incomplete or belongs to another config"
         )
+
+
+def _check_loaded(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
+    path = checkpoint.path
     extra = sorted(name for name in info["unexpected_keys"] if not _OLD_BUFFERS.search(name))
     if extra:
         raise ModelLoadError(

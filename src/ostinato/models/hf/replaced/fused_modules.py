@@ -46,6 +46,14 @@ def fuse_modules(model: nn.Module) -> int:
     return taken
 
 
+def update_fused_norms(model: nn.Module) -> None:
+    """Follow changes of the weights of norms, in place. Other modules read the weights as such."""
+    for module in model.modules():
+        if isinstance(module, _FusedNorm):
+            fused, _ = module._fused_norm
+            fused.copy_(module._fused_weight(module.weight.detach()))
+
+
 def _random_rows(like: torch.Tensor, width: int) -> torch.Tensor:
     """Rows of very different sizes, the same ones for every module: they show a norm's eps."""
     generator = torch.Generator().manual_seed(width)
@@ -67,10 +75,12 @@ def _become(module: nn.Module, kind: type, **attributes: Any) -> None:
 
 
 class _FusedNorm(nn.Module):
-    """RMSNorm in one kernel. ``_fused_norm``: weight and eps."""
+    """RMSNorm in one kernel. ``_fused_norm``: weight and eps; ``_fused_weight``: makes the former
+    from the module's."""
 
     weight: torch.Tensor
     _fused_norm: tuple[torch.Tensor, float]
+    _fused_weight: Callable[[torch.Tensor], torch.Tensor]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         plain = not args and not kwargs and x.dtype is self.weight.dtype
@@ -121,7 +131,8 @@ def _take_norm(module: nn.Module) -> bool:
         if not _is(module, x, definition(x, weight, eps)):
             continue
         if _is(exact, x.float(), definition(x.float(), weight.float(), eps)):
-            _become(module, _FusedNorm, _fused_norm=(fused_weight(weight), eps))
+            fused = fused_weight(weight), eps
+            _become(module, _FusedNorm, _fused_norm=fused, _fused_weight=fused_weight)
             return True
     return False
 
