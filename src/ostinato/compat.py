@@ -597,6 +597,13 @@ def can_replace_attention(model_class: Any) -> bool:
 
 
 _name(
+    "transformers.PreTrainedModel._keys_to_ignore_on_load_missing",
+    purpose="tells which weights a checkpoint may leave out, when some are updated",
+    without="update_weights raises for models that use transformers' modules",
+    seen_in=_TRANSFORMERS,
+)
+
+_name(
     "transformers.PreTrainedModel._is_stateful",
     purpose="tells which models have recurrent layers",
     without="only the types of layers in a config tell",
