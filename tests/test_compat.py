@@ -61,6 +61,7 @@ def test_private_attributes_of_others_are_listed_in_compat() -> None:
     ours = set().union(*map(names_defined_in, trees.values()))
     listed = {name.path.rpartition(".")[2] for name in compat.private_names}
     standard = {"_replace", "_asdict", "_fields", "_current_frames", "_getframe", "_exit"}
+    known = ours | listed | standard
     others = {
         f"{file.relative_to(SOURCE)}:{node.lineno}: {dotted(node)}"
         for file, tree in trees.items()
@@ -68,7 +69,7 @@ def test_private_attributes_of_others_are_listed_in_compat() -> None:
         if isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
-        and node.attr not in ours | listed | standard
+        and node.attr not in known
         and not re.match(r"(torch\.ops\.)?(aten|_ops)\.", dotted(node))
     }
     assert others == set()

@@ -87,9 +87,11 @@ def test_keys_and_values(
 
     ``rows``: wanted, of which multiples of 16 blocks are allocated.
     """
-    from ostinato.attention.triton.latent_expand import expand_latent
+    from ostinato.attention.triton.latent.latent_expand import expand_latent
 
-    monkeypatch.setattr("ostinato.attention.triton.latent_expand.expanded_rows", lambda *_: rows)
+    monkeypatch.setattr(
+        "ostinato.attention.triton.latent.latent_expand.expanded_rows", lambda *_: rows
+    )
     torch.manual_seed(0)
     batch, up = batch_of(lengths, device), torch.randn(HEADS, NOPE + VALUE, RANK, device=device)
     found, rest = expand_latent(up, batch, ROPE, least=5, num_programs=3)
@@ -123,7 +125,7 @@ def test_keys_and_values(
 
 
 def test_new_tokens_always_have_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ostinato.attention.triton.latent_expand import expand_latent
+    from ostinato.attention.triton.latent.latent_expand import expand_latent
 
     monkeypatch.setattr(latent_expansion, "_MOST_BYTES", 1)
     lengths = [(5, 5), (6, 6), (5, 5), (7, 7)]

@@ -25,7 +25,7 @@ from ostinato.attention.paged import (
     qkv_schema,
 )
 from ostinato.attention.rope import RotaryEmbedding
-from ostinato.attention.triton.latent_tiles import LatentShape, latent_tile_config
+from ostinato.attention.triton.latent.latent_tiles import LatentShape, latent_tile_config
 from ostinato.attention.triton.tile_config import (
     STREAM_GROUP,
     BatchShape,
@@ -88,7 +88,7 @@ def triton_latent_attention(
     """
     if query.shape[0] == 0:
         return
-    from ostinato.attention.triton.latent_store import latent_store
+    from ostinato.attention.triton.latent.latent_store import latent_store
 
     out, up = batch.out, embedding.up
     plain, rope_query = query.tensor_split((query.shape[2] - embedding.table.shape[1],), dim=2)
@@ -118,7 +118,7 @@ def _attend_expanded(
     num_tokens, num_reqs = plain.shape[0], batch.seq_lens.shape[0]
     if batch.uniform_decode or rule is None or num_tokens < rule.least_tokens or num_reqs == 0:
         return None
-    from ostinato.attention.triton.latent_expand import expand_latent
+    from ostinato.attention.triton.latent.latent_expand import expand_latent
 
     query, sms = torch.cat((plain, rotated), dim=2), num_sms(plain.device)
     expanded, rest = expand_latent(up, batch, rope, rule.least_queries, sms)
@@ -138,7 +138,7 @@ def _attend_expanded(
 
 def _attend_latent(query: torch.Tensor, rope_query: torch.Tensor, batch: PagedBatch) -> None:
     """Latent attention over what is in the cache."""
-    from ostinato.attention.triton.latent_attention import latent_attention
+    from ostinato.attention.triton.latent.latent_attention import latent_attention
 
     config = latent_tile_config(LatentShape.of(batch, num_sms(query.device)))
     rope_query = _rows_in_one_piece(rope_query)

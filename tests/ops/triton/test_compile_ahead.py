@@ -120,10 +120,10 @@ found["prefills"] = list(compiled)
 LATENT = """
 from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.triton.latent_attention import latent_attention
-from ostinato.attention.triton.latent_expand import expand_latent
-from ostinato.attention.triton.latent_store import latent_store
-from ostinato.attention.triton.latent_tiles import LatentShape, latent_tile_config
+from ostinato.attention.triton.latent.latent_attention import latent_attention
+from ostinato.attention.triton.latent.latent_expand import expand_latent
+from ostinato.attention.triton.latent.latent_store import latent_store
+from ostinato.attention.triton.latent.latent_tiles import LatentShape, latent_tile_config
 from ostinato.attention.triton.prefill_attention import prefill_attention
 from ostinato.ops.norm import Norm
 

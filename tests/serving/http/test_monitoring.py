@@ -11,7 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from ostinato.serving.http.metrics import Metrics
+from ostinato.serving.http.telemetry.metrics import Metrics
 from ostinato.serving.records import EngineStats
 
 FOLDER = Path(__file__).parents[3] / "examples/monitoring"

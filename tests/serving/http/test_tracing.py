@@ -14,7 +14,7 @@ from ostinato import AsyncLLM
 from ostinato.errors import ConfigError
 from ostinato.serving.http.app import create_app
 from ostinato.serving.http.server_config import ServerConfig
-from ostinato.serving.http.trace_export import open_tracing
+from ostinato.serving.http.telemetry.trace_export import open_tracing
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="opentelemetry-sdk is not installed")
 

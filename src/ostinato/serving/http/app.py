@@ -12,12 +12,12 @@ from ostinato import __version__
 from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.http.access import Guard
 from ostinato.serving.http.errors import ApiError, add_handlers
-from ostinato.serving.http.metrics import Metrics
 from ostinato.serving.http.page import create_page_router
 from ostinato.serving.http.responses.response_route import create_responses_router
 from ostinato.serving.http.routes import create_router
 from ostinato.serving.http.server_config import ServerConfig
 from ostinato.serving.http.state import Served
+from ostinato.serving.http.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -66,7 +66,10 @@ def create_app(
     counted = Metrics(served.name, app.openapi()["paths"])
     llm.observe(counted.observe)
     if tracer_provider is not None:
-        from ostinato.serving.http.tracing import TakeTraceParent, Tracing  # needs OpenTelemetry
+        from ostinato.serving.http.telemetry.tracing import (  # needs OpenTelemetry
+            TakeTraceParent,
+            Tracing,
+        )
 
         llm.observe(Tracing(tracer_provider, served.name).observe)
         app.add_middleware(TakeTraceParent)

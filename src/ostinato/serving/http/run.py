@@ -18,7 +18,7 @@ from ostinato.config import EngineConfig
 from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.http.app import create_app
 from ostinato.serving.http.server_config import ServerConfig
-from ostinato.serving.http.trace_export import open_tracing
+from ostinato.serving.http.telemetry.trace_export import open_tracing
 from ostinato.serving.switch_interval import short_switch_interval
 
 _log = logging.getLogger("ostinato.serving")

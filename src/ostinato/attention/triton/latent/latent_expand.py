@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ostinato.attention.latent_expansion import expanded_rows
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.triton.latent_plan import plan_expansion
+from ostinato.attention.triton.latent.latent_plan import plan_expansion
 from ostinato.attention.triton.tile_config import padded_row
 from ostinato.ops.gemm.tile_config import gpu_of
 from ostinato.ops.triton.launch import launch

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.triton.latent_tiles import LatentTileConfig
+from ostinato.attention.triton.latent.latent_tiles import LatentTileConfig
 from ostinato.attention.triton.paged_attention import find_request
 from ostinato.attention.triton.softmax import empty_parts, logits, tile_weights
 from ostinato.attention.triton.tile_config import padded_row

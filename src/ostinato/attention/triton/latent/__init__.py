@@ -1,0 +1,1 @@
+"""Latent attention: rows stored, keys expanded for long prompts, all others absorbed."""

@@ -1,0 +1,1 @@
+"""What the server tells monitoring: metrics for Prometheus, traces for OpenTelemetry."""
