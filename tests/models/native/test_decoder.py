@@ -47,6 +47,7 @@ from ostinato.models.native import layer_kernels
 from ostinato.models.native.config.decoder_config import DecoderConfig, supports, unsupported_reason
 from ostinato.models.native.config.rotary import Rotary
 from ostinato.models.native.decoder import Decoder
+from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.native.shapes import shape_config
 from ostinato.ops.gemm.split_k import in_parts
 
@@ -348,6 +349,26 @@ def test_gemms_that_add_to_the_residual(
         wanted = expected.hidden_states[layer][0]
         largest = wanted.abs().max().item()  # rounding of a sum follows its largest terms
         torch.testing.assert_close(state, wanted, atol=1e-5 * largest, rtol=0)
+
+
+def test_a_gemm_adds_in_place_to_sums_that_nothing_else_refers_to() -> None:
+    kernels = layer_kernels.LargeM([], torch.arange(3))
+    norm = RMSNorm((4,), 1e-6, device=torch.device("cpu"), dtype=torch.float32)
+    norm.weight.data.fill_(1.0)
+    gemm = layer_kernels.PendingGemm(torch.nn.Linear(4, 4, bias=False), torch.randn(3, 4))
+    given, x = torch.randn(3, 4), torch.randn(3, 4)
+    before = given.clone()
+    with torch.no_grad():
+        _, first = kernels.norm(norm, gemm, given)  # the caller's: copied
+        assert first is not given
+        assert torch.equal(given, before)
+        assert kernels.norm(norm, gemm, first)[1] is first
+        _, total = kernels.norm(norm, x, first)  # as after experts, or a GEMM with a bias
+        assert kernels.norm(norm, gemm, total)[1] is total
+        handed_out = kernels.add(gemm, total)
+        kept = handed_out.clone()
+        assert kernels.norm(norm, gemm, handed_out)[1] is not handed_out
+        assert torch.equal(handed_out, kept)
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "llama-3.1-8b"])

@@ -418,7 +418,8 @@ class LargeM(_Fused[Tensor, PendingGemm | PendingDeltaNorm | Tensor]):
             return norm.fused(residual), residual
         if residual is None:
             return norm.fused(x), x
-        return norm.fused_add(x, residual)
+        normed, self._own = norm.fused_add(x, residual)  # a new sum, which a GEMM may add to
+        return normed, self._own
 
     def project(self, projection: Linear, x: Tensor) -> Tensor:
         return F.linear(x, projection.weight, projection.bias)
