@@ -12,6 +12,8 @@ from ostinato import __version__
 from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.http.access import Guard
 from ostinato.serving.http.errors import ApiError, add_handlers
+from ostinato.serving.http.openapi import document
+from ostinato.serving.http.openapi.answer_schemas import HealthAnswer, VersionAnswer
 from ostinato.serving.http.page import create_page_router
 from ostinato.serving.http.responses.response_route import create_responses_router
 from ostinato.serving.http.routes import create_router
@@ -44,7 +46,7 @@ def create_app(
     app.include_router(create_responses_router(served))
     app.include_router(create_page_router(served))
 
-    @app.get("/health")
+    @app.get("/health", responses=document.read(HealthAnswer))
     async def health() -> Response:
         """Whether the engine takes requests."""
         if llm.failure is not None:
@@ -53,17 +55,17 @@ def create_app(
             raise ApiError(503, "the server is shutting down; try another one", code="closing")
         return JSONResponse({"status": "ok"})
 
-    @app.get("/version")
+    @app.get("/version", responses=document.read(VersionAnswer))
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=document.text(CONTENT_TYPE_LATEST), response_class=Response)
     async def metrics() -> Response:
         """For Prometheus; waits for the end of the engine's current step."""
         return Response(counted.text(await llm.stats()), media_type=CONTENT_TYPE_LATEST)
 
     add_handlers(app)
-    counted = Metrics(served.name, app.openapi()["paths"])
+    counted = Metrics(served.name, document.complete(app)["paths"])
     llm.observe(counted.observe)
     if tracer_provider is not None:
         from ostinato.serving.http.telemetry.tracing import (  # needs OpenTelemetry

@@ -13,6 +13,8 @@ from ostinato.serving.http import generation
 from ostinato.serving.http.answers import TextChoices, Usage
 from ostinato.serving.http.errors import ApiError, api_error
 from ostinato.serving.http.limits import unless_gone
+from ostinato.serving.http.openapi import document
+from ostinato.serving.http.openapi.response_schemas import ResponseAnswer
 from ostinato.serving.http.responses.response_body import ResponseBody
 from ostinato.serving.http.responses.response_request import ResponseRequest
 from ostinato.serving.http.sse import EventStream, named_lines
@@ -24,7 +26,7 @@ def create_responses_router(served: Served) -> APIRouter:
     """The route that creates a response; there is none to fetch one, since none is stored."""
     router = APIRouter()
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", responses=document.asked(ResponseAnswer, streams=True))
     async def responses(request: Request, body: ResponseRequest) -> Response:
         """Answer a text or a conversation."""
         body.check_stateless()
