@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from ostinato import __version__
 from ostinato.serving.async_llm import AsyncLLM
-from ostinato.serving.http.access import Guard
+from ostinato.serving.http.access import OPEN_PATHS, Guard
 from ostinato.serving.http.errors import ApiError, add_handlers
 from ostinato.serving.http.openapi import document
 from ostinato.serving.http.openapi.answer_schemas import HealthAnswer, VersionAnswer
@@ -65,7 +65,8 @@ def create_app(
         return Response(counted.text(await llm.stats()), media_type=CONTENT_TYPE_LATEST)
 
     add_handlers(app)
-    counted = Metrics(served.name, document.complete(app)["paths"])
+    open_paths = None if config.api_key is None else OPEN_PATHS
+    counted = Metrics(served.name, document.complete(app, open_paths=open_paths)["paths"])
     llm.observe(counted.observe)
     if tracer_provider is not None:
         from ostinato.serving.http.telemetry.tracing import (  # needs OpenTelemetry
@@ -79,6 +80,7 @@ def create_app(
         Guard,
         api_key=config.api_key,
         max_body_bytes=config.max_body_bytes,
+        max_body_s=config.request_timeout_s,
         count=counted.count_answer,
     )
     return app

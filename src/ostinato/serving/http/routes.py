@@ -15,6 +15,7 @@ from ostinato.serving.http import generation
 from ostinato.serving.http.answers import TextChoices, listed
 from ostinato.serving.http.chat_route import chat_task
 from ostinato.serving.http.errors import ApiError
+from ostinato.serving.http.json_body import JsonRoute
 from ostinato.serving.http.limits import time_limit, unless_gone
 from ostinato.serving.http.openapi import document
 from ostinato.serving.http.openapi.answer_schemas import (
@@ -41,7 +42,7 @@ _MOST_INPUTS = 2048  # of one request for embeddings, as OpenAI has it
 
 def create_router(served: Served) -> APIRouter:
     """All routes under ``/v1``, and ``/tokenize`` and ``/detokenize``."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/completions", responses=document.asked(CompletionAnswer, streams=True))
     async def completions(request: Request, body: CompletionRequest) -> Response:

@@ -163,8 +163,8 @@ class VersionAnswer(_Answer):
     version: str
 
 
-class DashboardAnswer(_Answer):
-    """What the dashboard shows. Rows have a few fields more than are listed."""
+class DashboardAnswer(BaseModel):
+    """What the dashboard shows; its rows have a few fields more."""
 
     version: str
     clock_s: float

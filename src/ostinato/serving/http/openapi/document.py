@@ -13,6 +13,7 @@ _ERRORS = {
     400: "The request is wrong, or this model cannot do what it asks for.",
     401: "The API key is missing or wrong.",
     404: "There is no such model, or no such route.",
+    408: "The body did not come in time.",
     413: "The body is too large.",
     415: "The body is not sent as `application/json`.",
     429: "The queue is full; `Retry-After` says when to come back.",
@@ -20,7 +21,12 @@ _ERRORS = {
     503: "The engine has failed, or the server is shutting down.",
     504: "The request took longer than it may.",
 }
-_ANSWERED = (400, 404, 413, 415, 429, 504)  # by routes that take a body
+_EVENT = {  # one of the stream
+    "type": "object",
+    "properties": {"data": {"type": "string"}, "event": {"type": "string"}},
+    "required": ["data"],
+}
+_ANSWERED = (400, 404, 408, 413, 415, 429, 504)  # by routes that take a body
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -38,7 +44,7 @@ def asked(answer: type[BaseModel], *, streams: bool = False) -> Responses:
         responses[200]["description"] = (
             "The whole answer, or with `stream` its parts as server-sent events."
         )
-        responses[200]["content"] = {"text/event-stream": {"schema": {"type": "string"}}}
+        responses[200]["content"] = {"text/event-stream": {"schema": _EVENT}}
     return responses
 
 
@@ -48,13 +54,17 @@ def text(media_type: str) -> Responses:
     return {200: {"content": content}, **_described(401, 500, 503)}
 
 
-def complete(app: FastAPI) -> dict[str, Any]:
+def complete(app: FastAPI, *, open_paths: frozenset[str] | None) -> dict[str, Any]:
     """The document of ``app``, once it has all its routes, without what FastAPI assumes: errors
-    of validation are 400 here."""
+    of validation are 400 here. ``open_paths`` need no key; None: there is no key."""
     document = app.openapi()
-    for methods in document["paths"].values():
+    for path, methods in document["paths"].items():
         for operation in methods.values():
             operation["responses"].pop("422", None)
+            if open_paths is not None and path not in open_paths:
+                operation["security"] = [{"key": []}]
+    if open_paths is not None:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     for name in ("HTTPValidationError", "ValidationError"):
         document["components"]["schemas"].pop(name, None)
     return document
