@@ -72,6 +72,7 @@ _HOME = {
     "ReplayedDrafts": "speculative.options",
     "ReplayMismatchError": "errors",
     "RequestError": "errors",
+    "RequestFailedError": "errors",
     "RequestOutput": "outputs",
     "resolve_mode": "graphs.policy.modes",
     "ResolvedMode": "graphs.policy.modes",
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
     from ostinato.errors import OutOfBlocksError as OutOfBlocksError
     from ostinato.errors import ReplayMismatchError as ReplayMismatchError
     from ostinato.errors import RequestError as RequestError
+    from ostinato.errors import RequestFailedError as RequestFailedError
     from ostinato.graphs.capture.capture_inputs import CaptureInputs as CaptureInputs
     from ostinato.graphs.capture.capture_inputs import TokenBuffers as TokenBuffers
     from ostinato.graphs.capture.capture_inputs import (

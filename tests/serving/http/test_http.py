@@ -479,7 +479,7 @@ def test_a_failed_engine_is_not_healthy(paths: tuple[str, str]) -> None:
         asyncio.run(engine.call(lambda llm: setattr(llm.engine.runner, "run", broken)))
         for _ in range(2):
             response = client.post("/v1/completions", json=ASK)
-            assert response.status_code == 500
+            assert response.status_code == 503
             assert error_of(response)["code"] == "engine_failed"
         health = client.get("/health")
         assert health.status_code == 503

@@ -13,7 +13,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ostinato.errors import ClosedError, ConfigError, EngineFailedError, RequestError
+from ostinato.errors import (
+    ClosedError,
+    ConfigError,
+    EngineFailedError,
+    RequestError,
+    RequestFailedError,
+)
 from ostinato.quoting import shown
 from ostinato.sampling_params import SamplingParams
 
@@ -70,8 +76,10 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, RequestError | ConfigError):
         first = str(error).partition(" ")[0].partition("[")[0].rstrip(":")
         return ApiError(400, str(error), param=first if first in _PARAMS else None)
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, str(error), code="request_failed")
     if isinstance(error, EngineFailedError):
-        return ApiError(500, str(error), code="engine_failed")
+        return ApiError(503, str(error), code="engine_failed")
     if isinstance(error, ClosedError):
         return ApiError(503, "the server is shutting down; try another one", code="closing")
     if isinstance(error, RequestValidationError):
