@@ -59,7 +59,7 @@ async def ask(client: httpx.AsyncClient, begun: asyncio.Event, *, stream: bool) 
     """The error that a request ends with."""
     async with client.stream("POST", "/v1/completions", json={**LONG, "stream": stream}) as answer:
         if not stream:
-            assert (await answer.aread())
+            assert await answer.aread()
             assert answer.status_code == 503
             error: dict[str, Any] = answer.json()["error"]
             return error

@@ -30,8 +30,8 @@ def create_app(
 ) -> FastAPI:
     """An ASGI application that serves ``llm``, which stays the caller's to close.
 
-    ``app.state.served`` is what its routes share. ``tracer_provider``: of OpenTelemetry, for a span
-    per request; None: no traces.
+    ``app.state.served`` is what its routes share, ``app.state.admission`` its queue.
+    ``tracer_provider``: of OpenTelemetry, for a span per request; None: no traces.
     """
     served = Served(llm, config)
     app = FastAPI(
@@ -42,6 +42,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.served = served
+    app.state.admission = served.admission
     app.include_router(create_router(served))
     app.include_router(create_responses_router(served))
     app.include_router(create_page_router(served))

@@ -1,0 +1,51 @@
+"""``PrefixRouter``: a request router of Ray Serve's that asks ``PrefixPlacement``.
+
+Ray creates it beside the handle, in the server's process, and calls it in one loop.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from ostinato.serving.replicas.prefix_placement import PrefixPlacement
+from ostinato.serving.replicas.prompt_prefix import PromptPrefix
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
+    """Requests say what they are about in their keyword arguments, as ``Replica.answer`` has
+    them."""
+
+    def initialize_state(self, **_: Any) -> None:
+        self._placement: PrefixPlacement[ReplicaID] = PrefixPlacement()
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """All replicas, each a rank of its own: the next is tried if one is full."""
+        by_id = {each.replica_id: each for each in candidate_replicas}
+        names = sorted(by_id, key=lambda each: each.unique_id)
+        asked = {} if pending_request is None else pending_request.kwargs
+        if (number := asked.get("number")) is not None and names:
+            return [[by_id[names[number % len(names)]]]]
+        avoided = asked.get("avoided", frozenset())
+        names = [each for each in names if each.unique_id not in avoided] or names
+        ranked = self._placement.ranked(names, asked.get("prefix", PromptPrefix()))
+        return [[by_id[each]] for each in ranked]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        prefix = pending_request.kwargs.get("prefix", PromptPrefix())
+        self._placement.begin(replica_id, prefix)
+        loop = self._event_loop
+        end = partial(self._placement.end, replica_id, prefix)
+        result.add_done_callback(lambda _: loop.call_soon_threadsafe(end))
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._placement.keep([each.replica_id for each in replicas])
