@@ -5,6 +5,7 @@ Ray creates it beside the handle, in the server's process, and calls it in one l
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from ostinato.serving.replicas.prefix_placement import PrefixPlacement
 from ostinato.serving.replicas.prompt_prefix import PromptPrefix
 
+_MOST_S = 5.0  # for a replica to take a request; its client may leave before
+
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
     """Requests say what they are about in their keyword arguments, as ``Replica.answer`` has
@@ -20,6 +23,8 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self, **_: Any) -> None:
         self._placement: PrefixPlacement[ReplicaID] = PrefixPlacement()
+        # Requests are counted where they were sent until the replica has taken them.
+        self._sent: dict[str, tuple[ReplicaID, PromptPrefix, asyncio.TimerHandle]] = {}
 
     async def choose_replicas(
         self,
@@ -34,13 +39,29 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
             return [[by_id[names[number % len(names)]]]]
         avoided = asked.get("avoided", frozenset())
         names = [each for each in names if each.unique_id not in avoided] or names
-        ranked = self._placement.ranked(names, asked.get("prefix", PromptPrefix()))
+        prefix = asked.get("prefix", PromptPrefix())
+        ranked = self._placement.ranked(names, prefix)
+        if ranked and pending_request is not None:
+            self._send(pending_request.metadata.internal_request_id, ranked[0], prefix)
         return [[by_id[each]] for each in ranked]
+
+    def _send(self, request: str, replica: ReplicaID, prefix: PromptPrefix) -> None:
+        self._taken(request)  # it may be sent again
+        self._placement.begin(replica, prefix)
+        forget = self._event_loop.call_later(_MOST_S, self._taken, request)
+        self._sent[request] = replica, prefix, forget
+
+    def _taken(self, request: str) -> None:
+        if request in self._sent:
+            replica, prefix, forget = self._sent.pop(request)
+            forget.cancel()
+            self._placement.end(replica, prefix)
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         prefix = pending_request.kwargs.get("prefix", PromptPrefix())
+        self._taken(pending_request.metadata.internal_request_id)
         self._placement.begin(replica_id, prefix)
         loop = self._event_loop
         end = partial(self._placement.end, replica_id, prefix)
