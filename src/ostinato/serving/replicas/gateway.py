@@ -114,16 +114,17 @@ def _number(request: Request) -> int | None:
 async def _begin(start: Callable[[frozenset[str]], Answer]) -> tuple[Answer, Message, Message]:
     """Have a replica answer until one has begun: its head and the first part of its body."""
     avoided: frozenset[str] = frozenset()
+    why = ""
     for _ in range(_TRIES):
         answer = start(avoided)
         try:
             return answer, await anext(answer), await anext(answer)
         except ReplicaFailedError as error:
-            avoided |= {error.replica}
+            why, avoided = str(error), avoided | {error.replica}
         except RayActorError:
-            pass  # Ray's router will not choose it again
+            why = "the process of a replica died"  # Ray's router will not choose it again
         await asyncio.sleep(_PAUSE_S)
-    raise ApiError(503, f"{_TRIES} replicas failed one after another; try again", code="no_replica")
+    raise ApiError(503, f"{_TRIES} replicas failed with this request: {why}", code="no_replica")
 
 
 async def _rest(answer: Answer, head: Message, first: Message, path: str) -> AsyncIterator[bytes]:

@@ -32,13 +32,16 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """All replicas, each a rank of its own: the next is tried if one is full."""
+        if pending_request is not None:  # or Ray asks again at once, for ever, if all are full
+            pending_request.routing_context.should_backoff = True
         by_id = {each.replica_id: each for each in candidate_replicas}
         names = sorted(by_id, key=lambda each: each.unique_id)
         asked = {} if pending_request is None else pending_request.kwargs
         if (number := asked.get("number")) is not None and names:
             return [[by_id[names[number % len(names)]]]]
         avoided = asked.get("avoided", frozenset())
-        names = [each for each in names if each.unique_id not in avoided] or names
+        # If none is left, Ray asks again until it has started another.
+        names = [each for each in names if each.unique_id not in avoided]
         prefix = asked.get("prefix", PromptPrefix())
         ranked = self._placement.ranked(names, prefix)
         if ranked and pending_request is not None:
