@@ -545,11 +545,30 @@ def test_the_second_signal_ends_the_process_at_once(
         assert httpx.get(f"{url}/health").status_code == 503
 
 
+def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.startswith("ostinato.serving.replicas")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_WithoutRay(), *sys.meta_path])
+    result = CliRunner().invoke(get_command(cli.app), ["serve", "--ray"])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == (
+        "ostinato serve --ray needs the package ray: pip install 'ostinato[ray]'"
+    )
+
+
+class _WithoutRay:
+    def find_spec(self, name: str, *_: Any) -> None:
+        if name.partition(".")[0] == "ray":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def test_the_command_refuses_bad_options() -> None:
     for arguments, message in (
         (["--adapter", "poet"], "--adapter takes NAME=DIRECTORY, got 'poet'"),
         (["--port", "70000"], "port must be an integer from 0 to 65535"),
         (["--task", "dance"], "task"),
+        (["--replicas", "0", "--ray"], "--replicas must be at least 1, got 0"),
+        (["--replicas", "2"], "--replicas are started by Ray: add --ray"),
     ):
         result = CliRunner().invoke(get_command(cli.app), ["serve", *arguments])
         assert isinstance(result.exception, ConfigError)

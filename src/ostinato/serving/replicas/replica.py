@@ -16,6 +16,7 @@ from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.http.app import create_app
 from ostinato.serving.http.run import load_adapters
 from ostinato.serving.http.server_config import ServerConfig
+from ostinato.serving.http.telemetry.trace_export import open_tracing
 from ostinato.serving.replicas.prompt_prefix import PromptPrefix
 
 Message = dict[str, Any]  # of ASGI
@@ -41,7 +42,8 @@ class Replica:
         self._llm = AsyncLLM.from_config(engine)
         with ThreadPoolExecutor(1) as pool:  # this thread has Ray's loop
             pool.submit(asyncio.run, load_adapters(self._llm, adapters)).result()
-        self._app = create_app(self._llm, config)
+        self._tracing = open_tracing(config.otlp_traces_endpoint)
+        self._app = create_app(self._llm, config, self._tracing.__enter__())
         self._name = serve.get_replica_context().replica_id.unique_id
 
     def check_health(self) -> None:
@@ -98,3 +100,4 @@ class Replica:
 
     async def __del__(self) -> None:
         await self._llm.aclose()
+        self._tracing.__exit__(None, None, None)
