@@ -546,20 +546,13 @@ def test_the_second_signal_ends_the_process_at_once(
 
 
 def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [each for each in sys.modules if each.startswith("ostinato.serving.replicas")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "meta_path", [_WithoutRay(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "ostinato.serving.replicas.run", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not there
     result = CliRunner().invoke(get_command(cli.app), ["serve", "--ray"])
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception) == (
         "ostinato serve --ray needs the package ray: pip install 'ostinato[ray]'"
     )
-
-
-class _WithoutRay:
-    def find_spec(self, name: str, *_: Any) -> None:
-        if name.partition(".")[0] == "ray":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 def test_the_command_refuses_bad_options() -> None:

@@ -11,41 +11,43 @@ from ostinato.serving.overview import GraphRow, InFlight, Plan
 from ostinato.serving.records import EngineStats
 
 
-class _Answer(BaseModel):
+class Answer(BaseModel):
+    """A body without fields beyond those that are listed."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class ErrorDetail(_Answer):
+class ErrorDetail(Answer):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorAnswer(_Answer):
+class ErrorAnswer(Answer):
     """Every error, as OpenAI has it."""
 
     error: ErrorDetail
 
 
-class PromptTokensDetails(_Answer):
+class PromptTokensDetails(Answer):
     cached_tokens: int
 
 
-class UsageAnswer(_Answer):
+class UsageAnswer(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class _Choice(_Answer):
+class _Choice(Answer):
     index: int
     finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
 
 
-class TextLogprobs(_Answer):
+class TextLogprobs(Answer):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
@@ -57,7 +59,7 @@ class TextChoice(_Choice):
     logprobs: TextLogprobs | None
 
 
-class _Generated(_Answer):
+class _Generated(Answer):
     id: str
     created: int
     model: str
@@ -70,7 +72,7 @@ class CompletionAnswer(_Generated):
     choices: list[TextChoice]
 
 
-class LikelyToken(_Answer):
+class LikelyToken(Answer):
     token: str
     logprob: float
     bytes: list[int] | None
@@ -80,23 +82,23 @@ class TokenLogprob(LikelyToken):
     top_logprobs: list[LikelyToken]
 
 
-class ChatLogprobs(_Answer):
+class ChatLogprobs(Answer):
     content: list[TokenLogprob]
     refusal: None
 
 
-class CalledFunction(_Answer):
+class CalledFunction(Answer):
     name: str
     arguments: str
 
 
-class ToolCall(_Answer):
+class ToolCall(Answer):
     id: str
     type: Literal["function"]
     function: CalledFunction
 
 
-class ChatMessage(_Answer):
+class ChatMessage(Answer):
     role: Literal["assistant"]
     content: str | None
     refusal: None
@@ -113,25 +115,25 @@ class ChatAnswer(_Generated):
     choices: list[ChatChoice]
 
 
-class EmbeddingRow(_Answer):
+class EmbeddingRow(Answer):
     object: Literal["embedding"]
     index: int
     embedding: list[float] | str
 
 
-class EmbeddingUsage(_Answer):
+class EmbeddingUsage(Answer):
     prompt_tokens: int
     total_tokens: int
 
 
-class EmbeddingAnswer(_Answer):
+class EmbeddingAnswer(Answer):
     object: Literal["list"]
     data: list[EmbeddingRow]
     model: str
     usage: EmbeddingUsage
 
 
-class ModelAnswer(_Answer):
+class ModelAnswer(Answer):
     id: str
     object: Literal["model"]
     created: int
@@ -140,26 +142,26 @@ class ModelAnswer(_Answer):
     max_model_len: int
 
 
-class ModelsAnswer(_Answer):
+class ModelsAnswer(Answer):
     object: Literal["list"]
     data: list[ModelAnswer]
 
 
-class TokenizeAnswer(_Answer):
+class TokenizeAnswer(Answer):
     count: int
     max_model_len: int
     tokens: list[int]
 
 
-class DetokenizeAnswer(_Answer):
+class DetokenizeAnswer(Answer):
     prompt: str
 
 
-class HealthAnswer(_Answer):
+class HealthAnswer(Answer):
     status: Literal["ok"]
 
 
-class VersionAnswer(_Answer):
+class VersionAnswer(Answer):
     version: str
 
 

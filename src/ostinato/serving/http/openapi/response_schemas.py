@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from ostinato.serving.http.openapi.answer_schemas import Answer
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class OutputText(_Answer):
+class OutputText(Answer):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
     logprobs: list[Any]
 
 
-class OutputMessage(_Answer):
+class OutputMessage(Answer):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -26,19 +22,19 @@ class OutputMessage(_Answer):
     content: list[OutputText]
 
 
-class IncompleteDetails(_Answer):
+class IncompleteDetails(Answer):
     reason: Literal["max_output_tokens"]
 
 
-class InputTokensDetails(_Answer):
+class InputTokensDetails(Answer):
     cached_tokens: int
 
 
-class OutputTokensDetails(_Answer):
+class OutputTokensDetails(Answer):
     reasoning_tokens: int
 
 
-class ResponseUsage(_Answer):
+class ResponseUsage(Answer):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
@@ -46,7 +42,7 @@ class ResponseUsage(_Answer):
     total_tokens: int
 
 
-class ResponseAnswer(_Answer):
+class ResponseAnswer(Answer):
     """What is never used here is there because OpenAI's clients read it."""
 
     id: str
