@@ -22,7 +22,7 @@ from ostinato import GraphPool, set_forward_context
 from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionBackend, attend_qkv
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.attention.triton import stream_decode
 from ostinato.attention.triton.paged_attention import paged_attention
 from ostinato.attention.triton.tile_config import (

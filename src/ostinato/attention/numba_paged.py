@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
-from ostinato.attention.latent_cpu import forward_latent_cpu
 from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.paged import (
     PagedBatch,
@@ -24,9 +23,10 @@ from ostinato.attention.paged import (
     over_qkv,
     qkv_schema,
 )
-from ostinato.attention.paged_cpu import attend_requests, read_layout
+from ostinato.attention.reference.latent_cpu import forward_latent_cpu
+from ostinato.attention.reference.paged_cpu import attend_requests, read_layout
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.attention.rope import RotaryEmbedding
-from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.policy.modes import AttentionCGSupport
 from ostinato.ops.define import define_for_cpu

@@ -12,11 +12,11 @@ from functools import partial
 import torch
 
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
-from ostinato.attention.latent_cpu import forward_latent_cpu
 from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.paged import PagedAttention, PagedBatch, heads_schema, over_heads
-from ostinato.attention.paged_cpu import paged_attention_cpu
-from ostinato.attention.paged_cuda import paged_attention_cuda
+from ostinato.attention.reference.latent_cpu import forward_latent_cpu
+from ostinato.attention.reference.paged_cpu import paged_attention_cpu
+from ostinato.attention.reference.paged_cuda import paged_attention_cuda
 from ostinato.graphs.policy.modes import AttentionCGSupport
 from ostinato.ops.define import define
 

@@ -15,7 +15,7 @@ from ostinato.attention.base import AttentionBackend, AttentionMetadata, Attenti
 from ostinato.attention.latent_expansion import least_queries
 from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.paged import PagedBatch, batch_schema
-from ostinato.attention.paged_cpu import attend_requests, read_layout
+from ostinato.attention.reference.paged_cpu import attend_requests, read_layout
 from ostinato.ops.define import define_for_cpu
 
 
