@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ostinato.serving.http import generation
-from ostinato.serving.http.answers import ChatChoices
 from ostinato.serving.http.errors import ApiError
-from ostinato.serving.http.protocol import ChatRequest
+from ostinato.serving.http.openai import generation
+from ostinato.serving.http.openai.answers import ChatChoices
+from ostinato.serving.http.openai.protocol import ChatRequest
+from ostinato.serving.http.openai.structure import Structure, structure_of
+from ostinato.serving.http.openai.tools.tool_choices import ToolChoices
+from ostinato.serving.http.openai.tools.tool_request import tool_request
 from ostinato.serving.http.state import Served
-from ostinato.serving.http.structure import Structure, structure_of
-from ostinato.serving.http.tools.tool_choices import ToolChoices
-from ostinato.serving.http.tools.tool_request import tool_request
 
 
 def chat_task(served: Served, body: ChatRequest) -> generation.Task:

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from spelling_models import VOCAB, save_spelling
 
 from ostinato.outputs import CompletionOutput, TextDelta
-from ostinato.serving.http.tools.call_format import HERMES, LLAMA, CallFormat, format_of
-from ostinato.serving.http.tools.call_parser import Arguments, CallParser, CallStart, Content
-from ostinato.serving.http.tools.tool_choices import ToolChoices
-from ostinato.serving.http.tools.tool_request import ToolRequest
+from ostinato.serving.http.openai.tools.call_format import HERMES, LLAMA, CallFormat, format_of
+from ostinato.serving.http.openai.tools.call_parser import Arguments, CallParser, CallStart, Content
+from ostinato.serving.http.openai.tools.tool_choices import ToolChoices
+from ostinato.serving.http.openai.tools.tool_request import ToolRequest
 from ostinato.structured.grammars import Grammars
 
 LLAMA_WORDS = (

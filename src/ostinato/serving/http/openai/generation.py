@@ -15,12 +15,12 @@ from ostinato.errors import RequestError
 from ostinato.outputs import CompletionOutput, RequestOutput, TextDelta
 from ostinato.sampling_params import SamplingParams
 from ostinato.serving.async_stream import AsyncStream
-from ostinato.serving.http.answers import Choices, Envelope, Usage
 from ostinato.serving.http.errors import ApiError
 from ostinato.serving.http.limits import time_limit, unless_gone
-from ostinato.serving.http.sse import EventStream
+from ostinato.serving.http.openai.answers import Choices, Envelope, Usage
+from ostinato.serving.http.openai.sse import EventStream
+from ostinato.serving.http.openai.structure import Structure
 from ostinato.serving.http.state import Served
-from ostinato.serving.http.structure import Structure
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from ostinato.serving.http.tools.call_format import CallFormat
+from ostinato.serving.http.openai.tools.call_format import CallFormat
 
 _SPACE = " \t\r\n"
 _BETWEEN = _SPACE + ";"  # what may be between calls

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ostinato.serving.http.telemetry.metrics import Metrics
 from ostinato.serving.records import EngineStats
 
-FOLDER = Path(__file__).parents[3] / "examples/monitoring"
+FOLDER = Path(__file__).parents[4] / "examples/monitoring"
 SUFFIXES = {
     "counter": ["_total"],
     "gauge": [""],

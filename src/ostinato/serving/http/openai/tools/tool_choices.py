@@ -7,9 +7,9 @@ from typing import Any
 from uuid import uuid4
 
 from ostinato.outputs import CompletionOutput, TextDelta
-from ostinato.serving.http.answers import ChatChoices
-from ostinato.serving.http.tools.call_parser import Arguments, CallParser, CallStart, Part
-from ostinato.serving.http.tools.tool_request import ToolRequest
+from ostinato.serving.http.openai.answers import ChatChoices
+from ostinato.serving.http.openai.tools.call_parser import Arguments, CallParser, CallStart, Part
+from ostinato.serving.http.openai.tools.tool_request import ToolRequest
 
 
 class ToolChoices(ChatChoices):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ostinato.quoting import shown
 from ostinato.serving.http.errors import ApiError
-from ostinato.serving.http.protocol import NOTHING, Body
+from ostinato.serving.http.openai.protocol import NOTHING, Body
 
 _STATELESS = "answers are not stored here; send the whole conversation as input"
 _TEXT_PARTS = ("input_text", "output_text", "text")

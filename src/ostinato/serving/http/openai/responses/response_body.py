@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 from uuid import uuid4
 
-from ostinato.serving.http.answers import Usage
-from ostinato.serving.http.responses.response_request import ResponseRequest
+from ostinato.serving.http.openai.answers import Usage
+from ostinato.serving.http.openai.responses.response_request import ResponseRequest
 
 
 class ResponseBody:

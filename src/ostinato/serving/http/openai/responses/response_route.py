@@ -9,15 +9,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from ostinato.serving.async_stream import AsyncStream
-from ostinato.serving.http import generation
-from ostinato.serving.http.answers import TextChoices, Usage
 from ostinato.serving.http.errors import ApiError, api_error
 from ostinato.serving.http.limits import unless_gone
-from ostinato.serving.http.responses.response_body import ResponseBody
-from ostinato.serving.http.responses.response_request import ResponseRequest
-from ostinato.serving.http.sse import EventStream, named_lines
+from ostinato.serving.http.openai import generation
+from ostinato.serving.http.openai.answers import TextChoices, Usage
+from ostinato.serving.http.openai.responses.response_body import ResponseBody
+from ostinato.serving.http.openai.responses.response_request import ResponseRequest
+from ostinato.serving.http.openai.sse import EventStream, named_lines
+from ostinato.serving.http.openai.structure import Structure, structure_of, text_format
 from ostinato.serving.http.state import Served
-from ostinato.serving.http.structure import Structure, structure_of, text_format
 
 
 def create_responses_router(served: Served) -> APIRouter:

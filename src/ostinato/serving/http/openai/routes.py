@@ -11,20 +11,20 @@ from starlette.responses import JSONResponse, Response
 
 from ostinato.engine.prompt_reader import PromptReader
 from ostinato.outputs import EmbeddingOutput
-from ostinato.serving.http import generation
-from ostinato.serving.http.answers import TextChoices, listed
-from ostinato.serving.http.chat_route import chat_task
 from ostinato.serving.http.errors import ApiError
 from ostinato.serving.http.limits import time_limit, unless_gone
-from ostinato.serving.http.protocol import (
+from ostinato.serving.http.openai import generation
+from ostinato.serving.http.openai.answers import TextChoices, listed
+from ostinato.serving.http.openai.chat_route import chat_task
+from ostinato.serving.http.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
 )
+from ostinato.serving.http.openai.structure import structure_of
 from ostinato.serving.http.state import Served
-from ostinato.serving.http.structure import structure_of
 
 _MOST_INPUTS = 2048  # of one request for embeddings, as OpenAI has it
 

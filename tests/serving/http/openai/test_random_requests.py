@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ostinato import LLM, SamplingParams
-from ostinato.serving.http.protocol import (
+from ostinato.serving.http.openai.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     EmbeddingRequest,
     TokenizeRequest,
 )
-from ostinato.serving.http.responses.response_request import ResponseRequest
+from ostinato.serving.http.openai.responses.response_request import ResponseRequest
 
 ROUTES = {
     "/v1/completions": CompletionRequest,

@@ -9,7 +9,7 @@ from typing import Any
 from ostinato.errors import ConfigError
 from ostinato.quoting import said, shown
 from ostinato.serving.http.errors import ApiError
-from ostinato.serving.http.tools.call_format import CallFormat, format_of
+from ostinato.serving.http.openai.tools.call_format import CallFormat, format_of
 from ostinato.structured.params import StructuredOutputsParams
 from ostinato.text.chat import chat_template
 
