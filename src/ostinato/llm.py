@@ -14,9 +14,9 @@ import torch
 from tqdm import tqdm
 
 from ostinato.config import EngineConfig
-from ostinato.engine.checked_request import CheckedRequest
 from ostinato.engine.engine import Engine, Submission
-from ostinato.engine.prompt_reader import PromptReader
+from ostinato.engine.requests.checked_request import CheckedRequest
+from ostinato.engine.requests.prompt_reader import PromptReader
 from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import RequestError

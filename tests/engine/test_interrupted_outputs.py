@@ -9,8 +9,8 @@ import pytest
 from tiny_models import save_talking
 
 from ostinato import LLM, SamplingParams, TextDelta
-from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
+from ostinato.engine.requests.completion import Completion
 from ostinato.scheduling.scheduler import Scheduler
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12], [13]]

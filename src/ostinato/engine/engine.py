@@ -14,12 +14,12 @@ import torch
 
 from ostinato.config import EngineConfig
 from ostinato.engine.adapters import EngineAdapters
-from ostinato.engine.checked_request import CheckedRequest, RequestChecks
-from ostinato.engine.completion import Completion
-from ostinato.engine.images import EngineImages
 from ostinato.engine.replica_stats import ReplicaStats
+from ostinato.engine.requests.checked_request import CheckedRequest, RequestChecks
+from ostinato.engine.requests.completion import Completion
+from ostinato.engine.requests.images import EngineImages
+from ostinato.engine.requests.structured import follow_grammar
 from ostinato.engine.start import start
-from ostinato.engine.structured import follow_grammar
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import ClosedError, ConfigError, ModelLoadError, RequestError
 from ostinato.graphs.capture.closing import Owner

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import astuple
 
 from ostinato.config import EngineConfig
-from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
 from ostinato.engine.replica_stats import ReplicaStats
+from ostinato.engine.requests.completion import Completion
 from ostinato.engine.thread_use import one_thread
 from ostinato.errors import SchedulingError
 from ostinato.ranks.steps import LeadingRunner

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from ostinato.config import EngineConfig
-from ostinato.engine.prompt_reader import PromptReader, ReadPrompt
+from ostinato.engine.requests.prompt_reader import PromptReader, ReadPrompt
 from ostinato.errors import ConfigError, RequestError
 from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.llm import LLM

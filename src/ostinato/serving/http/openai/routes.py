@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from ostinato.engine.prompt_reader import PromptReader
+from ostinato.engine.requests.prompt_reader import PromptReader
 from ostinato.outputs import EmbeddingOutput
 from ostinato.serving.http.errors import ApiError
 from ostinato.serving.http.limits import time_limit, unless_gone

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ostinato.engine.images import EngineImages
+from ostinato.engine.requests.images import EngineImages
 from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
 from ostinato.text.chat import render_chat

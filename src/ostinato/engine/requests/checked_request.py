@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from ostinato.engine.completion import Completion
+from ostinato.engine.requests.completion import Completion
 from ostinato.errors import RequestError
 from ostinato.lora.adapter_slots import LoadedAdapter
 from ostinato.outputs import CompletionOutput
