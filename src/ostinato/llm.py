@@ -21,7 +21,7 @@ from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
-from ostinato.loading.task import find_task
+from ostinato.loading.encoders.task import find_task
 from ostinato.models.given_tensors import NamedTensors
 from ostinato.options import described, same_options_as
 from ostinato.outputs import (

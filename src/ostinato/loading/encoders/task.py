@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from ostinato.loading.encoders.sentence import MODULES
 from ostinato.loading.locate import find_model
-from ostinato.loading.sentence import MODULES
 from ostinato.models.json_file import read_object
 from ostinato.models.native.shapes import SHAPES
 

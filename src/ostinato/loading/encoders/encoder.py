@@ -10,12 +10,12 @@ import torch
 
 from ostinato.errors import ConfigError
 from ostinato.loading.description import describe, describe_shape, errors_named
+from ostinato.loading.encoders.sentence import SentenceSettings, read_settings
+from ostinato.loading.encoders.task import ENCODER_SHAPES
 from ostinato.loading.free_memory import check_fit, free_memory
 from ostinato.loading.load import as_hf
 from ostinato.loading.locate import find_model
 from ostinato.loading.progress import progress_bars
-from ostinato.loading.sentence import SentenceSettings, read_settings
-from ostinato.loading.task import ENCODER_SHAPES
 from ostinato.loading.tokenizer import read_tokenizer
 from ostinato.models.checkpoint import Checkpoint
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import save_encoder, save_modules
 
 from ostinato import LLM, ConfigError, GraphConfig, ModelLoadError
-from ostinato.loading.sentence import SentenceSettings, read_settings
-from ostinato.loading.task import task_of
+from ostinato.loading.encoders.sentence import SentenceSettings, read_settings
+from ostinato.loading.encoders.task import task_of
 
 
 def open_eagerly(path: Path) -> LLM:

@@ -60,7 +60,7 @@ def convert(source: Path, target: Path, show_progress: bool) -> None:
             f"the embedded default is read from {source} through the package gguf, which is not "
             "installed; install it with `pip install gguf`, or name a model"
         )
-    from ostinato.loading.gguf_conversion import convert_gguf
+    from ostinato.loading.default_model.gguf_conversion import convert_gguf
 
     convert_gguf(source, target, show_progress=show_progress)
 

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from ostinato.errors import ConfigError, ModelLoadError
-from ostinato.loading import embedded
-from ostinato.loading.embedded import embedded_model_path, packaged_gguf
+from ostinato.loading.default_model import embedded
+from ostinato.loading.default_model.embedded import embedded_model_path, packaged_gguf
 from ostinato.loading.load import LoadedModel, load_model
 from ostinato.paths import cache_directory
 
@@ -376,7 +376,7 @@ RACE = """
 import sys, time
 from pathlib import Path
 from typing import NoReturn
-from ostinato.loading.embedded import embedded_model_path
+from ostinato.loading.default_model.embedded import embedded_model_path
 
 def convert(source, target, show_progress):
     with open(sys.argv[2], "a") as log:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ostinato import LLM, GraphConfig, SamplingParams
-from ostinato.loading.embedded import embedded_model_path
+from ostinato.loading.default_model.embedded import embedded_model_path
 
 pytestmark = [
     pytest.mark.slow,
