@@ -34,7 +34,7 @@ Output = Annotated[Path | None, typer.Option(help="Also write the JSON to this f
 @app.command()
 def core(as_json: options.Json = False, output: Output = None) -> None:
     """Cost of dispatch and wrapper; replay vs. eager; graphed() vs. torch's alternatives."""
-    from ostinato.bench.core import run
+    from ostinato.bench.core.run import run
 
     _report(run(), tables.core_tables, as_json, output)
 

@@ -1,7 +1,7 @@
 """A stream of random batch sizes through one small transformer, one contestant per process.
 
-Run as ``python -m ostinato.bench.stream NAME``; prints one JSON line. Processes are separate so
-that one contestant's memory peak, compiled code and warm caches do not affect another.
+Run as ``python -m ostinato.bench.core.stream NAME``; prints one JSON line. Processes are separate
+so that one contestant's memory peak, compiled code and warm caches do not affect another.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def measure_all() -> list[dict[str, Any]]:
     """Every contestant, each in a separate process."""
     results = []
     for name in CONTESTANTS:
-        command = [sys.executable, "-m", "ostinato.bench.stream", name]
+        command = [sys.executable, "-m", "ostinato.bench.core.stream", name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise RuntimeError(f"contestant {name!r} failed:\n{done.stderr[-2000:]}")

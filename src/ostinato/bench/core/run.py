@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from ostinato.bench.core.stream import measure_all
 from ostinato.bench.models import Decoder
-from ostinato.bench.stream import measure_all
 from ostinato.bench.timing.measure import machine, median_seconds
 from ostinato.errors import MeasurementError
 from ostinato.graphs.capture.context import set_forward_context
