@@ -11,11 +11,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console, RenderableType
 
-from ostinato.cli import options, parallel_tables, tables
+from ostinato.cli import options
 from ostinato.cli.extras import needs_extra
 from ostinato.cli.layouts import Layouts, parse_layouts
 from ostinato.cli.results import write_results
-from ostinato.cli.serve_tables import serve_tables
+from ostinato.cli.tables import bench_tables as tables
+from ostinato.cli.tables import parallel_tables
+from ostinato.cli.tables.serve_tables import serve_tables
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError, MeasurementError
 from ostinato.offload.offload_config import OffloadConfig

@@ -25,7 +25,7 @@ from ostinato.bench.layouts.rank_step import (
     make_batch,
     make_cache,
 )
-from ostinato.cli.parallel_tables import bench_tables, plan_tables
+from ostinato.cli.tables.parallel_tables import bench_tables, plan_tables
 from ostinato.errors import ConfigError
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.native import shapes

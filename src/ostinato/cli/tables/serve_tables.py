@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ostinato.cli.tables import new_table, short_ms
+from ostinato.cli.tables.bench_tables import new_table, short_ms
 
 
 def serve_tables(results: dict[str, Any]) -> list[RenderableType]:
