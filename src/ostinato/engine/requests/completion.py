@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ostinato.outputs import CompletionOutput
 from ostinato.scheduling.request import Request
 from ostinato.text.detokenizer import Detokenizer
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(eq=False)
@@ -54,6 +50,13 @@ class Completion:
             detokenizer.finish()
         self.output.text = detokenizer.text
         return found
+
+    def close(self) -> None:
+        """Copy the finish reason to the output, if the request has ended."""
+        request, output = self.request, self.output
+        if request.finish_reason is not None:
+            output.finish_reason = request.finish_reason.value
+            output.stop_reason = request.stop_reason
 
     def forget_text(self) -> None:
         """Decode all tokens anew at the next ``read_text``: the last one was interrupted."""
