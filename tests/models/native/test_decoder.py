@@ -43,7 +43,7 @@ from ostinato import set_forward_context
 from ostinato.attention.base import AttentionBackend
 from ostinato.errors import ConfigError
 from ostinato.loading.load import load_model
-from ostinato.models.native import layer_kernels
+from ostinato.models.native import fused_kernels
 from ostinato.models.native.config.decoder_config import DecoderConfig, supports, unsupported_reason
 from ostinato.models.native.config.rotary import Rotary
 from ostinato.models.native.decoder import Decoder
@@ -314,7 +314,7 @@ def test_fused_operators_with_products_in_parts(
     name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The way of CUDA for many tokens, on any device."""
-    monkeypatch.setattr(layer_kernels, "split_k_gemm", lambda x, weight: in_parts(x, weight, 2))
+    monkeypatch.setattr(fused_kernels, "split_k_gemm", lambda x, weight: in_parts(x, weight, 2))
     monkeypatch.setattr(Decoder, "_runs_fused", lambda self, hidden: True)
     theirs = reference(CONFIGS[name], tmp_path).to(device)
     model = load_model(str(tmp_path), device=device, dtype=torch.float32, show_progress=False).model
@@ -330,7 +330,7 @@ def test_gemms_that_add_to_the_residual(
     name: str, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with many tokens: in place, but not where the states that are given out are kept."""
-    monkeypatch.setattr(layer_kernels, "MOST_ROWS", 0)
+    monkeypatch.setattr(fused_kernels, "MOST_ROWS", 0)
     monkeypatch.setattr(Decoder, "_runs_fused", lambda self, hidden: True)
     theirs = reference(CONFIGS[name], tmp_path).to(device)
     model = load_model(str(tmp_path), device=device, dtype=torch.float32, show_progress=False).model
@@ -352,10 +352,10 @@ def test_gemms_that_add_to_the_residual(
 
 
 def test_a_gemm_adds_in_place_to_sums_that_nothing_else_refers_to() -> None:
-    kernels = layer_kernels.LargeM([], torch.arange(3))
+    kernels = fused_kernels.LargeM([], torch.arange(3))
     norm = RMSNorm((4,), 1e-6, device=torch.device("cpu"), dtype=torch.float32)
     norm.weight.data.fill_(1.0)
-    gemm = layer_kernels.PendingGemm(torch.nn.Linear(4, 4, bias=False), torch.randn(3, 4))
+    gemm = fused_kernels.PendingGemm(torch.nn.Linear(4, 4, bias=False), torch.randn(3, 4))
     given, x = torch.randn(3, 4), torch.randn(3, 4)
     before = given.clone()
     with torch.no_grad():
