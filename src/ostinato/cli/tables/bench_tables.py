@@ -226,18 +226,20 @@ def throughput_tables(results: dict[str, Any]) -> list[RenderableType]:
             f"{row['output_tokens_per_s']:,.0f}",
             f"{row['tokens_per_s']:,.0f}",
         )
-        gap = row["longest_gap_ms"]
-        times.add_row(
-            row["mix"],
-            " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values()),
-            " / ".join(short_ms(value) for value in (row["tpot_ms"] or {}).values()),
-            "" if gap is None else f"{gap:.1f}",
-        )
+        times.add_row(row["mix"], *latencies(row))
         remarks.append(_how_it_ran(row))
     return [rates, times, *remarks]
 
 
-def short_ms(milliseconds: float) -> str:
+def latencies(row: dict[str, Any]) -> tuple[str, str, str]:
+    """The percentiles of a row's times to first and per output token, and its longest gap."""
+    first = " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values())
+    later = " / ".join(_short_ms(value) for value in (row["tpot_ms"] or {}).values())
+    gap = row["longest_gap_ms"]
+    return first, later, "" if gap is None else f"{gap:.1f}"
+
+
+def _short_ms(milliseconds: float) -> str:
     return f"{milliseconds:.2f}" if milliseconds < 10 else f"{milliseconds:.1f}"
 
 

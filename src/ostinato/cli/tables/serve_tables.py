@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from ostinato.cli.tables.bench_tables import new_table, short_ms
+from ostinato.cli.tables.bench_tables import latencies, new_table
 
 
 def serve_tables(results: dict[str, Any]) -> list[RenderableType]:
@@ -41,13 +41,7 @@ def serve_tables(results: dict[str, Any]) -> list[RenderableType]:
             cells.append("" if goodput is None else f"{goodput:.2f}")
         rates.add_row(row["server"], *cells)
         if row["ttft_ms"] is not None:
-            gap = row["longest_gap_ms"]
-            times.add_row(
-                row["server"],
-                " / ".join(f"{value:.0f}" for value in row["ttft_ms"].values()),
-                " / ".join(short_ms(value) for value in (row["tpot_ms"] or {}).values()),
-                "" if gap is None else f"{gap:.1f}",
-            )
+            times.add_row(row["server"], *latencies(row))
         for failure, count in row["failures"].items():
             remarks.append(Text(f"{row['server']}: {count} times: {failure}", style="red"))
     for name, why in results.get("failed", {}).items():
