@@ -151,11 +151,11 @@ def _check_shapes(num_queries: int, stored: tuple[int, int], batch: PagedBatch) 
         )
     if num_starts != num_reqs + 1 or num_tables != num_reqs:
         raise BatchError(
-            f"a batch of {num_reqs} requests has {num_starts} entries in query_start_loc, which "
-            f"needs one more than requests, and {num_tables} rows in block_table"
+            f"a batch of {num_reqs} requests needs {num_reqs + 1} entries in query_start_loc and "
+            f"{num_reqs} rows in block_table, got {num_starts} and {num_tables}"
         )
     if batch.sinks is not None and batch.sinks.shape[0] != num_heads:
-        raise BatchError(f"{num_heads} heads need as many sinks, not {batch.sinks.shape[0]}")
+        raise BatchError(f"{num_heads} heads need {num_heads} sinks, got {batch.sinks.shape[0]}")
 
 
 def _arrays(*tensors: torch.Tensor) -> tuple[Any, ...]:

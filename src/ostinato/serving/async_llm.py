@@ -135,8 +135,8 @@ class AsyncLLM(Owner):
         most = self.max_prompt_tokens
         if most is not None and len(read.token_ids) > most:
             raise RequestError(
-                f"{read.name} has {len(read.token_ids)} tokens, and prompts here have at most "
-                f"{most} (max_prompt_tokens); shorten it"
+                f"{read.name} has {len(read.token_ids)} tokens, but the limit is {most} "
+                "(max_prompt_tokens); shorten it"
             )
         if its_params.structure is not None:  # here, so that the engine never waits for it
             grammars = self._thread.llm.engine.grammars

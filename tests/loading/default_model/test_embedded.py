@@ -442,5 +442,7 @@ def test_a_user_without_a_home_is_told_to_choose_a_cache(monkeypatch: pytest.Mon
         raise KeyError(uid)
 
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    with pytest.raises(ConfigError, match=r"no place for a cache: .* Set OSTINATO_CACHE"):
+    with pytest.raises(
+        ConfigError, match=r"no directory for the cache was found: .* Set OSTINATO_CACHE"
+    ):
         cache_directory()

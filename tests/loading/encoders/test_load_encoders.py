@@ -61,7 +61,7 @@ def test_settings_of_sentence_transformers(tmp_path: Path) -> None:
 )
 def test_other_poolings_are_refused(pooling: Any, tmp_path: Path) -> None:
     save_modules(tmp_path, pooling)
-    with pytest.raises(ModelLoadError, match="a pooling that is not supported; one of cls, last"):
+    with pytest.raises(ModelLoadError, match=r"a pooling that is not supported; .* cls, last"):
         read_settings(tmp_path)
 
 

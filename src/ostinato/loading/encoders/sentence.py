@@ -95,7 +95,7 @@ def _read_pooling(path: Path, module: dict[str, Any]) -> Pooling:
         found = [_FLAGS[name] for name in flags if name in _FLAGS] if len(flags) == 1 else []
     if len(found) != 1:
         raise ModelLoadError(
-            f"{file} asks for a pooling that is not supported; one of {', '.join(POOLINGS)} is: "
-            "choose it with embed(pooling=...) after removing modules.json from a copy of the model"
+            f"{file} asks for a pooling that is not supported; remove modules.json from a copy of "
+            f"the model, and choose one of {', '.join(POOLINGS)} with embed(pooling=...)"
         )
     return found[0]

@@ -273,8 +273,8 @@ def _checked_max_position(config: DecoderConfig, asked: int | None) -> int:
         return config.max_position
     if not 1 <= asked <= config.max_position:
         raise ConfigError(
-            f"the longest sequence was set to {asked} tokens, but this model's positions are right "
-            f"only from 1 to {config.max_position} tokens; choose a length in that range"
+            f"the longest sequence was set to {asked} tokens, but this model supports 1 to "
+            f"{config.max_position}; choose a length in that range"
         )
     return asked
 

@@ -117,7 +117,7 @@ def test_completions_have_it_too(extra: dict[str, Any], pattern: str, client: An
             "tools",
             "tools: this grammar cannot be used: .*Invalid type: x",
         ),
-        ({"guided_json": {}, "guided_regex": "a"}, "guided_json", "leave all but one out"),
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_json", "give only one of them"),
         (
             {"tools": TOOLS, "response_format": {"type": "json_object"}},
             "tools",
@@ -131,7 +131,7 @@ def test_completions_have_it_too(extra: dict[str, Any], pattern: str, client: An
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "buy"}}},
             "tool_choice",
-            "none of the tools",
+            "not among the tools",
         ),
     ],
     ids=str,

@@ -43,8 +43,8 @@ def structure_of(body: Any) -> Structure | None:
     if len(found) > 1:
         raise ApiError(
             400,
-            f"{' and '.join(each.field for each in found)} all say what the answer looks like; "
-            "leave all but one out",
+            f"{' and '.join(each.field for each in found)} each set the structure of the answer; "
+            "give only one of them",
             param=found[0].field,
         )
     return found[0] if found else None

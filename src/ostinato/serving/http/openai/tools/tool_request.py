@@ -49,7 +49,9 @@ def tool_request(body: Any, tokenizer: Any) -> ToolRequest | None:
     callable_ones = [each for each in tools if name in (None, each["function"]["name"])]
     if not callable_ones:
         raise ApiError(
-            400, f"tool_choice names {shown(name)}, which is none of the tools", param="tool_choice"
+            400,
+            f"tool_choice names {shown(name)}, which is not among the tools",
+            param="tool_choice",
         )
     several = name is None and body.parallel_tool_calls is not False
     try:
@@ -77,9 +79,7 @@ def _named(choice: Any) -> str | None:
 
 def _check(tools: list[Any]) -> None:
     if len(tools) > _MOST_TOOLS:
-        raise ApiError(
-            400, f"there are {len(tools)} tools, and {_MOST_TOOLS} is the most", param="tools"
-        )
+        raise ApiError(400, f"got {len(tools)} tools; the limit is {_MOST_TOOLS}", param="tools")
     names = []
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -115,8 +115,8 @@ def _form(tokenizer: Any, tools: list[Any]) -> CallFormat:
     if form is None:
         raise ApiError(
             400,
-            "this model's chat template states no format of tool calls that is known here (Hermes "
-            "and Qwen's <tool_call>, or Llama's JSON from 3.1 on); leave tools out",
+            "this model's chat template uses none of the known formats of tool calls (Hermes and "
+            "Qwen's <tool_call>, or Llama's JSON from 3.1 on); leave tools out",
             param="tools",
             code="tools_not_supported",
         )
