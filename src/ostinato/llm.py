@@ -281,7 +281,7 @@ class LLM(Owner):
 
     @one_thread()
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, of all replicas, so that later prompts are computed anew.
+        """Forget all cached prefixes, of all replicas; later prompts are computed from scratch.
 
         Unfinished requests go on with their keys and values. Blocks that they complete from now on
         may be reused.

@@ -59,6 +59,6 @@ class Completion:
             output.stop_reason = request.stop_reason
 
     def forget_text(self) -> None:
-        """Decode all tokens anew at the next ``read_text``: the last one was interrupted."""
+        """Decode all tokens again at the next ``read_text``: the last one was interrupted."""
         if self.detokenizer is not None:
             self.detokenizer = self.detokenizer.anew()

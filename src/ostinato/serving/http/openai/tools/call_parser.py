@@ -1,6 +1,6 @@
 """``CallParser``: reads tool calls out of a text that comes in parts.
 
-What has come is passed on as soon as it is clear what it is: content, the name of a call, a part of
+Text is passed on as soon as its kind is clear: content, the name of a call, a part of
 its arguments. Text that turns out to be no call is content: nothing is lost.
 """
 
