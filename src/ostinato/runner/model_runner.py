@@ -31,7 +31,6 @@ from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.loading.update import WeightUpdate, write_tensors
 from ostinato.lora.adapter_weights import AdapterWeights, Matrices
 from ostinato.models.base import CausalLM
-from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.parallel.agreement import Reducer
 from ostinato.runner.autocast import without_autocast
@@ -299,10 +298,7 @@ class ModelRunner:
         # A request that samples has computed all its tokens.
         lengths = state.num_computed[req_indices]
         token_ids = torch.empty_like(req_indices)
-        parameters = state.sampling
-        sample_rows(
-            logits, req_indices, parameters.temperature, parameters.seed_key, lengths, token_ids
-        )
+        state.sampling.sample(logits, req_indices, lengths, token_ids)
         state.append(req_indices, lengths, token_ids)
         filtered = FilteredRows.among(sampling, state)
         if filtered is None:
