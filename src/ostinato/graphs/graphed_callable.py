@@ -24,6 +24,7 @@ from ostinato.graphs.policy.sizes import default_sizes, validate_sizes
 from ostinato.graphs.policy.stats import GraphedStats
 from ostinato.graphs.tree import map_tensors, tensors_in
 from ostinato.graphs.trust.ambient_state import AmbientState
+from ostinato.graphs.trust.ledger.ledger import Ledger
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -289,6 +290,15 @@ class GraphedCallable(Owner, Generic[P, R]):
             pool_bytes=0 if self._pool is None or self._closed else self._pool.num_bytes,
             buffer_bytes=self._layout.num_bytes if self._layout else 0,
             capture_seconds=sum(graphs.report.seconds for graphs in graph_sets),
+        )
+
+    def ledger(self) -> Ledger:
+        """Which memory the graphs hold, whose it is, and whether it is still there.
+
+        Without graphs it is empty; it shows those captured later too.
+        """
+        return Ledger(
+            lambda: [each for graphs in self._graph_sets.values() for each in graphs.held_graphs()]
         )
 
     def unwrap(self) -> Callable[P, R]:

@@ -57,6 +57,13 @@ class BatchDescriptor:
     # Cached: hashing six fields on every replay would cost more than the lookup.
     _hash: int = field(init=False, repr=False, compare=False)
 
+    def describe(self) -> str:
+        """The batch in words, such as "8 tokens of 8 requests, decode"."""
+        requests = "" if self.num_reqs is None else f" of {self.num_reqs} requests"
+        decode = ", decode" if self.uniform else ""
+        adapters = f", {self.num_active_loras} adapters" if self.has_lora else ""
+        return f"{self.num_tokens} tokens{requests}{decode}{adapters}"
+
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_reqs", "query_len"):
             value = getattr(self, name)
