@@ -28,6 +28,7 @@ from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.trust.ledger.sources import pool_ledger
 from ostinato.loading.update import WeightUpdate, write_tensors
 from ostinato.lora.adapter_weights import AdapterWeights, Matrices
 from ostinato.models.base import CausalLM
@@ -39,6 +40,7 @@ from ostinato.runner.capture_run import measured_capture, warn_of_no_capture
 from ostinato.runner.decode_members import DecodeMembers
 from ostinato.runner.decode_step import DecodeOutput
 from ostinato.runner.kv_cache import CacheSize
+from ostinato.runner.memory_names import RunnerMemory
 from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.sampling import draft_sampling
 from ostinato.runner.sampling.filtered_rows import FilteredRows
@@ -132,6 +134,7 @@ class ModelRunner:
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
+        self.ledger = pool_ledger(self.pool, RunnerMemory(self.models, memory))
 
     # --- one step ------------------------------------------------------------------------------
 
@@ -223,6 +226,7 @@ class ModelRunner:
         assert self.adapters is not None, "checked by the engine"
         self._follow_stream()
         self.adapters.write(slot, matrices)
+        self.ledger.check()
 
     @without_autocast
     @torch.inference_mode()
@@ -230,6 +234,7 @@ class ModelRunner:
         """Overwrite weights of the model, behind all steps so far. Graphs read the new ones."""
         self._follow_stream()
         update.write()
+        self.ledger.check()
 
     @without_autocast
     @torch.inference_mode()
@@ -237,6 +242,7 @@ class ModelRunner:
         """The same for some of the update's tensors, which another rank has checked."""
         self._follow_stream()
         write_tensors(self.models, tensors)
+        self.ledger.check()
 
     def forget_rows(self) -> None:
         """Make the next decode step write its rows again. Call it after writing to the buffers."""
@@ -439,6 +445,7 @@ class ModelRunner:
             warn_of_no_capture(num_planned, self.plan.mode)
             return 0
         self.capture_bytes = measured_capture(partial(self._capture, missing), self.pool)
+        self.ledger.update()
         return self.capture_bytes
 
     def _capture(self, missing: Sequence[ModelGraphs]) -> CaptureReport:

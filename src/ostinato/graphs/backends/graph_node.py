@@ -69,9 +69,7 @@ class GraphNode:
 
 def kernel_node(name: str, parameters: Sequence[Parameter]) -> GraphNode:
     """A kernel with these parameters."""
-    words = [
-        word for number, each in enumerate(parameters) for word in pointer_words(number, each)
-    ]
+    words = [word for number, each in enumerate(parameters) for word in pointer_words(number, each)]
     hides = any(_may_be_tensor_map(each) for each in parameters)
     return GraphNode("kernel", name, tuple(words), hides)
 

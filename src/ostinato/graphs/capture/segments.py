@@ -158,7 +158,9 @@ class Tape:
     def refuse(self, why: str | None) -> None:
         """From now on, every replay raises with ``why``; None: replays run again."""
         if self._steps:  # it is not closed
-            self.replay = self._usual_replay() if why is None else functools.partial(_raise_stale, why)
+            self.replay = (
+                self._usual_replay() if why is None else functools.partial(_raise_stale, why)
+            )
 
     def close(self) -> None:
         self.replay = replay_closed

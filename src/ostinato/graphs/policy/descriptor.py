@@ -59,10 +59,10 @@ class BatchDescriptor:
 
     def describe(self) -> str:
         """The batch in words, such as "8 tokens of 8 requests, decode"."""
-        requests = "" if self.num_reqs is None else f" of {self.num_reqs} requests"
+        requests = "" if self.num_reqs is None else f" of {_counted(self.num_reqs, 'request')}"
         decode = ", decode" if self.uniform else ""
-        adapters = f", {self.num_active_loras} adapters" if self.has_lora else ""
-        return f"{self.num_tokens} tokens{requests}{decode}{adapters}"
+        adapters = f", {_counted(self.num_active_loras, 'adapter')}" if self.has_lora else ""
+        return f"{_counted(self.num_tokens, 'token')}{requests}{decode}{adapters}"
 
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_reqs", "query_len"):
@@ -150,3 +150,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "padded_num_tokens", self.descriptor.num_tokens)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

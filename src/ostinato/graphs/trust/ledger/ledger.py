@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ostinato.errors import StaleGraphError
 from ostinato.graphs.trust.ledger.owners import MemoryKind, OwnedMemory, owner_label
 from ostinato.graphs.trust.ledger.records import GraphRecord, StaleAddress
 from ostinato.graphs.trust.ledger.regions import Region
-from ostinato.graphs.trust.ledger.resolver import DeviceMemory, ReadableGraph, Resolver, node_records
+from ostinato.graphs.trust.ledger.resolver import (
+    DeviceMemory,
+    ReadableGraph,
+    Resolver,
+    node_records,
+)
 from ostinato.graphs.trust.ledger.table import ledger_table
 
 _MOST_IN_MESSAGE = 3
@@ -53,6 +58,14 @@ class Ledger:
 
     def __init__(self, list_graphs: Callable[[], Iterable[HeldGraph]]) -> None:
         self._list_graphs = list_graphs
+
+    def update(self) -> None:
+        """Take note of new graphs now: where their owners' memory is counts as at capture.
+
+        Every other method does so too. Call it after a capture that owners may move soon after.
+        """
+        for _ in self._list_graphs():
+            pass
 
     def graphs(self) -> list[GraphRecord]:
         """All graphs, their nodes, and the addresses these hold. Reads all nodes, which is slow."""
@@ -108,9 +121,10 @@ class Ledger:
     ) -> Iterator[tuple[HeldGraph, GraphRecord]]:
         for each in held:
             resolver = resolvers.of(each)
-            nodes = [
-                node for graph in each.capture.graphs for node in node_records(graph, resolver)
-            ]
+            graphs, nodes = each.capture.graphs, []
+            for number, graph in enumerate(graphs):
+                piece = number if len(graphs) > 1 else None
+                nodes += [replace(node, piece=piece) for node in node_records(graph, resolver)]
             yield each, GraphRecord(each.name, tuple(nodes))
 
 

@@ -122,9 +122,9 @@ class OwnedMemory:
             if place is None:
                 found[region] = "gone"
             elif place.start != region.start:
-                found[region] = f"at {place.start:#x}"
+                found[region] = f"now at {place.start:#x}"
             elif place.end < region.end:
-                found[region] = f"smaller: {place.end - place.start:,} bytes"
+                found[region] = f"now smaller ({place.end - place.start:,} bytes)"
         return found
 
     def same_as(self, other: OwnedMemory) -> bool:

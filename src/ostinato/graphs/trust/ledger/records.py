@@ -33,6 +33,8 @@ class HeldAddress:
 class NodeRecord:
     """One node of a graph: its ``index`` (None: unknown), ``kind`` and ``name``.
 
+    ``piece``: the number of its piece, if eager breaks split the graph; None otherwise.
+
     ``operator``: what put it there, if that was seen. ``addresses``: what it holds.
     ``hides_addresses``: a parameter may be a tensor map, so there may be more.
     """
@@ -43,16 +45,19 @@ class NodeRecord:
     operator: str | None
     addresses: tuple[HeldAddress, ...]
     hides_addresses: bool = False
+    piece: int | None = None
 
     def __str__(self) -> str:
         number = "a node" if self.index is None else f"node {self.index}"
+        if self.piece is not None:
+            number = f"{number} of piece {self.piece}"
         operator = f", of {self.operator}" if self.operator not in (None, self.name) else ""
         return f"{number} ({_short(self.name)}{operator})"
 
 
 @dataclass(frozen=True, slots=True)
 class GraphRecord:
-    """One graph, by ``name``, with its ``nodes``. In PIECEWISE mode it is one of several."""
+    """One captured call, by ``name``, with its ``nodes``: of all pieces, if there are several."""
 
     name: str
     nodes: tuple[NodeRecord, ...]

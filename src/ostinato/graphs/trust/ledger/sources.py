@@ -100,9 +100,7 @@ def inspect_graph(
 class OtherGraph:
     """Lists one graph that others captured; as a capture, it has one graph, which is itself."""
 
-    def __init__(
-        self, graph: torch.cuda.CUDAGraph, owners: Mapping[str, Any], name: str
-    ) -> None:
+    def __init__(self, graph: torch.cuda.CUDAGraph, owners: Mapping[str, Any], name: str) -> None:
         self.log = OperatorLog(complete=False)
         self._memory = _MemoryAround(graph)
         self._nodes = _read(graph)

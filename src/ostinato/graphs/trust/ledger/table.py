@@ -33,7 +33,9 @@ def _graph_lines(graph: GraphRecord) -> Iterator[str]:
 
 
 def _is_shown(node: NodeRecord) -> bool:
-    return any(each.name or each.stale or each.kind is MemoryKind.UNKNOWN for each in node.addresses)
+    return any(
+        each.name or each.stale or each.kind is MemoryKind.UNKNOWN for each in node.addresses
+    )
 
 
 def _node_lines(node: NodeRecord) -> Iterator[str]:
