@@ -1,1 +1,1 @@
-"""The address ledger: which memory every graph holds, whose it is, and whether it is still there."""
+"""The address ledger: which memory graphs hold, whose it is, and whether it is still there."""
