@@ -93,7 +93,7 @@ def test_a_moved_parameter_is_named_with_graph_and_node(device: torch.device, na
         assert "addmm" in str(raised.value)
         assert "clear_graphs() and capture again" in str(raised.value)
         # Its graphs are refused, although nothing else checks them.
-        with pytest.raises(StaleGraphError, match="1 graph holds .* size 4, node .* is now at 0x"):
+        with pytest.raises(StaleGraphError, match=r"1 graph holds .* size 4, node .* is now at 0x"):
             model(x)
         parameter.data = old
         ledger.check()
@@ -280,14 +280,10 @@ def test_an_object_names_its_own_memory(pool: GraphPool) -> None:
 
 def test_owners_without_tensors_are_refused(pool: GraphPool) -> None:
     managed(nn.Linear(WIDTH, WIDTH, device=pool.device).requires_grad_(False), pool)
-    with pytest.raises(
-        ConfigError, match=r"owners\['model'\] is a int without tensors; pass a mod"
-    ):
+    with pytest.raises(ConfigError, match=r"owners\['model'\] is a int without tensors; pass"):
         pool_ledger(pool, {"model": 3})
 
 
 def test_only_cuda_graphs_are_inspected() -> None:
-    with pytest.raises(
-        ConfigError, match=r"takes a torch.cuda.CUDAGraph, got a function; for grap"
-    ):
+    with pytest.raises(ConfigError, match=r"takes a torch.cuda.CUDAGraph, got a function; for"):
         inspect_graph(lambda: None)  # type: ignore[arg-type]

@@ -18,7 +18,12 @@ from ostinato.graphs.backends.cpu.arena import Arena
 from ostinato.graphs.backends.cpu.host_reads import host_reads_refused
 from ostinato.graphs.backends.cpu.recorder import Recorder, Step, Verified
 from ostinato.graphs.backends.graph_node import MemoryRange, RangeKind
-from ostinato.graphs.backends.guard import compiler_error, keep_dynamo_out, source_of_error
+from ostinato.graphs.backends.guard import (
+    KnownOperators,
+    compiler_error,
+    keep_dynamo_out,
+    source_of_error,
+)
 from ostinato.graphs.backends.operator_log import OperatorLog
 
 
@@ -64,6 +69,7 @@ class CpuBackend:
         self._arena = Arena()
         self.generators = (torch.default_generator, *generators)
         self._verified: dict[Hashable, Verified] = {}
+        self._known = KnownOperators()
         self._recorder: Recorder | None = None
         self._modes = ExitStack()
         self._graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
@@ -79,7 +85,7 @@ class CpuBackend:
     def begin(self) -> None:
         keep_dynamo_out()
         self._arena.recent_peak_bytes = 0
-        self._recorder = Recorder(self._arena, self.generators, self._verified)
+        self._recorder = Recorder(self._arena, self.generators, self._verified, self._known)
         self._modes.enter_context(self._recorder)
         self._modes.enter_context(host_reads_refused())
         self._modes.enter_context(answering_as_a_capture())

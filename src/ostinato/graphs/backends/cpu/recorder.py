@@ -23,7 +23,12 @@ from ostinato.graphs.backends.cpu.arena import Arena
 from ostinato.graphs.backends.cpu.bindings import Call, out_calls
 from ostinato.graphs.backends.cpu.host_reads import host_reads_allowed
 from ostinato.graphs.backends.cpu.out_variants import OutVariant, out_variant_of
-from ostinato.graphs.backends.guard import CaptureGuard, has_own_dispatch, source_of_caller
+from ostinato.graphs.backends.guard import (
+    CaptureGuard,
+    KnownOperators,
+    has_own_dispatch,
+    source_of_caller,
+)
 from ostinato.graphs.backends.operator_log import OperatorLog
 from ostinato.graphs.backends.python_kernels import replay_step
 from ostinato.graphs.tree import map_tensors, tensors_in
@@ -59,8 +64,8 @@ class Verified(NamedTuple):
 class Recorder(CaptureGuard):
     """Collects the steps of one recording. The steps reserve no arena memory.
 
-    ``verified`` caches checks of earlier recordings: a model's layers repeat the same calls, and
-    checking an out-variant costs more than the call.
+    ``verified`` and ``known`` keep what earlier recordings found out: a model's layers repeat the
+    same calls, and checking an out-variant costs more than the call.
     """
 
     def __init__(
@@ -68,8 +73,9 @@ class Recorder(CaptureGuard):
         arena: Arena,
         generators: Sequence[torch.Generator],
         verified: dict[Hashable, Verified],
+        known: KnownOperators,
     ) -> None:
-        super().__init__("cpu", generators)
+        super().__init__("cpu", generators, known)
         self.steps: list[Step] = []
         self.operators = OperatorLog(complete=True, count_nodes=self.steps.__len__)
         self._random_states = [(each, each.get_state()) for each in generators]

@@ -210,7 +210,7 @@ class CudaBackend:
             graph.capture_begin(pool=self._pool_in_use.handle, capture_error_mode="thread_local")
             self._under_way = stack.pop_all()
         self._open = graph
-        self._guard.last_operator = None
+        self._guard.forget_last_operator()
         self._log = self._guard.log = OperatorLog(
             complete=self._guarded, count_nodes=node_counter(self._stream)
         )
