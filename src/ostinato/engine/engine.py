@@ -253,6 +253,7 @@ class Engine(Owner):
         if not keep_prefix_cache:
             self._forget_prefixes()
         self._half_written -= update.names
+        self.runner.ledger.check()
 
     def _check_weights(self) -> None:
         if self._half_written:

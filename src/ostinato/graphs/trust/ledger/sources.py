@@ -47,6 +47,8 @@ class PoolGraphs:
         self._seen: WeakKeyDictionary[Tape, OwnedMemory] = WeakKeyDictionary()
         self._resolve: Callable[[], Iterable[NamedMemory]] = self._named_memory
         self._latest: OwnedMemory | None = None
+        for _ in memory_of(self._owners):  # raises if an owner has none
+            pass
         self()
 
     def __call__(self) -> list[HeldGraph]:
