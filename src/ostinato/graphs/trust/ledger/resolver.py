@@ -7,6 +7,7 @@ operators, the memory they were given, and which nodes they made.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Protocol
 
 from ostinato.graphs.backends.graph_node import GraphNode, MemoryRange, RangeKind, Word
@@ -46,7 +47,7 @@ class Resolver:
         ranges = memory.memory_ranges()
         self._kinds = {each.kind.value: each.kind for each in ranges}
         self._ranges = RegionMap(Region(*each[:2], each.kind.value, "") for each in ranges)
-        self._find_memory = memory.find_memory
+        self._find_memory = cache(memory.find_memory)  # nodes repeat the same values
 
     def region_of(self, address: int) -> Region | None:
         """The named memory around an address."""
