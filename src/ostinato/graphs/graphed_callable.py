@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NoReturn, ParamSpec, TypedDict, TypeVar, cast
 
@@ -24,7 +25,7 @@ from ostinato.graphs.policy.sizes import default_sizes, validate_sizes
 from ostinato.graphs.policy.stats import GraphedStats
 from ostinato.graphs.tree import map_tensors, tensors_in
 from ostinato.graphs.trust.ambient_state import AmbientState
-from ostinato.graphs.trust.ledger.ledger import Ledger
+from ostinato.graphs.trust.ledger.ledger import HeldGraph, Ledger
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -297,9 +298,14 @@ class GraphedCallable(Owner, Generic[P, R]):
 
         Without graphs it is empty; it shows those captured later too.
         """
-        return Ledger(
-            lambda: [each for graphs in self._graph_sets.values() for each in graphs.held_graphs()]
-        )
+        mine = weakref.ref(self)
+
+        def list_graphs() -> list[HeldGraph]:
+            me = mine()
+            sets = () if me is None else me._graph_sets.values()
+            return [each for graphs in sets for each in graphs.held_graphs()]
+
+        return Ledger(list_graphs)
 
     def unwrap(self) -> Callable[P, R]:
         """The function that was given to ``graphed()``."""

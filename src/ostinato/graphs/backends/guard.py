@@ -193,7 +193,7 @@ class CaptureGuard(TorchDispatchMode):
         first_node = None if log is None else log.num_nodes()
         result = self._run_plainly(func, args, kwargs)
         if log is not None:
-            log.note(func, (args, kwargs), result, first_node)
+            log.note(func, (args, kwargs), first_node)
         return result
 
     def _run_plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -47,37 +47,38 @@ class LoggedCall(NamedTuple):
 
 
 class OperatorLog:
-    """The log of one recording. ``count_nodes`` returns the number of nodes recorded so far."""
+    """The log of one recording of work for ``device_type``.
 
-    def __init__(self, *, complete: bool, count_nodes: Callable[[], int] | None = None) -> None:
+    ``in_pool``: whether an address is the pool's, as far as known during the recording; such memory
+    stays as long as the graphs do, and is left out. ``count_nodes`` returns the number of nodes
+    recorded so far.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        *,
+        complete: bool,
+        in_pool: Callable[[int], bool] | None = None,
+        count_nodes: Callable[[], int] | None = None,
+    ) -> None:
         self.calls: list[LoggedCall] = []
         self.complete = complete
+        self._device_type = device_type
+        self._in_pool = in_pool or _nowhere
         self._count_nodes = count_nodes
         # By storage number. A weak reference keeps the number from being given out again.
         self._memory: dict[int, StorageWeakRef] = {}
-        self._made: set[int] = set()  # by operators of this recording: the pool's
-        self._references: tuple[StorageWeakRef, ...] = ()  # once finished
 
     def num_nodes(self) -> int | None:
         return None if self._count_nodes is None else self._count_nodes()
 
-    def note(self, operator: Any, given: Any, made: Any, first_node: int | None) -> None:
+    def note(self, operator: Any, given: Any, first_node: int | None) -> None:
         """Log a call that has just run; ``first_node``: ``num_nodes()`` before it."""
         end_node = self.num_nodes()
-        tensors = [*filter(_has_address, tensors_in(given))]
-        references = [self._reference(tensor) for tensor in tensors]
-        known = {number for number, _ in references}
-        for tensor in filter(_has_address, tensors_in(made)):
-            number, _ = self._reference(tensor)
-            if number not in known:  # it is no view of an argument
-                self._made.add(number)
         if first_node is not None and first_node == end_node:
             return  # a view, or an allocation: nothing to replay
-        touched = tuple(
-            Touched(tensor.data_ptr(), memory)
-            for tensor, (number, memory) in zip(tensors, references, strict=True)
-            if number not in self._made
-        )
+        touched = tuple(self._touched(given))
         if touched:
             self.calls.append(LoggedCall(str(operator), touched, first_node, end_node))
 
@@ -90,40 +91,42 @@ class OperatorLog:
         incomplete log takes nothing else, so that a launch costs no more than it must.
         """
         given = [*described, *tensors] if self.complete else described
-        touched = tuple(
-            Touched(tensor.data_ptr(), self._reference(tensor)[1])
-            for tensor in filter(_has_address, tensors_in(given))
-        )
+        touched = tuple(self._touched(given))
         if touched:
             node = self.num_nodes()
             name = f"kernel {getattr(kernel, '__name__', kernel)}"
             end = None if node is None else node + 1
             self.calls.append(LoggedCall(name, touched, node, end))
 
-    def _reference(self, tensor: torch.Tensor) -> tuple[int, StorageWeakRef]:
-        storage = tensor.untyped_storage()
-        number = storage_number(storage)
-        if number not in self._memory:
-            self._memory[number] = StorageWeakRef(storage)
-        return number, self._memory[number]
+    def _touched(self, given: Any) -> Iterator[Touched]:
+        for tensor in tensors_in(given):
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                continue
+            if not tensor.dim() and tensor.device.type != self._device_type:
+                continue  # a number from the host, which becomes a constant of the graph
+            address = tensor.data_ptr()  # 0: it has no memory
+            if address and not self._in_pool(address):
+                storage = tensor.untyped_storage()
+                number = storage_number(storage)
+                if number not in self._memory:
+                    self._memory[number] = StorageWeakRef(storage)
+                yield Touched(address, self._memory[number])
 
-    def finish(self, in_pool: Callable[[int], bool]) -> None:
-        """Drop the pool's memory from the log: it stays as long as the graphs do."""
-        self._memory.clear()
-        self._made.clear()
-        self._count_nodes = None
+    def finish(self) -> None:
+        """Leave out memory that turned out to be the pool's. Nothing is logged afterwards."""
         calls, self.calls = self.calls, []
         for call in calls:
-            outside = tuple(each for each in call.touched if not in_pool(each.address))
+            outside = tuple(each for each in call.touched if not self._in_pool(each.address))
             if outside:
                 self.calls.append(call._replace(touched=outside))
-        every = (touched.memory for call in self.calls for touched in call.touched)
-        self._references = tuple({id(memory): memory for memory in every}.values())
+        self._count_nodes, self._in_pool = None, _nowhere  # they refer to what was recorded
+        used = {id(touched.memory) for call in self.calls for touched in call.touched}
+        self._memory = {key: ref for key, ref in self._memory.items() if id(ref) in used}
 
     @property
     def has_freed(self) -> bool:
         """Whether any memory that it lists was freed since."""
-        return any(memory.expired() for memory in self._references)
+        return any(memory.expired() for memory in self._memory.values())
 
 
 _open_log: ContextVar[OperatorLog | None] = ContextVar("ostinato_operator_log", default=None)
@@ -143,8 +146,5 @@ def logging_to(log: OperatorLog) -> Iterator[None]:
 open_log = _open_log.get
 
 
-def _has_address(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.numel() == 0:
-        return False
-    # A number from the host, which becomes a constant of the graph, has no dimension.
-    return tensor.device.type != "meta" and (tensor.dim() > 0 or tensor.device.type != "cpu")
+def _nowhere(address: int) -> bool:
+    return False

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato import (
     CapturePlan,
@@ -139,6 +141,29 @@ def test_a_parameter_that_shrank_in_place_is_found(device: torch.device) -> None
         del module.bias
         module.bias = None
         assert {each.why for each in ledger.stale()} == {"gone"}
+
+
+def test_a_parameter_without_dimensions_is_found(device: torch.device) -> None:
+    scale = nn.Parameter(torch.tensor(2.0, device=device), requires_grad=False)
+    holder = nn.ParameterList([scale])
+    with graphed(lambda x: x * holder[0], sizes=[2]) as model:
+        model(torch.randn(2, WIDTH, device=device))
+        ledger = model.ledger()
+        scale.data = torch.tensor(3.0, device=device)
+        assert {each.owner for each in ledger.stale()} == {"parameter 'holder.0'"}
+
+
+def test_a_ledger_keeps_no_memory_alive(device: torch.device) -> None:
+    module = nn.Linear(WIDTH, WIDTH, device=device)
+    model = graphed(module, sizes=[2])
+    model(torch.randn(2, WIDTH, device=device))
+    ledger, weight = model.ledger(), StorageWeakRef(module.weight.untyped_storage())
+    assert ledger.graphs()
+    model.close()
+    assert ledger.graphs() == []
+    del model, module
+    gc.collect()
+    assert weight.expired()
 
 
 @eager_break

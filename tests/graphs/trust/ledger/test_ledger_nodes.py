@@ -19,7 +19,7 @@ from ostinato.graphs.backends.graph_node import (
     kernel_node,
     pointer_words,
 )
-from ostinato.graphs.backends.operator_log import LoggedCall, OperatorLog, Touched
+from ostinato.graphs.backends.operator_log import OperatorLog
 from ostinato.graphs.trust.ledger.ledger import HeldGraph
 from ostinato.graphs.trust.ledger.owners import OwnedMemory
 from ostinato.graphs.trust.ledger.records import GraphRecord
@@ -80,16 +80,18 @@ class FakeGraph:
     def __init__(
         self,
         nodes: Sequence[GraphNode] | None,
-        calls: Sequence[LoggedCall] = (),
+        calls: Sequence[tuple[str, list[torch.Tensor]]] = (),
         *,
         complete: bool = True,
         ranges: Sequence[MemoryRange] = (),
         mapped: Sequence[int] = (),
     ) -> None:
         self._nodes, self._ranges, self._mapped = nodes, list(ranges), mapped
-        self.log = OperatorLog(complete=complete)
-        self.log.calls += calls
-        self.log.finish(lambda address: False)
+        at = 0
+        self.log = OperatorLog("cpu", complete=complete, count_nodes=lambda: at)
+        for at, (operator, arguments) in enumerate(calls, start=1):
+            self.log.note(operator, arguments, at - 1)
+        self.log.finish()
         self.refused: str | None = None
 
     @property
@@ -129,12 +131,6 @@ def kernel(*values: int) -> GraphNode:
     return kernel_node("k", [Parameter(0, struct.pack(f"<{len(values)}Q", *values))])
 
 
-def touched(tensor: torch.Tensor) -> Touched:
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    return Touched(tensor.data_ptr(), StorageWeakRef(tensor.untyped_storage()))
-
-
 RANGES = [
     MemoryRange(0x1000, 0x2000, RangeKind.POOL),
     MemoryRange(0x2000, 0x3000, RangeKind.WORKSPACE),
@@ -164,18 +160,18 @@ def test_a_copy_to_memory_that_is_gone_is_stale() -> None:
 
 
 def test_both_sources_are_joined_by_node() -> None:
-    """Node 1 belongs to an operator whose second argument none of its parameters shows."""
+    """Node 0 belongs to an operator whose second argument none of its parameters shows."""
     shown, hidden = torch.zeros(4), torch.zeros(4)
-    call = LoggedCall("aten.mm.default", (touched(shown), touched(hidden)), 1, 2)
+    calls = [("aten.mm.default", [shown, hidden])]
     named = [
         NamedMemory(MemoryKind.PARAMETER, name, tensor)
         for name, tensor in (("shown", shown), ("hidden", hidden))
     ]
-    graph = FakeGraph([kernel(7), kernel(shown.data_ptr())], [call])
+    graph = FakeGraph([kernel(shown.data_ptr()), kernel(7)], calls)
     first, second = only(ledger_of(graph, owned=OwnedMemory(lambda: named))).nodes
-    assert (first.operator, first.addresses) == (None, ())
-    assert second.operator == "aten.mm.default"
-    assert [(each.name, each.where) for each in second.addresses] == [
+    assert (second.operator, second.addresses) == (None, ())
+    assert first.operator == "aten.mm.default"
+    assert [(each.name, each.where) for each in first.addresses] == [
         ("shown", "parameter 0"),
         ("hidden", "given to the operator"),
     ]
@@ -183,8 +179,7 @@ def test_both_sources_are_joined_by_node() -> None:
 
 def test_memory_that_an_operator_was_given_and_is_freed_is_stale() -> None:
     gone, kept = torch.zeros(4), torch.zeros(4)
-    call = LoggedCall("op", (touched(gone), touched(kept)), 0, 1)
-    graph = FakeGraph(None, [call])
+    graph = FakeGraph(None, [("op", [gone, kept])])
     ledger = ledger_of(graph)
     assert ledger.stale(thorough=False) == []
     address = gone.data_ptr()
@@ -206,7 +201,7 @@ class Box:
 def test_moved_memory_behind_tensor_maps_is_inferred_from_graphs_that_were_watched() -> None:
     box = Box()
     owned = OwnedMemory(box.named_memory)
-    watched = FakeGraph([kernel(7)], [LoggedCall("attend", (touched(box.tensor),), 0, 1)])
+    watched = FakeGraph([kernel(7)], [("attend", [box.tensor])])
     unwatched = FakeGraph([kernel(8)], complete=False)
     ledger = ledger_of(watched, unwatched, owned=owned)
     assert ledger.stale() == []

@@ -93,7 +93,7 @@ class CpuBackend:
     def end(self) -> CpuGraph:
         recorder = self._stop_recording()
         recorder.check_random_state()
-        recorder.operators.finish(self._arena.contains)
+        recorder.operators.finish()
         graph = CpuGraph(recorder.steps, self._arena.recent_peak_bytes, recorder.operators)
         self._graphs.add(graph)
         return graph

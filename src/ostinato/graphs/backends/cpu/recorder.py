@@ -77,7 +77,9 @@ class Recorder(CaptureGuard):
     ) -> None:
         super().__init__("cpu", generators, known)
         self.steps: list[Step] = []
-        self.operators = OperatorLog(complete=True, count_nodes=self.steps.__len__)
+        self.operators = OperatorLog(
+            "cpu", complete=True, in_pool=arena.contains, count_nodes=self.steps.__len__
+        )
         self._random_states = [(each, each.get_state()) for each in generators]
         self._arena = arena
         self._verified = verified
@@ -102,7 +104,7 @@ class Recorder(CaptureGuard):
         else:
             with host_reads_allowed():  # the body of a custom operator runs again on every replay
                 result = self._record(func, args, kwargs)
-        self.operators.note(func, (args, kwargs), result, first_node)
+        self.operators.note(func, (args, kwargs), first_node)
         return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

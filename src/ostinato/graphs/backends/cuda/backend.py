@@ -159,7 +159,7 @@ class CudaBackend:
         self.generators = (default, *generators)
         self._guard = CaptureGuard("cuda", self.generators)
         self._guarded = True
-        self._log = OperatorLog(complete=False)
+        self._log = OperatorLog("cuda", complete=False)
         self._modes = ExitStack()
         self._under_way = ExitStack()  # closed once torch has ended the capture
         self._segments: list[tuple[int, int]] = []
@@ -212,7 +212,10 @@ class CudaBackend:
         self._open = graph
         self._guard.forget_last_operator()
         self._log = self._guard.log = OperatorLog(
-            complete=self._guarded, count_nodes=node_counter(self._stream)
+            "cuda",
+            complete=self._guarded,
+            in_pool=self._in_known_segment,
+            count_nodes=node_counter(self._stream),
         )
         self._modes.enter_context(logging_to(self._log))
         if self._guarded:
@@ -228,7 +231,7 @@ class CudaBackend:
             graph.instantiate()
         if self._log.calls:
             self._list_segments()
-        self._log.finish(self._in_known_segment)
+        self._log.finish()
         recorded = CudaGraph(graph, self._pool_in_use, num_nodes, self._log)
         before = self._num_drawn()
         self._shared.draws.replay(graph)

@@ -49,8 +49,8 @@ class Ledger:
     """The memory that graphs hold, by graph, node and owner; ``print(ledger)`` shows a summary.
 
     It shows the graphs that exist at the moment, and looks memory up anew every time, so one ledger
-    serves as long as the graphs do. It keeps neither graphs nor memory alive, and reads no memory
-    of the device. Use it from the thread that uses the graphs.
+    serves as long as the graphs do. It keeps no graph alive, and no memory but that of owners it
+    was given; it reads no memory of the device. Use it from the thread that uses the graphs.
 
     ``list_graphs`` returns the graphs. Ledgers are made by ``graphed(...).ledger()``,
     ``pool_ledger``, ``CudaGraphManager.ledger``, ``LLM.ledger`` and ``inspect_graph``.

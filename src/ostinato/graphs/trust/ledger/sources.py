@@ -103,7 +103,7 @@ class OtherGraph:
     """Lists one graph that others captured; as a capture, it has one graph, which is itself."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, owners: Mapping[str, Any], name: str) -> None:
-        self.log = OperatorLog(complete=False)
+        self.log = OperatorLog("cuda", complete=False)
         self._memory = _MemoryAround(graph)
         self._nodes = _read(graph)
         owned = OwnedMemory(lambda: memory_of(owners))
