@@ -1,94 +1,19 @@
-"""Reads the nodes of a CUDA graph, through bindings that are faked: structs in host memory."""
+"""Reads the nodes of a CUDA graph, through bindings that are faked."""
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Sequence
-from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_cuda_graph import FakeDriver, Kind, kernel
 
 from ostinato.errors import CaptureError
 from ostinato.graphs.backends.cuda import nodes
 from ostinato.graphs.backends.graph_node import RangeKind, Word
 
-LAYOUT = [(0, 8), (8, 4), (16, 24)]  # a pointer, a number, a struct with two pointers
-IMAGE = struct.pack("<Qi4xQQi4x", 0x1000, 7, 0x2000, 0x3000, 5)
 WORDS = [("parameter 0", 0x1000), ("parameter 2+0", 0x2000), ("parameter 2+8", 0x3000)]
-
-
-class Kind(IntEnum):
-    CU_GRAPH_NODE_TYPE_KERNEL = 0
-    CU_GRAPH_NODE_TYPE_MEMCPY = 1
-    CU_GRAPH_NODE_TYPE_MEMSET = 2
-    CU_GRAPH_NODE_TYPE_HOST = 3
-    CU_GRAPH_NODE_TYPE_GRAPH = 4
-
-
-class FakeDriver:
-    """As much of ``cuda.bindings.driver`` as reading a graph takes. A graph is a list of nodes."""
-
-    CUgraphNodeType = Kind
-    CUmemorytype = SimpleNamespace(CU_MEMORYTYPE_HOST=1, CU_MEMORYTYPE_ARRAY=3)
-    CUpointer_attribute = SimpleNamespace(
-        CU_POINTER_ATTRIBUTE_RANGE_START_ADDR="start", CU_POINTER_ATTRIBUTE_RANGE_SIZE="size"
-    )
-
-    def __init__(self, graphs: dict[int, Sequence[Any]]) -> None:
-        self._graphs = graphs
-
-    def CUgraph(self, handle: int) -> int:
-        return handle
-
-    def cuGraphGetNodes(self, graph: int, count: int = 0) -> Any:
-        if graph not in self._graphs:
-            return 1, None, None
-        found = self._graphs[graph]
-        return 0, list(found[:count]), len(found)
-
-    def cuGraphNodeGetType(self, node: Any) -> Any:
-        return 0, node.kind
-
-    def _params(self, node: Any) -> Any:
-        return 0, node
-
-    cuGraphKernelNodeGetParams = cuGraphMemcpyNodeGetParams = cuGraphMemsetNodeGetParams = _params  # noqa: N815
-
-    def cuGraphChildGraphNodeGetGraph(self, node: Any) -> Any:
-        return 0, node.child
-
-    def cuFuncGetName(self, func: int) -> Any:
-        return 0, b"_Z6kernelPf"
-
-    cuKernelGetName = cuFuncGetName  # noqa: N815
-
-    def cuFuncGetParamInfo(self, func: int, index: int) -> Any:
-        return (0, *LAYOUT[index]) if index < len(LAYOUT) else (1, None, None)
-
-    cuKernelGetParamInfo = cuFuncGetParamInfo  # noqa: N815
-
-    def cuPointerGetAttribute(self, name: str, address: int) -> Any:
-        return (0, {"start": 0x4000, "size": 0x100}[name]) if address >> 12 == 4 else (1, None)
-
-
-def kernel(*, packed: bool, loaded: bool = True) -> Any:
-    """A kernel node with its parameters one by one, or in one buffer; it keeps their memory."""
-    node = SimpleNamespace(kind=Kind.CU_GRAPH_NODE_TYPE_KERNEL, func=int(loaded), kern=2)
-    node.kernelParams = node.extra = 0
-    if packed:
-        node.kept = ctypes.create_string_buffer(IMAGE, len(IMAGE)), ctypes.c_size_t(len(IMAGE))
-        buffer, size = map(ctypes.addressof, node.kept)
-        node.tags = (ctypes.c_void_p * 5)(1, buffer, 2, size, 0)
-        node.extra = ctypes.addressof(node.tags)
-    else:
-        parts = [IMAGE[offset : offset + size] for offset, size in LAYOUT]
-        node.kept = [ctypes.create_string_buffer(part, len(part)) for part in parts]
-        node.pointers = (ctypes.c_void_p * len(parts))(*map(ctypes.addressof, node.kept))
-        node.kernelParams = ctypes.addressof(node.pointers)
-    return node
 
 
 def read(monkeypatch: pytest.MonkeyPatch, *found: Any, **more: Sequence[Any]) -> list[Any]:

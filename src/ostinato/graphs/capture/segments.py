@@ -131,6 +131,7 @@ class Tape:
         # Its serial among the captures of its pool, and the serials of captures inside it.
         self.serial = 0
         self.inner = range(0)
+        self._refusals: dict[object, str] = {}  # by who found it
         self.replay: Callable[[], None] = self._usual_replay()
 
     def _usual_replay(self) -> Callable[[], None]:
@@ -155,12 +156,18 @@ class Tape:
         """The number of eager results that each replay copies for the next graph."""
         return sum(step.num_copies for step in self._steps if isinstance(step, EagerCall))
 
-    def refuse(self, why: str | None) -> None:
-        """From now on, every replay raises with ``why``; None: replays run again."""
+    def refuse(self, why: str | None, by: object) -> None:
+        """From now on, every replay raises with ``why``; None: it may run, as far as ``by`` knows.
+
+        ``by``: who found the reason. Of several, each must take its own back.
+        """
+        self._refusals.pop(by, None)
+        if why is not None:
+            self._refusals[by] = why
         if self._steps:  # it is not closed
-            self.replay = (
-                self._usual_replay() if why is None else functools.partial(_raise_stale, why)
-            )
+            reasons = list(self._refusals.values())
+            stale = functools.partial(_raise_stale, reasons)
+            self.replay = stale if reasons else self._usual_replay()
 
     def close(self) -> None:
         self.replay = replay_closed
@@ -170,8 +177,8 @@ class Tape:
             self._steps = []
 
 
-def _raise_stale(why: str) -> None:
-    raise StaleGraphError(why)
+def _raise_stale(reasons: list[str]) -> None:
+    raise StaleGraphError(reasons[0])
 
 
 class Recording:

@@ -249,6 +249,22 @@ def test_a_wrapper_refuses_a_stale_graph_and_others_go_on(pool: GraphPool) -> No
     assert torch.equal(run(wrappers[1]), modules[1](x))
 
 
+def test_one_ledger_does_not_allow_what_another_refuses(pool: GraphPool) -> None:
+    module = nn.Linear(WIDTH, WIDTH, device=pool.device).requires_grad_(False)
+    manager = managed(module, pool)
+    knows, ignorant = manager.ledger({"model": module}), manager.ledger({"x": manager.inputs})
+    old = module.weight.data
+    module.weight.data = old.clone()
+    with pytest.raises(StaleGraphError):
+        knows.check()
+    ignorant.check()
+    with pytest.raises(StaleGraphError, match=r"parameter 'model\.weight'"):
+        manager.run_fullgraph(2)
+    module.weight.data = old
+    knows.check()
+    manager.run_fullgraph(2)
+
+
 def test_graphs_captured_later_count_from_the_next_use(device: torch.device) -> None:
     with GraphPool(device, lazy_capture=True) as pool:
         module = nn.Linear(WIDTH, WIDTH, device=device).requires_grad_(False)

@@ -101,7 +101,7 @@ class FakeGraph:
     def nodes(self) -> Sequence[GraphNode] | None:
         return self._nodes
 
-    def refuse(self, why: str | None) -> None:
+    def refuse(self, why: str | None, by: object) -> None:
         self.refused = why
 
     def memory_ranges(self) -> list[MemoryRange]:

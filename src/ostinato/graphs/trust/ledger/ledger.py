@@ -28,7 +28,7 @@ class Capture(Protocol):
     @property
     def graphs(self) -> Sequence[ReadableGraph]: ...
 
-    def refuse(self, why: str | None) -> None: ...
+    def refuse(self, why: str | None, by: object) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +106,9 @@ class Ledger:
         """
         held, stale = list(self._list_graphs()), []
         for graph in held:
-            graph.capture.refuse(None)
+            graph.capture.refuse(None, graph.owned)
         for graph, found in self._stale_by_graph(held, thorough):
-            graph.capture.refuse(_message(found))
+            graph.capture.refuse(_message(found), graph.owned)
             stale += found
         if stale:
             raise StaleGraphError(_message(stale), stale)

@@ -104,8 +104,8 @@ class OtherGraph:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, owners: Mapping[str, Any], name: str) -> None:
         self.log = OperatorLog("cuda", complete=False)
-        self._memory = _MemoryAround(graph)
         self._nodes = _read(graph)
+        self._memory = _MemoryAround(graph)
         owned = OwnedMemory(lambda: memory_of(owners))
         self._held = HeldGraph(name=name, capture=self, owned=owned, memory=self._memory)
 
@@ -119,7 +119,7 @@ class OtherGraph:
     def nodes(self) -> list[GraphNode]:
         return self._nodes
 
-    def refuse(self, why: str | None) -> None:
+    def refuse(self, why: str | None, by: object) -> None:
         """Has no effect: others replay it."""
 
 
