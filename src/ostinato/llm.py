@@ -21,6 +21,7 @@ from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
+from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.loading.encoders.task import find_task
 from ostinato.models.given_tensors import NamedTensors
 from ostinato.options import described, same_options_as
@@ -313,6 +314,15 @@ class LLM(Owner):
         makes the call, and the weights of rank 0 are read.
         """
         self.engine.update_weights(weights, keep_prefix_cache=keep_prefix_cache)
+
+    @one_thread()
+    def ledger(self) -> Ledger:
+        """Which memory the captured graphs hold, whose it is, and whether it is still there.
+
+        Of several ranks, those of this process. ``update_weights`` and ``load_adapter`` check it
+        themselves: they raise ``StaleGraphError`` if memory that a graph holds has moved.
+        """
+        return self._running.runner.ledger
 
     # --- pooling -------------------------------------------------------------------------------
 

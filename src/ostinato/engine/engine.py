@@ -222,6 +222,7 @@ class Engine(Owner):
         if not keep_prefix_cache:
             self._forget_prefixes()
         self._weights.write(update)
+        self.runner.ledger.check()
 
     def _forget_prefixes(self) -> None:
         for scheduler in self.schedulers:

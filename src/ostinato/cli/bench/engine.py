@@ -78,7 +78,7 @@ def capture(
     as_json: options.Json = False,
     output: Output = None,
 ) -> None:
-    """Seconds, bytes and graphs of a capture in each mode, and seconds until ready."""
+    """Seconds, bytes and graphs of a capture in each mode, seconds until ready, ledger checks."""
     from ostinato.bench.capture import run
 
     results = run(replace(config, show_progress=False), modes=modes.split(","))

@@ -113,7 +113,7 @@ def _profile_tables(profile: dict[str, Any]) -> list[RenderableType]:
 
 def capture_tables(results: dict[str, Any]) -> list[RenderableType]:
     title = f"{results['model']}: capture"
-    table = new_table(title, "mode", "graphs", "capture", "memory", "until ready")
+    table = new_table(title, "mode", "graphs", "capture", "memory", "until ready", "check")
     for row in results["rows"]:
         table.add_row(
             row["mode"],
@@ -121,6 +121,7 @@ def capture_tables(results: dict[str, Any]) -> list[RenderableType]:
             f"{row['capture_s']:.2f} s",
             f"{row['bytes'] / 2**20:.1f} MiB",
             f"{row['ready_s']:.2f} s",
+            f"{row['check_ms']:.1f} ms",
         )
     return [table]
 
