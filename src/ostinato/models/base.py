@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError
@@ -107,3 +108,9 @@ class Encoder(Protocol):
         self, input_ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor
     ) -> torch.Tensor:
         """Hidden states [T, hidden_size] of a row of tokens; all arguments are [T]."""
+
+
+def module_of(model: CausalLM | Encoder) -> nn.Module:
+    """The module that has the model's weights: itself, or transformers' module inside it."""
+    inside = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    return inside if isinstance(inside, nn.Module) else nn.Module()

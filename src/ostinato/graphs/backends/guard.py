@@ -28,6 +28,7 @@ from ostinato.compat import (
     has_kernel_for_key,
 )
 from ostinato.errors import CaptureError
+from ostinato.graphs.backends.operator_log import OperatorLog
 from ostinato.graphs.tree import tensors_in
 
 aten = torch.ops.aten
@@ -156,6 +157,7 @@ class CaptureGuard(TorchDispatchMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._last_operator: Any = None
+        self.log: OperatorLog | None = None  # of the current recording, on CUDA
         self._device_type = device_type
         self._generators = {generator_number(generator) for generator in generators}
         self._known = known or KnownOperators()
@@ -187,6 +189,14 @@ class CaptureGuard(TorchDispatchMode):
         if self.is_composite(func) and all(map(_is_dense, tensors_in((args, kwargs)))):
             return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
+        log = self.log
+        first_node = None if log is None else log.num_nodes()
+        result = self._run_plainly(func, args, kwargs)
+        if log is not None:
+            log.note(func, (args, kwargs), first_node)
+        return result
+
+    def _run_plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         autocast = self.autocast_in_body(func)
         if autocast is None:
             return func(*args, **kwargs)

@@ -18,8 +18,8 @@ from starlette.responses import JSONResponse, Response
 from ostinato.serving.http.access import Guard
 from ostinato.serving.http.errors import ApiError, add_handlers
 from ostinato.serving.http.limits import Admission, time_limit, unless_gone
+from ostinato.serving.http.openai.sse import OwnedStream, error_lines
 from ostinato.serving.http.server_config import ServerConfig
-from ostinato.serving.http.sse import OwnedStream, error_lines
 from ostinato.serving.replicas.prompt_prefix import PromptPrefix
 from ostinato.serving.replicas.replica import Message, ReplicaFailedError
 

@@ -29,6 +29,7 @@ from ostinato.graphs.backends.guard import (
     has_own_dispatch,
     source_of_caller,
 )
+from ostinato.graphs.backends.operator_log import OperatorLog
 from ostinato.graphs.backends.python_kernels import replay_step
 from ostinato.graphs.tree import map_tensors, tensors_in
 
@@ -76,6 +77,9 @@ class Recorder(CaptureGuard):
     ) -> None:
         super().__init__("cpu", generators, known)
         self.steps: list[Step] = []
+        self.operators = OperatorLog(
+            "cpu", complete=True, in_pool=arena.contains, count_nodes=self.steps.__len__
+        )
         self._random_states = [(each, each.get_state()) for each in generators]
         self._arena = arena
         self._verified = verified
@@ -94,10 +98,14 @@ class Recorder(CaptureGuard):
             self._check_dense(func, tensors_in((args, kwargs)), "was given")
             return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
+        first_node = len(self.steps)
         if func.namespace == "aten":
-            return self._record(func, args, kwargs)
-        with host_reads_allowed():  # the body of a custom operator runs again on every replay
-            return self._record(func, args, kwargs)
+            result = self._record(func, args, kwargs)
+        else:
+            with host_reads_allowed():  # the body of a custom operator runs again on every replay
+                result = self._record(func, args, kwargs)
+        self.operators.note(func, (args, kwargs), first_node)
+        return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func``, record the step that repeats it, and return its results in the arena."""
