@@ -77,6 +77,7 @@ _HOME = {
     "ReplayedDrafts": "speculative.options",
     "ReplayMismatchError": "errors",
     "RequestError": "errors",
+    "RequestFailedError": "errors",
     "RequestOutput": "outputs",
     "resolve_mode": "graphs.policy.modes",
     "ResolvedMode": "graphs.policy.modes",
@@ -115,6 +116,7 @@ if TYPE_CHECKING:
     from ostinato.errors import OutOfBlocksError as OutOfBlocksError
     from ostinato.errors import ReplayMismatchError as ReplayMismatchError
     from ostinato.errors import RequestError as RequestError
+    from ostinato.errors import RequestFailedError as RequestFailedError
     from ostinato.errors import StaleGraphError as StaleGraphError
     from ostinato.graphs.capture.capture_inputs import CaptureInputs as CaptureInputs
     from ostinato.graphs.capture.capture_inputs import TokenBuffers as TokenBuffers

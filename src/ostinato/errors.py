@@ -80,7 +80,11 @@ class ConcurrentUseError(OstinatoError, RuntimeError):
 
 
 class EngineFailedError(OstinatoError, RuntimeError):
-    """The engine of an ``AsyncLLM`` failed, or failed with this request; the answer is lost."""
+    """The engine of an ``AsyncLLM`` failed, and takes no more requests; the answer is lost."""
+
+
+class RequestFailedError(EngineFailedError):
+    """The engine failed with this request; others go on."""
 
 
 class OutOfBlocksError(OstinatoError, RuntimeError):

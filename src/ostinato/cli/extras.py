@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ostinato.errors import ConfigError
 
-_OF_EXTRAS = ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "httpx")
+_OF_EXTRAS = ("fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "httpx", "ray")
 
 
 @contextmanager

@@ -27,10 +27,20 @@ def serve(
     task: Annotated[
         str, typer.Option(help="What the model is for: auto, generate or embed.")
     ] = "auto",
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Run the model in replicas of a Ray cluster: RAY_ADDRESS, or a local one."
+        ),
+    ] = False,
+    replicas: Annotated[
+        int | None, typer.Option(help="Copies of the model, each with its ranks; with --ray.")
+    ] = None,
     config: EngineConfig,
     quiet: options.Quiet = False,
 ) -> None:
     """Serve a model to OpenAI's clients: completions, chats, embeddings, metrics."""
+    num_replicas = _checked(replicas, ray)
     with needs_extra("serve", "serve"):
         from ostinato.serving.http.run import serve as run
     key = server.api_key or os.environ.get("OSTINATO_API_KEY") or None
@@ -39,7 +49,25 @@ def serve(
     if adapters:
         extra["enable_lora"] = True
         extra["max_loras"] = max(config.max_loras, len(adapters))
-    run(replace(config, **extra), replace(server, api_key=key), adapters)
+    config, server = replace(config, **extra), replace(server, api_key=key)
+    if not ray:
+        run(config, server, adapters)
+        return
+    with needs_extra("serve --ray", "ray"):
+        from ostinato.serving.replicas.run import serve_replicas
+    serve_replicas(config, server, adapters, num_replicas=num_replicas)
+
+
+def _checked(replicas: int | None, ray: bool) -> int:
+    """The number of replicas."""
+    if replicas is not None and replicas < 1:
+        raise ConfigError(f"--replicas must be at least 1, got {replicas}")
+    if replicas is not None and not ray:
+        raise ConfigError(
+            "--replicas are started by Ray: add --ray; without it, --data-parallel-size runs "
+            "copies of the model on the GPUs of this machine"
+        )
+    return replicas or 1
 
 
 def _named(text: str) -> tuple[str, str]:

@@ -233,6 +233,11 @@ class Engine(Owner):
         """Counts of each replica of the model; ``sum`` adds them up."""
         return [ReplicaStats.of(self.scheduler, self.runner.stats.counts)]
 
+    @one_thread(is_part=True)
+    def check(self) -> None:
+        """Raise if a rank has failed. Every step does so itself; for times without steps."""
+        self.runner.check()
+
     # --- one step ------------------------------------------------------------------------------
 
     @one_thread(is_part=True)

@@ -78,6 +78,9 @@ class RankRunner(ModelRunner):
         summed = self._world.control.all_reduce(torch.tensor(list(own.values())))
         return dict(zip(own, summed.tolist(), strict=True))
 
+    def check(self) -> None:
+        self._world.check()
+
     def close(self) -> None:
         try:
             super().close()

@@ -456,6 +456,9 @@ class ModelRunner:
         planned = (graphs for graphs in self._all_graphs if entry in graphs.plan.entries)
         return next(planned, self.graphs).num_nodes(entry)
 
+    def check(self) -> None:
+        """Raise if another rank has failed; here there is none."""
+
     def close(self) -> None:
         """Drop the graphs, their memory, the KV cache and the models. Closing twice is harmless."""
         try:

@@ -2,7 +2,7 @@
 
 Event loops put commands in a queue and never wait for the thread. Between two steps the thread
 takes all commands that have come; after a step it hands each loop everything new in one call.
-While there is nothing to step, it waits for a command.
+While there is nothing to step, it waits for a command, and looks after the ranks once a second.
 
 Reading the text of hundreds of streams can take longer than a step. So a first token and an end go
 out at once, and what is in between as often as it takes no more than a share of the thread's time:
@@ -22,7 +22,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from ostinato.engine.requests.completion import Completion
-from ostinato.errors import EngineFailedError, OstinatoError
+from ostinato.errors import OstinatoError, RankFailedError, RequestFailedError
 from ostinato.llm import LLM
 from ostinato.quoting import said
 from ostinato.serving.inbox import Command, Inbox
@@ -144,12 +144,16 @@ class EngineThread:
                 return
             if self._requests:
                 self._step()
+            elif self.llm.task == "generate":
+                self.llm.engine.check()
             self._flush()
 
     def _step(self) -> None:
         began = time.monotonic()
         try:
             self.llm.engine.step()
+        except RankFailedError:
+            raise  # whatever it has dropped: no step will succeed
         except Exception as error:
             if not self._end_dropped(error):
                 raise
@@ -221,7 +225,7 @@ class EngineThread:
         return bool(dropped)
 
     def _end_with(self, request: RunningRequest, error: Exception) -> None:
-        self._post_error(request, EngineFailedError(f"a request failed: {said(error)}"))
+        self._post_error(request, RequestFailedError(f"a request failed: {said(error)}"))
         self._abort(request)
 
     def _start(self, request: RunningRequest) -> None:
@@ -289,7 +293,7 @@ class EngineThread:
         """Give all callers the error. The engine takes no more requests: its state is unknown."""
         self._inbox.fail(
             f"the engine failed: {type(error).__name__}: {said(error)}; all its requests are "
-            "lost: close the AsyncLLM and build a new one"
+            "lost, and it takes no more: build a new AsyncLLM, or restart the server"
         )
         for request in self.requests:
             self._post_error(request, self.gone())

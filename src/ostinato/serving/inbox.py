@@ -8,6 +8,8 @@ from queue import Empty, SimpleQueue
 
 from ostinato.errors import ClosedError, EngineFailedError, OstinatoError
 
+_WAIT_S = 1.0
+
 
 class Command:
     """Something to do between two steps: ``run()``, or ``refuse(error)`` if it is too late."""
@@ -61,10 +63,11 @@ class Inbox:
     # --- in the engine's thread ----------------------------------------------------------------
 
     def take(self, *, wait: bool) -> Iterator[Command]:
-        """All commands there are, up to the end; if there is none, ``wait`` for one."""
+        """All commands there are, up to the end; if there is none, ``wait`` for one, but no longer
+        than a second."""
         while not self.has_ended:
             try:
-                command = self._commands.get(block=wait)
+                command = self._commands.get(block=wait, timeout=_WAIT_S)
             except Empty:
                 return
             wait = False

@@ -63,12 +63,16 @@ BAD: list[tuple[str, Any, int, str, str | None]] = [
     ("/v1/completions", {}, 400, "prompt is required", "prompt"),
     ("/v1/completions", [], 400, "the body: Input should be", None),
     ("/v1/completions", b"{", 400, "the body is not valid JSON", None),
-    ("/v1/completions", b"[" * 50_000, 400, "error parsing the body|not valid JSON", None),
+    ("/v1/completions", b"[" * 500_000, 400, "not valid JSON: it is nested too deeply", None),
+    ("/v1/completions", b'{"prompt": "\xff"}', 400, "not valid JSON: it is not UTF-8", None),
+    ("/v1/completions", b'{"n": ' + b"9" * 5000 + b"}", 400, "has too many digits", None),
+    ("/v1/completions", b'{"top_p": NaN}', 400, "NaN is not a number of JSON", None),
+    ("/v1/completions", b'{"top_p": 1e999}', 400, "1e999 is too large a number", None),
     ("/v1/completions", b'{"prompt": "\\ud800"}', 400, "lone surrogate", None),
     ("/v1/completions", {**ASK, "tempature": 1}, 400, "argument: 'tempature'", None),
     ("/v1/completions", b'{"prompt": "w1", "\\ud800": 1}', 400, "unicode", None),
     ("/v1/completions", {**ASK, "temperature": "0"}, 400, "temperature: Input", "temperature"),
-    ("/v1/completions", b'{"prompt": "w1", "top_p": NaN}', 400, "top_p must be", "top_p"),
+    ("/v1/completions", {**ASK, "top_p": -1}, 400, "top_p must be", "top_p"),
     ("/v1/completions", {**ASK, "max_tokens": 0}, 400, "max_tokens must be", "max_tokens"),
     ("/v1/completions", {**ASK, "n": 1000}, 400, "1000 sequences, but a request may have", "n"),
     ("/v1/completions", {**ASK, "prompt": []}, 400, "no prompts", "prompt"),
@@ -141,6 +145,20 @@ def test_pages_of_other_origins_cannot_ask(client: httpx.Client, kind: str | Non
     assert "Content-Type: application/json" in error_of(response)["message"]
 
 
+def test_where_no_body_is_taken_its_type_does_not_matter(client: httpx.Client) -> None:
+    assert client.post("/version", content="x").status_code == 405
+    assert client.post("/nothing", content="x").status_code == 404
+
+
+def test_an_answer_may_quote_lone_surrogates(client: httpx.Client) -> None:
+    body = b'{"input": "w1", "max_output_tokens": 2, "metadata": {"a": "\\ud800"}}'
+    response = client.post(
+        "/v1/responses", content=body, headers={"content-type": "application/json"}
+    )
+    assert response.status_code == 200
+    assert response.json()["metadata"] == {"a": "\ud800"}
+
+
 def test_harmless_fields_are_taken(client: httpx.Client) -> None:
     chat = {"messages": [{"role": "user", "content": "w1"}], "max_completion_tokens": 2}
     harmless = {
@@ -202,6 +220,18 @@ def test_bodies_have_a_limit(engine: AsyncLLM) -> None:
             assert response.status_code == 413
             assert "the body exceeds the limit of 1,000 bytes" in error_of(response)["message"]
         assert client.post("/v1/completions", json=ASK).status_code == 200
+
+
+@pytest.mark.slow
+def test_bodies_must_come_in_time(engine: AsyncLLM) -> None:
+    with http(engine, request_timeout_s=0.2) as client:
+        url = client.base_url
+        with socket.create_connection((url.host, url.port or 80), timeout=60) as connection:
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9"
+            connection.sendall(f"{head}\r\nContent-Type: application/json\r\n\r\n{{".encode())
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))  # until it is closed
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"the body did not come within 0.2 s (--request-timeout-s)" in answer
 
 
 def test_prompts_have_a_limit(engine: AsyncLLM) -> None:
@@ -449,7 +479,7 @@ def test_a_failed_engine_is_not_healthy(paths: tuple[str, str]) -> None:
         asyncio.run(engine.call(lambda llm: setattr(llm.engine.runner, "run", broken)))
         for _ in range(2):
             response = client.post("/v1/completions", json=ASK)
-            assert response.status_code == 500
+            assert response.status_code == 503
             assert error_of(response)["code"] == "engine_failed"
         health = client.get("/health")
         assert health.status_code == 503
@@ -515,11 +545,23 @@ def test_the_second_signal_ends_the_process_at_once(
         assert httpx.get(f"{url}/health").status_code == 503
 
 
+def test_ray_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ostinato.serving.replicas.run", raising=False)
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not there
+    result = CliRunner().invoke(get_command(cli.app), ["serve", "--ray"])
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception) == (
+        "ostinato serve --ray needs the package ray: pip install 'ostinato[ray]'"
+    )
+
+
 def test_the_command_refuses_bad_options() -> None:
     for arguments, message in (
         (["--adapter", "poet"], "--adapter takes NAME=DIRECTORY, got 'poet'"),
         (["--port", "70000"], "port must be an integer from 0 to 65535"),
         (["--task", "dance"], "task"),
+        (["--replicas", "0", "--ray"], "--replicas must be at least 1, got 0"),
+        (["--replicas", "2"], "--replicas are started by Ray: add --ray"),
     ):
         result = CliRunner().invoke(get_command(cli.app), ["serve", *arguments])
         assert isinstance(result.exception, ConfigError)

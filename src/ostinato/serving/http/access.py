@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ostinato.errors import ClosedError
@@ -21,17 +22,25 @@ Count = Callable[[str, int], None]
 
 
 class Guard:
-    """Asks for the key (unless None), limits bodies, and reports path and status to ``count``.
+    """Asks for the key (unless None), limits the size of bodies and the time they take, and reports
+    path and status to ``count``.
 
     It is the outermost layer, so it also answers what no other part expected.
     """
 
     def __init__(
-        self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int, count: Count
+        self,
+        app: ASGIApp,
+        *,
+        api_key: str | None,
+        max_body_bytes: int,
+        max_body_s: float,
+        count: Count,
     ) -> None:
         self._app = app
         self._key = None if api_key is None else api_key.encode()
         self._most = max_body_bytes
+        self._seconds = max_body_s
         self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +83,7 @@ class Guard:
                     headers={"WWW-Authenticate": "Bearer"},
                 )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != "application/json":
+        if scope["method"] == "POST" and kind != "application/json" and _is_served(scope):
             # Any other type may come from a page of another origin, in a browser on this machine.
             raise ApiError(
                 415,
@@ -86,12 +95,23 @@ class Guard:
             raise self._too_large()
 
     def _limited(self, receive: Receive) -> Receive:
-        """``receive`` that stops at the limit: a body may come in parts, and lie about its size."""
-        num_bytes = 0
+        """``receive`` that stops at the limits: a body may come in parts, lie about its size, and
+        take its time."""
+        num_bytes, is_whole = 0, False
+        deadline = asyncio.get_running_loop().time() + self._seconds
 
         async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+            nonlocal num_bytes, is_whole
+            try:
+                async with asyncio.timeout_at(None if is_whole else deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(
+                    408,
+                    f"the body did not come within {self._seconds:g} s (--request-timeout-s)",
+                    {"Connection": "close"},
+                ) from None
+            is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._most:
                 # FastAPI passes on this kind of error only.
@@ -107,3 +127,8 @@ class Guard:
             code="body_too_large",
             headers={"Connection": "close"},
         )
+
+
+def _is_served(scope: Scope) -> bool:
+    """Whether a route takes this request; others are answered with 404 or 405."""
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].routes)

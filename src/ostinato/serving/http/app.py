@@ -10,10 +10,12 @@ from starlette.responses import JSONResponse, Response
 
 from ostinato import __version__
 from ostinato.serving.async_llm import AsyncLLM
-from ostinato.serving.http.access import Guard
+from ostinato.serving.http.access import OPEN_PATHS, Guard
 from ostinato.serving.http.errors import ApiError, add_handlers
 from ostinato.serving.http.openai.responses.response_route import create_responses_router
 from ostinato.serving.http.openai.routes import create_router
+from ostinato.serving.http.openapi import document
+from ostinato.serving.http.openapi.answer_schemas import HealthAnswer, VersionAnswer
 from ostinato.serving.http.page import create_page_router
 from ostinato.serving.http.server_config import ServerConfig
 from ostinato.serving.http.state import Served
@@ -28,8 +30,8 @@ def create_app(
 ) -> FastAPI:
     """An ASGI application that serves ``llm``, which stays the caller's to close.
 
-    ``app.state.served`` is what its routes share. ``tracer_provider``: of OpenTelemetry, for a span
-    per request; None: no traces.
+    ``app.state.served`` is what its routes share, ``app.state.admission`` its queue.
+    ``tracer_provider``: of OpenTelemetry, for a span per request; None: no traces.
     """
     served = Served(llm, config)
     app = FastAPI(
@@ -40,11 +42,12 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.served = served
+    app.state.admission = served.admission
     app.include_router(create_router(served))
     app.include_router(create_responses_router(served))
     app.include_router(create_page_router(served))
 
-    @app.get("/health")
+    @app.get("/health", responses=document.read(HealthAnswer))
     async def health() -> Response:
         """Whether the engine takes requests."""
         if llm.failure is not None:
@@ -53,17 +56,18 @@ def create_app(
             raise ApiError(503, "the server is shutting down; try another one", code="closing")
         return JSONResponse({"status": "ok"})
 
-    @app.get("/version")
+    @app.get("/version", responses=document.read(VersionAnswer))
     async def version() -> Response:
         return JSONResponse({"version": __version__})
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=document.text(CONTENT_TYPE_LATEST), response_class=Response)
     async def metrics() -> Response:
         """For Prometheus; waits for the end of the engine's current step."""
         return Response(counted.text(await llm.stats()), media_type=CONTENT_TYPE_LATEST)
 
     add_handlers(app)
-    counted = Metrics(served.name, app.openapi()["paths"])
+    open_paths = None if config.api_key is None else OPEN_PATHS
+    counted = Metrics(served.name, document.complete(app, open_paths=open_paths)["paths"])
     llm.observe(counted.observe)
     if tracer_provider is not None:
         from ostinato.serving.http.telemetry.tracing import (  # needs OpenTelemetry
@@ -77,6 +81,7 @@ def create_app(
         Guard,
         api_key=config.api_key,
         max_body_bytes=config.max_body_bytes,
+        max_body_s=config.request_timeout_s,
         count=counted.count_answer,
     )
     return app

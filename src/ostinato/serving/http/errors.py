@@ -13,7 +13,13 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ostinato.errors import ClosedError, ConfigError, EngineFailedError, RequestError
+from ostinato.errors import (
+    ClosedError,
+    ConfigError,
+    EngineFailedError,
+    RequestError,
+    RequestFailedError,
+)
 from ostinato.quoting import shown
 from ostinato.sampling_params import SamplingParams
 
@@ -23,6 +29,7 @@ _TYPES = {
     401: "authentication_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
@@ -69,8 +76,10 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, RequestError | ConfigError):
         first = str(error).partition(" ")[0].partition("[")[0].rstrip(":")
         return ApiError(400, str(error), param=first if first in _PARAMS else None)
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, str(error), code="request_failed")
     if isinstance(error, EngineFailedError):
-        return ApiError(500, str(error), code="engine_failed")
+        return ApiError(503, str(error), code="engine_failed")
     if isinstance(error, ClosedError):
         return ApiError(503, "the server is shutting down; try another one", code="closing")
     if isinstance(error, RequestValidationError):

@@ -16,6 +16,8 @@ from starlette.responses import JSONResponse, Response
 
 from ostinato import __version__
 from ostinato.graphs.policy.descriptor import Reason
+from ostinato.serving.http.openapi import document
+from ostinato.serving.http.openapi.answer_schemas import DashboardAnswer
 from ostinato.serving.http.state import Served
 from ostinato.serving.overview import Overview
 from ostinato.serving.recent_requests import RecentRequests
@@ -50,7 +52,7 @@ def create_page_router(served: Served) -> APIRouter:
         response = Response(content, media_type=media_type, headers=_HEADERS)
         router.add_api_route(path, _always(response), include_in_schema=False)
 
-    @router.get("/dashboard/data")
+    @router.get("/dashboard/data", responses=document.read(DashboardAnswer))
     async def data() -> Response:
         """What the dashboard shows; waits for the end of the engine's current step."""
         overview = await served.llm.overview()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
 from ostinato.config import EngineConfig
 from ostinato.serving.async_llm import AsyncLLM
@@ -43,7 +44,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             os._exit(128 + sig)
-        self.config.app.state.served.admission.is_closing = True  # type: ignore[union-attr]
+        self.config.app.state.admission.is_closing = True  # type: ignore[union-attr]
         self.should_exit = True
 
 
@@ -56,25 +57,30 @@ def serve(
         short_switch_interval(),
         AsyncLLM.from_config(engine) as llm,
     ):
-        asyncio.run(_load(llm, adapters or {}))
-        app = create_app(llm, config, tracer_provider)
-        if config.is_exposed:
-            _log.warning("other machines may connect to %s without a key", config.host)
-        server = _Server(
-            uvicorn.Config(
-                app,
-                host=config.host,
-                port=config.port,
-                timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
-                server_header=False,
-                log_level="info",
-            )
+        asyncio.run(load_adapters(llm, adapters or {}))
+        listen(create_app(llm, config, tracer_provider), config)
+
+
+def listen(app: FastAPI, config: ServerConfig) -> None:
+    """Run ``app`` until a signal. Its ``state.admission`` takes no more requests then."""
+    if config.is_exposed:
+        _log.warning("other machines may connect to %s without a key", config.host)
+    server = _Server(
+        uvicorn.Config(
+            app,
+            host=config.host,
+            port=config.port,
+            timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
+            server_header=False,
+            log_level="info",
         )
-        server.run()
-        if not server.started:
-            sys.exit(1)  # uvicorn has said why
+    )
+    server.run()
+    if not server.started:
+        sys.exit(1)  # uvicorn has said why
 
 
-async def _load(llm: AsyncLLM, adapters: Mapping[str, str | Path]) -> None:
+async def load_adapters(llm: AsyncLLM, adapters: Mapping[str, str | Path]) -> None:
+    """Load LoRA adapters by name."""
     for name, path in adapters.items():
         await llm.load_adapter(name, path)

@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from ostinato.engine.requests.prompt_reader import PromptReader
 from ostinato.outputs import EmbeddingOutput
 from ostinato.serving.http.errors import ApiError
+from ostinato.serving.http.json_body import JsonRoute
 from ostinato.serving.http.limits import time_limit, unless_gone
 from ostinato.serving.http.openai import generation
 from ostinato.serving.http.openai.answers import TextChoices, listed
@@ -24,6 +25,16 @@ from ostinato.serving.http.openai.protocol import (
     TokenizeRequest,
 )
 from ostinato.serving.http.openai.structure import structure_of
+from ostinato.serving.http.openapi import document
+from ostinato.serving.http.openapi.answer_schemas import (
+    ChatAnswer,
+    CompletionAnswer,
+    DetokenizeAnswer,
+    EmbeddingAnswer,
+    ModelAnswer,
+    ModelsAnswer,
+    TokenizeAnswer,
+)
 from ostinato.serving.http.state import Served
 
 _MOST_INPUTS = 2048  # of one request for embeddings, as OpenAI has it
@@ -31,9 +42,9 @@ _MOST_INPUTS = 2048  # of one request for embeddings, as OpenAI has it
 
 def create_router(served: Served) -> APIRouter:
     """All routes under ``/v1``, and ``/tokenize`` and ``/detokenize``."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", responses=document.asked(CompletionAnswer, streams=True))
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Complete one prompt or several."""
         max_tokens = 16 if body.max_tokens is None else body.max_tokens
@@ -48,29 +59,29 @@ def create_router(served: Served) -> APIRouter:
         )
         return await _answer(request, task, body)
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", responses=document.asked(ChatAnswer, streams=True))
     async def chat(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation."""
         return await _answer(request, chat_task(served, body), body)
 
-    @router.post("/v1/embeddings")
+    @router.post("/v1/embeddings", responses=document.asked(EmbeddingAnswer))
     async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
         """Embed one text or several."""
         return await _embed(served, request, body)
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", responses=document.read(ModelsAnswer))
     async def models() -> Response:
         """The model and its adapters."""
         names = [served.name, *served.llm.adapters]
         return JSONResponse(listed([_model(served, name) for name in names]))
 
-    @router.get("/v1/models/{name:path}")
+    @router.get("/v1/models/{name:path}", responses=document.read(ModelAnswer, 404))
     async def model(name: str) -> Response:
         """One of them."""
         served.adapter(name)
         return JSONResponse(_model(served, name))
 
-    @router.post("/tokenize")
+    @router.post("/tokenize", responses=document.asked(TokenizeAnswer))
     async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a text or a conversation."""
         served.adapter(body.model)
@@ -84,7 +95,7 @@ def create_router(served: Served) -> APIRouter:
         limit = served.llm.max_model_len
         return JSONResponse({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
 
-    @router.post("/detokenize")
+    @router.post("/detokenize", responses=document.asked(DetokenizeAnswer))
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of tokens."""
         served.adapter(body.model)

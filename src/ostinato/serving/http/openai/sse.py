@@ -15,7 +15,21 @@ from ostinato.serving.http.errors import api_error
 _DONE = b"data: [DONE]\n\n"
 
 
-class EventStream(StreamingResponse):
+class OwnedStream(StreamingResponse):
+    """Sends ``content``, and closes ``resources`` however the response ends."""
+
+    def __init__(
+        self, content: AsyncIterator[bytes], resources: AsyncExitStack, **options: Any
+    ) -> None:
+        super().__init__(content, **options)
+        self._resources = resources
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._resources:
+            await super().__call__(scope, receive, send)
+
+
+class EventStream(OwnedStream):
     """Sends ``events``, and closes ``resources`` however the response ends.
 
     An error after the start becomes the last event, since the status has been sent. ``lines``
@@ -31,15 +45,11 @@ class EventStream(StreamingResponse):
     ) -> None:
         super().__init__(
             (lines or _lines)(events),
+            resources,
             media_type="text/event-stream",
             # Proxies must not collect the events.
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
-        self._resources = resources
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._resources:
-            await super().__call__(scope, receive, send)
 
 
 async def _lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
@@ -55,6 +65,14 @@ async def named_lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[by
     """Events named by their types, as ``/v1/responses`` has them; the last of them is the end."""
     async for event in events:
         yield f"event: {event['type']}\n".encode() + _line(event)
+
+
+def error_lines(error: dict[str, Any], *, named: bool) -> bytes:
+    """The end of a stream that breaks off; ``named``: as ``/v1/responses`` has it."""
+    if not named:
+        return _line({"error": error}) + _DONE
+    what = {name: error[name] for name in ("message", "code", "param")}
+    return b"event: error\n" + _line({"type": "error", **what})
 
 
 def _line(event: dict[str, Any]) -> bytes:

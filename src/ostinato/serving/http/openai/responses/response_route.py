@@ -6,10 +6,11 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ostinato.serving.async_stream import AsyncStream
 from ostinato.serving.http.errors import ApiError, api_error
+from ostinato.serving.http.json_body import JsonRoute, QuotingResponse
 from ostinato.serving.http.limits import unless_gone
 from ostinato.serving.http.openai import generation
 from ostinato.serving.http.openai.answers import TextChoices, Usage
@@ -17,14 +18,16 @@ from ostinato.serving.http.openai.responses.response_body import ResponseBody
 from ostinato.serving.http.openai.responses.response_request import ResponseRequest
 from ostinato.serving.http.openai.sse import EventStream, named_lines
 from ostinato.serving.http.openai.structure import Structure, structure_of, text_format
+from ostinato.serving.http.openapi import document
+from ostinato.serving.http.openapi.response_schemas import ResponseAnswer
 from ostinato.serving.http.state import Served
 
 
 def create_responses_router(served: Served) -> APIRouter:
     """The route that creates a response; there is none to fetch one, since none is stored."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", responses=document.asked(ResponseAnswer, streams=True))
     async def responses(request: Request, body: ResponseRequest) -> Response:
         """Answer a text or a conversation."""
         body.check_stateless()
@@ -64,7 +67,7 @@ async def _whole(request: Request, task: generation.Task, answer: ResponseBody) 
     generation.check_end(choice)
     usage = Usage(completion_tokens=len(choice.token_ids))
     generation.count_prompt(usage, output)
-    return JSONResponse(answer.whole(choice.text, choice.finish_reason, usage))
+    return QuotingResponse(answer.whole(choice.text, choice.finish_reason, usage))
 
 
 async def _events(

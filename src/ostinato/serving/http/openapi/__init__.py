@@ -1,0 +1,1 @@
+"""What ``/openapi.json`` says about answers: their bodies, and which errors each route has."""
