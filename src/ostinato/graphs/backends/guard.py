@@ -28,6 +28,7 @@ from ostinato.compat import (
     has_kernel_for_key,
 )
 from ostinato.errors import CaptureError
+from ostinato.graphs.backends.base import OperatorObserver
 from ostinato.graphs.tree import tensors_in
 
 aten = torch.ops.aten
@@ -142,6 +143,7 @@ class CaptureGuard(TorchDispatchMode):
     def __init__(self, device_type: str, generators: Sequence[torch.Generator] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.last_operator: str | None = None
+        self.observer: OperatorObserver | None = None
         self._device_type = device_type
         self._generators = {generator_number(generator) for generator in generators}
         self._rules: dict[Any, Rule | None] = {}
@@ -167,10 +169,11 @@ class CaptureGuard(TorchDispatchMode):
             return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
         autocast = self.autocast_in_body(func)
-        if autocast is None:
-            return func(*args, **kwargs)
-        with torch.autocast(self._device_type, autocast):
-            return func(*args, **kwargs)
+        with nullcontext() if autocast is None else torch.autocast(self._device_type, autocast):
+            result = func(*args, **kwargs)
+        if self.observer is not None:
+            self.observer.saw(func, args, kwargs, result, None)
+        return result
 
     def is_composite(self, func: Any) -> bool:
         """Whether ``func`` is composed of other operators, which are checked instead.

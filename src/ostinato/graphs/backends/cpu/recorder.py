@@ -88,10 +88,12 @@ class Recorder(CaptureGuard):
             self._check_dense(func, tensors_in((args, kwargs)), "was given")
             return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
-        if func.namespace == "aten":
-            return self._record(func, args, kwargs)
-        with host_reads_allowed():  # the body of a custom operator runs again on every replay
-            return self._record(func, args, kwargs)
+        # The body of a custom operator runs again on every replay.
+        with nullcontext() if func.namespace == "aten" else host_reads_allowed():
+            result = self._record(func, args, kwargs)
+        if self.observer is not None:
+            self.observer.saw(func, args, kwargs, result, len(self.steps))
+        return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func``, record the step that repeats it, and return its results in the arena."""

@@ -19,7 +19,7 @@ from ostinato.errors import (
 )
 from ostinato.graphs.backends.alias import alias_of
 from ostinato.graphs.backends.ambient import capture_ambient
-from ostinato.graphs.backends.base import replay_closed
+from ostinato.graphs.backends.base import OperatorObserver, replay_closed
 from ostinato.graphs.backends.cuda.bindings import HAS_BINDINGS, count_nodes
 from ostinato.graphs.backends.cuda.device import (
     CaptureDevice,
@@ -143,6 +143,7 @@ class CudaBackend:
         self.generators = (default, *generators)
         self._guard = CaptureGuard("cuda", self.generators)
         self._guarded = True
+        self.observer: OperatorObserver | None = None
         self._modes = ExitStack()
         self._under_way = ExitStack()  # closed once torch has ended the capture
         self._segments: list[tuple[int, int]] = []
@@ -194,7 +195,10 @@ class CudaBackend:
             self._under_way = stack.pop_all()
         self._open = graph
         self._guard.last_operator = None
-        if self._guarded:
+        self._guard.observer = self.observer
+        if self.observer is not None:
+            self.observer.new_segment()
+        if self._guarded or self.observer is not None:
             self._modes.enter_context(self._guard)
 
     def end(self) -> CudaGraph:

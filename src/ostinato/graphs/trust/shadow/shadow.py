@@ -1,0 +1,317 @@
+"""Runs a step both ways: eagerly, undone, then by its graph; and compares what they leave.
+
+Eager code runs the padded shape of the graph, so both launch the same kernels and every bit must
+agree, in every dtype. Padding rows get other contents in the eager run: real rows must not depend
+on them. If the bits differ, two more eager runs tell whether eager code repeats itself. Only if it
+does not (a kernel that adds in the order of arrival) are differences allowed, a small multiple of
+those between the eager runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.segments import Tape
+from ostinato.graphs.trust.shadow.bisect import (
+    NameOf,
+    SteppedReplay,
+    explain,
+    first_varying,
+)
+from ostinato.graphs.trust.shadow.differences import Difference, differing, max_difference
+from ostinato.graphs.trust.shadow.memory_part import (
+    MemoryPart,
+    compared,
+    read_parts,
+    write_parts,
+)
+from ostinato.graphs.trust.shadow.operator_log import OperatorLog, logging_operators
+from ostinato.graphs.trust.shadow.report import Cause, Finding, Mismatch, VerifyReport
+
+logger = logging.getLogger(__name__)
+
+# How far a graph may be from an eager run, in differences between eager runs. Of three runs, the
+# largest difference of a pair is a small sample of what the order of sums can do.
+_SPREADS = 4.0
+
+
+class EagerRun(Protocol):
+    """Runs the step eagerly, in the graph's padded shape.
+
+    ``other_padding``: with other contents in padding rows. ``around`` is entered around the part
+    that the graph contains.
+    """
+
+    def __call__(
+        self, *, other_padding: bool = False, around: AbstractContextManager[Any] | None = None
+    ) -> Mapping[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShadowedStep:
+    """A step that can run both ways; both return their results by name, real rows only.
+
+    ``graph``: its mode and key, for reports. ``tape``: what ``replay`` replays. ``parts``: all
+    memory that the step writes and that outlives it, in the order in which it is written.
+    ``alone``: runs it eagerly without padding; None if it has none. ``rows``: of tensors inside the
+    step, by their number of rows with padding, the real ones.
+    """
+
+    graph: str
+    tape: Tape
+    eager: EagerRun
+    replay: Callable[[], Mapping[str, torch.Tensor]]
+    parts: Sequence[MemoryPart]
+    rows: Mapping[int, slice]
+    alone: Callable[[], Mapping[str, torch.Tensor]] | None = None
+
+
+class Shadow:
+    """Compares steps of one ``pool``'s graphs, and keeps the ``report``.
+
+    ``name_of`` names the memory at an address. ``agree``: whether any of the ranks that run the
+    step together found a difference; all of them then look for it.
+    """
+
+    def __init__(
+        self,
+        pool: GraphPool,
+        *,
+        name_of: NameOf,
+        agree: Callable[[bool], bool] = bool,
+        report: VerifyReport | None = None,
+    ) -> None:
+        self.report = VerifyReport() if report is None else report
+        self.pool = self._pool = pool
+        self._name_of = name_of
+        self._agree = agree
+        pool.new_observer = self._new_log
+
+    def _new_log(self) -> OperatorLog:
+        return OperatorLog(self._pool.backend.weak)
+
+    def run(self, step: ShadowedStep, found: str) -> Mismatch | None:
+        """Run ``step`` both ways. It takes effect once, as in eager code if the two differ.
+
+        ``found`` says when, for the report. Synchronises. The results are where the graph leaves
+        them, and valid as long.
+        """
+        before = read_parts(step.parts)
+        want = self._eager(step, other_padding=True)
+        write_parts(step.parts, before)
+        result = step.replay()
+        got = {**compared(step.parts, read_parts(step.parts)), **_cloned(result)}
+        self.report.num_compared += 1
+        differences = differing(got, want)
+        if not self._agree(bool(differences)):
+            return None
+        write_parts(step.parts, before)
+        finding = self._finding(step, before, got, want)
+        if finding is None:  # eager code itself gives other bits every time
+            self._run_again(step, before, result, step.replay)
+            return None
+        mismatch = self._reported(_mismatch(step, found, differences, finding))
+        truth = step.eager if finding.cause is not Cause.PADDING else (step.alone or step.eager)
+        self._run_again(step, before, result, truth)
+        return mismatch
+
+    # --- both ways -----------------------------------------------------------------------------
+
+    def _eager(
+        self,
+        step: ShadowedStep,
+        *,
+        other_padding: bool,
+        around: AbstractContextManager[Any] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """What an eager run leaves: the parts that are compared, then its results."""
+        # On the capture's stream cuBLAS has the workspace that it had then, and chooses the same
+        # kernels.
+        with self._pool.backend.capture_scope():
+            result = _cloned(step.eager(other_padding=other_padding, around=around))
+        return {**compared(step.parts, read_parts(step.parts)), **result}
+
+    def _run_again(
+        self,
+        step: ShadowedStep,
+        before: Mapping[str, torch.Tensor],
+        result: Mapping[str, torch.Tensor],
+        run: Callable[[], Mapping[str, torch.Tensor]],
+    ) -> None:
+        """Undo all, and run the step for good; its results go where the graph leaves them."""
+        write_parts(step.parts, before)
+        with self._pool.backend.capture_scope() if run is not step.replay else nullcontext():
+            truth = _cloned(run())
+        for name, tensor in result.items():
+            tensor.copy_(truth[name])
+
+    # --- where they part -----------------------------------------------------------------------
+
+    def _finding(
+        self,
+        step: ShadowedStep,
+        before: Mapping[str, torch.Tensor],
+        got: Mapping[str, torch.Tensor],
+        want: Mapping[str, torch.Tensor],
+    ) -> Finding | None:
+        """Why they differ; None if eager runs differ among themselves as much."""
+        logged = self._logged(step, before, other_padding=True)
+        again = self._logged(step, before, other_padding=True)
+        spread = _spread([want, logged[1], again[1]])
+        if self._agree(bool(spread)) and not self._agree(_is_beyond(got, want, spread)):
+            varying = first_varying(logged[0], again[0])
+            self.report.num_inexact += 1
+            self.report.inexact[step.graph] = "unknown" if varying is None else varying[0]
+            return None
+        same_padding, left = self._logged(step, before, other_padding=False)
+        if not self._agree(bool(differing(got, left))):
+            varying = first_varying(same_padding, logged[0])
+            return _of_rows(Cause.PADDING, varying)
+        return self._parted(step, before, same_padding)
+
+    def _parted(
+        self, step: ShadowedStep, before: Mapping[str, torch.Tensor], eager: OperatorLog
+    ) -> Finding:
+        """Where the graph and the logged eager run, which had the same padding, part."""
+        write_parts(step.parts, before)
+        replayed = SteppedReplay(step.tape, eager, step.rows)
+        with replayed.instead():
+            step.replay()
+        return explain(step.tape, eager, replayed, self._name_of)
+
+    def _logged(
+        self,
+        step: ShadowedStep,
+        before: Mapping[str, torch.Tensor],
+        *,
+        other_padding: bool,
+        rows: Mapping[int, slice] | None = None,
+    ) -> tuple[OperatorLog, dict[str, torch.Tensor]]:
+        """An eager run with a log of its operators, and what it leaves."""
+        write_parts(step.parts, before)
+        around = logging_operators(
+            self._pool.device.type, rows or step.rows, split_at_breaks=step.tape.has_breaks
+        )
+        entered = _Entered(around)
+        left = self._eager(step, other_padding=other_padding, around=entered)
+        assert entered.value is not None, "the eager run enters it"
+        return entered.value, left
+
+    # --- rows of one batch ---------------------------------------------------------------------
+
+    def check_row(
+        self,
+        step: ShadowedStep,
+        change_others: AbstractContextManager[Any],
+        rows: Mapping[int, slice],
+        found: str,
+    ) -> Mismatch | None:
+        """Replay twice, the second time with ``change_others``: ``rows`` must come out the same.
+
+        The step leaves no effects.
+        """
+        before, first = self._replayed(step, rows)
+        with change_others:
+            before_others, second = self._replayed(step, rows)
+            differences = differing(second, first)
+            if not self._agree(bool(differences)):
+                return None
+            changed = self._logged(step, before_others, other_padding=False, rows=rows)[0]
+            write_parts(step.parts, before_others)
+        as_before = self._logged(step, before, other_padding=False, rows=rows)[0]
+        write_parts(step.parts, before)
+        finding = _of_rows(Cause.BATCH, first_varying(as_before, changed))
+        return self._reported(_mismatch(step, found, differences, finding))
+
+    def _replayed(
+        self, step: ShadowedStep, rows: Mapping[int, slice]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The parts before a replay that is undone, and ``rows`` of its results."""
+        before, results = read_parts(step.parts), {}
+        for name, tensor in step.replay().items():
+            padded = next(n for n, real in step.rows.items() if real.stop == tensor.shape[0])
+            results[name] = tensor[rows[padded]].clone()
+        write_parts(step.parts, before)
+        return before, results
+
+    def _reported(self, mismatch: Mismatch) -> Mismatch:
+        self.report.mismatches.append(mismatch)
+        logger.error("%s; it runs eagerly from now on", mismatch)
+        return mismatch
+
+
+class _Entered:
+    """A context manager that remembers what entering it gave."""
+
+    def __init__(self, manager: AbstractContextManager[OperatorLog]) -> None:
+        self.value: OperatorLog | None = None
+        self._manager = manager
+
+    def __enter__(self) -> OperatorLog:
+        self.value = self._manager.__enter__()
+        return self.value
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        return self._manager.__exit__(*raised)
+
+
+def _of_rows(cause: Cause, varying: tuple[str, float] | None) -> Finding:
+    if varying is None:
+        return Finding(cause=cause)
+    operator, off = varying
+    return Finding(cause=cause, operator=operator, detail=f"by up to {off:.3g}")
+
+
+def _mismatch(
+    step: ShadowedStep, found: str, differences: Sequence[Difference], finding: Finding
+) -> Mismatch:
+    if not differences:  # only another rank found one
+        return Mismatch(
+            graph=step.graph, found=f"{found}, on another rank", tensor="nothing here",
+            max_difference=0.0, finding=finding,
+        )
+    first = differences[0]
+    return Mismatch(
+        graph=step.graph,
+        found=found,
+        tensor=first.name,
+        max_difference=first.max_difference,
+        finding=finding,
+    )
+
+
+def _cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _spread(runs: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
+    """By name, the largest difference between two of the runs; only where there is one."""
+    spread: dict[str, float] = {}
+    for index, one in enumerate(runs):
+        for other in runs[index + 1 :]:
+            for difference in differing(one, other):
+                most = max(spread.get(difference.name, 0.0), difference.max_difference)
+                spread[difference.name] = most
+    return spread
+
+
+def _is_beyond(
+    got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], spread: Mapping[str, float]
+) -> bool:
+    """Whether ``got`` is further from ``want`` than eager runs are from each other.
+
+    Integers that follow from numbers that vary, such as sampled tokens, may be any.
+    """
+    varies = any(want[name].is_floating_point() for name in spread)
+    return any(
+        max_difference(got[name], want[name]) > _SPREADS * spread.get(name, 0.0)
+        for name in want
+        if want[name].is_floating_point() or not varies
+    )
