@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import nn
 
 from ostinato.config import GraphConfig
 from ostinato.graphs.policy.descriptor import Reason
@@ -16,6 +15,7 @@ from ostinato.graphs.policy.modes import ModeName
 from ostinato.graphs.trust.shadow.report import Cause, Mismatch
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.llm import LLM
+from ostinato.models.native.decoder import Decoder
 from ostinato.runner.model_graphs import Forward
 from ostinato.sampling_params import SamplingParams
 
@@ -61,7 +61,7 @@ class FaultResult:
 def _move_parameter(llm: LLM) -> None:
     """A reload that gives a parameter other memory."""
     model = llm.engine.model
-    assert isinstance(model, nn.Module)
+    assert isinstance(model, Decoder), "the small model is"
     weight = next(each for each in model.layers[1].parameters() if each.dim() == 2)
     weight.data = weight.data.flip(0).contiguous()
 
@@ -165,8 +165,10 @@ def _try(fault: PlantedFault, device: str, dtype: str, mode: ModeName) -> FaultR
         ) as llm,
     ):
         fault.plant(llm)
-        prompts = [list(range(3 + number, 12 + 4 * number)) for number in range(3)]
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True))
+        prompts = [list(range(3 + number, 8 + 4 * number)) for number in range(3)]
+        outputs = llm.generate(
+            prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+        )
         mismatches = llm.verification.mismatches
         return FaultResult(
             fault=fault.name,

@@ -19,8 +19,8 @@ from ostinato.graphs.capture.capture_inputs import CaptureInputs, prepare_inputs
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.pool import GraphPool
-from ostinato.graphs.manager import CudaGraphManager, FullGraph, PreparedBatch
 from ostinato.graphs.capture.segments import Tape
+from ostinato.graphs.manager import CudaGraphManager, FullGraph, PreparedBatch
 from ostinato.graphs.policy.descriptor import Choice, Reason
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode

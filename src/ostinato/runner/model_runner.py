@@ -521,6 +521,7 @@ class ModelRunner:
             if self.memory.states is not None:
                 self.memory.states.layers.clear()
             self._members = self.adapters = self.images = self.pool.offloader = None
+            self.shadow = None
             if self.memory.proposer is not None:
                 self.memory.proposer.close()
             self._all_graphs.clear()

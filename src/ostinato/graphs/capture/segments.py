@@ -139,9 +139,9 @@ class EagerCall:
 
     def _changed(self, was: str, now: str) -> ReplayMismatchError:
         return ReplayMismatchError(
-            f"eager break {self.name} returned {was} at capture and {now} on replay; the graph after it "
-            "was captured with the former, so only the contents of tensors that a break returns "
-            "may change"
+            f"eager break {self.name} returned {was} at capture and {now} on replay; the graph "
+            "after it was captured with the former, so only the contents of tensors that a break "
+            "returns may change"
         )
 
 

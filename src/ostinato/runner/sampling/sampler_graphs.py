@@ -125,10 +125,15 @@ class SamplerGraphs:
         self._max_num_rows = max_num_rows
         self._graphs: dict[tuple[int, SamplerKind], SamplerGraph] = {}
         self._pool: GraphPool | None = None
-        self.on_pool: Callable[[GraphPool], None] | None = None  # called with it, once it exists
+        self.observe: Callable[[GraphPool], None] | None = None  # called with the pool, once
         self._reserved_bytes = 0
         self._logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
         decode_pool.register(self)
+
+    @property
+    def pool(self) -> GraphPool | None:
+        """The pool of the sampler graphs; None before the first is captured."""
+        return self._pool
 
     @property
     def num_bytes(self) -> int:
@@ -195,8 +200,8 @@ class SamplerGraphs:
     def _capture(self, graph: SamplerGraph) -> None:
         if self._pool is None:
             self._pool = GraphPool(self._memory.device, lazy_capture=True)
-            if self.on_pool is not None:
-                self.on_pool(self._pool)
+            if self.observe is not None:
+                self.observe(self._pool)
         self._reserve(graph)
         # A full garbage collection could take longer than many steps.
         captured = self._pool.capture(partial(self.sample, graph), collect_garbage=False)

@@ -71,9 +71,7 @@ def token_parts(
         yield MemoryPart(name="the accepted tokens", tensor=buffers.accepted, index=accepted)
     sampled = (slice(num_reqs * query_len),)
     yield MemoryPart(name="the sampled tokens", tensor=buffers.sampled, index=sampled)
-    yield MemoryPart(
-        name="the requests' tokens", tensor=state.token_ids, index=(rows, positions)
-    )
+    yield MemoryPart(name="the requests' tokens", tensor=state.token_ids, index=(rows, positions))
 
 
 def sampler_parts(

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import nn
 
 from ostinato.attention.base import AttentionMetadata
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.descriptor import BatchDescriptor, Choice
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.verify import VerifyPolicy
+from ostinato.graphs.trust.shadow.operator_log import OperatorLogging
 from ostinato.graphs.trust.shadow.report import Mismatch, VerifyReport
-from ostinato.graphs.trust.shadow.shadow import Shadow, ShadowedStep
+from ostinato.graphs.trust.shadow.schedule import ShadowSchedule
+from ostinato.graphs.trust.shadow.shadow import Shadow, ShadowedStep, observe_captures
 from ostinato.models.base import CausalLM
 from ostinato.runner.model_graphs import Forward, ModelGraphs
 from ostinato.runner.sampling.sampler_graphs import SamplerGraph, SamplerGraphs
 from ostinato.runner.step_memory import StepMemory
+from ostinato.runner.verify.memory_names import MemoryNames
 from ostinato.runner.verify.step_parts import forward_parts, sampler_parts, token_parts
 from ostinato.scheduling.step_plan import StepPlan
-
-logger = logging.getLogger(__name__)
 
 Key = tuple[int, CUDAGraphMode, BatchDescriptor]
 
@@ -34,8 +32,7 @@ class StepShadow:
     """Compares steps of one runner with eager runs, as ``policy`` says.
 
     Every step must ask ``takes`` once, so that ranks that run the same steps compare the same
-    ones. After a mismatch every graph is compared again in its next step: what is wrong with one
-    is often wrong with others.
+    ones.
     """
 
     def __init__(
@@ -48,48 +45,40 @@ class StepShadow:
         *,
         agree: Callable[[bool], bool] = bool,
     ) -> None:
-        self.policy = policy
+        self._schedule = ShadowSchedule(policy)
         self.report = VerifyReport()
         self._memory = memory
         self._all_graphs = all_graphs
         self._samplers = samplers
         self._agree = agree
-        self._num_steps = 0
-        self._takes_this = False
-        self._trusted: set[Key] | None = None  # since the last mismatch; None: there was none
         self._shadow = self._shadow_of(pool)
-        self._sampler_shadow: Shadow | None = None
-        samplers.on_pool = self._watch_samplers
+        samplers.observe = observe_captures
 
     def _shadow_of(self, pool: GraphPool) -> Shadow:
-        return Shadow(pool, name_of=self._name_of, agree=self._agree, report=self.report)
-
-    def _watch_samplers(self, pool: GraphPool) -> None:
-        self._sampler_shadow = self._shadow_of(pool)
+        # Nothing here refers to this object: a dropped engine must be freed at once.
+        names = MemoryNames(self._memory, self._all_graphs)
+        return Shadow(pool, name_of=names, agree=self._agree, report=self.report)
 
     # --- which steps ---------------------------------------------------------------------------
 
+    @property
+    def policy(self) -> VerifyPolicy:
+        return self._schedule.policy
+
     def takes(self, choice: Choice) -> bool:
         """Whether the step that runs as chosen is compared; counts it."""
-        sampled = self.policy.samples(self._num_steps)
-        self._num_steps += 1
-        key = choice.model, choice.mode, choice.descriptor
-        suspect = self._trusted is not None and key not in self._trusted
-        self._takes_this = sampled
-        return (sampled or suspect) and choice.mode is not CUDAGraphMode.NONE
+        return self._schedule.takes(_key(choice))
 
     def takes_sampler(self, graph: SamplerGraph) -> bool:
         """Whether the full sampler of this step, if it is a graph, is compared."""
         if graph.tape is None:
             return False
         first = self.policy.at_capture and not graph.is_compared
-        return first or self._takes_this
+        return first or self._schedule.samples_this
 
     # --- steps of the service ------------------------------------------------------------------
 
-    def decode(
-        self, plan: StepPlan, choice: Choice, across: torch.Tensor | None
-    ) -> torch.Tensor:
+    def decode(self, plan: StepPlan, choice: Choice, across: torch.Tensor | None) -> torch.Tensor:
         """Run a decode step both ways; returns its logits, padding included."""
         step, logits = self.decode_step(plan, choice, across)
         self._run(step, choice)
@@ -109,18 +98,18 @@ class StepShadow:
 
     def sampler(self, graph: SamplerGraph, req_indices: Sequence[int]) -> None:
         """Run the full sampler both ways."""
-        assert graph.tape is not None and self._sampler_shadow is not None, "it is a graph"
         samplers, num_rows = self._samplers, graph.logits.shape[0]
+        pool, tape = samplers.pool, graph.tape
+        assert pool is not None, "the graph is in it"
+        assert tape is not None, "it takes only captured ones"
 
         def eager(
-            *, other_padding: bool = False, around: AbstractContextManager[Any] | None = None
+            *, other_padding: bool = False, logging: OperatorLogging | None = None
         ) -> Mapping[str, torch.Tensor]:
             del other_padding  # rows are sampled one by one, from the logits that are there
-            with around or nullcontext():
+            with logging or nullcontext():
                 samplers.sample(graph)
             return {}
-
-        pool, tape = self._sampler_shadow.pool, graph.tape
 
         def replay() -> Mapping[str, torch.Tensor]:
             pool.replay(tape)
@@ -136,11 +125,15 @@ class StepShadow:
         )
         graph.is_compared = True
         samplers.stats.replays += 1
-        if self._sampler_shadow.run(step, f"step {self._num_steps}") is not None:
+        if self._shadow_of(pool).run(step, self._step) is not None:
             samplers.quarantine(graph)
 
+    @property
+    def _step(self) -> str:
+        return f"step {self._schedule.num_steps}"
+
     def _run(self, step: ShadowedStep, choice: Choice) -> None:
-        self.note(self.compare(step, f"step {self._num_steps}"), choice)
+        self.note(self.compare(step, self._step), choice)
 
     def compare(self, step: ShadowedStep, found: str) -> Mismatch | None:
         """``Shadow.run``, for graphs of the model."""
@@ -158,18 +151,19 @@ class StepShadow:
 
     def note(self, mismatch: Mismatch | None, choice: Choice) -> None:
         """Quarantine the graph if there is a ``mismatch``; otherwise it is trusted again."""
+        self._schedule.note(_key(choice), differs=mismatch is not None)
         if mismatch is not None:
-            self._trusted = set()
             self._all_graphs[choice.model].quarantine(choice)
-        elif self._trusted is not None:
-            self._trusted.add((choice.model, choice.mode, choice.descriptor))
+
+    def _models(self) -> list[CausalLM]:
+        return [graphs.model for graphs in self._all_graphs]
 
     # --- a step that can run both ways ---------------------------------------------------------
 
     def decode_step(
         self, plan: StepPlan, choice: Choice, across: torch.Tensor | None
     ) -> tuple[ShadowedStep, list[torch.Tensor]]:
-        """A decode step whose rows are in the buffers, and where its last replay left its logits."""
+        """A decode step whose rows are in the buffers, and the logits of its last replay."""
         graphs, memory = self._all_graphs[choice.model], self._memory
         req_indices = [int(row) for row in plan.req_indices]
         query_len, num_reqs = plan.max_query_len, len(req_indices)
@@ -178,11 +172,12 @@ class StepShadow:
         full, latest = choice.mode is CUDAGraphMode.FULL, list[torch.Tensor]()
 
         def eager(
-            *, other_padding: bool = False, around: AbstractContextManager[Any] | None = None
+            *, other_padding: bool = False, logging: OperatorLogging | None = None
         ) -> Mapping[str, torch.Tensor]:
-            inner = nullcontext() if full else around
-            forward = self._forward(graphs, num_tokens, other_padding, inner)
-            with (around if full else None) or nullcontext():
+            forward = _padded_forward(
+                graphs, num_tokens, other_padding, logging, is_logged=not full
+            )
+            with (logging if full else None) or nullcontext():
                 logits = graphs.decode(choice, across, eager_forward=forward).logits
             return {"the logits": logits[:num_tokens]}
 
@@ -204,7 +199,11 @@ class StepShadow:
 
         parts = [
             *forward_parts(
-                memory, self._models, req_indices, [query_len] * num_reqs, choice.padded_num_tokens
+                memory,
+                self._models(),
+                req_indices,
+                [query_len] * num_reqs,
+                choice.padded_num_tokens,
             ),
             *token_parts(memory, req_indices, query_len),
         ]
@@ -233,11 +232,12 @@ class StepShadow:
         full, latest = choice.mode is CUDAGraphMode.FULL, list[torch.Tensor]()
 
         def eager(
-            *, other_padding: bool = False, around: AbstractContextManager[Any] | None = None
+            *, other_padding: bool = False, logging: OperatorLogging | None = None
         ) -> Mapping[str, torch.Tensor]:
-            inner = nullcontext() if full else around
-            forward = self._forward(graphs, num_tokens, other_padding, inner)
-            with (around if full else None) or nullcontext():
+            forward = _padded_forward(
+                graphs, num_tokens, other_padding, logging, is_logged=not full
+            )
+            with (logging if full else None) or nullcontext():
                 hidden = graphs.eager_hidden_states(choice, metadata, num_tokens, across, forward)
             return {"the hidden states": hidden}
 
@@ -256,7 +256,7 @@ class StepShadow:
             parts=list(
                 forward_parts(
                     memory,
-                    self._models,
+                    self._models(),
                     [item.req_index for item in plan.requests],
                     query_lens,
                     choice.padded_num_tokens,
@@ -266,58 +266,44 @@ class StepShadow:
         )
         return step, latest
 
-    def _forward(
-        self,
-        graphs: ModelGraphs,
-        num_tokens: int,
-        other_padding: bool,
-        around: AbstractContextManager[Any] | None,
-    ) -> Forward:
-        """The model's forward, with other tokens as padding if that is asked for."""
-        model = graphs.eager_forward
 
-        def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-            if other_padding and num_tokens < len(input_ids):
-                padding = input_ids[num_tokens:]
-                padding.copy_((padding + 1) % graphs.model.vocab_size)
-            with around or nullcontext():
-                return model(input_ids, positions)
-
-        return forward
-
-    # --- names of memory -----------------------------------------------------------------------
-
-    @property
-    def _models(self) -> list[CausalLM]:
-        return [graphs.model for graphs in self._all_graphs]
-
-    def _name_of(self, address: int) -> str | None:
-        for name, tensor in self._named_memory():
-            start = tensor.untyped_storage().data_ptr()
-            if start <= address < start + tensor.untyped_storage().nbytes():
-                return name
+def _key(choice: Choice) -> Key | None:
+    if choice.mode is CUDAGraphMode.NONE:
         return None
-
-    def _named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for model in self._models:
-            if isinstance(model, nn.Module):
-                yield from model.named_parameters()
-                yield from model.named_buffers()
-        for number, pair in enumerate(self._memory.kv_cache.layers):
-            for kind, tensor in zip(("keys", "values"), pair, strict=True):
-                yield f"the {kind} of layer {number} (KV cache)", tensor
-        memory = self._memory
-        owners: Iterable[object] = (memory.state, memory.state.sampling, memory.buffers)
-        for owner in owners:
-            for name, value in vars(owner).items():
-                if isinstance(value, torch.Tensor):
-                    yield f"{type(owner).__name__}.{name}", value
+    return choice.model, choice.mode, choice.descriptor
 
 
 def _named(choice: Choice) -> str:
-    return f"{choice.mode.name} graph {choice.descriptor}"
+    key, kind = choice.descriptor, "decode" if choice.uniform_decode else "mixed"
+    rows = "" if key.num_reqs is None else f", {key.num_reqs} requests"
+    adapters = f", {key.num_active_loras} adapters" if key.has_lora else ""
+    return f"{choice.mode.name} graph of {key.num_tokens} tokens{rows}{adapters} ({kind})"
 
 
 def _unpadded(choice: Choice, num_tokens: int, num_reqs: int) -> Choice:
     descriptor = replace(choice.descriptor, num_tokens=num_tokens)
     return replace(choice, descriptor=descriptor, padded_num_reqs=num_reqs)
+
+
+def _padded_forward(
+    graphs: ModelGraphs,
+    num_tokens: int,
+    other_padding: bool,
+    logging: OperatorLogging | None,
+    *,
+    is_logged: bool,
+) -> Forward:
+    """The model's forward, with other tokens as padding if that is asked for.
+
+    ``is_logged``: the forward alone is what the graph contains; otherwise it is a part of that.
+    """
+
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if other_padding and num_tokens < len(input_ids):
+            padding = input_ids[num_tokens:]
+            with nullcontext() if logging is None else logging.paused():
+                padding.copy_((padding + 1) % graphs.model.vocab_size)
+        with (logging if is_logged else None) or nullcontext():
+            return graphs.eager_forward(input_ids, positions)
+
+    return forward

@@ -1,8 +1,9 @@
-"""Compares each captured graph with eager once: on a made-up batch with poisoned padding.
+"""Compares each captured graph with eager once: on made-up batches with poisoned padding.
 
-The batch is the smallest that runs through the graph, so that it has the most padding. Its requests
-have random tokens and random keys and values. Whatever belongs to no request is NaN: the KV cache's
-padding block, the padding row of recurrent states. All of it is put back afterwards.
+The first batch is the smallest that runs through the graph, so that it has the most padding; the
+second has none. Their requests have random tokens and random keys and values. Whatever belongs to
+no request is NaN: the KV cache's padding block, the padding row of recurrent states. All of it is
+put back afterwards.
 """
 
 from __future__ import annotations
@@ -43,17 +44,34 @@ def try_graphs(
     for entry in graphs.plan.entries:
         if entry not in graphs.manager.dispatcher.captured:
             continue  # it failed, and runs eagerly
-        plan = trial_plan(entry, graphs.plan, memory.cache)
-        choice = None if plan is None else graphs.dispatch(plan.shape)
-        if plan is None or choice is None or choice.descriptor != entry.descriptor:
+        trials = [
+            trial
+            for whole in (False, True)
+            if (trial := _trial(entry, graphs, memory.cache, whole=whole)) is not None
+        ]
+        if not trials:
             logger.warning(
-                "%s was not compared with eager: the KV cache has no room for its smallest batch",
-                entry,
+                "%s was not compared with eager: the KV cache has no room for its batches", entry
             )
-            continue
-        with _requests_of(plan, memory, graphs.model.vocab_size):
-            metadata = set_trial(plan, choice)
-            _try(plan, choice, metadata, shadow, memory)
+        for plan, choice in trials:
+            with _requests_of(plan, memory, graphs.model.vocab_size):
+                metadata = set_trial(plan, choice)
+                mismatch = _try(plan, choice, metadata, shadow, memory)
+            if mismatch is not None:
+                break
+        shadow.note(mismatch, choice)
+
+
+def _trial(
+    entry: PlanEntry, graphs: ModelGraphs, cache: CacheSize, *, whole: bool
+) -> tuple[SchedulePlan, Choice] | None:
+    """The smallest batch that runs through ``entry``, or the largest; None if it does not fit."""
+    plan = trial_plan(entry, graphs.plan, cache, whole=whole)
+    if plan is None:
+        return None
+    choice = graphs.dispatch(plan.shape)
+    is_its = choice.descriptor == entry.descriptor and choice.mode is entry.mode
+    return (plan, choice) if is_its else None
 
 
 def _try(
@@ -62,20 +80,19 @@ def _try(
     metadata: AttentionMetadata | None,
     shadow: StepShadow,
     memory: StepMemory,
-) -> None:
-    across = None
+) -> Mismatch | None:
     step, _ = (
-        shadow.decode_step(plan, choice, across)
+        shadow.decode_step(plan, choice, None)
         if choice.uniform_decode
-        else shadow.mixed_step(plan, choice, metadata, across)
+        else shadow.mixed_step(plan, choice, metadata, None)
     )
     before = read_parts(step.parts)
     mismatch = shadow.compare(step, _FOUND)
     write_parts(step.parts, before)
-    if mismatch is None:
-        for kept in {0, len(plan.requests) - 1} if len(plan.requests) > 1 else ():
-            mismatch = mismatch or _try_row(plan, choice, step, kept, shadow, memory)
-    shadow.note(mismatch, choice)
+    others = len(plan.requests) > 1
+    for kept in (0, len(plan.requests) - 1) if others else ():
+        mismatch = mismatch or _try_row(plan, choice, step, kept, shadow, memory)
+    return mismatch
 
 
 def _try_row(
@@ -127,17 +144,22 @@ def _other_tokens(
 # --- the batch -----------------------------------------------------------------------------------
 
 
-def trial_plan(entry: PlanEntry, plan: CapturePlan, cache: CacheSize) -> SchedulePlan | None:
-    """The smallest batch that runs through ``entry``; None if the KV cache has no room for it."""
+def trial_plan(
+    entry: PlanEntry, plan: CapturePlan, cache: CacheSize, *, whole: bool
+) -> SchedulePlan | None:
+    """The smallest batch that runs through ``entry``, or one that needs no padding (``whole``).
+
+    None if the KV cache has no room for it.
+    """
     key = entry.descriptor
+    query_len = plan.query_len_of(key) if key.uniform else 1
+    sizes = plan.decode_sizes_for(query_len) if key.uniform else plan.mixed_sizes
+    smaller = max((size for size in sizes if size < key.num_tokens), default=0)
+    num_tokens = key.num_tokens if whole else smaller + 1
     if key.uniform:
-        query_len = plan.query_len_of(key)
-        smaller = [n for n in plan.decode_sizes_for(query_len) if n < key.num_tokens]
-        lengths = [query_len] * ((smaller[-1] if smaller else 0) // query_len + 1)
+        lengths = [query_len] * -(-num_tokens // query_len)
     else:
-        query_len = 1
-        smaller = [n for n in plan.mixed_sizes if n < key.num_tokens]
-        lengths = _mixed_lengths((smaller[-1] if smaller else 0) + 1, plan, cache)
+        lengths = _mixed_lengths(num_tokens, plan, cache)
     rows = _rows(lengths, key.num_active_loras, cache, decodes=key.uniform)
     if rows is None:
         return None
@@ -214,10 +236,12 @@ def _requests_of(plan: SchedulePlan, memory: StepMemory, vocab_size: int) -> Ite
         for number, tensor in enumerate(each for layer in recurrent for each in layer)
         if tensor is not None
     ]
-    tensors = {"tokens": state.token_ids, "computed": state.num_computed, "blocks": state.block_table}
-    ints = [
-        MemoryPart(name=name, tensor=tensor, index=(rows,)) for name, tensor in tensors.items()
-    ]
+    tensors = {
+        "tokens": state.token_ids,
+        "computed": state.num_computed,
+        "blocks": state.block_table,
+    }
+    ints = [MemoryPart(name=name, tensor=tensor, index=(rows,)) for name, tensor in tensors.items()]
     parts = [*floats, *states, *ints]
     before = read_parts(parts)
     for part in (*floats, *states):

@@ -75,8 +75,8 @@ class SteppedReplay:
             if (call.segment, call.num_steps) != (segment, num_steps):
                 continue
             before = self._captured[number - 1] if number else None
-            if before is not None and before[3:] == call[3:]:
-                continue  # a view, or memory that holds nothing yet
+            if before is not None and (before.segment, before.num_steps) == (segment, num_steps):
+                continue  # memory that holds nothing yet
             if number >= len(self._eager.calls):
                 return
             theirs = self._eager.calls[number]
@@ -161,16 +161,17 @@ def _same_value(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
-def first_varying(
-    one: OperatorLog, other: OperatorLog
-) -> tuple[str, float] | None:
-    """The first operator whose results differ between two eager runs, and by how much."""
+def first_varying(one: OperatorLog, other: OperatorLog) -> tuple[str, float] | None:
+    """The first operator whose results differ between two eager runs, and by how much.
+
+    Memory from outside the runs does not count: it also holds what was given differently.
+    """
     for mine, its in zip(one.calls, other.calls, strict=False):
         if mine.operator != its.operator:
             return mine.operator, float("nan")
         if _may_hold_nothing(mine.operator):
             continue
-        for a, b in zip(mine.results, its.results, strict=False):
+        for a, b in zip(mine.own_results, its.own_results, strict=False):
             off = a.difference_from(b)
             if off is not None:
                 return mine.operator, off

@@ -25,7 +25,9 @@ def differing(
     """The tensors of ``got`` that differ from ``want``, in order. Synchronises."""
     return [
         Difference(
-            name=name, max_difference=max_difference(got[name], tensor), text=describe(got[name], tensor)
+            name=name,
+            max_difference=max_difference(got[name], tensor),
+            text=describe(got[name], tensor),
         )
         for name, tensor in want.items()
         if not _same(got[name], tensor)

@@ -7,7 +7,7 @@ that the run itself made are identified by the call that made them, all others b
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -41,15 +41,22 @@ class Made(NamedTuple):
 class LoggedCall(NamedTuple):
     """An operator, its operands by name, and the tensors it gave or wrote.
 
-    ``results``: as ``OperatorLog.keep`` returned them. ``segment`` and ``num_steps``: where in the
+    ``results``: as ``OperatorLog.keep`` returned them; the last ``num_given`` of them are tensors
+    from outside the run. ``segment`` and ``num_steps``: where in the
     tape it is done; 0 steps if that is not known.
     """
 
     operator: str
     operands: Mapping[str, Hashable]
     results: tuple[Any, ...]
+    num_given: int
     segment: int
     num_steps: int
+
+    @property
+    def own_results(self) -> tuple[Any, ...]:
+        """Those in tensors that the run made."""
+        return self.results[: len(self.results) - self.num_given]
 
 
 class OperatorLog:
@@ -75,18 +82,26 @@ class OperatorLog:
     ) -> None:
         if not isinstance(func, OpOverload):
             return
-        operands = dict(self._operands(func, args, kwargs))
         given = {storage_id(tensor) for tensor in tensors_in((args, kwargs))}
-        outputs = list(tensors_in(result))
-        number = len(self.calls)
-        for tensor in outputs:
-            if (storage := storage_id(tensor)) not in given:
-                self._made[storage] = number
-        fresh = [tensor for tensor in outputs if storage_id(tensor) not in given]
-        changed = [*fresh, *written_tensors(func, args, kwargs)]
+        fresh = [tensor for tensor in tensors_in(result) if storage_id(tensor) not in given]
+        written = list(written_tensors(func, args, kwargs))
+        given_written = [tensor for tensor in written if storage_id(tensor) not in self._made]
+        own_written = [tensor for tensor in written if storage_id(tensor) in self._made]
+        changed = [*fresh, *own_written, *given_written]
+        if not changed:
+            return  # a view; which operator makes it may depend on inference mode
+        operands = dict(self._operands(func, args, kwargs))
+        self._made.update((storage_id(tensor), len(self.calls)) for tensor in fresh)
         results = tuple(self._keep(tensor) for tensor in changed)
         self.calls.append(
-            LoggedCall(str(func), operands, results, max(self._segment, 0), num_steps or 0)
+            LoggedCall(
+                str(func),
+                operands,
+                results,
+                len(given_written),
+                max(self._segment, 0),
+                num_steps or 0,
+            )
         )
 
     def _operands(
@@ -116,38 +131,51 @@ class _Observed(CaptureGuard):
         return
 
 
-@contextmanager
-def logging_operators(
-    device_type: str, rows: Mapping[int, slice], *, split_at_breaks: bool
-) -> Iterator[OperatorLog]:
-    """Log the operators that run inside, with the values they give.
+class OperatorLogging:
+    """A context manager that logs the operators inside, with the values they give.
 
-    Of tensors whose first dimension is a key of ``rows``, only those rows are kept. ``split_at_breaks``: those inside eager breaks are left out, as in a
-    capture that is split there.
+    Of tensors whose first dimension is a key of ``rows``, only those rows are kept.
+    ``split_at_breaks``: operators inside eager breaks are left out, as in a capture that is split
+    there; what the breaks were called with is logged instead.
     """
 
-    def keep(tensor: torch.Tensor) -> KeptValue:
-        return KeptValue.of(tensor, rows)
+    def __init__(
+        self, device_type: str, rows: Mapping[int, slice], *, split_at_breaks: bool
+    ) -> None:
+        self._rows = rows
+        self._split_at_breaks = split_at_breaks
+        self._mode = _Observed(device_type)
+        self._entered = ExitStack()
+        self.log = OperatorLog(self._kept)
 
-    log = OperatorLog(keep)
-    log.new_segment()
-    mode = _Observed(device_type)
-    mode.observer = log
+    def _kept(self, tensor: torch.Tensor) -> KeptValue:
+        return KeptValue.of(tensor, self._rows)
 
-    def run_break(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        mode.observer = None
+    def __enter__(self) -> None:
+        self.log.new_segment()
+        self._mode.observer = self.log
+        if self._split_at_breaks:
+            self._entered.enter_context(watching_breaks(self._run_break))
+        self._entered.enter_context(self._mode)
+
+    def __exit__(self, *raised: Any) -> None:
+        self._entered.close()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is logged."""
+        self._mode.observer, outer = None, self._mode.observer
         try:
+            yield
+        finally:
+            self._mode.observer = outer
+
+    def _run_break(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        with self.paused():
             result = function(*args, **kwargs)
             # Afterwards: some arguments are memory for the results.
-            log.breaks.append(tuple(map(keep, tensors_in((args, kwargs)))))
-        finally:
-            mode.observer = log
-            log.new_segment()
+            self.log.breaks.append(tuple(map(self._kept, tensors_in((args, kwargs)))))
+        self.log.new_segment()
         return result
-
-    if not split_at_breaks:
-        with mode:
-            yield log
-        return
-    with watching_breaks(run_break), mode:
-        yield log

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +33,7 @@ from ostinato.graphs.trust.shadow.memory_part import (
     read_parts,
     write_parts,
 )
-from ostinato.graphs.trust.shadow.operator_log import OperatorLog, logging_operators
+from ostinato.graphs.trust.shadow.operator_log import OperatorLog, OperatorLogging
 from ostinato.graphs.trust.shadow.report import Cause, Finding, Mismatch, VerifyReport
 
 logger = logging.getLogger(__name__)
@@ -42,15 +43,20 @@ logger = logging.getLogger(__name__)
 _SPREADS = 4.0
 
 
+def observe_captures(pool: GraphPool) -> None:
+    """Have the tapes of later captures keep a log of their operators."""
+    pool.new_observer = partial(OperatorLog, pool.backend.weak)
+
+
 class EagerRun(Protocol):
     """Runs the step eagerly, in the graph's padded shape.
 
-    ``other_padding``: with other contents in padding rows. ``around`` is entered around the part
-    that the graph contains.
+    ``other_padding``: with other contents in padding rows. ``logging`` is entered around the part
+    that the graph contains, and paused where padding is written.
     """
 
     def __call__(
-        self, *, other_padding: bool = False, around: AbstractContextManager[Any] | None = None
+        self, *, other_padding: bool = False, logging: OperatorLogging | None = None
     ) -> Mapping[str, torch.Tensor]: ...
 
 
@@ -92,10 +98,7 @@ class Shadow:
         self.pool = self._pool = pool
         self._name_of = name_of
         self._agree = agree
-        pool.new_observer = self._new_log
-
-    def _new_log(self) -> OperatorLog:
-        return OperatorLog(self._pool.backend.weak)
+        observe_captures(pool)
 
     def run(self, step: ShadowedStep, found: str) -> Mismatch | None:
         """Run ``step`` both ways. It takes effect once, as in eager code if the two differ.
@@ -129,13 +132,13 @@ class Shadow:
         step: ShadowedStep,
         *,
         other_padding: bool,
-        around: AbstractContextManager[Any] | None = None,
+        logging: OperatorLogging | None = None,
     ) -> dict[str, torch.Tensor]:
         """What an eager run leaves: the parts that are compared, then its results."""
         # On the capture's stream cuBLAS has the workspace that it had then, and chooses the same
         # kernels.
         with self._pool.backend.capture_scope():
-            result = _cloned(step.eager(other_padding=other_padding, around=around))
+            result = _cloned(step.eager(other_padding=other_padding, logging=logging))
         return {**compared(step.parts, read_parts(step.parts)), **result}
 
     def _run_again(
@@ -196,13 +199,11 @@ class Shadow:
     ) -> tuple[OperatorLog, dict[str, torch.Tensor]]:
         """An eager run with a log of its operators, and what it leaves."""
         write_parts(step.parts, before)
-        around = logging_operators(
+        logging = OperatorLogging(
             self._pool.device.type, rows or step.rows, split_at_breaks=step.tape.has_breaks
         )
-        entered = _Entered(around)
-        left = self._eager(step, other_padding=other_padding, around=entered)
-        assert entered.value is not None, "the eager run enters it"
-        return entered.value, left
+        left = self._eager(step, other_padding=other_padding, logging=logging)
+        return logging.log, left
 
     # --- rows of one batch ---------------------------------------------------------------------
 
@@ -247,21 +248,6 @@ class Shadow:
         return mismatch
 
 
-class _Entered:
-    """A context manager that remembers what entering it gave."""
-
-    def __init__(self, manager: AbstractContextManager[OperatorLog]) -> None:
-        self.value: OperatorLog | None = None
-        self._manager = manager
-
-    def __enter__(self) -> OperatorLog:
-        self.value = self._manager.__enter__()
-        return self.value
-
-    def __exit__(self, *raised: Any) -> bool | None:
-        return self._manager.__exit__(*raised)
-
-
 def _of_rows(cause: Cause, varying: tuple[str, float] | None) -> Finding:
     if varying is None:
         return Finding(cause=cause)
@@ -274,8 +260,11 @@ def _mismatch(
 ) -> Mismatch:
     if not differences:  # only another rank found one
         return Mismatch(
-            graph=step.graph, found=f"{found}, on another rank", tensor="nothing here",
-            max_difference=0.0, finding=finding,
+            graph=step.graph,
+            found=f"{found}, on another rank",
+            tensor="nothing here",
+            max_difference=0.0,
+            finding=finding,
         )
     first = differences[0]
     return Mismatch(
