@@ -29,13 +29,15 @@ class PlantedFault:
     """A fault, how it is planted in an ``LLM`` whose graphs are captured, and its cause.
 
     ``in_forward``: it is in the model's code, so that graphs are captured again and compared then.
-    Otherwise it comes up in service.
+    Otherwise it comes up in service. ``in_attention``: graphs that are split at attention do not
+    contain it.
     """
 
     name: str
     cause: Cause
     plant: Callable[[LLM], None]
     in_forward: bool = False
+    in_attention: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +122,12 @@ def _mix_rows(forward: Forward) -> Forward:
 
 FAULTS = (
     PlantedFault(name="a moved parameter", cause=Cause.MOVED_MEMORY, plant=_move_parameter),
-    PlantedFault(name="a stale KV pointer", cause=Cause.MOVED_MEMORY, plant=_move_kv_cache),
+    PlantedFault(
+        name="a stale KV pointer",
+        cause=Cause.MOVED_MEMORY,
+        plant=_move_kv_cache,
+        in_attention=True,
+    ),
     PlantedFault(name="a host value baked in", cause=Cause.HOST_VALUE, plant=_bake_host_value),
     PlantedFault(
         name="a padding leak",
@@ -144,7 +151,12 @@ def self_test(
 
     ``device`` and ``dtype``: as for ``LLM``. ``modes``: the graph modes to try each of them in.
     """
-    return [_try(fault, device, dtype, mode) for mode in modes for fault in FAULTS]
+    return [
+        _try(fault, device, dtype, mode)
+        for mode in modes
+        for fault in FAULTS
+        if not (fault.in_attention and mode == "PIECEWISE")
+    ]
 
 
 def _try(fault: PlantedFault, device: str, dtype: str, mode: ModeName) -> FaultResult:
@@ -159,7 +171,7 @@ def _try(fault: PlantedFault, device: str, dtype: str, mode: ModeName) -> FaultR
             max_num_batched_tokens=64,
             max_model_len=64,
             kv_cache_memory_bytes=2**22,
-            graphs=GraphConfig(mode=mode, capture_sizes=[4, 32]),
+            graphs=GraphConfig(mode=mode, capture_sizes=[4, 8, 32]),
             verify="capture" if fault.in_forward else "sample:1",
             show_progress=False,
         ) as llm,

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ostinato.cli import bench, doctor, model, plan, serve
+from ostinato.cli import bench, doctor, model, plan, serve, verify
 from ostinato.errors import OstinatoError
 
 
@@ -41,6 +41,7 @@ app.command()(serve.serve)
 app.command()(model.capture)
 app.command()(model.explain)
 app.command()(model.tune)
+app.command()(verify.verify)
 app.command()(doctor.doctor)
 
 

@@ -497,10 +497,10 @@ class ModelRunner:
             return None
         return self._fill(plan, choice)
 
-    def verify(self, policy: VerifyPolicy, agree: Callable[[bool], bool] = bool) -> None:
+    def verify(self, policy: VerifyPolicy, agree: Callable[[bool], bool] | None = None) -> None:
         """Compare graphs with eager runs as ``policy`` says. Call it before any is captured.
 
-        ``agree``: whether it holds on any of the ranks that run the same steps.
+        ``agree``: whether it holds on any of the ranks that run the same steps; None: one rank.
         """
         self.shadow = StepShadow(
             policy, self.memory, self._all_graphs, self.samplers, self.pool, agree=agree

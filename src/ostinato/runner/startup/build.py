@@ -127,7 +127,7 @@ def build_runner(
     )
     if config.verify_policy:
         _check_can_verify(config, model, speculation)
-        agree = bool if rank_context is None else rank_context.any
+        agree = None if rank_context is None else rank_context.any
         runner.verify(config.verify_policy, agree)
     try:
         runner.compile_model()

@@ -43,7 +43,7 @@ class StepShadow:
         samplers: SamplerGraphs,
         pool: GraphPool,
         *,
-        agree: Callable[[bool], bool] = bool,
+        agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self._schedule = ShadowSchedule(policy)
         self.report = VerifyReport()

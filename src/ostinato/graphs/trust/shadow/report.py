@@ -66,11 +66,13 @@ class VerifyReport:
 
     ``num_compared``: graphs and steps that ran both ways. ``num_inexact``: those of them whose
     eager runs differ among themselves, so that only differences beyond theirs count; ``inexact``
-    names the first operator of each that does. ``mismatches``: quarantined graphs.
+    names the first operator of each that does. ``num_skipped``: steps for which there was no memory
+    to run them eagerly, too. ``mismatches``: quarantined graphs.
     """
 
     num_compared: int = 0
     num_inexact: int = 0
+    num_skipped: int = 0
     inexact: dict[str, str] = field(default_factory=dict)
     mismatches: list[Mismatch] = field(default_factory=list)
 

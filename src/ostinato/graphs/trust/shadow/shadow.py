@@ -83,7 +83,7 @@ class Shadow:
     """Compares steps of one ``pool``'s graphs, and keeps the ``report``.
 
     ``name_of`` names the memory at an address. ``agree``: whether any of the ranks that run the
-    step together found a difference; all of them then look for it.
+    step together found a difference; all of them then look for it. None: there is one rank.
     """
 
     def __init__(
@@ -91,13 +91,14 @@ class Shadow:
         pool: GraphPool,
         *,
         name_of: NameOf,
-        agree: Callable[[bool], bool] = bool,
+        agree: Callable[[bool], bool] | None = None,
         report: VerifyReport | None = None,
     ) -> None:
         self.report = VerifyReport() if report is None else report
         self.pool = self._pool = pool
         self._name_of = name_of
-        self._agree = agree
+        self._ranks = agree is not None
+        self._agree = agree or bool
         observe_captures(pool)
 
     def run(self, step: ShadowedStep, found: str) -> Mismatch | None:
@@ -106,8 +107,13 @@ class Shadow:
         ``found`` says when, for the report. Synchronises. The results are where the graph leaves
         them, and valid as long.
         """
-        before = read_parts(step.parts)
-        want = self._eager(step, other_padding=True)
+        before: dict[str, torch.Tensor] | None = None
+        try:
+            before = read_parts(step.parts)
+            want = self._eager(step, other_padding=True)
+        except torch.OutOfMemoryError as error:
+            self._skip(step, before, error)
+            return None
         write_parts(step.parts, before)
         result = step.replay()
         got = {**compared(step.parts, read_parts(step.parts)), **_cloned(result)}
@@ -124,6 +130,21 @@ class Shadow:
         truth = step.eager if finding.cause is not Cause.PADDING else (step.alone or step.eager)
         self._run_again(step, before, result, truth)
         return mismatch
+
+    def _skip(
+        self,
+        step: ShadowedStep,
+        before: Mapping[str, torch.Tensor] | None,
+        error: torch.OutOfMemoryError,
+    ) -> None:
+        """Run the step by its graph alone: there is no memory for an eager run beside it."""
+        if self._ranks:
+            raise error  # the others are waiting in its collectives
+        if before is not None:
+            write_parts(step.parts, before)
+        step.replay()
+        self.report.num_skipped += 1
+        logger.warning("%s was not compared with eager: %s", step.graph, error)
 
     # --- both ways -----------------------------------------------------------------------------
 
@@ -214,9 +235,10 @@ class Shadow:
         rows: Mapping[int, slice],
         found: str,
     ) -> Mismatch | None:
-        """Replay twice, the second time with ``change_others``: ``rows`` must come out the same.
+        """Replay twice, the second time with ``change_others``: its ``rows`` must come out the same.
 
-        The step leaves no effects.
+        ``rows``: one entry, of results and of tensors inside the step that have as many rows as
+        its key. The step leaves no effects.
         """
         before, first = self._replayed(step, rows)
         with change_others:
@@ -235,10 +257,9 @@ class Shadow:
         self, step: ShadowedStep, rows: Mapping[int, slice]
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The parts before a replay that is undone, and ``rows`` of its results."""
-        before, results = read_parts(step.parts), {}
-        for name, tensor in step.replay().items():
-            padded = next(n for n, real in step.rows.items() if real.stop == tensor.shape[0])
-            results[name] = tensor[rows[padded]].clone()
+        before = read_parts(step.parts)
+        (kept,) = rows.values()
+        results = {name: tensor[kept].clone() for name, tensor in step.replay().items()}
         write_parts(step.parts, before)
         return before, results
 
