@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from ostinato.attention.base import AttentionMetadata
 from ostinato.graphs.capture.pool import GraphPool
@@ -167,8 +168,7 @@ class StepShadow:
         graphs, memory = self._all_graphs[choice.model], self._memory
         req_indices = [int(row) for row in plan.req_indices]
         query_len, num_reqs = plan.max_query_len, len(req_indices)
-        num_tokens, padded_reqs = num_reqs * query_len, choice.padded_num_reqs
-        assert padded_reqs is not None, "it is a decode batch"
+        num_tokens = num_reqs * query_len
         full, latest = choice.mode is CUDAGraphMode.FULL, list[torch.Tensor]()
 
         def eager(
@@ -207,7 +207,7 @@ class StepShadow:
             ),
             *token_parts(memory, req_indices, query_len),
         ]
-        rows = {choice.padded_num_tokens: slice(num_tokens), padded_reqs: slice(num_reqs)}
+        rows = {choice.padded_num_tokens: slice(num_tokens)}
         step = ShadowedStep(
             graph=_named(choice),
             tape=graphs.tape(choice),
@@ -215,6 +215,7 @@ class StepShadow:
             replay=replay,
             parts=parts,
             rows=rows,
+            num_grouping_layers=_num_mixtures(graphs.model),
             alone=alone,
         )
         return step, latest
@@ -228,7 +229,7 @@ class StepShadow:
     ) -> tuple[ShadowedStep, list[torch.Tensor]]:
         """The forward of a mixed batch, which is set in the buffers; and its last hidden states."""
         graphs, memory = self._all_graphs[choice.model], self._memory
-        num_tokens, num_reqs = plan.num_tokens, len(plan.requests)
+        num_tokens = plan.num_tokens
         full, latest = choice.mode is CUDAGraphMode.FULL, list[torch.Tensor]()
 
         def eager(
@@ -247,7 +248,6 @@ class StepShadow:
             return {"the hidden states": hidden}
 
         query_lens = [item.num_tokens for item in plan.requests]
-        padded_reqs = choice.padded_num_reqs or num_reqs
         step = ShadowedStep(
             graph=_named(choice),
             tape=graphs.tape(choice),
@@ -262,7 +262,8 @@ class StepShadow:
                     choice.padded_num_tokens,
                 )
             ),
-            rows={padded_reqs: slice(num_reqs), choice.padded_num_tokens: slice(num_tokens)},
+            rows={choice.padded_num_tokens: slice(num_tokens)},
+            num_grouping_layers=_num_mixtures(graphs.model),
         )
         return step, latest
 
@@ -271,6 +272,12 @@ def _key(choice: Choice) -> Key | None:
     if choice.mode is CUDAGraphMode.NONE:
         return None
     return choice.model, choice.mode, choice.descriptor
+
+
+def _num_mixtures(model: CausalLM) -> int:
+    """Layers with a mixture of experts."""
+    names = (name for name, _ in model.named_modules()) if isinstance(model, nn.Module) else ()
+    return sum(name.rpartition(".")[2] in ("mixture", "experts") for name in names)
 
 
 def _named(choice: Choice) -> str:

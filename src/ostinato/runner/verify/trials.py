@@ -44,34 +44,27 @@ def try_graphs(
     for entry in graphs.plan.entries:
         if entry not in graphs.manager.dispatcher.captured:
             continue  # it failed, and runs eagerly
-        trials = [
-            trial
-            for whole in (False, True)
-            if (trial := _trial(entry, graphs, memory.cache, whole=whole)) is not None
-        ]
-        if not trials:
+        plans = [trial_plan(entry, graphs.plan, memory.cache, whole=each) for each in (False, True)]
+        if plans[0] is None:
             logger.warning(
                 "%s was not compared with eager: the KV cache has no room for its batches", entry
             )
-        for plan, choice in trials:
+        mismatch = None
+        for plan in plans:
+            choice = None if plan is None else graphs.dispatch(plan.shape)
+            # A graph for more adapters than it has rows is never used.
+            if plan is None or choice is None or not _is_of(entry, choice):
+                continue
             with _requests_of(plan, memory, graphs.model.vocab_size):
                 metadata = set_trial(plan, choice)
                 mismatch = _try(plan, choice, metadata, shadow, memory)
+            shadow.note(mismatch, choice)
             if mismatch is not None:
                 break
-        shadow.note(mismatch, choice)
 
 
-def _trial(
-    entry: PlanEntry, graphs: ModelGraphs, cache: CacheSize, *, whole: bool
-) -> tuple[SchedulePlan, Choice] | None:
-    """The smallest batch that runs through ``entry``, or the largest; None if it does not fit."""
-    plan = trial_plan(entry, graphs.plan, cache, whole=whole)
-    if plan is None:
-        return None
-    choice = graphs.dispatch(plan.shape)
-    is_its = choice.descriptor == entry.descriptor and choice.mode is entry.mode
-    return (plan, choice) if is_its else None
+def _is_of(entry: PlanEntry, choice: Choice) -> bool:
+    return choice.descriptor == entry.descriptor and choice.mode is entry.mode
 
 
 def _try(

@@ -159,24 +159,3 @@ def _other_call(was: LoggedCall, now: LoggedCall, name_of: NameOf) -> tuple[Caus
 
 def _same_value(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
-
-
-def first_varying(one: OperatorLog, other: OperatorLog) -> tuple[str, float] | None:
-    """The first operator whose results differ between two eager runs, and by how much.
-
-    Memory from outside the runs does not count: it also holds what was given differently.
-    """
-    for mine, its in zip(one.calls, other.calls, strict=False):
-        if mine.operator != its.operator:
-            return mine.operator, float("nan")
-        if _may_hold_nothing(mine.operator):
-            continue
-        for a, b in zip(mine.own_results, its.own_results, strict=False):
-            off = a.difference_from(b)
-            if off is not None:
-                return mine.operator, off
-    return None
-
-
-def _may_hold_nothing(operator: str) -> bool:
-    return operator.startswith(("aten.empty", "aten.new_empty"))

@@ -16,19 +16,26 @@ _PERIOD = 8191  # a prime: equal chunks that swap places do not cancel
 
 
 class KeptValue(NamedTuple):
-    """``copy`` or ``digest`` is set. A digest tells whether bits differ, not by how much."""
+    """``copy`` or ``digest`` is set. A digest tells whether bits differ, not by how much.
+
+    ``of_rows``: it holds the rows of interest alone.
+    """
 
     copy: torch.Tensor | None
     digest: int | None
+    of_rows: bool
 
     @classmethod
     def of(cls, tensor: torch.Tensor, rows: Mapping[int, slice]) -> KeptValue:
-        """The contents, only ``rows[n]`` of them if the first dimension is n."""
-        if tensor.dim() and tensor.shape[0] in rows:
-            tensor = tensor[rows[tensor.shape[0]]]
+        """The contents; only ``rows[n]`` of them if there are n, in the first dimension above 1."""
+        dim = 1 if tensor.dim() > 1 and tensor.shape[0] == 1 and 1 not in rows else 0
+        count = tensor.shape[dim] if tensor.dim() else None
+        kept = None if count is None else rows.get(count)
+        if kept is not None:
+            tensor = tensor[kept] if dim == 0 else tensor[:, kept]
         if tensor.nbytes <= _LARGEST_COPY:
-            return cls(tensor.detach().clone(), None)
-        return cls(None, _digest(tensor))
+            return cls(tensor.detach().clone(), None, kept is not None)
+        return cls(None, _digest(tensor), kept is not None)
 
     def difference_from(self, other: KeptValue) -> float | None:
         """The largest difference; None if there is none; NaN if it is known only that they do."""

@@ -64,10 +64,11 @@ class Mismatch:
 class VerifyReport:
     """Counts of comparisons since the start, on this rank.
 
-    ``num_compared``: graphs and steps that ran both ways. ``num_inexact``: those of them whose
-    eager runs differ among themselves, so that only differences beyond theirs count; ``inexact``
-    names the first operator of each that does. ``num_skipped``: steps for which there was no memory
-    to run them eagerly, too. ``mismatches``: quarantined graphs.
+    ``num_compared``: graphs and steps that ran both ways. ``num_inexact``: those of them in which
+    eager runs differ among themselves, or a mixture rounds rows differently beside other rows, so
+    that only larger differences count; ``inexact`` names the first operator of each that does it.
+    ``num_skipped``: steps for which there was no memory to run them eagerly, too. ``mismatches``:
+    quarantined graphs.
     """
 
     num_compared: int = 0

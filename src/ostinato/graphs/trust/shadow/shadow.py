@@ -2,9 +2,9 @@
 
 Eager code runs the padded shape of the graph, so both launch the same kernels and every bit must
 agree, in every dtype. Padding rows get other contents in the eager run: real rows must not depend
-on them. If the bits differ, two more eager runs tell whether eager code repeats itself. Only if it
-does not (a kernel that adds in the order of arrival) are differences allowed, a small multiple of
-those between the eager runs.
+on them, beyond rounding (``row_influence``). If the bits differ, two more eager runs tell whether
+eager code repeats itself. Only if it does not (a kernel that adds in the order of arrival) may the
+graph differ, by a small multiple of the differences between eager runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ostinato.graphs.trust.shadow.bisect import (
     NameOf,
     SteppedReplay,
     explain,
-    first_varying,
 )
 from ostinato.graphs.trust.shadow.differences import Difference, differing, max_difference
 from ostinato.graphs.trust.shadow.memory_part import (
@@ -35,6 +34,7 @@ from ostinato.graphs.trust.shadow.memory_part import (
 )
 from ostinato.graphs.trust.shadow.operator_log import OperatorLog, OperatorLogging
 from ostinato.graphs.trust.shadow.report import Cause, Finding, Mismatch, VerifyReport
+from ostinato.graphs.trust.shadow.row_influence import Influence, first_influence, within_rounding
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,9 @@ class ShadowedStep:
     ``graph``: its mode and key, for reports. ``tape``: what ``replay`` replays. ``parts``: all
     memory that the step writes and that outlives it, in the order in which it is written.
     ``alone``: runs it eagerly without padding; None if it has none. ``rows``: of tensors inside the
-    step, by their number of rows with padding, the real ones.
+    step, by their number of rows with padding, the real ones. ``num_grouping_layers``: in so many
+    layers a row is multiplied together with others that the data choose, so that its rounding may
+    depend on them.
     """
 
     graph: str
@@ -76,6 +78,7 @@ class ShadowedStep:
     replay: Callable[[], Mapping[str, torch.Tensor]]
     parts: Sequence[MemoryPart]
     rows: Mapping[int, slice]
+    num_grouping_layers: int = 0
     alone: Callable[[], Mapping[str, torch.Tensor]] | None = None
 
 
@@ -190,14 +193,13 @@ class Shadow:
         again = self._logged(step, before, other_padding=True)
         spread = _spread([want, logged[1], again[1]])
         if self._agree(bool(spread)) and not self._agree(_is_beyond(got, want, spread)):
-            varying = first_varying(logged[0], again[0])
-            self.report.num_inexact += 1
-            self.report.inexact[step.graph] = "unknown" if varying is None else varying[0]
+            self._note_inexact(step, first_influence(logged[0], again[0]))
             return None
         same_padding, left = self._logged(step, before, other_padding=False)
         if not self._agree(bool(differing(got, left))):
-            varying = first_varying(same_padding, logged[0])
-            return _of_rows(Cause.PADDING, varying)
+            influence = first_influence(same_padding, logged[0])
+            rounded = within_rounding(got, want, step.num_grouping_layers)
+            return self._rows_finding(step, Cause.PADDING, influence, rounded=rounded)
         return self._parted(step, before, same_padding)
 
     def _parted(
@@ -235,7 +237,7 @@ class Shadow:
         rows: Mapping[int, slice],
         found: str,
     ) -> Mismatch | None:
-        """Replay twice, the second time with ``change_others``: its ``rows`` must come out the same.
+        """Replay twice, then with ``change_others``: the ``rows`` must come out the same.
 
         ``rows``: one entry, of results and of tensors inside the step that have as many rows as
         its key. The step leaves no effects.
@@ -250,7 +252,11 @@ class Shadow:
             write_parts(step.parts, before_others)
         as_before = self._logged(step, before, other_padding=False, rows=rows)[0]
         write_parts(step.parts, before)
-        finding = _of_rows(Cause.BATCH, first_varying(as_before, changed))
+        influence = first_influence(as_before, changed)
+        rounded = within_rounding(second, first, step.num_grouping_layers)
+        finding = self._rows_finding(step, Cause.BATCH, influence, rounded=rounded)
+        if finding is None:
+            return None
         return self._reported(_mismatch(step, found, differences, finding))
 
     def _replayed(
@@ -263,17 +269,27 @@ class Shadow:
         write_parts(step.parts, before)
         return before, results
 
+    def _rows_finding(
+        self, step: ShadowedStep, cause: Cause, influence: Influence | None, *, rounded: bool
+    ) -> Finding | None:
+        """How other rows reach a row; None if they only change how it is ``rounded``."""
+        if not self._agree(not rounded):
+            self._note_inexact(step, influence)
+            return None
+        if influence is None:
+            return Finding(cause=cause)
+        detail = f"its results change by up to {influence.max_difference:.3g}"
+        return Finding(cause=cause, operator=influence.operator, detail=detail)
+
+    def _note_inexact(self, step: ShadowedStep, influence: Influence | None) -> None:
+        self.report.num_inexact += 1
+        name = "unknown" if influence is None else influence.operator
+        self.report.inexact[step.graph] = name
+
     def _reported(self, mismatch: Mismatch) -> Mismatch:
         self.report.mismatches.append(mismatch)
         logger.error("%s; it runs eagerly from now on", mismatch)
         return mismatch
-
-
-def _of_rows(cause: Cause, varying: tuple[str, float] | None) -> Finding:
-    if varying is None:
-        return Finding(cause=cause)
-    operator, off = varying
-    return Finding(cause=cause, operator=operator, detail=f"by up to {off:.3g}")
 
 
 def _mismatch(
