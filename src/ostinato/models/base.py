@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError
@@ -108,3 +109,9 @@ class Encoder(Protocol):
         self, input_ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor
     ) -> torch.Tensor:
         """Hidden states [T, hidden_size] of a row of tokens; all arguments are [T]."""
+
+
+def module_of(model: object) -> nn.Module:
+    """The torch module of a model: itself, or what it wraps."""
+    module = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    return module if isinstance(module, nn.Module) else nn.Module()

@@ -25,6 +25,7 @@ from ostinato.graphs.trust.shadow.report import Mismatch, VerifyReport
 from ostinato.graphs.trust.shadow.schedule import ShadowSchedule
 from ostinato.graphs.trust.shadow.shadow import Shadow, ShadowedStep
 from ostinato.graphs.wrapper import CUDAGraphWrapper
+from ostinato.models.base import module_of
 
 _SEED = 7
 _AT_CAPTURE = "at capture"
@@ -53,7 +54,7 @@ class PackedShadow:
         self._inputs = inputs
         self._vocab_size = vocab_size
         self._shadow = Shadow(
-            manager.pool, name_of=partial(name_in_module, model), report=self.report
+            manager.pool, name_of=partial(name_in_module, module_of(model)), report=self.report
         )
 
     def takes(self, choice: Choice) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from ostinato.graphs.trust.shadow.memory_names import name_among, name_in_module
+from ostinato.models.base import module_of
 from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.step_memory import StepMemory
 
@@ -20,7 +21,7 @@ class MemoryNames:
 
     def __call__(self, address: int) -> str | None:
         for graphs in self._all_graphs:
-            name = name_in_module(graphs.model, address)
+            name = name_in_module(module_of(graphs.model), address)
             if name is not None:
                 return name
         return name_among(self._named(), address)

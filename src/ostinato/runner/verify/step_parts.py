@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
 
 from ostinato.graphs.trust.shadow.memory_part import MemoryPart
-from ostinato.models.base import CausalLM
+from ostinato.models.base import CausalLM, module_of
 from ostinato.runner.sampling.sampler_graphs import SamplerGraph, SamplerGraphs
 from ostinato.runner.step_memory import StepMemory
 
@@ -47,8 +46,7 @@ def forward_parts(
     ids = memory.buffers.input_ids
     yield MemoryPart(name="the inputs", tensor=ids, index=(slice(padded),), compared=False)
     for model in models:
-        buffers = model.named_buffers() if isinstance(model, nn.Module) else ()
-        for name, tensor in buffers:
+        for name, tensor in module_of(model).named_buffers():
             if not tensor.is_floating_point():
                 yield MemoryPart(name=f"{name} of model {models.index(model)}", tensor=tensor)
 

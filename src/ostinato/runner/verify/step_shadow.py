@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from ostinato.attention.base import AttentionMetadata
 from ostinato.graphs.capture.pool import GraphPool
@@ -18,7 +17,7 @@ from ostinato.graphs.trust.shadow.operator_log import OperatorLogging
 from ostinato.graphs.trust.shadow.report import Mismatch, VerifyReport
 from ostinato.graphs.trust.shadow.schedule import ShadowSchedule
 from ostinato.graphs.trust.shadow.shadow import Shadow, ShadowedStep, observe_captures
-from ostinato.models.base import CausalLM
+from ostinato.models.base import CausalLM, module_of
 from ostinato.runner.model_graphs import Forward, ModelGraphs
 from ostinato.runner.sampling.sampler_graphs import SamplerGraph, SamplerGraphs
 from ostinato.runner.step_memory import StepMemory
@@ -276,7 +275,7 @@ def _key(choice: Choice) -> Key | None:
 
 def _num_mixtures(model: CausalLM) -> int:
     """Layers with a mixture of experts."""
-    names = (name for name, _ in model.named_modules()) if isinstance(model, nn.Module) else ()
+    names = (name for name, _ in module_of(model).named_modules())
     return sum(name.rpartition(".")[2] in ("mixture", "experts") for name in names)
 
 

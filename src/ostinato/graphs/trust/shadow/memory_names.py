@@ -17,8 +17,6 @@ def name_among(named: Iterable[tuple[str, torch.Tensor]], address: int) -> str |
     return None
 
 
-def name_in_module(module: object, address: int) -> str | None:
-    """The name of a parameter or buffer of ``module``, if it is a torch module and has it."""
-    if not isinstance(module, nn.Module):
-        return None
+def name_in_module(module: nn.Module, address: int) -> str | None:
+    """The name of the parameter or buffer of ``module`` at ``address``; None if there is none."""
     return name_among((*module.named_parameters(), *module.named_buffers()), address)

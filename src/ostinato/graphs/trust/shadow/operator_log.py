@@ -69,6 +69,14 @@ class OperatorLog:
         self._made: dict[int, int] = {}  # by storage, the call that made it
         self._segment = -1
 
+    @property
+    def widths(self) -> Iterator[int]:
+        """The last dimension of every tensor that was an operand."""
+        for call in self.calls:
+            for operand in call.operands.values():
+                if isinstance(operand, (Given, Made)) and operand.shape:
+                    yield operand.shape[-1]
+
     def new_segment(self) -> None:
         self._segment += 1
 

@@ -8,6 +8,7 @@ difference is then one of rounding, which has a bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from ostinato.graphs.trust.shadow.operator_log import LoggedCall, Made, Operator
 
 # Roundings of a row in one such layer: GEMM, activation, GEMM, weighted sum, and their inputs.
 _ROUNDINGS = 8
+_FLOAT32 = torch.finfo(torch.float32).eps  # GEMMs of narrower types sum in it
 
 
 class Influence(NamedTuple):
@@ -66,18 +68,26 @@ def _difference(mine: LoggedCall, its: LoggedCall) -> float | None:
 
 
 def within_rounding(
-    got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], num_layers: int
+    got: Mapping[str, torch.Tensor],
+    want: Mapping[str, torch.Tensor],
+    num_layers: int,
+    log: OperatorLog,
 ) -> bool:
     """Whether all differences may be rounding in ``num_layers`` layers that group rows.
 
-    The roundings of a layer are relative to its results, and add up at worst. Integers that follow
-    from such numbers, such as sampled tokens, may be any.
+    A sum of K products that is added up in another order changes by about sqrt(K) roundings of the
+    type it is summed in (Higham and Mary, 2019), and its result is rounded once more. All are
+    relative to the results, and those of layers add up at worst. K is the widest row in the
+    ``log``. Integers that follow from such numbers, such as sampled tokens, may be any.
     """
+    if num_layers == 0:
+        return False
+    in_sums = math.sqrt(max(log.widths, default=1)) * _FLOAT32
     for name, tensor in want.items():
         if not tensor.is_floating_point():
             continue
         size = float(tensor.double().abs().nan_to_num(nan=0.0).max()) if tensor.numel() else 0.0
-        allowed = num_layers * _ROUNDINGS * torch.finfo(tensor.dtype).eps * size
+        allowed = num_layers * _ROUNDINGS * (torch.finfo(tensor.dtype).eps + in_sums) * size
         if max_difference(got[name], tensor) > allowed:
             return False
     return True

@@ -198,7 +198,7 @@ class Shadow:
         same_padding, left = self._logged(step, before, other_padding=False)
         if not self._agree(bool(differing(got, left))):
             influence = first_influence(same_padding, logged[0])
-            rounded = within_rounding(got, want, step.num_grouping_layers)
+            rounded = within_rounding(got, want, step.num_grouping_layers, same_padding)
             return self._rows_finding(step, Cause.PADDING, influence, rounded=rounded)
         return self._parted(step, before, same_padding)
 
@@ -253,7 +253,7 @@ class Shadow:
         as_before = self._logged(step, before, other_padding=False, rows=rows)[0]
         write_parts(step.parts, before)
         influence = first_influence(as_before, changed)
-        rounded = within_rounding(second, first, step.num_grouping_layers)
+        rounded = within_rounding(second, first, step.num_grouping_layers, as_before)
         finding = self._rows_finding(step, Cause.BATCH, influence, rounded=rounded)
         if finding is None:
             return None
