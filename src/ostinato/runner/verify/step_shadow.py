@@ -115,8 +115,9 @@ class StepShadow:
             pool.replay(tape)
             return {}
 
+        parts = [name for name, used in graph.kind._asdict().items() if used]
         step = ShadowedStep(
-            graph=f"the sampler of {num_rows} rows, {graph.kind}",
+            graph=f"sampler graph of {num_rows} rows ({', '.join(parts)})",
             tape=tape,
             eager=eager,
             replay=replay,
