@@ -34,10 +34,10 @@ def test_rates_outside_their_range_are_refused(rate: str) -> None:
 
 def test_steps_are_sampled_evenly_and_alike_everywhere() -> None:
     policy = VerifyPolicy(sample_rate=0.01)
-    sampled = [step for step in range(100_000) if policy.samples(step)]
-    assert 850 < len(sampled) < 1150
+    sampled = [step for step in range(20_000) if policy.samples(step)]
+    assert 150 < len(sampled) < 250
     assert sampled == [
-        step for step in range(100_000) if VerifyPolicy.parse("sample:0.01").samples(step)
+        step for step in range(20_000) if VerifyPolicy.parse("sample:0.01").samples(step)
     ]
     gaps = [after - before for before, after in itertools.pairwise(sampled)]
     assert min(gaps) < 20 < 300 < max(gaps)  # not a stride, which could follow a pattern of steps

@@ -158,6 +158,7 @@ def move_weight(llm: LLM) -> None:
     weight.data = weight.data.flip(0).contiguous()
 
 
+@pytest.mark.slow
 def test_a_graph_that_differs_is_quarantined_and_its_step_put_right(
     device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,6 +182,7 @@ def test_a_graph_that_differs_is_quarantined_and_its_step_put_right(
     assert "layers.1.qkv_proj.weight, at 0x" in caplog.text
 
 
+@pytest.mark.slow
 def test_after_a_mismatch_every_graph_is_suspect(caplog: pytest.LogCaptureFixture) -> None:
     """The first sampled step finds a moved weight; all other graphs are then compared at once."""
     quiet(caplog)
@@ -258,6 +260,7 @@ def test_a_fault_on_one_rank_is_found_by_all(
 # --- encoders -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_encoders_are_compared(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     quiet(caplog)
     save_encoder(tmp_path, "bert")

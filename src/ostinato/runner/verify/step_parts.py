@@ -42,6 +42,8 @@ def forward_parts(
     yield MemoryPart(
         name="the numbers of computed tokens", tensor=state.num_computed, index=(rows,)
     )
+    for number, tensor in enumerate(memory.proposer.tensors() if memory.proposer else ()):
+        yield MemoryPart(name=f"memory {number} of the drafts", tensor=tensor, compared=False)
     # Written by both runs, but with other padding.
     ids = memory.buffers.input_ids
     yield MemoryPart(name="the inputs", tensor=ids, index=(slice(padded),), compared=False)
