@@ -75,9 +75,9 @@ def _try(
     memory: StepMemory,
 ) -> Mismatch | None:
     step, _ = (
-        shadow.decode_step(plan, choice, None)
+        shadow.steps.decode_step(plan, choice, None)
         if choice.uniform_decode
-        else shadow.mixed_step(plan, choice, metadata, None)
+        else shadow.steps.mixed_step(plan, choice, metadata, None)
     )
     before = read_parts(step.parts)
     mismatch = shadow.compare(step, _FOUND)

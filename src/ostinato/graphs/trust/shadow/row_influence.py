@@ -3,23 +3,14 @@
 Two eager runs of one step are compared that differ in other rows: padding, or other requests. A row
 must come out the same, to the bit, with one exception: a mixture multiplies the rows of each expert
 together, so the kernel, and with it the order of a sum, may follow from the other rows. The
-difference is then one of rounding, which has a bound.
+difference is then one of rounding, which has a bound (``tolerance``).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
-
-from ostinato.graphs.trust.shadow.differences import max_difference
 from ostinato.graphs.trust.shadow.operator_log import LoggedCall, Made, OperatorLog
-
-# Roundings of a row in one such layer: GEMM, activation, GEMM, weighted sum, and their inputs.
-_ROUNDINGS = 8
-_FLOAT32 = torch.finfo(torch.float32).eps  # GEMMs of narrower types sum in it
 
 
 class Influence(NamedTuple):
@@ -65,29 +56,3 @@ def _difference(mine: LoggedCall, its: LoggedCall) -> float | None:
     pairs = zip(mine.own_results, its.own_results, strict=False)
     found = [off for a, b in pairs if (off := a.difference_from(b)) is not None]
     return max(found, default=None)
-
-
-def within_rounding(
-    got: Mapping[str, torch.Tensor],
-    want: Mapping[str, torch.Tensor],
-    num_layers: int,
-    log: OperatorLog,
-) -> bool:
-    """Whether all differences may be rounding in ``num_layers`` layers that group rows.
-
-    A sum of K products that is added up in another order changes by about sqrt(K) roundings of the
-    type it is summed in (Higham and Mary, 2019), and its result is rounded once more. All are
-    relative to the results, and those of layers add up at worst. K is the widest row in the
-    ``log``. Integers that follow from such numbers, such as sampled tokens, may be any.
-    """
-    if num_layers == 0:
-        return False
-    in_sums = math.sqrt(max(log.widths, default=1)) * _FLOAT32
-    for name, tensor in want.items():
-        if not tensor.is_floating_point():
-            continue
-        size = float(tensor.double().abs().nan_to_num(nan=0.0).max()) if tensor.numel() else 0.0
-        allowed = num_layers * _ROUNDINGS * (torch.finfo(tensor.dtype).eps + in_sums) * size
-        if max_difference(got[name], tensor) > allowed:
-            return False
-    return True

@@ -25,7 +25,7 @@ from ostinato.graphs.trust.shadow.bisect import (
     SteppedReplay,
     explain,
 )
-from ostinato.graphs.trust.shadow.differences import Difference, differing, max_difference
+from ostinato.graphs.trust.shadow.differences import Difference, differing
 from ostinato.graphs.trust.shadow.memory_part import (
     MemoryPart,
     compared,
@@ -34,13 +34,10 @@ from ostinato.graphs.trust.shadow.memory_part import (
 )
 from ostinato.graphs.trust.shadow.operator_log import OperatorLog, OperatorLogging
 from ostinato.graphs.trust.shadow.report import Cause, Finding, Mismatch, VerifyReport
-from ostinato.graphs.trust.shadow.row_influence import Influence, first_influence, within_rounding
+from ostinato.graphs.trust.shadow.row_influence import Influence, first_influence
+from ostinato.graphs.trust.shadow.tolerance import is_beyond, spread_of, within_rounding
 
 logger = logging.getLogger(__name__)
-
-# How far a graph may be from an eager run, in differences between eager runs. Of three runs, the
-# largest difference of a pair is a small sample of what the order of sums can do.
-_SPREADS = 4.0
 
 
 def observe_captures(pool: GraphPool) -> None:
@@ -191,8 +188,8 @@ class Shadow:
         """Why they differ; None if eager runs differ among themselves as much."""
         logged = self._logged(step, before, other_padding=True)
         again = self._logged(step, before, other_padding=True)
-        spread = _spread([want, logged[1], again[1]])
-        if self._agree(bool(spread)) and not self._agree(_is_beyond(got, want, spread)):
+        spread = spread_of([want, logged[1], again[1]])
+        if self._agree(bool(spread)) and not self._agree(is_beyond(got, want, spread)):
             self._note_inexact(step, first_influence(logged[0], again[0]))
             return None
         same_padding, left = self._logged(step, before, other_padding=False)
@@ -315,29 +312,3 @@ def _mismatch(
 
 def _cloned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def _spread(runs: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """By name, the largest difference between two of the runs; only where there is one."""
-    spread: dict[str, float] = {}
-    for index, one in enumerate(runs):
-        for other in runs[index + 1 :]:
-            for difference in differing(one, other):
-                most = max(spread.get(difference.name, 0.0), difference.max_difference)
-                spread[difference.name] = most
-    return spread
-
-
-def _is_beyond(
-    got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor], spread: Mapping[str, float]
-) -> bool:
-    """Whether ``got`` is further from ``want`` than eager runs are from each other.
-
-    Integers that follow from numbers that vary, such as sampled tokens, may be any.
-    """
-    varies = any(want[name].is_floating_point() for name in spread)
-    return any(
-        max_difference(got[name], want[name]) > _SPREADS * spread.get(name, 0.0)
-        for name in want
-        if want[name].is_floating_point() or not varies
-    )
