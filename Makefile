@@ -14,13 +14,18 @@ export PYTHONDONTWRITEBYTECODE :=
 # Small models gain nothing from threads: each core has a process instead.
 SPREAD := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: demo test quick test-gpu lint ruff mypy imports docs bench clean
+.PHONY: demo test alone quick test-gpu lint ruff mypy imports docs bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/generate_text.py
 
-test: lint
+# mypy and the tests that run alone take a core each, and the latter mostly wait.
+test: $(INSTALLED)
+	@$(MAKE) --no-print-directory ruff imports
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync=target mypy alone
 	$(SPREAD) -m "not alone"
+
+alone: $(INSTALLED)
 	$(BIN)/python -m pytest -m alone $$(grep -rl --include='test_*.py' 'mark\.alone' tests)
 
 quick: $(INSTALLED)
@@ -33,9 +38,7 @@ test-gpu:
 			"not have; without one, make test runs everything that a CPU can" >&2; exit 1; }
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/src $(PYTHON) tests/shards.py -m gpu
 
-# mypy takes as long as everything else, and a core of its own.
-lint: $(INSTALLED)
-	@$(MAKE) --no-print-directory --jobs 2 mypy ruff imports
+lint: ruff imports mypy
 
 ruff: $(INSTALLED)
 	$(BIN)/ruff check .

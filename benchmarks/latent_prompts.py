@@ -22,9 +22,10 @@ from typing import Any
 import torch
 
 from ostinato import LLM, GraphConfig, SamplingParams
-from ostinato.attention import latent_cpu, triton_paged
+from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.attention.latent_rope import LatentEmbedding
+from ostinato.attention.reference import latent_cpu
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.ops.norm import Norm
 

@@ -43,8 +43,8 @@ from safetensors.torch import save_file
 
 from ostinato import GraphConfig, SamplingParams
 from ostinato.config import EngineConfig
-from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
+from ostinato.engine.requests.completion import Completion
 from ostinato.errors import ConfigError
 
 MAX_MODEL_LEN = 192

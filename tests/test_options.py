@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from ostinato import LLM, ConfigError, GraphConfig, SamplingParams, other_engines
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.cli.app import app
 from ostinato.config import EngineConfig
 

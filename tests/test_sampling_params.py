@@ -71,7 +71,7 @@ def bad(field: str, values: list[Any], message: str) -> list[Any]:
         ),
         *bad("seed", [-1, 2**63, 1.0, True, "7"], "seed must be an integer in [0, 2**63), got {}"),
         *bad("logprobs", [-1, 1.0, True, "1"], "logprobs must be an integer of at least 0, got {}"),
-        *bad("logprobs", [MAX_LOGPROBS + 1], f"logprobs is at most {MAX_LOGPROBS}, got {{}}"),
+        *bad("logprobs", [MAX_LOGPROBS + 1], f"logprobs must be at most {MAX_LOGPROBS}, got {{}}"),
         *bad("stop", ["", ["a", ""], ["a", 1]], "stop must be non-empty strings, got {}"),
         *bad(
             "stop_token_ids",
@@ -107,13 +107,17 @@ def test_min_tokens_above_max_tokens() -> None:
 
 def test_too_many_stop_token_ids() -> None:
     SamplingParams(stop_token_ids=range(MAX_STOP_TOKEN_IDS))
-    with pytest.raises(ConfigError, match=f"at most {MAX_STOP_TOKEN_IDS} stop_token_ids, got"):
+    with pytest.raises(
+        ConfigError, match=f"stop_token_ids may have at most {MAX_STOP_TOKEN_IDS} entries"
+    ):
         SamplingParams(stop_token_ids=range(MAX_STOP_TOKEN_IDS + 1))
 
 
 def test_logit_bias_entries() -> None:
     SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0))
-    with pytest.raises(ConfigError, match=f"at most {MAX_LOGIT_BIAS} tokens in logit_bias, got"):
+    with pytest.raises(
+        ConfigError, match=f"logit_bias may have at most {MAX_LOGIT_BIAS} tokens, got"
+    ):
         SamplingParams(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0))
     for key in (-1, "7", True, 1.0):
         with pytest.raises(ConfigError, match=f"maps token ids to numbers, got the key {key!r}"):

@@ -56,14 +56,19 @@ _HOME = {
     "GraphedModule": "graphs.graphed_module",
     "GraphedStats": "graphs.policy.stats",
     "GraphPool": "graphs.capture.pool",
+    "inspect_graph": "graphs.trust.ledger.sources",
+    "Ledger": "graphs.trust.ledger.ledger",
     "LLM": "llm",
     "Logprob": "outputs",
+    "MemoryKind": "graphs.trust.ledger.owners",
     "ModelLoadError": "errors",
+    "NamedMemory": "graphs.trust.ledger.owners",
     "NgramDrafts": "speculative.options",
     "OffloadConfig": "offload.offload_config",
     "OstinatoError": "errors",
     "OutOfBlocksError": "errors",
     "PlanEntry": "graphs.policy.plan",
+    "pool_ledger": "graphs.trust.ledger.sources",
     "prepare_inputs_to_capture": "graphs.capture.capture_inputs",
     "PreparedBatch": "graphs.manager",
     "Proposer": "speculative.proposer",
@@ -80,6 +85,7 @@ _HOME = {
     "set_forward_context": "graphs.capture.context",
     "Speculation": "speculative.speculation",
     "SpeculationStats": "scheduling.draft_steps",
+    "StaleGraphError": "errors",
     "StructuredOutputsParams": "structured.params",
     "SuffixDrafts": "speculative.options",
     "TextDelta": "outputs",
@@ -109,6 +115,7 @@ if TYPE_CHECKING:
     from ostinato.errors import OutOfBlocksError as OutOfBlocksError
     from ostinato.errors import ReplayMismatchError as ReplayMismatchError
     from ostinato.errors import RequestError as RequestError
+    from ostinato.errors import StaleGraphError as StaleGraphError
     from ostinato.graphs.capture.capture_inputs import CaptureInputs as CaptureInputs
     from ostinato.graphs.capture.capture_inputs import TokenBuffers as TokenBuffers
     from ostinato.graphs.capture.capture_inputs import (
@@ -141,6 +148,11 @@ if TYPE_CHECKING:
     from ostinato.graphs.policy.sizes import default_sizes as default_sizes
     from ostinato.graphs.policy.sizes import get_cudagraph_sizes as get_cudagraph_sizes
     from ostinato.graphs.policy.stats import GraphedStats as GraphedStats
+    from ostinato.graphs.trust.ledger.ledger import Ledger as Ledger
+    from ostinato.graphs.trust.ledger.owners import MemoryKind as MemoryKind
+    from ostinato.graphs.trust.ledger.owners import NamedMemory as NamedMemory
+    from ostinato.graphs.trust.ledger.sources import inspect_graph as inspect_graph
+    from ostinato.graphs.trust.ledger.sources import pool_ledger as pool_ledger
     from ostinato.graphs.wrapper import CUDAGraphEntry as CUDAGraphEntry
     from ostinato.graphs.wrapper import CUDAGraphOptions as CUDAGraphOptions
     from ostinato.graphs.wrapper import CUDAGraphWrapper as CUDAGraphWrapper

@@ -230,6 +230,13 @@ flash_attention: Any = _name(
     without="sequences of each length take kernels of their own",
 ).find()
 
+demangle: Callable[[str], str] = _private(
+    "torch._C._demangle",
+    lambda name: name,
+    purpose="the ledger shows the names of C++ kernels as they are written",
+    without="it shows them as the linker sees them",
+)
+
 # --- tensors and their memory -------------------------------------------------------------------
 
 has_internal_overlap: Callable[[torch.Tensor], Any] = _private(

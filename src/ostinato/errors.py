@@ -6,6 +6,8 @@ derives from the closest built-in exception, so that callers that do not know Os
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class OstinatoError(Exception):
     """Base of all errors raised by Ostinato."""
@@ -55,6 +57,18 @@ class CaptureOutOfMemoryError(CaptureError, MemoryError):
 
 class ReplayMismatchError(OstinatoError, RuntimeError):
     """A replay was requested with arguments that differ from the captured ones."""
+
+
+class StaleGraphError(ReplayMismatchError):
+    """Graphs hold addresses of memory that has moved or was freed; they are not replayed.
+
+    ``message`` names graph, node and owner. ``stale`` lists all such addresses (``StaleAddress``),
+    where the ledger raised it.
+    """
+
+    def __init__(self, message: str, stale: Sequence[object] = ()) -> None:
+        super().__init__(message)
+        self.stale = tuple(stale)
 
 
 class ClosedError(OstinatoError, RuntimeError):

@@ -14,15 +14,16 @@ import torch
 from tqdm import tqdm
 
 from ostinato.config import EngineConfig
-from ostinato.engine.checked_request import CheckedRequest
 from ostinato.engine.engine import Engine, Submission
-from ostinato.engine.prompt_reader import PromptReader
+from ostinato.engine.requests.checked_request import CheckedRequest
+from ostinato.engine.requests.prompt_reader import PromptReader
 from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
+from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.shadow.report import VerifyReport
-from ostinato.loading.task import find_task
+from ostinato.loading.encoders.task import find_task
 from ostinato.models.given_tensors import NamedTensors
 from ostinato.options import described, same_options_as
 from ostinato.outputs import (
@@ -291,7 +292,7 @@ class LLM(Owner):
 
     @one_thread()
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, of all replicas, so that later prompts are computed anew.
+        """Forget all cached prefixes, of all replicas; later prompts are computed from scratch.
 
         Unfinished requests go on with their keys and values. Blocks that they complete from now on
         may be reused.
@@ -323,6 +324,15 @@ class LLM(Owner):
         makes the call, and the weights of rank 0 are read.
         """
         self.engine.update_weights(weights, keep_prefix_cache=keep_prefix_cache)
+
+    @one_thread()
+    def ledger(self) -> Ledger:
+        """Which memory the captured graphs hold, whose it is, and whether it is still there.
+
+        Of several ranks, those of this process. ``update_weights`` and ``load_adapter`` check it
+        themselves: they raise ``StaleGraphError`` if memory that a graph holds has moved.
+        """
+        return self._running.runner.ledger
 
     # --- pooling -------------------------------------------------------------------------------
 

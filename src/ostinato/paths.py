@@ -19,7 +19,7 @@ def cache_directory() -> Path:
         return Path.home() / ".cache" / "ostinato"
     except RuntimeError as error:
         raise ConfigError(
-            f"there is no place for a cache: {error} Set OSTINATO_CACHE to a directory of your own"
+            f"no directory for the cache was found: {error} Set OSTINATO_CACHE to one of your own"
         ) from None
 
 

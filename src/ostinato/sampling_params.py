@@ -80,7 +80,7 @@ class SamplingParams:
         _check_int("n", self.n, at_least=1)
         if self.n > MAX_N:
             raise ConfigError(
-                f"n is at most {MAX_N}, got {shown(self.n)}; send the prompt several times"
+                f"n must be at most {MAX_N}, got {shown(self.n)}; send the prompt several times"
             )
         _check_number("temperature", self.temperature, "at least 0", lambda v: v >= 0)
         if type(self.top_k) is not int or self.top_k < -1:
@@ -105,7 +105,9 @@ class SamplingParams:
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, at_least=0)
             if self.logprobs > MAX_LOGPROBS:
-                raise ConfigError(f"logprobs is at most {MAX_LOGPROBS}, got {shown(self.logprobs)}")
+                raise ConfigError(
+                    f"logprobs must be at most {MAX_LOGPROBS}, got {shown(self.logprobs)}"
+                )
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")
@@ -115,7 +117,7 @@ class SamplingParams:
     def _check_lists(self) -> None:
         # Stored as plain immutable values, because a request outlives the caller's lists.
         given = (self.stop,) if isinstance(self.stop, str) else self.stop
-        stop = _as_tuple("stop", given, MAX_STOP_STRINGS, "stop strings")
+        stop = _as_tuple("stop", given, MAX_STOP_STRINGS)
         if any(not isinstance(text, str) or not text for text in stop):
             raise ConfigError(f"stop must be non-empty strings, got {shown(self.stop)}")
         num_characters = sum(map(len, stop))
@@ -127,7 +129,7 @@ class SamplingParams:
         if not all(_is_text(text) for text in stop):
             raise ConfigError(f"stop must be text without lone surrogates, got {shown(self.stop)}")
         object.__setattr__(self, "stop", stop)
-        ids = _as_tuple("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
+        ids = _as_tuple("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         if any(type(token) is not int or token < 0 for token in ids):
             raise ConfigError(f"stop_token_ids must be token ids, got {shown(self.stop_token_ids)}")
         object.__setattr__(self, "stop_token_ids", ids)
@@ -135,7 +137,9 @@ class SamplingParams:
             raise ConfigError(f"logit_bias maps token ids to numbers, got {shown(self.logit_bias)}")
         bias = dict(self.logit_bias or {})
         if len(bias) > MAX_LOGIT_BIAS:
-            raise ConfigError(f"at most {MAX_LOGIT_BIAS} tokens in logit_bias, got {len(bias)}")
+            raise ConfigError(
+                f"logit_bias may have at most {MAX_LOGIT_BIAS} tokens, got {len(bias)}"
+            )
         for token, value in bias.items():
             if type(token) is not int or token < 0:
                 raise ConfigError(
@@ -158,14 +162,14 @@ class SamplingParams:
         return self.temperature == 0
 
 
-def _as_tuple(name: str, value: object, most: int, what: str) -> tuple[Any, ...]:
+def _as_tuple(name: str, value: object, most: int) -> tuple[Any, ...]:
     if value is None:
         return ()
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):
         raise ConfigError(f"{name} must be a list, got {shown(value)}")
     items = tuple(islice(value, most + 1))  # an iterator may be infinite
     if len(items) > most:
-        raise ConfigError(f"at most {most} {what}, got more")
+        raise ConfigError(f"{name} may have at most {most} entries, got more")
     return items
 
 

@@ -24,7 +24,7 @@ from ostinato import set_forward_context
 from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionBackend, attend
 from ostinato.attention.latent_rope import absorbed_query, write_values
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.attention.triton.latent.latent_tiles import LatentShape, latent_tile_config
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.errors import ConfigError

@@ -22,7 +22,7 @@ from ostinato import GraphPool, set_forward_context
 from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionBackend, attend_qkv
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.attention.triton import stream_decode
 from ostinato.attention.triton.paged_attention import paged_attention
 from ostinato.attention.triton.tile_config import (
@@ -266,7 +266,7 @@ def test_other_backends_get_heads_that_are_rotated(norm: bool, dtype: torch.dtyp
 def test_rows_of_the_wrong_length_are_refused() -> None:
     one = case(Layout(requests=((3, 9),)), torch.device("cpu"))
     one.qkv = one.qkv[:, :-8]
-    with pytest.raises(ConfigError, match=r"rows of 16 numbers.* make 24"):
+    with pytest.raises(ConfigError, match=r"rows of 16 numbers.* need 24"):
         one.run(TorchPagedAttention())
 
 

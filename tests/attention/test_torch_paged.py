@@ -34,7 +34,7 @@ from paged_batches import (
 from torch import Tensor
 
 from ostinato import GraphPool
-from ostinato.attention import numba_paged, paged_cpu, paged_cuda
+from ostinato.attention import numba_paged
 from ostinato.attention.base import (
     AttentionBackend,
     AttentionMetadata,
@@ -42,7 +42,8 @@ from ostinato.attention.base import (
 )
 from ostinato.attention.numba_paged import NumbaPagedAttention
 from ostinato.attention.paged import PagedBatch, over_heads
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference import paged_cpu, paged_cuda
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.graphs.policy.modes import AttentionCGSupport
 from ostinato.ops.numba import has_numba
 

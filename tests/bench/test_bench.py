@@ -17,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import ostinato
 from ostinato import LLM
 from ostinato.attention.base import AttentionSpec
-from ostinato.bench import core, plot
+from ostinato.bench import plot
+from ostinato.bench.core import run as core
 from ostinato.bench.timing import baselines, floor, profile
 from ostinato.bench.timing.breakdown import (
     ATTENTION,

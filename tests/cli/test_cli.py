@@ -385,6 +385,8 @@ def test_bench_capture(ostinato: Run, tmp_path: Path) -> None:
     for row in answer["rows"]:
         assert 0 <= row["capture_s"] < row["ready_s"]
         assert (row["bytes"] > 0) == (row["mode"] != "NONE")
+        assert (row["addresses"] == {}) == (row["mode"] == "NONE")
+        assert row["check_ms"] > 0
 
 
 def test_bench_capture_table(ostinato: Run) -> None:

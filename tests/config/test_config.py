@@ -64,7 +64,7 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
     (
         {"kv_cache_tokens": 63, "max_model_len": 64},
         "kv_cache_tokens 63 is below max_model_len 64, so the longest request would not fit; raise "
-        "the first or lower the other",
+        "kv_cache_tokens or lower max_model_len",
     ),
     ({"block_size": None}, "block_size must be a positive integer, got None"),
     ({"seed": -1}, "seed must be an integer in [0, 2**63), got -1"),
@@ -212,7 +212,7 @@ def test_limits_that_exclude_each_other() -> None:
         EngineConfig(max_num_seqs=5, max_num_batched_tokens=4).batch_limits(CPU)
     assert str(error.value) == (
         "max_num_batched_tokens 4 is below max_num_seqs 5, so a step could not take one token of "
-        "every request; raise the first or lower the other"
+        "every request; raise max_num_batched_tokens or lower max_num_seqs"
     )
 
 

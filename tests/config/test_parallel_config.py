@@ -80,7 +80,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"enable_expert_parallel": True},
-        "enable_expert_parallel spreads experts over ranks, but there is one",
+        "enable_expert_parallel spreads experts over ranks, but there is only one",
     ),
     (
         {"enable_expert_parallel": True, "ulysses_sequence_parallel_size": 2},

@@ -9,8 +9,8 @@ import pytest
 from tiny_models import save_talking
 
 from ostinato import LLM, SamplingParams, TextDelta
-from ostinato.engine.completion import Completion
-from ostinato.engine.engine import Engine
+from ostinato.engine.emitter import Emitter
+from ostinato.engine.requests.completion import Completion
 from ostinato.scheduling.scheduler import Scheduler
 
 PROMPTS = [[5, 6, 7], [8, 9], [10, 11, 12], [13]]
@@ -72,7 +72,7 @@ def join(deltas: list[TextDelta]) -> list[tuple[list[int], str, str | None]]:
 @pytest.mark.parametrize("number", [1, 2, 7, 10, 13, 16, 17, 19])
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Completion, "read_text"), (Completion, "tell"), (Engine, "_take_in"), (Scheduler, "_end")],
+    [(Completion, "read_text"), (Completion, "tell"), (Emitter, "_take_in"), (Scheduler, "_end")],
     ids=["read_text", "tell", "take_in", "end"],
 )
 def test_an_interrupted_call_takes_nothing_from_a_stream(
@@ -105,7 +105,7 @@ def test_an_interrupted_call_takes_nothing_from_a_stream(
 @pytest.mark.parametrize("number", range(1, 12))
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(Completion, "read_text"), (Engine, "_decode_token"), (Scheduler, "finish")],
+    [(Completion, "read_text"), (Emitter, "_decode_token"), (Scheduler, "finish")],
     ids=["read_text", "decode_token", "finish"],
 )
 def test_steps_go_on_after_an_interrupt(

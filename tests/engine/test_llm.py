@@ -385,7 +385,7 @@ BAD_REQUESTS: list[tuple[Any, Any, str]] = [
     (7, GREEDY, "text or token ids"),
     ([[1], 7], GREEDY, r"prompts\[.\] is 7; a prompt is text or a list of token ids"),
     ([[1], [2]], [GREEDY], "1 SamplingParams for 2 prompts"),
-    ([[1]], {"temperature": 0}, "SamplingParams, one or one per prompt"),
+    ([[1]], {"temperature": 0}, "one SamplingParams, or a list with one per prompt"),
     ([[1]], SamplingParams(stop="x"), "need a tokenizer"),
     ([[1]], SamplingParams(stop_token_ids=[512]), "stop_token_ids names token 512"),
     ([[1]], SamplingParams(logit_bias={600: 1.0}), "logit_bias names token 600"),

@@ -182,9 +182,9 @@ def test_bad_prompts_are_refused_by_name(
 
 
 BAD_PARAMS: list[tuple[Any, str]] = [
-    ({"temperature": 0}, r"one or one per prompt, got \{'temperature': 0\}; write SamplingParams"),
-    ("greedy", "one or one per prompt, got 'greedy'"),
-    (3, "one or one per prompt, got 3"),
+    ({"temperature": 0}, r"one per prompt, got \{'temperature': 0\}; write SamplingParams"),
+    ("greedy", "one per prompt, got 'greedy'"),
+    (3, "one per prompt, got 3"),
     ([GREEDY, None], r"params\[1\] is None"),
     ([GREEDY, {}], r"params\[1\] is \{\}"),
     ([GREEDY], "1 SamplingParams for 2 prompts; give one for each, or one for all"),

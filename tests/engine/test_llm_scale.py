@@ -156,12 +156,12 @@ def test_stop_strings_do_not_hold_up_the_engine(llm: LLM, strings: list[str]) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"n": sampling_params.MAX_N + 1}, "n is at most"),
-        ({"n": 10**9}, "n is at most"),
-        ({"stop": ["a"] * (sampling_params.MAX_STOP_STRINGS + 1)}, "stop strings, got"),
+        ({"n": sampling_params.MAX_N + 1}, "n must be at most"),
+        ({"n": 10**9}, "n must be at most"),
+        ({"stop": ["a"] * (sampling_params.MAX_STOP_STRINGS + 1)}, "stop may have at most"),
         ({"stop": "a" * (sampling_params.MAX_STOP_CHARACTERS + 1)}, "characters together, got"),
-        ({"stop": itertools.repeat("a")}, "stop strings, got"),
-        ({"stop_token_ids": itertools.count()}, "stop_token_ids, got"),
+        ({"stop": itertools.repeat("a")}, "stop may have at most"),
+        ({"stop_token_ids": itertools.count()}, "stop_token_ids may have at most"),
         ({"stop": ["\ud800" * 10_000]}, "lone surrogates"),
         ({"temperature": "x" * 10_000}, "temperature must be a number"),
         ({"stop_token_ids": ["x" * 10_000]}, "stop_token_ids must be token ids"),

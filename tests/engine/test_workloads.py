@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from ostinato import CompletionOutput, GraphConfig, SamplingParams
 from ostinato.config import EngineConfig
-from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
+from ostinato.engine.requests.completion import Completion
 from ostinato.graphs.policy.modes import ModeName
 from ostinato.speculative.options import ReplayedDrafts
 from ostinato.speculative.replayed import ReplayProposer

@@ -17,8 +17,9 @@ from transformers import Qwen3MoeConfig
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE
+from ostinato.models.native.fused_kernels import LargeM, SmallM
 from ostinato.models.native.layer import DecoderLayer
-from ostinato.models.native.layer_kernels import AnyKernels, LargeM, Plain, SmallM
+from ostinato.models.native.layer_kernels import AnyKernels, Plain
 from ostinato.ops.experts.expert_kernels import down_row, expert_parts, gate_up_row
 from ostinato.ops.experts.experts import run_experts
 from ostinato.ops.experts.mixture import Mixture

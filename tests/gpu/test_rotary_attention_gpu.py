@@ -16,8 +16,8 @@ from torch import Tensor
 from ostinato import GraphPool, set_forward_context
 from ostinato.attention import triton_paged
 from ostinato.attention.base import AttentionMetadata, AttentionSpec, attend_qkv
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.attention.rope import RotaryEmbedding
-from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.attention.triton.tile_config import StreamRule
 from ostinato.attention.triton_paged import TritonPagedAttention
 

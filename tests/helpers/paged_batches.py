@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ostinato import GraphPool, set_forward_context
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec, attend
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 
 NOWHERE = 1 << 30
 CPU = torch.device("cpu")

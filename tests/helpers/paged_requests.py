@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.attention.selected import last_tokens
-from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.runner.kv_cache import KVCache
 
 BLOCK_SIZE = 4

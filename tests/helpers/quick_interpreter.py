@@ -11,7 +11,7 @@ from typing import Any
 
 def quicken_interpreter() -> None:
     """Nested calls find the language patched; no overflow is computed that is never checked; types
-    and shapes are made once."""
+    and shapes are made once; operands that fit are not converted."""
     from triton.runtime import interpreter
 
     # Sums are computed again in 64 bits for an assertion that only ``debug`` makes.
@@ -22,6 +22,7 @@ def quicken_interpreter() -> None:
     interpreter._get_np_dtype = _by_element_type(interpreter._get_np_dtype)
     _share_shapes()
     _unwrap_what_is_wrapped()
+    _pass_matching_operands()
 
 
 def _by_element_type(get_np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -109,6 +110,43 @@ def _unwrap_what_is_wrapped() -> None:
         return unwrap(value) if isinstance(value, containers) else value
 
     core._unwrap_if_constexpr = unwrap_quickly
+
+
+def _pass_matching_operands() -> None:
+    """Operands of one type and shape need no conversion, and a constant needs one only once.
+
+    It takes ``_share_shapes``: equal shapes are one object.
+    """
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    convert = TritonSemantic.binary_op_type_checking_impl
+    broadcast = TritonSemantic.broadcast_impl_value
+    # No pointers, which are converted; and some operators widen the half-precision types.
+    kept = {id(each) for each in (core.int1, core.int32, core.int64, core.float32)}
+    constants: dict[Any, Any] = {}
+
+    def convert_quickly(self: Any, lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
+        if type(lhs) is not core.tensor or id(lhs.dtype) not in kept:
+            return convert(self, lhs, rhs, *flags, **named)
+        if type(rhs) is core.tensor and lhs.shape is rhs.shape and lhs.dtype is rhs.dtype:
+            return lhs, rhs
+        if type(rhs) not in (int, float) or rhs != rhs or not lhs.type.is_block():
+            return convert(self, lhs, rhs, *flags, **named)
+        key = (type(rhs), rhs, id(lhs.dtype), id(lhs.shape), flags, *sorted(named.items()))
+        if key in constants:
+            return lhs, constants[key]
+        left, right = convert(self, lhs, rhs, *flags, **named)
+        if left is lhs and len(constants) < 10_000:
+            right.handle.data.flags.writeable = False  # it is shared from now on
+            constants[key] = right
+        return left, right
+
+    def broadcast_quickly(self: Any, lhs: Any, rhs: Any) -> Any:
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    TritonSemantic.binary_op_type_checking_impl = convert_quickly
+    TritonSemantic.broadcast_impl_value = broadcast_quickly
 
 
 def _once_per_launch(patch_lang: Callable[[Any], Any]) -> Callable[[Any], Any]:

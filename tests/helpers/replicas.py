@@ -15,7 +15,7 @@ from sharded_steps import config_of
 from transformers import AutoModelForCausalLM
 
 from ostinato import LLM, SamplingParams
-from ostinato.engine.completion import Completion
+from ostinato.engine.requests.completion import Completion
 
 NAMES = (None, "first", "second")
 

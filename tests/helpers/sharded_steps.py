@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from ostinato import set_forward_context
 from ostinato.attention.base import AttentionMetadata
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.decoder import Decoder

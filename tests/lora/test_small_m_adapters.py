@@ -16,7 +16,7 @@ from tiny_models import TINY_NATIVE, save_tiny
 
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.models.native import decoder
-from ostinato.models.native.layer_kernels import SmallM
+from ostinato.models.native.fused_kernels import SmallM
 from ostinato.ops.gemm import lora_linear
 from ostinato.ops.gemm.linear import Gemm
 from ostinato.ops.gemm.lora_linear import run_lora_kernels

@@ -19,9 +19,9 @@ from tiny_models import TINY_MIXTURES, VOCAB_SIZE, save_tiny
 from transformers import AutoModelForCausalLM
 
 from ostinato import LLM, GraphConfig, SamplingParams
-from ostinato.attention import latent_cpu
 from ostinato.attention.paged import PagedBatch
-from ostinato.attention.paged_cpu import Queries
+from ostinato.attention.reference import latent_cpu
+from ostinato.attention.reference.paged_cpu import Queries
 from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.loading.load import load_model
 from ostinato.models.native.config.decoder_config import DecoderConfig, unsupported_reason

@@ -22,7 +22,7 @@ from ostinato import (
     SamplingParams,
     get_forward_context,
 )
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.graphs.policy.modes import ModeName
 from ostinato.models.native.decoder import Decoder
 from ostinato.offload.prefetch import LayerCopy

@@ -24,7 +24,7 @@ HALF = OffloadConfig(group=2, offloaded=1, prefetch=1)
         ({"offloaded": -1}, "offloaded must be a positive integer, got -1"),
         ({"prefetch": 1.5}, r"prefetch must be a positive integer, got 1\.5"),
         ({"prefetch": None}, "prefetch must be a positive integer, got None"),
-        ({"group": 2, "offloaded": 3}, "offloaded is 3, more than the 2 layers of a group"),
+        ({"group": 2, "offloaded": 3}, "offloaded is 3, but a group has only 2 layers"),
         ({"groups": 2}, "OffloadConfig has no option 'groups'; did you mean group"),
         ({"offload_num_in_group": 1}, "has no option offload_num_in_group.*write offloaded"),
     ],
@@ -65,8 +65,13 @@ def test_with_other_options(options: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("group", "offloaded", "prefetch", "message"),
     [
-        (7, 1, 1, "the last 1 of every 7 layers in host memory, and this model has 6, so none"),
-        (2, 1, 3, "keeps 3 of this model's 6 layers in host memory, and prefetch 3 needs room"),
+        (
+            7,
+            1,
+            1,
+            "the last 1 of every 7 layers in host memory, but this model has 6 layers, so it",
+        ),
+        (2, 1, 3, "keeps 3 of this model's 6 layers in host memory, but prefetch 3 needs room"),
         (6, 1, 1, "which saves nothing; lower prefetch or group, or raise offloaded"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from parallel_llm import assert_block_0_untouched, poison
 
 from ostinato import GraphConfig, ReplayedDrafts, SamplingParams
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.config import EngineConfig
 from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.capture.context import get_forward_context

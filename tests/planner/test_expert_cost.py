@@ -13,9 +13,9 @@ from test_parallel_cost import NVLINK, build, config_of, roofline
 from tiny_models import TINY_MIXTURES
 
 from ostinato import set_forward_context
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.bench.layouts.rank_step import SilentComm, make_batch, make_cache
-from ostinato.cli.parallel_tables import plan_tables
+from ostinato.cli.tables.parallel_tables import plan_tables
 from ostinato.errors import ConfigError
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.config.experts_config import ExpertsConfig

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato import set_forward_context
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.bench.layouts.rank_step import SilentComm, make_batch, make_cache
 from ostinato.errors import ConfigError
 from ostinato.models.native.config.decoder_config import DecoderConfig

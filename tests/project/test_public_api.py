@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import ostinato
 from ostinato import cli
-from ostinato.bench import core as bench_core
+from ostinato.bench.core import run as bench_core
 
 
 def test_every_public_name_resolves() -> None:

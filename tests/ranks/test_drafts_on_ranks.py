@@ -40,8 +40,8 @@ from ostinato import (
     Speculation,
     SuffixDrafts,
 )
-from ostinato.engine.completion import Completion
 from ostinato.engine.replica_engine import ReplicaEngine
+from ostinato.engine.requests.completion import Completion
 
 GRAPHS = GraphConfig(capture_sizes=[4, 8, 12])
 LORA: dict[str, Any] = {**LIMITS, "enable_lora": True, "max_loras": 2, "rank_timeout_s": 20.0}

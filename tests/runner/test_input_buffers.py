@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ostinato import BatchShape, GraphPool, SamplingParams
 from ostinato.attention.base import AttentionSpec
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache
 from ostinato.runner.request_state import RequestState

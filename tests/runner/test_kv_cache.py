@@ -18,7 +18,7 @@ from transformers import LlamaConfig
 
 from ostinato import ConfigError, DraftModel, GraphConfig
 from ostinato.attention.base import AttentionSpec
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.config import EngineConfig
 from ostinato.graphs.tree import tensors_in
 from ostinato.loading.load import load_model

@@ -272,7 +272,7 @@ def test_heads_that_do_not_fit(target: Path, model: Any, tmp_path: Path) -> None
         drafts = EagleDrafts(model=str(head), **options)
         return LLM(str(target), device="cpu", speculative=drafts, show_progress=False)
 
-    with pytest.raises(ConfigError, match="the head reads 2 different layers of a model with"):
+    with pytest.raises(ConfigError, match="the head reads 2 different layers of the model's"):
         open_with(layers=(0, 0))
     with pytest.raises(ConfigError, match="aux_hidden_state_layers has 50"):
         open_with(layers=(0, 50))
@@ -280,7 +280,7 @@ def test_heads_that_do_not_fit(target: Path, model: Any, tmp_path: Path) -> None
         open_llm(target, head, device="cpu", graphs=GraphConfig(compile="eager"))
     del reference.tensors["fc.weight"]
     other = reference.save(tmp_path / "other")
-    with pytest.raises(ModelLoadError, match=r"lacks fc.weight: it is no EAGLE-3 head"):
+    with pytest.raises(ModelLoadError, match=r"lacks fc.weight; it is not an EAGLE-3 head"):
         LLM(
             str(target),
             device="cpu",

@@ -32,7 +32,7 @@ from ostinato import (
     SuffixDrafts,
     compilation_counter,
 )
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.engine.explain import explain_batch
 from ostinato.ops.decode_state import DecodeState
 

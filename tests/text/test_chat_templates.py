@@ -174,7 +174,7 @@ def test_bombs_take_neither_memory_nor_time() -> None:
     either = "more than 200 MiB of memory|did not end within 2 s"  # whichever comes first
     assert re.search(either, told["doubling ~"])
     assert "did not end within 2 s for messages" in told["power"]
-    assert "makes 50,000,000 characters of messages" in told["long text"]
+    assert "turns messages into 50,000,000 characters" in told["long text"]
 
 
 def test_a_template_that_does_not_end(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ HALF = "\ufffd"
 def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    from ostinato.loading.embedded import embedded_model_path
+    from ostinato.loading.default_model.embedded import embedded_model_path
 
     return AutoTokenizer.from_pretrained(embedded_model_path(show_progress=False))
 

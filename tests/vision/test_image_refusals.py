@@ -69,7 +69,7 @@ def png(width: int, height: int) -> bytes:
         ("data:image/png;base64,!!!!", "does not hold an image in one of the formats PNG"),
         (encoded(b"no image"), "does not hold an image"),
         (encoded(png(8, 8)[:40]), "image 0 (is a data URL that does not|cannot be decoded)"),
-        (encoded(png(2**14, 2**13)), "16384 x 8192 pixels; 67,108,864 is the most"),
+        (encoded(png(2**14, 2**13)), "16384 x 8192 pixels; the limit is 67,108,864"),
         (np.zeros((2**14, 2**13), dtype=np.uint8), "8192 x 16384 pixels"),
         (np.zeros((8, 8, 3)), "an array of float64, of shape .* array of uint8 pixels"),
         (np.zeros((8, 8, 2), dtype=np.uint8), r"an array of shape \(8, 8, 2\)"),
@@ -90,7 +90,7 @@ def test_bad_images(image: Any, message: str, llm: LLM) -> None:
 
 def test_long_urls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ostinato.vision.image_reader._MAX_URL", 50)
-    with pytest.raises(RequestError, match=r"a data URL of 1\d+ characters; 50 is the most"):
+    with pytest.raises(RequestError, match=r"a data URL of 1\d+ characters; the limit is 50"):
         llm.generate({"prompt_token_ids": TOKENS, "images": [encoded(png(8, 8))]})
 
 
@@ -116,7 +116,7 @@ def test_long_urls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"prompt": "a", "multi_modal_data": {"video": []}}, "videos and audio are not supported"),
         ([START_ID, VIDEO_ID, END_ID, 7], "placeholder of a video .token 5.; videos are not supp"),
         ({"prompt": "a", "multi_modal_data": 5}, "must be {'image': one image"),
-        ({"images": [PICTURE]}, "has one of the keys 'prompt' and 'prompt_token_ids'"),
+        ({"images": [PICTURE]}, "exactly one of the keys 'prompt' and 'prompt_token_ids'"),
     ],
 )
 def test_bad_prompts(prompt: Any, message: str, llm: LLM) -> None:
@@ -179,7 +179,7 @@ def test_image_processors_of_other_models(tmp_path: Path) -> None:
     file = tmp_path / "preprocessor_config.json"
     file.write_text(file.read_text().replace('"merge_size": 2', '"merge_size": 1'))
     with open_vision(tmp_path, "NONE") as llm:
-        with pytest.raises(RequestError, match="has merge_size 1, and the model's config 2"):
+        with pytest.raises(RequestError, match="has merge_size 1, but the model's config has 2"):
             llm.generate(prompt_of(6, PICTURE, 7))
         file.unlink()
         with pytest.raises(RequestError, match=r"cannot be read: .*; put its preprocessor"):

@@ -37,6 +37,6 @@ def create_attention(name: str | AttentionBackend, device: torch.device) -> Atte
         from ostinato.attention.numba_paged import NumbaPagedAttention
 
         return NumbaPagedAttention()
-    from ostinato.attention.torch_paged import TorchPagedAttention
+    from ostinato.attention.reference.torch_paged import TorchPagedAttention
 
     return TorchPagedAttention()

@@ -255,9 +255,9 @@ def attend_qkv(
     width = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     if qkv.shape[1] != width or spec.value_dim != spec.head_dim:
         raise ConfigError(
-            f"attend_qkv got rows of {qkv.shape[1]} numbers; {spec.num_heads} query heads, "
-            f"{spec.num_kv_heads} key heads and as many value heads, of {spec.head_dim} each "
-            f"(values: {spec.value_dim}), make {width}; use attend() for heads that differ in size"
+            f"attend_qkv got rows of {qkv.shape[1]} numbers, but {spec.num_heads} query heads, "
+            f"{spec.num_kv_heads} key heads and {spec.num_kv_heads} value heads of {spec.head_dim} "
+            f"(values: {spec.value_dim}) need {width}; use attend() for heads that differ in size"
         )
     out = qkv.new_empty((qkv.shape[0], spec.num_heads, spec.value_dim))
     _attend_qkv_into(spec, qkv, rotary, positions, out, sinks)

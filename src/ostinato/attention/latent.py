@@ -41,9 +41,9 @@ def attend_latent(
     if got != wanted or value_dim < 1 or not spec.values_in_keys or spec.num_kv_heads != 1:
         raise ConfigError(
             f"attend_latent got {query.shape[1]} query heads of {query.shape[2]} columns, rows of "
-            f"{compressed.shape[1]}, and projections of shape {tuple(embedding.up.shape)}; rows of "
-            f"{spec.head_dim} in the cache, {spec.value_dim} of them values, and {spec.num_heads} "
-            "heads need as many, one KV head and values_in_keys"
+            f"{compressed.shape[1]}, and projections of shape {tuple(embedding.up.shape)}, which "
+            f"do not fit the layer: {spec.num_heads} heads over cache rows of {spec.head_dim}, "
+            f"{spec.value_dim} of them values; it also needs one KV head and values_in_keys"
         )
     out = query.new_empty((query.shape[0], num_heads, value_dim))
     _attend_latent_into(spec, query, compressed, embedding, positions, out)

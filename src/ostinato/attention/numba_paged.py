@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
-from ostinato.attention.latent_cpu import forward_latent_cpu
 from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.paged import (
     PagedBatch,
@@ -24,9 +23,10 @@ from ostinato.attention.paged import (
     over_qkv,
     qkv_schema,
 )
-from ostinato.attention.paged_cpu import attend_requests, read_layout
+from ostinato.attention.reference.latent_cpu import forward_latent_cpu
+from ostinato.attention.reference.paged_cpu import attend_requests, read_layout
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.attention.rope import RotaryEmbedding
-from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.policy.modes import AttentionCGSupport
 from ostinato.ops.define import define_for_cpu
@@ -151,11 +151,11 @@ def _check_shapes(num_queries: int, stored: tuple[int, int], batch: PagedBatch) 
         )
     if num_starts != num_reqs + 1 or num_tables != num_reqs:
         raise BatchError(
-            f"a batch of {num_reqs} requests has {num_starts} entries in query_start_loc, which "
-            f"needs one more than requests, and {num_tables} rows in block_table"
+            f"a batch of {num_reqs} requests needs {num_reqs + 1} entries in query_start_loc and "
+            f"{num_reqs} rows in block_table, got {num_starts} and {num_tables}"
         )
     if batch.sinks is not None and batch.sinks.shape[0] != num_heads:
-        raise BatchError(f"{num_heads} heads need as many sinks, not {batch.sinks.shape[0]}")
+        raise BatchError(f"{num_heads} heads need {num_heads} sinks, got {batch.sinks.shape[0]}")
 
 
 def _arrays(*tensors: torch.Tensor) -> tuple[Any, ...]:

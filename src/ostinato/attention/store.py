@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
-from ostinato.attention.paged_cpu import store_kv_cpu
-from ostinato.attention.paged_cuda import store_kv_cuda
+from ostinato.attention.reference.paged_cpu import store_kv_cpu
+from ostinato.attention.reference.paged_cuda import store_kv_cuda
 from ostinato.graphs.capture.context import get_forward_context
 from ostinato.ops.define import define
 

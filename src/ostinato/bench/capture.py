@@ -1,10 +1,11 @@
-"""``ostinato bench capture``: what start-up and capture cost in each graph mode."""
+"""``ostinato bench capture``: what start-up, capture and the ledger cost in each graph mode."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ostinato.bench.timing.measure import machine, model_name
@@ -22,7 +23,7 @@ def run(config: EngineConfig, *, modes: Sequence[str]) -> dict[str, Any]:
         start = time.perf_counter()
         with LLM.from_config(replace(config, graphs=graphs)) as llm:
             ready = time.perf_counter() - start
-            runner = llm.engine.runner
+            runner, ledger = llm.engine.runner, llm.ledger()
             rows.append(
                 {
                     "mode": llm.engine.resolved_mode.mode.name,
@@ -30,6 +31,9 @@ def run(config: EngineConfig, *, modes: Sequence[str]) -> dict[str, Any]:
                     "capture_s": runner.capture_report.seconds,
                     "bytes": runner.capture_bytes,
                     "ready_s": ready,
+                    "check_ms": _milliseconds(ledger.check),
+                    "thorough_check_ms": _milliseconds(partial(ledger.check, thorough=True)),
+                    "addresses": {kind.value: count for kind, count in ledger.count().items()},
                 }
             )
     return {
@@ -38,3 +42,9 @@ def run(config: EngineConfig, *, modes: Sequence[str]) -> dict[str, Any]:
         "model": model_name(config),
         "rows": rows,
     }
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3

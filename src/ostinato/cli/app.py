@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ostinato.cli import bench, doctor, model, plan, serve, verify
+from ostinato.cli import doctor, model, plan, serve, verify
+from ostinato.cli.bench.app import app as bench_app
 from ostinato.errors import OstinatoError
 
 
@@ -34,7 +35,7 @@ app = _App(
     add_completion=False,
     help="CUDA graphs for LLM inference.",
 )
-app.add_typer(bench.app, name="bench")
+app.add_typer(bench_app, name="bench")
 app.add_typer(plan.app, name="plan")
 app.command()(model.generate)
 app.command()(serve.serve)

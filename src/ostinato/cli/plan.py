@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ostinato.cli import options, parallel_tables
+from ostinato.cli import options
 from ostinato.cli.layouts import Layouts, parse_layouts
 from ostinato.cli.results import write_results
+from ostinato.cli.tables import parallel_tables
 from ostinato.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Predict costs, and state the assumptions.")

@@ -36,7 +36,7 @@ def check_limits(config: EngineConfig) -> None:
     if most is not None and longest is not None and most < longest:
         raise ConfigError(
             f"kv_cache_tokens {most} is below max_model_len {longest}, so the longest request "
-            "would not fit; raise the first or lower the other"
+            "would not fit; raise kv_cache_tokens or lower max_model_len"
         )
     share = config.gpu_memory_utilization
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
@@ -70,9 +70,7 @@ def check_lora(config: EngineConfig) -> None:
         if not config.enable_lora and value != default:
             raise ConfigError(f"{name} is {value}, but enable_lora is off; turn it on")
     if config.max_lora_rank > MAX_LORA_RANK:
-        raise ConfigError(
-            f"max_lora_rank is {config.max_lora_rank}; {MAX_LORA_RANK} is the largest"
-        )
+        raise ConfigError(f"max_lora_rank is {config.max_lora_rank}; the limit is {MAX_LORA_RANK}")
     if config.enable_lora and config.graphs.compile:
         raise ConfigError(
             f"compile={config.graphs.compile!r} does not support adapters; leave out one of "
@@ -94,7 +92,7 @@ def check_offload(config: EngineConfig) -> None:
             f"compile={config.graphs.compile!r} does not support offload; leave out one of them"
         )
     if config.swiftkv_layers is not None:
-        raise ConfigError("offload does not support SwiftKV; leave out swiftkv_layers or it")
+        raise ConfigError("offload does not support SwiftKV; leave out one of them")
 
 
 def check_verify(config: EngineConfig) -> None:
@@ -199,7 +197,7 @@ def _check_lockstep(config: EngineConfig) -> None:
 def _check_expert_parallel(config: EngineConfig) -> None:
     if config.world_size == 1:
         raise ConfigError(
-            "enable_expert_parallel spreads experts over ranks, but there is one; raise "
+            "enable_expert_parallel spreads experts over ranks, but there is only one; raise "
             "data_parallel_size or tensor_parallel_size, or leave it out"
         )
     if config.ulysses_sequence_parallel_size > 1:

@@ -335,7 +335,8 @@ class EngineConfig:
         if max_tokens < max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {max_tokens} is below max_num_seqs {max_num_seqs}, so a "
-                "step could not take one token of every request; raise the first or lower the other"
+                "step could not take one token of every request; raise max_num_batched_tokens or "
+                "lower max_num_seqs"
             )
         return max_num_seqs, max_tokens
 

@@ -48,6 +48,7 @@ class EngineAdapters:
         slots.vacate(slot)  # if the write is interrupted, no name stands for half an adapter
         self._runner.load_adapter(slot, matrices)
         slots.add(name, slot)
+        self._runner.ledger.check()
 
     def unload(self, name: str) -> None:
         self._enabled()[0].remove(name)

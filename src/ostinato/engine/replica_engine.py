@@ -8,20 +8,18 @@ placed in.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import astuple
 
 from ostinato.config import EngineConfig
-from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
 from ostinato.engine.replica_stats import ReplicaStats
+from ostinato.engine.requests.completion import Completion
+from ostinato.engine.start import new_scheduler
 from ostinato.engine.thread_use import one_thread
 from ostinato.errors import SchedulingError
 from ostinato.ranks.steps import LeadingRunner
 from ostinato.runner.step_result import StepResult
 from ostinato.scheduling.placement import Placement
-from ostinato.scheduling.request import Request
-from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import StepPlan
 
 
@@ -30,16 +28,12 @@ class ReplicaEngine(Engine):
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        others = [self._new_scheduler() for _ in range(1, config.data_parallel_size)]
-        for scheduler in others:
+        for _ in range(1, config.data_parallel_size):
+            scheduler = new_scheduler(config, self.model, self.runner)
             scheduler.drafts.stats = self.scheduler.drafts.stats  # counted together
-        self.schedulers = [self.scheduler, *others]
+            self.schedulers.append(scheduler)
         self._placement = Placement(self.schedulers)
         self._steps_in_flight: deque[list[tuple[StepPlan, StepResult]]] = deque()
-
-    @property
-    def has_unfinished(self) -> bool:
-        return any(scheduler.has_unfinished for scheduler in self.schedulers) or bool(self._to_emit)
 
     @one_thread(is_part=True)
     def replica_stats(self) -> list[ReplicaStats]:
@@ -53,28 +47,17 @@ class ReplicaEngine(Engine):
             for scheduler, its_counts in zip(self.schedulers, counts, strict=True)
         ]
 
-    def _schedulers(self) -> Sequence[Scheduler]:
-        return self.schedulers
-
-    def _scheduler_of(self, request: Request) -> Scheduler:
-        return self.schedulers[request.replica]
-
-    def _num_to_start(self) -> int:
-        most = sum(scheduler.max_num_seqs for scheduler in self.schedulers)
-        num_waiting = sum(scheduler.num_waiting for scheduler in self.schedulers)
-        return 0 if num_waiting >= most else 2 * most
-
     def _add(self, completion: Completion) -> None:
         self._check_open()
         request = completion.request
         request.replica = self._placement.choose(request)
-        self._completions[request.request_id] = completion
-        self._scheduler_of(request).add(request)
+        self._emitter.completions[request.request_id] = completion
+        self.schedulers[request.replica].add(request)
 
     def _step(self) -> list[Completion]:
         self._check_open()
-        if self._to_emit:
-            return self._emit()
+        if self._emitter.queued:
+            return self._emitter.emit()
         steps = self._steps_in_flight
         try:
             plans = [scheduler.schedule() for scheduler in self.schedulers]
@@ -94,13 +77,13 @@ class ReplicaEngine(Engine):
                 self._queue(scheduler.commit(plan, sampled), result)
         except BaseException:
             steps.clear()
-            self._take_back_unheard_of()
+            self._emitter.take_back_unheard_of()
             for scheduler in self.schedulers:
                 scheduler.rollback()
-            self._end_unheard_of()
+            self._emitter.end_unheard_of()
             raise
         self._placement.loads = None  # requests have grown
-        return self._emit()
+        return self._emitter.emit()
 
     def _leader(self) -> LeadingRunner:
         if not isinstance(self.runner, LeadingRunner):

@@ -8,9 +8,9 @@ from typing import NoReturn
 
 import torch
 
-from ostinato.engine.checked_request import CheckedRequest
-from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine, Submission
+from ostinato.engine.requests.checked_request import CheckedRequest
+from ostinato.engine.requests.completion import Completion
 from ostinato.engine.thread_use import Hold, OpenStream
 from ostinato.errors import ConcurrentUseError
 from ostinato.graphs.capture.closing import Owner

@@ -50,8 +50,8 @@ def tune(config: EngineConfig) -> dict[str, str]:
         raise ConfigError("there is nothing to tune in float32; use bfloat16 or float16")
     if not has_kernels(model.device, model.dtype):
         raise ConfigError(
-            "there is nothing to tune without kernels of ours, which need Triton and a GPU of "
-            "compute capability 8.0 or more"
+            "there is nothing to tune: Ostinato's kernels need Triton and a GPU of compute "
+            "capability 8.0 or more"
         )
     if is_interpreted():
         raise ConfigError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,12 +22,21 @@ from ostinato.graphs.capture.capture_loop import CaptureLoop, CaptureReport
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.output_layout import OutputLayout
 from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.segments import Tape
 from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice, Reason
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.tree import map_tensors
 from ostinato.graphs.trust.agreement import Agreement
+from ostinato.graphs.trust.ledger.ledger import HeldGraph
+from ostinato.graphs.trust.ledger.owners import (
+    MemoryKind,
+    NamedMemory,
+    OwnedMemory,
+    module_memory,
+    state_memory,
+)
 from ostinato.graphs.trust.rehearsal import Rehearsal
 from ostinato.graphs.trust.trial import CapturedSize, Trial, differs
 from ostinato.graphs.trust.watched_state import WatchedState
@@ -76,6 +85,7 @@ class GraphSet:
         self._written: set[int] = set()
         self._written_state: dict[int, torch.Tensor] = {}
         self._read_state: frozenset[int] = frozenset()  # memory that it refers to
+        self._owned: OwnedMemory | None = None  # where all of it was at the first capture
         # Results of trials.
         self._outputs: OutputLayout | None = None
         self._trusted: set[tuple[int, int]] = set()  # (size, rows)
@@ -287,6 +297,9 @@ class GraphSet:
         elif self._options.watch:
             self._watched = self._watch()
             self._read_state = self._watched.storages
+        if self._owned is None:
+            watched = () if self._watched is None else self._watched.tensors()
+            self._owned = OwnedMemory(self._named_memory, self._all_memory(watched))
         output = self._pool.weak(captured.output)
         self._graphs[entry.descriptor] = CapturedSize(tape=captured.tape, output=output)
 
@@ -306,6 +319,32 @@ class GraphSet:
     def num_graphs(self) -> int:
         return sum(len(graph.tape.graphs) for graph in self._graphs.values())
 
+    def tapes(self) -> list[tuple[str, Tape]]:
+        """The captured graphs, by name."""
+        sizes = self._graphs.items()
+        return [(f"size {key.num_tokens}", captured.tape) for key, captured in sizes]
+
+    def held_graphs(self) -> list[HeldGraph]:
+        """The captured graphs, for a ledger."""
+        memory, owned = self._pool.backend, self._owned
+        assert owned is not None or not self._graphs, "named at the first capture"
+        return [
+            HeldGraph(name=name, capture=tape, owned=owned, memory=memory)
+            for name, tape in self.tapes()
+            if owned is not None
+        ]
+
+    def _named_memory(self) -> Iterator[NamedMemory]:
+        return self._all_memory(() if self._watched is None else self._watched.tensors_now())
+
+    def _all_memory(self, state: Iterable[tuple[str, torch.Tensor]]) -> Iterator[NamedMemory]:
+        """The memory of the callable, as far as it is watched, and of its arguments."""
+        if not self._options.watch and isinstance(self._function, torch.nn.Module):
+            yield from module_memory(self._function)
+        yield from state_memory(state)
+        for name, tensor in self._layout.named_tensors():
+            yield NamedMemory(MemoryKind.INPUT, name, tensor)
+
     def discard(self, serials: range) -> None:
         """Drop the graphs whose tapes have these serial numbers."""
         for descriptor, graph in list(self._graphs.items()):
@@ -322,7 +361,7 @@ class GraphSet:
     def _forget(self) -> None:
         self._graphs.clear()
         self.dispatcher.reset()
-        self._watched = None
+        self._watched = self._owned = None
         self._written, self._written_state = set(), {}
         self._read_state = frozenset()
         self._outputs = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NoReturn, ParamSpec, TypedDict, TypeVar, cast
 
@@ -24,6 +25,7 @@ from ostinato.graphs.policy.sizes import default_sizes, validate_sizes
 from ostinato.graphs.policy.stats import GraphedStats
 from ostinato.graphs.tree import map_tensors, tensors_in
 from ostinato.graphs.trust.ambient_state import AmbientState
+from ostinato.graphs.trust.ledger.ledger import HeldGraph, Ledger
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -290,6 +292,20 @@ class GraphedCallable(Owner, Generic[P, R]):
             buffer_bytes=self._layout.num_bytes if self._layout else 0,
             capture_seconds=sum(graphs.report.seconds for graphs in graph_sets),
         )
+
+    def ledger(self) -> Ledger:
+        """Which memory the graphs hold, whose it is, and whether it is still there.
+
+        Without graphs it is empty; it shows those captured later too.
+        """
+        mine = weakref.ref(self)
+
+        def list_graphs() -> list[HeldGraph]:
+            me = mine()
+            sets = () if me is None else me._graph_sets.values()
+            return [each for graphs in sets for each in graphs.held_graphs()]
+
+        return Ledger(list_graphs)
 
     def unwrap(self) -> Callable[P, R]:
         """The function that was given to ``graphed()``."""

@@ -12,7 +12,7 @@ from ostinato.graphs.capture.closing import Owner
 from ostinato.graphs.graphed_callable import GraphedCallable
 
 # Attributes looked up on the graphs. All others are looked up on the model.
-_OF_GRAPHS = frozenset({"capture", "stats", "unwrap", "clear_graphs", "close"})
+_OF_GRAPHS = frozenset({"capture", "stats", "ledger", "unwrap", "clear_graphs", "close"})
 # Attributes that Python looks up on the object itself.
 _OWN = frozenset({"__class__", "__deepcopy__", "__reduce_ex__", "__enter__", "__exit__"})
 # Methods that change the model as a whole and return it. An outer module applies changes to its
@@ -29,7 +29,7 @@ class GraphedModule(Owner, torch.nn.Module):
     Attributes are read from and written to the model, as are its parameters, buffers and children:
     an outer module sees them under the same names as without graphs. Changing the model as a whole
     (``to()``, ``half()``, ``train()``, ...) drops the graphs, and the next call captures again.
-    ``capture``, ``stats``, ``clear_graphs``, ``unwrap`` and ``close`` work as on
+    ``capture``, ``stats``, ``ledger``, ``clear_graphs``, ``unwrap`` and ``close`` work as on
     ``GraphedCallable``.
     """
 

@@ -6,7 +6,7 @@ shapes, not models: ``prepare`` creates the inputs of one entry, ``forward`` run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar, cast
@@ -25,6 +25,9 @@ from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.tree import map_tensors
+from ostinato.graphs.trust.ledger.ledger import Ledger
+from ostinato.graphs.trust.ledger.owners import MemoryKind, NamedMemory, NamesMemory
+from ostinato.graphs.trust.ledger.sources import pool_ledger
 
 Inputs = TypeVar("Inputs")
 Output = TypeVar("Output")  # of the forward: hidden states [num_tokens, ...], or a tree of those
@@ -336,6 +339,22 @@ class CudaGraphManager(Generic[Inputs, Output]):
         return None if graph is None else graph.tape.num_nodes
 
     # --- ownership -----------------------------------------------------------------------------
+
+    def tapes(self) -> list[tuple[str, Tape]]:
+        """The FULL graphs, by name."""
+        return [(f"FULL, {key.describe()}", graph.tape) for key, graph in self._graphs.items()]
+
+    def named_memory(self) -> Iterator[NamedMemory]:
+        """The buffers that FULL graphs copy their outputs to."""
+        for name, buffer in self._outputs.named_tensors():
+            yield NamedMemory(MemoryKind.OUTPUT, name, buffer)
+
+    def ledger(self, owners: Mapping[str, Any] | NamesMemory) -> Ledger:
+        """The ledger of all graphs in the manager's pool, wrappers' included (``pool_ledger``).
+
+        ``owners``: whose memory the forward uses, by name.
+        """
+        return pool_ledger(self.pool, owners)
 
     def discard(self, serials: range) -> None:
         """Drop the FULL graphs whose tapes have these ``serials``."""

@@ -159,6 +159,12 @@ class CUDAGraphWrapper(Generic[R]):
         """The callable that was wrapped."""
         return self.runnable
 
+    def tapes(self) -> list[tuple[str, Tape]]:
+        """The captured graphs, by name."""
+        entries = self.concrete_cudagraph_entries.values()
+        mode = self.runtime_mode.name
+        return [(f"{mode}, {each.batch_descriptor.describe()}", each.tape) for each in entries]
+
     def discard(self, serials: range) -> None:
         """Drop the graphs whose tapes have these ``serials``."""
         for descriptor, entry in list(self.concrete_cudagraph_entries.items()):

@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ostinato.errors import ModelLoadError
-from ostinato.loading.embedded import embedded_model_path
+from ostinato.loading.default_model.embedded import embedded_model_path
 from ostinato.models.native.shapes import SHAPES
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]

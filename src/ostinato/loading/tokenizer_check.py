@@ -69,7 +69,8 @@ def _check_size(file: Path, largest: int) -> None:
     size = file.stat().st_size
     if size > largest:
         raise ModelLoadError(
-            f"{file} has {size:,} bytes; such a file has {largest:,} at most: fetch it again"
+            f"{file} has {size:,} bytes, above the limit of {largest:,} for such a file; fetch it "
+            "again"
         )
 
 
@@ -85,15 +86,15 @@ def _check_steps(file: Path, names: tuple[str, ...], parts: list[list[Any]]) -> 
     num_steps = sum(_num_steps(part) for those in parts for part in those)
     if num_steps > _MOST_STEPS:
         raise ModelLoadError(
-            f"the tokenizer in {file} has {num_steps:,} steps in its {', '.join(names)}; "
-            f"{_MOST_STEPS} is the most that is taken: remove those that are not needed"
+            f"the tokenizer in {file} has {num_steps:,} steps in its {', '.join(names)}, above the "
+            f"limit of {_MOST_STEPS}; remove those that are not needed"
         )
     expansion = math.prod(max(map(_expansion, those), default=1.0) for those in parts)
     if expansion > LARGEST_EXPANSION:
         raise ModelLoadError(
-            f"the tokenizer in {file} may make a text {expansion:.3g} times as long, by the steps "
-            f"of its {', '.join(names)}; {LARGEST_EXPANSION:,} times is the most that is taken: "
-            "remove steps that are not needed, such as Replace with a long content"
+            f"the tokenizer in {file} may make a text {expansion:.3g} times as long, in the steps "
+            f"of its {', '.join(names)}, and the limit is {LARGEST_EXPANSION:,}; remove steps that "
+            "are not needed, such as Replace with a long content"
         )
 
 

@@ -6,7 +6,7 @@ and a batch writes its rows; nothing is captured again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -147,5 +147,13 @@ class AdapterWeights:
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tell torch that steps run on ``stream``, so that it reuses freed memory only after."""
-        for tensor in (*self._rows, *(t for gemm in self._gemms.values() for t in gemm[:2])):
+        for _, tensor in self.named_tensors():
             tensor.record_stream(stream)
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All memory that layers read, by name."""
+        for number, tensor in enumerate(self._rows):
+            yield f"rows {number}", tensor
+        for number, gemm in enumerate(self._gemms.values()):
+            yield f"A of GEMM {number}", gemm.a
+            yield f"B of GEMM {number}", gemm.b

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ostinato.models.native.layer_kernels import (
-    AnyKernels,
-    AnyNorm,
-    LayerKernels,
-    Linear,
-    PendingNorm,
-    SmallM,
-)
+from ostinato.models.native.fused_kernels import PendingNorm, SmallM
+from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, LayerKernels, Linear
 from ostinato.models.native.mixture import MixtureOfExperts
 from ostinato.ops.activation import Activation, activate_and_mul
 from ostinato.ops.gemm.lora import LoraRows, LoraWeights, expand, expand_gated, shrink

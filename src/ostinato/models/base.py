@@ -111,7 +111,7 @@ class Encoder(Protocol):
         """Hidden states [T, hidden_size] of a row of tokens; all arguments are [T]."""
 
 
-def module_of(model: object) -> nn.Module:
-    """The torch module of a model: itself, or what it wraps."""
-    module = model if isinstance(model, nn.Module) else getattr(model, "model", None)
-    return module if isinstance(module, nn.Module) else nn.Module()
+def module_of(model: CausalLM | Encoder) -> nn.Module:
+    """The module that has the model's weights: itself, or transformers' module inside it."""
+    inside = model if isinstance(model, nn.Module) else getattr(model, "model", None)
+    return inside if isinstance(inside, nn.Module) else nn.Module()

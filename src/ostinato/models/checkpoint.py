@@ -147,7 +147,7 @@ class Checkpoint:
         """Raise if the config has more layers than tensors exist, before they are built."""
         if num_layers > len(self.tensors):
             raise ModelLoadError(
-                f"{self.path / 'config.json'} asks for {num_layers:,} layers, and the checkpoint "
+                f"{self.path / 'config.json'} asks for {num_layers:,} layers, but the checkpoint "
                 f"has {len(self.tensors):,} tensors; it is incomplete or belongs to another config"
             )
 

@@ -36,8 +36,8 @@ class OffloadConfig:
             check_positive_int(name, getattr(self, name))
         if self.offloaded > self.group:
             raise ConfigError(
-                f"offloaded is {self.offloaded}, more than the {self.group} layers of a group; "
-                "offload at most all of them"
+                f"offloaded is {self.offloaded}, but a group has only {self.group} layers; lower "
+                "offloaded or raise group"
             )
 
     @classmethod
@@ -59,12 +59,13 @@ class OffloadConfig:
         if not layers:
             raise ConfigError(
                 f"offload keeps the last {self.offloaded} of every {self.group} layers in host "
-                f"memory, and this model has {num_layers}, so none; lower group"
+                f"memory, but this model has {num_layers} layers, so it would keep none there; "
+                "lower group"
             )
         if len(layers) <= self.prefetch:
             raise ConfigError(
                 f"offload keeps {len(layers)} of this model's {num_layers} layers in host memory, "
-                f"and prefetch {self.prefetch} needs room for as many on the device, which saves "
-                "nothing; lower prefetch or group, or raise offloaded"
+                f"but prefetch {self.prefetch} needs room for all of them on the device, which "
+                "saves nothing; lower prefetch or group, or raise offloaded"
             )
         return layers

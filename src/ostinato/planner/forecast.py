@@ -143,7 +143,7 @@ def _subject(question: Question, measured: Measured | None) -> tuple[str, str]:
             ("--context", question.context),
         ):
             if value is not None:
-                raise ConfigError(f"{name} is for predictions without --from; omit it")
+                raise ConfigError(f"{name} has no effect with --from; omit it")
         return measured.model, measured.dtype
     dtype = question.dtype or DTYPE
     if dtype not in _ITEMSIZES:

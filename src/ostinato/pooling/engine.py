@@ -27,7 +27,7 @@ from ostinato.graphs.policy.modes import (
     resolve_mode,
 )
 from ostinato.graphs.policy.plan import CapturePlan
-from ostinato.loading.encoder import load_encoder
+from ostinato.loading.encoders.encoder import load_encoder
 from ostinato.models.pooling import POOLINGS, Pooling, pool
 from ostinato.outputs import ClassificationOutput, EmbeddingOutput, ScoreOutput
 from ostinato.pooling.activation import label_names, probabilities

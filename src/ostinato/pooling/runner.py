@@ -24,8 +24,9 @@ from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.policy.verify import VerifyPolicy
+from ostinato.graphs.trust.ledger.sources import pool_ledger
 from ostinato.graphs.wrapper import CUDAGraphWrapper
-from ostinato.models.base import Encoder
+from ostinato.models.base import Encoder, module_of
 from ostinato.pooling.shadow import PackedShadow
 from ostinato.runner.capture_run import measured_capture, warn_of_no_capture
 from ostinato.runner.model_graphs import kernels_of
@@ -81,6 +82,7 @@ class PoolingRunner:
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
+        self.ledger = pool_ledger(self.pool, {"inputs": self.inputs, "model": module_of(model)})
 
     def run(self, sequences: Sequence[Tokens]) -> tuple[torch.Tensor, PackedBatch]:
         """Enqueue one batch. Returns its hidden states [T, hidden_size] and where each sequence is.
@@ -124,6 +126,7 @@ class PoolingRunner:
             warn_of_no_capture(len(self.plan.entries), self.plan.mode)
             return 0
         self.capture_bytes = measured_capture(self._capture, self.pool)
+        self.ledger.update()
         return self.capture_bytes
 
     def _capture(self) -> CaptureReport:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
+from torch import nn
 
 from ostinato.attention.packed import PackedBatch
 from ostinato.graphs.capture.context import set_forward_context
@@ -18,14 +19,15 @@ from ostinato.graphs.policy.descriptor import BatchShape, Choice, Reason
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import PlanEntry
 from ostinato.graphs.policy.verify import VerifyPolicy
-from ostinato.graphs.trust.shadow.memory_names import name_in_module
+from ostinato.graphs.trust.ledger.owners import module_memory
+from ostinato.graphs.trust.shadow.call_log import CallLogging
+from ostinato.graphs.trust.shadow.memory_names import name_among
 from ostinato.graphs.trust.shadow.memory_part import MemoryPart
-from ostinato.graphs.trust.shadow.operator_log import OperatorLogging
 from ostinato.graphs.trust.shadow.report import Mismatch, VerifyReport
 from ostinato.graphs.trust.shadow.schedule import ShadowSchedule
 from ostinato.graphs.trust.shadow.shadow import Shadow, ShadowedStep
 from ostinato.graphs.wrapper import CUDAGraphWrapper
-from ostinato.models.base import module_of
+from ostinato.models.base import Encoder, module_of
 
 _SEED = 7
 _AT_CAPTURE = "at capture"
@@ -43,7 +45,7 @@ class PackedShadow:
         manager: CudaGraphManager[int, torch.Tensor],
         forward: CUDAGraphWrapper[torch.Tensor],
         inputs: torch.Tensor,
-        model: object,
+        model: Encoder,
         vocab_size: int,
     ) -> None:
         self.report = VerifyReport()
@@ -54,7 +56,7 @@ class PackedShadow:
         self._inputs = inputs
         self._vocab_size = vocab_size
         self._shadow = Shadow(
-            manager.pool, name_of=partial(name_in_module, module_of(model)), report=self.report
+            manager.pool, name_of=partial(_name_in, module_of(model)), report=self.report
         )
 
     def takes(self, choice: Choice) -> bool:
@@ -81,7 +83,7 @@ class PackedShadow:
         inputs = self._inputs[:, :padded]
 
         def eager(
-            *, other_padding: bool = False, logging: OperatorLogging | None = None
+            *, other_padding: bool = False, logging: CallLogging | None = None
         ) -> Mapping[str, torch.Tensor]:
             if other_padding:
                 padding = inputs[0, num_tokens:]
@@ -150,6 +152,10 @@ class PackedShadow:
             yield
         finally:
             ids.copy_(before)
+
+
+def _name_in(module: nn.Module, address: int) -> str | None:
+    return name_among(module_memory(module), address)
 
 
 def _lengths(num_tokens: int) -> list[int]:

@@ -246,8 +246,10 @@ class FollowingRunner(RankRunner):
         sender = self._sender
         if kind is Kind.ADAPTER:
             self._write_adapter(words)
+            self.ledger.check()
         elif kind is Kind.WEIGHTS:
             self.write_tensors(load(to_bytes(words)))
+            self.ledger.check()
         elif kind is Kind.SEND_RESULTS:
             if sender is not None:
                 sender.flush()

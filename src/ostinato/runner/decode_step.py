@@ -17,7 +17,6 @@ import torch
 
 from ostinato.models.base import CausalLM
 from ostinato.ops.decode_state import DecodeInputs, load_decode_inputs, store_decode_outputs
-from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.runner.sampling.draft_sampling import (
     decode_rows,
     observe_step,
@@ -73,15 +72,8 @@ def decode_step(
     if query_len > 1:
         sampled = sample_drafts(memory, rows, logits)
         return DecodeOutput(token_ids=sampled, logits=logits)
-    sampled, parameters = buffers.sampled[:num_reqs], state.sampling
+    sampled = buffers.sampled[:num_reqs]
     # With n tokens in the cache, the next one is at position n.
-    sample_rows(
-        logits,
-        rows.req_indices,
-        parameters.temperature,
-        parameters.seed_key,
-        inputs.seq_lens,
-        sampled,
-    )
+    state.sampling.sample(logits, rows.req_indices, inputs.seq_lens, sampled)
     store_decode_outputs(rows, sampled)
     return DecodeOutput(token_ids=sampled, logits=logits)

@@ -29,10 +29,10 @@ from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.policy.verify import VerifyPolicy
+from ostinato.graphs.trust.ledger.sources import pool_ledger
 from ostinato.loading.update import WeightUpdate, write_tensors
 from ostinato.lora.adapter_weights import AdapterWeights, Matrices
 from ostinato.models.base import CausalLM
-from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.parallel.agreement import Reducer
 from ostinato.runner.autocast import without_autocast
@@ -40,6 +40,7 @@ from ostinato.runner.capture_run import measured_capture, warn_of_no_capture
 from ostinato.runner.decode_members import DecodeMembers
 from ostinato.runner.decode_step import DecodeOutput
 from ostinato.runner.kv_cache import CacheSize
+from ostinato.runner.memory_names import RunnerMemory
 from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.sampling import draft_sampling
 from ostinato.runner.sampling.filtered_rows import FilteredRows
@@ -136,6 +137,7 @@ class ModelRunner:
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
+        self.ledger = pool_ledger(self.pool, RunnerMemory(self.models, memory))
 
     # --- one step ------------------------------------------------------------------------------
 
@@ -332,10 +334,7 @@ class ModelRunner:
         # A request that samples has computed all its tokens.
         lengths = state.num_computed[req_indices]
         token_ids = torch.empty_like(req_indices)
-        parameters = state.sampling
-        sample_rows(
-            logits, req_indices, parameters.temperature, parameters.seed_key, lengths, token_ids
-        )
+        state.sampling.sample(logits, req_indices, lengths, token_ids)
         state.append(req_indices, lengths, token_ids)
         filtered = FilteredRows.among(sampling, state)
         if filtered is None:
@@ -472,6 +471,7 @@ class ModelRunner:
             warn_of_no_capture(num_planned, self.plan.mode)
             return 0
         self.capture_bytes = measured_capture(partial(self._capture, missing), self.pool)
+        self.ledger.update()
         return self.capture_bytes
 
     def _capture(self, missing: Sequence[ModelGraphs]) -> CaptureReport:
@@ -502,8 +502,15 @@ class ModelRunner:
 
         ``agree``: whether it holds on any of the ranks that run the same steps; None: one rank.
         """
+        owners = RunnerMemory(self.models, self.memory)
         self.shadow = StepShadow(
-            policy, self.memory, self._all_graphs, self.samplers, self.pool, agree=agree
+            policy,
+            self.memory,
+            self._all_graphs,
+            self.samplers,
+            self.pool,
+            owners=owners,
+            agree=agree,
         )
 
     def num_nodes(self, entry: PlanEntry) -> int | None:

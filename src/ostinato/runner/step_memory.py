@@ -5,16 +5,17 @@ All models that serve the same requests share it, and their graphs hold its addr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.plan import CapturePlan
-from ostinato.graphs.tree import tensors_in
+from ostinato.graphs.tree import leaves_with_path
+from ostinato.graphs.trust.ledger.owners import MemoryKind, NamedMemory
 from ostinato.models.base import CausalLM
 from ostinato.quoting import shown
 from ostinato.recurrent.base import RecurrentStates
@@ -143,12 +144,24 @@ class StepMemory:
 
         Otherwise torch would only consider the stream of the allocation.
         """
-        state, sampling, buffers = vars(self.state), vars(self.state.sampling), vars(self.buffers)
-        recurrent = () if self.states is None else self.states.layers
-        for tensor in tensors_in((state, sampling, buffers, self.kv_cache.layers, recurrent)):
-            tensor.record_stream(stream)
-        for tensor in () if self.proposer is None else self.proposer.tensors():
-            tensor.record_stream(stream)
+        for named in self.named_memory():
+            named.tensor.record_stream(stream)
+
+    def named_memory(self) -> Iterator[NamedMemory]:
+        """All of it, by name."""
+        for number, (keys, values) in enumerate(self.kv_cache.layers):
+            yield NamedMemory(MemoryKind.KV_CACHE, f"layer {number}, keys", keys)
+            yield NamedMemory(MemoryKind.KV_CACHE, f"layer {number}, values", values)
+        for name, tensor in _named_tensors(vars(self.buffers)):
+            yield NamedMemory(MemoryKind.INPUT, name, tensor)
+        kinds = {"request state": vars(self.state), "sampling state": vars(self.state.sampling)}
+        if self.states is not None:
+            kinds["recurrent state"] = {"layers": self.states.layers}
+        if self.proposer is not None:
+            kinds["draft state"] = {"tensors": self.proposer.tensors()}
+        for kind, tensors in kinds.items():
+            for name, tensor in _named_tensors(tensors):
+                yield NamedMemory(MemoryKind.STATE, f"{kind} {name!r}", tensor)
 
     def fill(self, *, num_reqs: int, num_tokens: int) -> None:
         """Fill the buffers, both numbers padded, for the queries that are set, on the device."""
@@ -189,3 +202,10 @@ class StepMemory:
             states=self.states,
             query_lens=query_lens,
         )
+
+
+def _named_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, value in values.items():
+        for path, leaf in leaves_with_path(value, name.removeprefix("_")):
+            if isinstance(leaf, torch.Tensor):
+                yield path, leaf

@@ -16,6 +16,7 @@ import torch
 
 from ostinato.errors import ConfigError
 from ostinato.ops.sampling.counter_random import spread_seed
+from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.ops.sampling.sampling_reference import SamplingTables, Steps
 from ostinato.sampling.token_masks import TokenMasks
 from ostinato.sampling_params import (
@@ -149,6 +150,16 @@ class SamplingState:
         self.presence, self.frequency, self.repetition = floats[3:]
         self.top_k, self.seed_key, self.prompt_len, self.min_tokens, self.num_reported = ints[:5]
         self.bias_ids, self.bias_values, self.stop_ids = self.tables[2:5]
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        req_indices: torch.Tensor,
+        lengths: torch.Tensor,
+        out_tokens: torch.Tensor,
+    ) -> None:
+        """``sample_rows`` by these parameters: temperature and seed, no filters."""
+        sample_rows(logits, req_indices, self.temperature, self.seed_key, lengths, out_tokens)
 
     def write(self, req_index: int, request: Request) -> None:
         """Write ``request`` to row ``req_index``: two small copies, more for rare parameters.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
 from ostinato.config import EngineConfig
-from ostinato.engine.prompt_reader import PromptReader, ReadPrompt
+from ostinato.engine.requests.prompt_reader import PromptReader, ReadPrompt
 from ostinato.errors import ConfigError, RequestError
 from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.llm import LLM
@@ -135,8 +135,8 @@ class AsyncLLM(Owner):
         most = self.max_prompt_tokens
         if most is not None and len(read.token_ids) > most:
             raise RequestError(
-                f"{read.name} has {len(read.token_ids)} tokens, and prompts here have at most "
-                f"{most} (max_prompt_tokens); shorten it"
+                f"{read.name} has {len(read.token_ids)} tokens, but the limit is {most} "
+                "(max_prompt_tokens); shorten it"
             )
         if its_params.structure is not None:  # here, so that the engine never waits for it
             grammars = self._thread.llm.engine.grammars

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ostinato.engine.engine import Engine
 from ostinato.engine.replica_stats import ReplicaStats
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
@@ -31,15 +30,14 @@ def engine_stats(llm: LLM, thread: EngineThread) -> EngineStats:
         )
     engine = llm.engine
     stats = engine.runner.stats
-    schedulers = _schedulers(engine)
     totals = sum(engine.replica_stats(), ReplicaStats())
     drafts = engine.scheduler.drafts.stats  # of all replicas
     requests = thread.requests
     return EngineStats(
         num_running=totals.num_running,
         num_waiting=totals.num_waiting,
-        kv_cache_usage=_usage(schedulers),
-        num_preemptions=sum(each.num_preemptions for each in schedulers),
+        kv_cache_usage=_usage(engine.schedulers),
+        num_preemptions=sum(each.num_preemptions for each in engine.schedulers),
         prompt_tokens=thread.prompt_tokens
         + sum(len(each.prompt.token_ids) for each in requests if each.has_tokens),
         generation_tokens=thread.generated_tokens
@@ -58,15 +56,6 @@ def engine_stats(llm: LLM, thread: EngineThread) -> EngineStats:
         verified_steps=verified.num_compared,
         quarantined_graphs=len(verified.mismatches),
     )
-
-
-def _schedulers(engine: Engine) -> list[Scheduler]:
-    if engine.config.data_parallel_size == 1:
-        return [engine.scheduler]
-    from ostinato.engine.replica_engine import ReplicaEngine  # needs torch.distributed
-
-    assert isinstance(engine, ReplicaEngine), "it has several replicas"
-    return engine.schedulers
 
 
 def _usage(schedulers: list[Scheduler]) -> float:

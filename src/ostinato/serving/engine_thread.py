@@ -21,7 +21,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
 
-from ostinato.engine.completion import Completion
+from ostinato.engine.requests.completion import Completion
 from ostinato.errors import EngineFailedError, OstinatoError
 from ostinato.llm import LLM
 from ostinato.quoting import said

@@ -6,9 +6,9 @@ import asyncio
 import time
 from contextvars import copy_context
 
-from ostinato.engine.completion import Completion
 from ostinato.engine.engine import Engine
-from ostinato.engine.prompt_reader import ReadPrompt
+from ostinato.engine.requests.completion import Completion
+from ostinato.engine.requests.prompt_reader import ReadPrompt
 from ostinato.engine.text_stream import Shown
 from ostinato.outputs import CompletionOutput, TextDelta
 from ostinato.sampling_params import SamplingParams

@@ -22,7 +22,6 @@ from ostinato.ops.decode_state import (
     load_decode_inputs,
     store_decode_outputs,
 )
-from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.speculative.proposer import KVLayers, Proposer, ProposerContext
 from ostinato.speculative.speculation import Speculation
 
@@ -47,6 +46,8 @@ class DraftModelProposer(Proposer):
     The last pass only stores keys and values: if all drafts are accepted, the next step begins
     behind them.
     """
+
+    drafts_are_valid = reads_all_tokens = True
 
     def __init__(self, model: CausalLM, context: ProposerContext) -> None:
         if model.max_position < context.max_model_len:
@@ -74,14 +75,6 @@ class DraftModelProposer(Proposer):
         self._seq_lens = zeros(rows, dtype=torch.int32)
         self._starts = zeros(rows + 1, dtype=torch.int32)
         self._block_table = zeros(rows, context.blocks_per_request, dtype=torch.int32)
-
-    @property
-    def drafts_are_valid(self) -> bool:
-        return True
-
-    @property
-    def reads_all_tokens(self) -> bool:
-        return True
 
     def propose(self, state: DecodeState) -> None:
         count, num_drafts = state.req_indices.shape[0], state.query_len - 1
@@ -129,15 +122,8 @@ class DraftModelProposer(Proposer):
         self, hidden: torch.Tensor, rows: DecodeState, inputs: DecodeInputs
     ) -> torch.Tensor:
         logits = self._model.compute_logits(hidden)[:, : self._context.vocab_size]
-        sampled, parameters = self._sampled[: hidden.shape[0]], self._context.sampling
-        sample_rows(
-            logits,
-            rows.req_indices,
-            parameters.temperature,
-            parameters.seed_key,
-            inputs.seq_lens,
-            sampled,
-        )
+        sampled = self._sampled[: hidden.shape[0]]
+        self._context.sampling.sample(logits, rows.req_indices, inputs.seq_lens, sampled)
         return sampled
 
     def _inputs(self, count: int) -> DecodeInputs:

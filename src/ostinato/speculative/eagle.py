@@ -15,7 +15,6 @@ import torch
 from ostinato.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.ops.decode_state import DecodeState
-from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.speculative.eagle_head import EagleHead
 from ostinato.speculative.proposer import KVLayers, Proposer, ProposerContext
 from ostinato.speculative.speculation import Speculation
@@ -45,6 +44,8 @@ class LoadedEagle(Speculation):
 class EagleProposer(Proposer):
     """Runs ``head``, which has a KV cache of its own in the blocks of the requests."""
 
+    drafts_are_valid = reads_all_tokens = True
+
     def __init__(self, head: EagleHead, context: ProposerContext) -> None:
         self._head = head
         self._context = context
@@ -57,14 +58,6 @@ class EagleProposer(Proposer):
         self._first = torch.full(
             (context.num_rows,), _UNKNOWN, dtype=torch.int64, device=context.device
         )
-
-    @property
-    def drafts_are_valid(self) -> bool:
-        return True
-
-    @property
-    def reads_all_tokens(self) -> bool:
-        return True
 
     def admit(self, req_index: int, request: object) -> None:
         self._first[req_index].fill_(_UNKNOWN)
@@ -166,15 +159,8 @@ class EagleProposer(Proposer):
     def _sample(
         self, state: DecodeState, hidden: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        parameters, token = self._context.sampling, torch.zeros_like(lengths)
-        sample_rows(
-            self._head.compute_logits(hidden),
-            state.req_indices,
-            parameters.temperature,
-            parameters.seed_key,
-            lengths.int(),
-            token,
-        )
+        logits, token = self._head.compute_logits(hidden), torch.zeros_like(lengths)
+        self._context.sampling.sample(logits, state.req_indices, lengths.int(), token)
         return token
 
     def _slots(

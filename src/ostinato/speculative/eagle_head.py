@@ -64,7 +64,7 @@ class EagleHead:
         def weight(*names: str) -> torch.Tensor:
             missing = [name for name in names if f"{name}.weight" not in tensors]
             if missing:
-                raise ModelLoadError(f"{path} lacks {missing[0]}.weight: it is no EAGLE-3 head")
+                raise ModelLoadError(f"{path} lacks {missing[0]}.weight; it is not an EAGLE-3 head")
             return torch.cat([tensors[f"{name}.weight"].to(model.dtype) for name in names])
 
         self._fc = weight("fc")
@@ -85,8 +85,9 @@ class EagleHead:
             self._token_ids = torch.arange(len(offsets), device=model.device) + offsets
         elif len(self._head) != model.vocab_size:
             raise ModelLoadError(
-                f"the head in {path} knows {len(self._head)} tokens, the model "
-                f"{model.vocab_size}, and there is no d2t that says which"
+                f"the head in {path} has {len(self._head)} tokens and the model "
+                f"{model.vocab_size}, but the head has no table d2t that maps its tokens to the "
+                "model's"
             )
 
     @property

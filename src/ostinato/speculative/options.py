@@ -134,8 +134,8 @@ class EagleDrafts(Speculation):
         layers = (2, count // 2, count - 3) if self.layers is None else tuple(self.layers)
         if len(set(layers)) != len(layers) or len(layers) != head.num_fused:
             raise ConfigError(
-                f"the head reads {head.num_fused} different layers of a model with {count}, "
-                f"and layers is {list(layers)}; write EagleDrafts(layers=...)"
+                f"the head reads {head.num_fused} different layers of the model's {count}, but "
+                f"layers is {list(layers)}; write EagleDrafts(layers=...)"
             )
         return LoadedEagle(num_tokens=self.num_tokens, head=head, layers=layers)
 

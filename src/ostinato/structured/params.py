@@ -153,6 +153,6 @@ def _check_text(name: str, value: object) -> None:
 
 def _too_long(name: str) -> ConfigError:
     return ConfigError(
-        f"structured_outputs: {name} has more than {MAX_GRAMMAR_CHARACTERS:,} characters, the most "
-        "that is taken; shorten it"
+        f"structured_outputs: {name} exceeds the limit of {MAX_GRAMMAR_CHARACTERS:,} characters; "
+        "shorten it"
     )

@@ -77,8 +77,8 @@ def read_prompt(
         if len(prompt) != 1 or next(iter(prompt)) not in _KEYS:
             keys = ", ".join(shown(key) for key in prompt) or "none"
             raise RequestError(
-                f"{name} is a dict, which has one of the keys 'prompt' and 'prompt_token_ids', "
-                f"got the keys {keys}"
+                f"{name} is a dict, and must have exactly one of the keys 'prompt' and "
+                f"'prompt_token_ids', got the keys {keys}"
             )
         ((key, prompt),) = prompt.items()
         name = f"{name}[{key!r}]"
@@ -176,9 +176,9 @@ def _check_expansion(name: str, text: str, tokenizer: Any) -> None:
     length = max(length, len(backend.encode(text[:_NUM_TRIED]).ids))
     if length > _MOST_EXPANSION * _NUM_TRIED:
         raise RequestError(
-            f"the model's tokenizer makes {length:,} characters or tokens of the first "
-            f"{_NUM_TRIED} characters of {name}; {_MOST_EXPANSION} times as many is the most that "
-            "is taken: give the prompt as token ids"
+            f"the model's tokenizer turns the first {_NUM_TRIED} characters of {name} into "
+            f"{length:,} characters or tokens, more than {_MOST_EXPANSION} times as many; give the "
+            "prompt as token ids"
         )
 
 
@@ -215,18 +215,19 @@ def list_params(params: Any, count: int) -> list[SamplingParams]:
         return [params] * count
     if not isinstance(params, Sequence) or isinstance(params, str | bytes):
         raise RequestError(
-            f"params are SamplingParams, one or one per prompt, got {shown(params)}; write "
-            "SamplingParams(temperature=0, max_tokens=32)"
+            "sampling_params must be one SamplingParams, or a list with one per prompt, got "
+            f"{shown(params)}; write SamplingParams(temperature=0, max_tokens=32)"
         )
     for number, each in enumerate(params):
         if not isinstance(each, SamplingParams):
             raise RequestError(
-                f"params are SamplingParams, one or one per prompt; params[{number}] is "
-                f"{shown(each)}"
+                "sampling_params must be one SamplingParams, or a list with one per prompt, but "
+                f"sampling_params[{number}] is {shown(each)}"
             )
     if len(params) != count:
         raise RequestError(
-            f"{len(params)} SamplingParams for {count} prompts; give one for each, or one for all"
+            f"got {len(params)} SamplingParams for {count} prompts; give one for each, or one for "
+            "all"
         )
     return list(params)
 

@@ -64,8 +64,8 @@ class TemplateProcess:
             )
         assert kind == "too long"
         raise RequestError(
-            f"the model's chat template makes {int(detail):,} characters of {name}; "
-            f"{LONGEST_TEXT:,} is the most that is taken: shorten the messages, or {_YOURSELF}"
+            f"the model's chat template turns {name} into {int(detail):,} characters, above the "
+            f"limit of {LONGEST_TEXT:,}; shorten the messages, or {_YOURSELF}"
         )
 
     def close(self) -> None:

@@ -109,8 +109,8 @@ def _read_processor(path: Path | None, encoder: HFVisionEncoder) -> Any:
         stated, wanted = getattr(processor, name), getattr(encoder, attribute)
         if stated != wanted:
             raise RequestError(
-                f"the image processor in {path} has {name} {shown(stated)}, and the model's config "
-                f"{wanted}; use the files of one model"
+                f"the image processor in {path} has {name} {shown(stated)}, but the model's config "
+                f"has {wanted}; use files of the same model"
             )
     return processor
 
@@ -156,7 +156,7 @@ def _decoded(name: str, url: str) -> Any:
         )
     if len(url) > _MAX_URL:
         raise RequestError(
-            f"{name} is a data URL of {len(url):,} characters; {_MAX_URL:,} is the most"
+            f"{name} is a data URL of {len(url):,} characters; the limit is {_MAX_URL:,}"
         )
     pillow = _pillow()
     from PIL import ImageOps
@@ -204,5 +204,5 @@ def _from_array(name: str, image: Any) -> Any:
 
 def _too_large(name: str, width: int, height: int) -> RequestError:
     return RequestError(
-        f"{name} has {width} x {height} pixels; {_MAX_PIXELS:,} is the most: resize it first"
+        f"{name} has {width} x {height} pixels; the limit is {_MAX_PIXELS:,}: resize it first"
     )

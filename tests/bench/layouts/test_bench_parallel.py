@@ -25,7 +25,7 @@ from ostinato.bench.layouts.rank_step import (
     make_batch,
     make_cache,
 )
-from ostinato.cli.parallel_tables import bench_tables, plan_tables
+from ostinato.cli.tables.parallel_tables import bench_tables, plan_tables
 from ostinato.errors import ConfigError
 from ostinato.models.checkpoint import Checkpoint
 from ostinato.models.native import shapes
@@ -419,9 +419,9 @@ def test_plan_refuses(ostinato: Run, options: list[str], message: str) -> None:
     [
         (["--model", "llama-3.1-8b"], "--model is llama-3.1-8b, but tiny was measured"),
         (["--dtype", "bfloat16"], "--dtype is bfloat16, but float32 was measured"),
-        (["--peak", "989"], "--peak is for predictions without --from"),
-        (["--memory-bandwidth", "1"], "--memory-bandwidth is for predictions without --from"),
-        (["--context", "9"], "--context is for predictions without --from"),
+        (["--peak", "989"], "--peak has no effect with --from"),
+        (["--memory-bandwidth", "1"], "--memory-bandwidth has no effect with --from"),
+        (["--context", "9"], "--context has no effect with --from"),
         (["--gpus", "8"], "no layout of 8 GPUs was measured, only of 2, 4"),
         (["--layouts", "4x1"], "layout 4x1; it has the layouts 2x1, 1x2, 2x2"),
         (["--max-tokens", "9"], "ends at 8 tokens"),

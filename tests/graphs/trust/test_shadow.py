@@ -10,9 +10,10 @@ import torch
 
 from ostinato import GraphPool, eager_break
 from ostinato.graphs.backends.cpu.backend import CpuGraph
+from ostinato.graphs.trust.ledger.owners import memory_of
+from ostinato.graphs.trust.shadow.call_log import CallLogging
 from ostinato.graphs.trust.shadow.memory_names import name_among
 from ostinato.graphs.trust.shadow.memory_part import MemoryPart
-from ostinato.graphs.trust.shadow.operator_log import OperatorLogging
 from ostinato.graphs.trust.shadow.report import Cause
 from ostinato.graphs.trust.shadow.shadow import Shadow, ShadowedStep
 
@@ -58,10 +59,10 @@ class Stepper:
         )
 
     def _name_of(self, address: int) -> str | None:
-        return name_among([("weight", self.counter.weight)], address)
+        return name_among(memory_of({"weight": self.counter.weight}), address)
 
     def _eager(
-        self, *, other_padding: bool = False, logging: OperatorLogging | None = None
+        self, *, other_padding: bool = False, logging: CallLogging | None = None
     ) -> Mapping[str, torch.Tensor]:
         if other_padding:
             self.x[REAL:] += 1
@@ -103,7 +104,7 @@ def test_moved_memory_is_named(pool: GraphPool) -> None:
     (found,) = stepper.shadow.report.mismatches
     assert found.finding.cause is Cause.MOVED_MEMORY
     assert found.finding.operator == "aten.mm.default"
-    assert "is weight, at 0x" in found.finding.detail
+    assert "is tensor 'weight', at 0x" in found.finding.detail
     assert found.tensor == "total"
     assert "the graph differs from eager (now): total by up to" in str(found)
     assert stepper.shadow.report.quarantined == ["the graph"]

@@ -130,7 +130,7 @@ def test_other_models_are_left_to_transformers(config: Any, reason: str) -> None
 
 def test_an_output_that_is_scaled_is_refused() -> None:
     config = DecoderConfig.from_hf(TINY_MIXTURES["mixtral"]())
-    with pytest.raises(ConfigError, match="adds the output of experts to the residual stream"):
+    with pytest.raises(ConfigError, match="cannot scale or norm the output of experts"):
         dataclasses.replace(config, residual_scale=0.5)
 
 

@@ -249,11 +249,14 @@ def test_torch_takes_a_transposed_weight() -> None:
     [
         ({"x": torch.zeros(3, 31)}, r"\[3, 31\] do not fit a weight of shape \[24, 32\]"),
         ({"x": torch.zeros(32)}, r"\[M, K\] and \[N, K\]"),
-        ({"bias": torch.zeros(12)}, r"the bias has the shape \[12\]; \[24\] fits"),
+        ({"bias": torch.zeros(12)}, r"the bias must have shape \[24\], got \[12\]"),
         ({"norm": Norm(torch.zeros(24), 1e-5)}, "the norm's weight"),
-        ({"residual": torch.zeros(3, 12)}, r"\[3, 24\] fits"),
-        ({"residual": torch.zeros(3, 24), "gated": True}, r"\[3, 12\] fits"),
-        ({"weight": torch.zeros(23, 32), "gated": True}, "two halves; this one has 23 rows"),
+        ({"residual": torch.zeros(3, 12)}, r"must have shape \[3, 24\], got \[3, 12\]"),
+        (
+            {"residual": torch.zeros(3, 24), "gated": True},
+            r"have shape \[3, 12\], got \[3, 24\]",
+        ),
+        ({"weight": torch.zeros(23, 32), "gated": True}, "needs an even number of rows, got 23"),
     ],
 )
 def test_wrong_shapes_are_refused(change: dict[str, Any], message: str) -> None:

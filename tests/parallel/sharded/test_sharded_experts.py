@@ -16,8 +16,8 @@ from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE, save_tiny
 from transformers import AutoModelForCausalLM
 
 from ostinato import set_forward_context
-from ostinato.attention import latent_cpu
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference import latent_cpu
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.bench.layouts.rank_step import make_batch, make_cache
 from ostinato.errors import ConfigError
 from ostinato.loading.load import load_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ostinato import CapturePlan, CUDAGraphMode, GraphConfig
-from ostinato.attention.torch_paged import TorchPagedAttention
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.config import EngineConfig
 from ostinato.engine.explain import explain_batch

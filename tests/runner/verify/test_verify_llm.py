@@ -179,7 +179,7 @@ def test_a_graph_that_differs_is_quarantined_and_its_step_put_right(
         if device.type == "cpu":
             assert found == expected
     assert "it runs eagerly from now on" in caplog.text
-    assert "layers.1.qkv_proj.weight, at 0x" in caplog.text
+    assert "'layers.1.qkv_proj.weight', at 0x" in caplog.text
 
 
 @pytest.mark.slow

@@ -70,7 +70,7 @@ BAD: list[tuple[str, Any, int, str, str | None]] = [
     ("/v1/completions", {**ASK, "temperature": "0"}, 400, "temperature: Input", "temperature"),
     ("/v1/completions", b'{"prompt": "w1", "top_p": NaN}', 400, "top_p must be", "top_p"),
     ("/v1/completions", {**ASK, "max_tokens": 0}, 400, "max_tokens must be", "max_tokens"),
-    ("/v1/completions", {**ASK, "n": 1000}, 400, "1000 sequences, and a request has", "n"),
+    ("/v1/completions", {**ASK, "n": 1000}, 400, "1000 sequences, but a request may have", "n"),
     ("/v1/completions", {**ASK, "prompt": []}, 400, "no prompts", "prompt"),
     ("/v1/completions", {**ASK, "prompt": [[]]}, 400, "is empty", None),
     ("/v1/completions", {**ASK, "prompt": [-1]}, 400, "contains -1", None),
@@ -200,7 +200,7 @@ def test_bodies_have_a_limit(engine: AsyncLLM) -> None:
         parts = client.post("/v1/completions", content=several, headers=kind)
         for response in (stated, parts):
             assert response.status_code == 413
-            assert "the body is larger than 1,000 bytes" in error_of(response)["message"]
+            assert "the body exceeds the limit of 1,000 bytes" in error_of(response)["message"]
         assert client.post("/v1/completions", json=ASK).status_code == 200
 
 
@@ -211,7 +211,7 @@ def test_prompts_have_a_limit(engine: AsyncLLM) -> None:
                 "/v1/completions", json={**ASK, "prompt": [1] * 4, "stream": stream}
             )
             assert response.status_code == 400
-            assert "prompts here have at most 3" in error_of(response)["message"]
+            assert "but the limit is 3" in error_of(response)["message"]
         assert client.post("/v1/completions", json={**ASK, "prompt": [1] * 3}).status_code == 200
     engine.max_prompt_tokens = None  # of the other servers of this engine
 

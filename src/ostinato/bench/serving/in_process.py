@@ -8,7 +8,6 @@ event loop, its streams and the hand-over between threads cost.
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -24,7 +23,6 @@ from ostinato.errors import MeasurementError
 from ostinato.llm import LLM
 from ostinato.sampling_params import SamplingParams
 from ostinato.serving.async_llm import AsyncLLM
-from ostinato.serving.switch_interval import short_switch_interval
 
 STREAMS, LOOP, OFFLINE = "AsyncLLM", "engine", "LLM.generate"
 
@@ -33,7 +31,7 @@ _LATENCIES = ("ttft_ms", "tpot_ms", "longest_gap_ms", "good", "goodput_requests_
 Subject = Callable[[Sequence[TimedRequest]], Awaitable[list[Answer]]]
 
 
-def measure(
+async def measure(
     llm: AsyncLLM,
     requests: Sequence[TimedRequest],
     *,
@@ -43,18 +41,7 @@ def measure(
     bar: tqdm[None],
 ) -> list[dict[str, Any]]:
     """One row per subject: its median run by duration, and the durations of all."""
-    with short_switch_interval():
-        return asyncio.run(_measure(llm, requests, limits, max_seconds, repeats, bar))
 
-
-async def _measure(
-    llm: AsyncLLM,
-    requests: Sequence[TimedRequest],
-    limits: Limits,
-    max_seconds: float,
-    repeats: int,
-    bar: tqdm[None],
-) -> list[dict[str, Any]]:
     async def streams(requests: Sequence[TimedRequest]) -> list[Answer]:
         async def send(request: TimedRequest, answer: Answer, clock: Clock) -> None:
             await _read_stream(llm, request, answer, clock)

@@ -37,6 +37,7 @@ from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError, MeasurementError
 from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.serving.async_llm import AsyncLLM
+from ostinato.serving.switch_interval import short_switch_interval
 
 if TYPE_CHECKING:
     from ostinato.bench.serving.http_client import Client
@@ -94,7 +95,7 @@ def run_in_process(
         check_room([load.chosen_mix()], llm.max_model_len)
         vocab_size = asyncio.run(llm.call(lambda llm: llm.engine.model.vocab_size))
         with tqdm(total=3 * (repeats + 1), disable=not show_progress) as bar:
-            rows = in_process.measure(
+            measuring = in_process.measure(
                 llm,
                 load.draw(vocab_size),
                 limits=load.limits,
@@ -102,6 +103,8 @@ def run_in_process(
                 repeats=repeats,
                 bar=bar,
             )
+            with short_switch_interval():
+                rows = asyncio.run(measuring)
         engine = {"max_num_seqs": llm.max_num_seqs, "max_model_len": llm.max_model_len}
         has_text = llm.tokenizer is not None
     speeds = {row["server"]: row["output_tokens_per_s"] for row in rows}

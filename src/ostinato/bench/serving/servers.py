@@ -24,7 +24,7 @@ import httpx
 
 from ostinato.config import EngineConfig
 from ostinato.errors import MeasurementError
-from ostinato.loading.embedded import embedded_model_path
+from ostinato.loading.default_model.embedded import embedded_model_path
 from ostinato.serving.http.server_config import ServerConfig
 
 HOST = "127.0.0.1"

@@ -6,20 +6,28 @@ flow on replay, no host reads, and memory that a later capture may reuse once no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from ostinato.errors import ReplayMismatchError
+from ostinato.graphs.backends.graph_node import GraphNode, MemoryRange
+from ostinato.graphs.backends.operator_log import OperatorLog
 
 
 class Graph(Protocol):
     """Recorded work. The backend, not the graph, owns the pool's memory."""
 
+    log: OperatorLog  # the memory that its operators were given
+
     @property
     def num_nodes(self) -> int | None:
         """Operations replayed (kernels on CUDA, operators on the CPU); None if unknown."""
+
+    def nodes(self) -> Sequence[GraphNode] | None:
+        """What is recorded, with all values that may be addresses; None if that is unknown."""
 
     def replay(self) -> None:
         """Run the recorded work on the current stream. Does not synchronise."""
@@ -97,6 +105,12 @@ class GraphBackend(Protocol):
 
     def pool_bytes(self) -> int:
         """Memory the pool holds."""
+
+    def memory_ranges(self) -> list[MemoryRange]:
+        """The pool's memory, its libraries' workspaces, and on CUDA all other memory of torch."""
+
+    def find_memory(self, address: int) -> MemoryRange | None:
+        """Memory that was allocated without torch, if the device knows of any at ``address``."""
 
     def release_unused(self) -> None:
         """Free memory that no graph needs, both the pool's and what warm-ups left, as far as the

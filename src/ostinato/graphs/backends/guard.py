@@ -29,6 +29,7 @@ from ostinato.compat import (
 )
 from ostinato.errors import CaptureError
 from ostinato.graphs.backends.base import OperatorObserver
+from ostinato.graphs.backends.operator_log import OperatorLog
 from ostinato.graphs.tree import tensors_in
 
 aten = torch.ops.aten
@@ -62,7 +63,8 @@ _WHAT_TO_DO = {
     _RETURNS_NUMBER: "return it in a tensor",
 }
 
-Rule = Callable[[tuple[Any, ...], dict[str, Any]], str | None]
+# What is wrong with a call of an operator, as seen by a guard; None if nothing is.
+Rule = Callable[["CaptureGuard", tuple[Any, ...], dict[str, Any]], str | None]
 
 
 _skipped_by_dynamo: set[str] = set()
@@ -131,6 +133,14 @@ def compiler_error(error: BaseException) -> CaptureError | None:
     )
 
 
+class KnownOperators:
+    """What a backend's guards have found out about operators, so that each asks torch once."""
+
+    def __init__(self) -> None:
+        self.rules: dict[Any, Rule | None] = {}
+        self.composite: dict[Any, bool] = {}
+
+
 class CaptureGuard(TorchDispatchMode):
     """Raises before an operator that no graph can contain; runs all others unchanged.
 
@@ -140,14 +150,19 @@ class CaptureGuard(TorchDispatchMode):
 
     supports_higher_order_operators = True  # so that the error can name them
 
-    def __init__(self, device_type: str, generators: Sequence[torch.Generator] = ()) -> None:
+    def __init__(
+        self,
+        device_type: str,
+        generators: Sequence[torch.Generator] = (),
+        known: KnownOperators | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.last_operator: str | None = None
+        self._last_operator: Any = None
+        self.log: OperatorLog | None = None  # of the current recording, on CUDA
         self.observer: OperatorObserver | None = None
         self._device_type = device_type
         self._generators = {generator_number(generator) for generator in generators}
-        self._rules: dict[Any, Rule | None] = {}
-        self._composite: dict[Any, bool] = {}
+        self._known = known or KnownOperators()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -161,6 +176,14 @@ class CaptureGuard(TorchDispatchMode):
         # is imported anyway, keep_dynamo_out() has the same effect.
         return False
 
+    def forget_last_operator(self) -> None:
+        self._last_operator = None
+
+    @property
+    def last_operator(self) -> str | None:
+        """The operator that was checked last, since ``forget_last_operator``."""
+        return None if self._last_operator is None else str(self._last_operator)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if types and has_own_dispatch(types):
@@ -168,6 +191,14 @@ class CaptureGuard(TorchDispatchMode):
         if self.is_composite(func) and all(map(_is_dense, tensors_in((args, kwargs)))):
             return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
+        log = self.log
+        first_node = None if log is None else log.num_nodes()
+        result = self._run_plainly(func, args, kwargs)
+        if log is not None:
+            log.note(func, (args, kwargs), first_node)
+        return result
+
+    def _run_plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         autocast = self.autocast_in_body(func)
         with nullcontext() if autocast is None else torch.autocast(self._device_type, autocast):
             result = func(*args, **kwargs)
@@ -182,7 +213,7 @@ class CaptureGuard(TorchDispatchMode):
         layer, so ``is_nonzero``, ``one_hot`` or ``matmul`` arrive here undecomposed.
         """
         try:
-            return self._composite[func]
+            return self._known.composite[func]
         except KeyError:
             composite = (
                 isinstance(func, OpOverload)
@@ -192,7 +223,7 @@ class CaptureGuard(TorchDispatchMode):
                 # chunk, narrow, matmul.out: torch is about to record the result's base tensor.
                 and not has_kernel(func, "ADInplaceOrView")
             )
-            self._composite[func] = composite
+            self._known.composite[func] = composite
             return composite
 
     def decomposed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -226,45 +257,48 @@ class CaptureGuard(TorchDispatchMode):
         return torch.get_autocast_dtype(self._device_type) if enabled else None
 
     def check(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.last_operator = str(func)
+        self._last_operator = func
         try:
-            rule = self._rules[func]
+            rule = self._known.rules[func]
         except KeyError:
-            rule = self._rules[func] = self._rule_for(func)
+            rule = self._known.rules[func] = self._rule_for(func)
         if rule is not None:
-            problem = rule(args, kwargs)
+            problem = rule(self, args, kwargs)
             if problem is not None:
                 raise forbidden(str(func), problem)
 
     def _rule_for(self, func: Any) -> Rule | None:
-        """The check that an operator needs, cached per operator. Most need none."""
+        """The check that an operator needs; most need none. It must not refer to this guard."""
         if not isinstance(func, OpOverload):
-            return lambda args, kwargs: _HIGHER_ORDER
+            return lambda guard, args, kwargs: _HIGHER_ORDER
         if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
-            return self._indices
+            return CaptureGuard._indices
         if func in _READ_THEIR_ARGUMENTS:
-            return lambda args, kwargs: HOST_READ if self._on_device(args) else None
+            return CaptureGuard._host_read
         if func.namespace != "aten" and self._device_type == "cpu" and _returns_number(func):
-            return lambda args, kwargs: _RETURNS_NUMBER if self._on_device(args) else None
+            return lambda guard, args, kwargs: _RETURNS_NUMBER if guard._on_device(args) else None
         if torch.Tag.data_dependent_output in func.tags:
-            return lambda args, kwargs: HOST_READ if self._on_device(args) else None
+            return CaptureGuard._host_read
         if torch.Tag.dynamic_output_shape in func.tags:
-            return self._dynamic_shape
+            return CaptureGuard._dynamic_shape
         if func in (aten._to_copy.default, aten.copy_.default):
-            return self._host_copy
+            return CaptureGuard._host_copy
         if func.overloadpacket is aten.lift_fresh and self._device_type == "cpu":
             # On CUDA a scalar becomes a kernel argument, which is harmless.
-            return lambda args, kwargs: _HOST_DATA if args[0].dim() else None
+            return lambda guard, args, kwargs: _HOST_DATA if args[0].dim() else None
         if func.overloadpacket in (aten.set_, aten.resize_):
-            return lambda args, kwargs: _REBINDS
+            return lambda guard, args, kwargs: _REBINDS
         if any(argument.name == "generator" for argument in func._schema.arguments):
-            return self._unregistered_generator
+            return CaptureGuard._unregistered_generator
         return None
 
     def _on_device(self, values: Any) -> bool:
         if isinstance(values, torch.Tensor):
             return values.device.type == self._device_type
         return isinstance(values, (list, tuple)) and any(self._on_device(value) for value in values)
+
+    def _host_read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        return HOST_READ if self._on_device(args) else None
 
     def _dynamic_shape(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         # repeat_interleave with a given output size has a fixed shape.

@@ -37,6 +37,7 @@ class StaticBuffer:
         self.name = name
         self.batch_dim = batch_dim % example.dim()
         self.padding = padding
+        self.max_rows = max_rows
         self._shape = list(example.shape)
         self._order = _memory_order(example.stride())
         self._dtype = example.dtype
@@ -171,6 +172,13 @@ def _dense_strides(shape: Sequence[int], order: Sequence[int]) -> list[int]:
         strides[dim] = step
         step *= max(shape[dim], 1)
     return strides
+
+
+def spanned_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element of a tensor to the end of its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((extent - 1) * step for extent, step in steps)
+    return (last + 1) * tensor.itemsize
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 
 from ostinato.errors import BatchError, ConfigError
-from ostinato.graphs.capture.buffers import StaticBuffer, storage_id
+from ostinato.graphs.capture.buffers import StaticBuffer, spanned_bytes, storage_id
 from ostinato.graphs.capture.signature import TensorSpec, compare_leaf, fixed, positional_names
 from ostinato.graphs.tree import leaves_with_path, map_tensors
 
@@ -311,6 +311,15 @@ class CallLayout:
         pairs = zip(self._paths, self._targets, strict=True)
         return {path: target for path, target in pairs if callable(target)}
 
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that graphs read as arguments, by name: buffers, and static tensors."""
+        rows = max(buffer.max_rows for _, buffer in self._buffers)
+        args, kwargs = self.static_call(rows)
+        leaves = [leaf for _, leaf in leaves_with_path([*args, *kwargs.values()], "")]
+        for path, leaf in zip(self._paths, leaves, strict=True):
+            if isinstance(leaf, torch.Tensor):
+                yield path, leaf
+
     @property
     def num_bytes(self) -> int:
         held = (StaticBuffer, _WholeBuffer)
@@ -362,10 +371,8 @@ def _has_memory(value: Any) -> bool:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
     """The memory range of a tensor: its storage, first byte, and end (exclusive)."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((extent - 1) * step for extent, step in steps)
     start = int(tensor.storage_offset()) * tensor.itemsize
-    return storage_id(tensor), start, start + (last + 1) * tensor.itemsize
+    return storage_id(tensor), start, start + spanned_bytes(tensor)
 
 
 def _overlap(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:

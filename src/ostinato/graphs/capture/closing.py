@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
+from weakref import WeakMethod
 
 
 class Owner:
@@ -25,6 +26,18 @@ class Owner:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """``method`` without a reference to its object, which is freed as soon as it is dropped."""
+    kept = WeakMethod(method)
+
+    def call() -> None:
+        bound = kept()
+        assert bound is not None, "what calls back is inside a call of the object"
+        bound()
+
+    return call
 
 
 def close_each(steps: Iterable[Callable[[], object]]) -> None:

@@ -69,6 +69,13 @@ class OutputBuffers:
         hidden, *aux = (buffer[:num_tokens] for buffer in self._buffers)
         return (hidden, aux) if self._has_aux else hidden
 
+    def named_tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """The buffers, by what they hold."""
+        return [
+            (f"auxiliary hidden state {index - 1}" if index else "hidden states", buffer)
+            for index, buffer in enumerate(self._buffers)
+        ]
+
     def clear(self) -> None:
         """Free the memory, until the next ``allocate``."""
         self._buffers.clear()

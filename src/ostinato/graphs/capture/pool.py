@@ -11,7 +11,7 @@ import mmap
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -86,6 +86,9 @@ class GraphOwner(Protocol):
         """Drop the graphs whose tapes have these serials."""
 
     def clear_graphs(self) -> None: ...
+
+    def tapes(self) -> Iterable[tuple[str, Tape]]:
+        """Its graphs, each with a name for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,6 +329,11 @@ class GraphPool(Owner):
     def register(self, owner: GraphOwner) -> None:
         """Register ``owner``, by weak reference, to be told which graphs to drop."""
         self._owners.add(owner)
+
+    @property
+    def owners(self) -> list[GraphOwner]:
+        """What keeps graphs of the pool: wrappers, managers, graphed callables."""
+        return list(self._owners)
 
     def discard(self, serials: range) -> None:
         """Drop the captures with these serials. Their memory stays in the pool for others."""

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from ostinato.compat import storage_number
-from ostinato.errors import ReplayMismatchError
+from ostinato.errors import ReplayMismatchError, StaleGraphError
 from ostinato.graphs.backends import Graph, GraphBackend
 from ostinato.graphs.backends.base import OperatorObserver, replay_closed
 from ostinato.graphs.capture.closing import close_each
@@ -155,8 +155,12 @@ class Tape:
         self.serial = 0
         self.log: OperatorObserver | None = None  # what the pool's observer saw
         self.inner = range(0)
+        self._refusals: dict[object, str] = {}  # by who found it
+        self.replay: Callable[[], None] = self._usual_replay()
+
+    def _usual_replay(self) -> Callable[[], None]:
         # A single graph, the common case, is replayed without a loop.
-        self.replay: Callable[[], None] = steps[0].replay if len(steps) == 1 else self._replay_all
+        return self._steps[0].replay if len(self._steps) == 1 else self._replay_all
 
     def _replay_all(self) -> None:
         for step in self._steps:
@@ -181,12 +185,29 @@ class Tape:
         """The number of eager results that each replay copies for the next graph."""
         return sum(step.num_copies for step in self._steps if isinstance(step, EagerCall))
 
+    def refuse(self, why: str | None, by: object) -> None:
+        """From now on, every replay raises with ``why``; None: it may run, as far as ``by`` knows.
+
+        ``by``: who found the reason. Of several, each must take its own back.
+        """
+        self._refusals.pop(by, None)
+        if why is not None:
+            self._refusals[by] = why
+        if self._steps:  # it is not closed
+            reasons = list(self._refusals.values())
+            stale = functools.partial(_raise_stale, reasons)
+            self.replay = stale if reasons else self._usual_replay()
+
     def close(self) -> None:
         self.replay = replay_closed
         try:
             close_each(graph.close for graph in self.graphs)
         finally:
             self._steps = []
+
+
+def _raise_stale(reasons: list[str]) -> None:
+    raise StaleGraphError(reasons[0])
 
 
 class Recording:

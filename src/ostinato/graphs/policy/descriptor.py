@@ -57,6 +57,13 @@ class BatchDescriptor:
     # Cached: hashing six fields on every replay would cost more than the lookup.
     _hash: int = field(init=False, repr=False, compare=False)
 
+    def describe(self) -> str:
+        """The batch in words, such as "8 tokens of 8 requests, decode"."""
+        requests = "" if self.num_reqs is None else f" of {_counted(self.num_reqs, 'request')}"
+        decode = ", decode" if self.uniform else ""
+        adapters = f", {_counted(self.num_active_loras, 'adapter')}" if self.has_lora else ""
+        return f"{_counted(self.num_tokens, 'token')}{requests}{decode}{adapters}"
+
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_reqs", "query_len"):
             value = getattr(self, name)
@@ -144,3 +151,7 @@ class Choice:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "padded_num_tokens", self.descriptor.num_tokens)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -183,6 +183,19 @@ class WatchedState:
                 f"{slot.name} is a different {type(was).__name__} than at capture, and the graphs "
                 "still use the old one; set it back, or call clear_graphs() to capture again"
             )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor, as it was found, by name."""
+        for slot, value in zip(self._slots, self._values, strict=True):
+            if is_tensor(value):
+                yield slot.name, value
+
+    def tensors_now(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a new walk from the callable finds, by name."""
+        walk = StateWalk(self._function, self._arguments, in_breaks=self._in_breaks)
+        for slot in walk.slots:
+            if is_tensor(value := slot.read()):
+                yield slot.name, value
 
     def name_of(self, storage: int) -> str | None:
         """The name of the memory with this ``storage_id``, if known."""

@@ -67,13 +67,18 @@ def _attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' signature: [1, heads, T, dim] in, [1, T, heads, dim] out, no weights."""
+    refuse_mask(module, attention_mask)
+    spec: Any = module.ostinato_spec
+    return attend(spec, rows_of(query), rows_of(key), rows_of(value), s_aux).unsqueeze(0), None
+
+
+def refuse_mask(module: nn.Module, attention_mask: torch.Tensor | None) -> None:
+    """Raises ConfigError for a mask: what a token sees was found out when the model was loaded."""
     if attention_mask is not None:
         raise ConfigError(
             f"{type(module).__name__} passed an attention mask, which it did not do when the model "
-            "was loaded; only causal attention, with or without a window, is supported"
+            "was loaded; masks that depend on the batch are not supported"
         )
-    spec: Any = module.ostinato_spec
-    return attend(spec, rows_of(query), rows_of(key), rows_of(value), s_aux).unsqueeze(0), None
 
 
 def _note_attention(

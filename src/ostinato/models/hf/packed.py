@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 
 from ostinato.attention.packed import PackedSpec, attend_packed
 from ostinato.errors import ConfigError
-from ostinato.models.hf.attention import AttentionCall, MaskRule, TokenByToken, rows_of
+from ostinato.models.hf.attention import AttentionCall, MaskRule, TokenByToken, refuse_mask, rows_of
 from ostinato.models.hf.specs import HARMLESS, LONGEST_PROBE, visible
 
 PACKED = "ostinato_packed"
@@ -31,11 +31,7 @@ def packed_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' signature: [1, heads, T, dim] in, [1, T, heads, dim] out, no weights."""
-    if attention_mask is not None:
-        raise ConfigError(
-            f"{type(module).__name__} passed an attention mask, which it did not do when the model "
-            "was loaded; it cannot be run"
-        )
+    refuse_mask(module, attention_mask)
     spec: Any = module.ostinato_packed
     attended = attend_packed(spec, rows_of(query), rows_of(key), rows_of(value))
     return attended.unsqueeze(0), None

@@ -39,8 +39,8 @@ def bind_specs(
         layer = getattr(call.module, "layer_idx", None)
         if not isinstance(layer, int) or layer in by_layer:
             raise ConfigError(
-                f"{name} calls attention more than once in layer {layer}, and a layer has one "
-                "place in the KV cache; it cannot be run"
+                f"{name} calls attention more than once in layer {layer}, but the KV cache has "
+                "one place per layer; it cannot be run"
             )
         by_layer[layer] = call
     missing = sorted(set(range(num_layers)) - set(by_layer) - set(recurrent_layers))

@@ -23,6 +23,7 @@ from ostinato.errors import ConfigError
 from ostinato.models.base import CausalLM
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
+from ostinato.models.native.fused_kernels import LargeM, SmallM
 from ostinato.models.native.layer import (
     DecoderLayer,
     LayerOffloader,
@@ -31,7 +32,7 @@ from ostinato.models.native.layer import (
     norm_slots,
     run_layers,
 )
-from ostinato.models.native.layer_kernels import Adapters, AnyKernels, LargeM, Plain, SmallM
+from ostinato.models.native.layer_kernels import Adapters, AnyKernels, Plain
 from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.native.token_slots import TOKEN_SLOTS, token_slots
 from ostinato.models.native.weight_rows import WeightRows
@@ -272,8 +273,8 @@ def _checked_max_position(config: DecoderConfig, asked: int | None) -> int:
         return config.max_position
     if not 1 <= asked <= config.max_position:
         raise ConfigError(
-            f"the longest sequence was set to {asked} tokens, but this model's positions are right "
-            f"only from 1 to {config.max_position} tokens; choose a length in that range"
+            f"the longest sequence was set to {asked} tokens, but this model supports 1 to "
+            f"{config.max_position}; choose a length in that range"
         )
     return asked
 

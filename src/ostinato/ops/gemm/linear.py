@@ -98,14 +98,14 @@ def check_shapes(gemm: Gemm) -> None:
         )
     rows, columns = weight_shape
     if gated and rows % 2:
-        raise BatchError(f"a gated weight has two halves; this one has {rows} rows")
+        raise BatchError(f"a gated weight needs an even number of rows, got {rows}")
     for name, given, wanted in (
         ("the bias", bias, (rows,)),
         ("the norm's weight", norm.weight if norm else None, (columns,)),
         ("the residual", residual, (x_shape[0], rows // 2 if gated else rows)),
     ):
         if given is not None and given.shape != wanted:
-            raise BatchError(f"{name} has the shape {list(given.shape)}; {list(wanted)} fits here")
+            raise BatchError(f"{name} must have shape {list(wanted)}, got {list(given.shape)}")
 
 
 # --- torch's operators ----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ostinato.compat import current_device, raw_stream, triton_launches
+from ostinato.graphs.backends.operator_log import open_log
 
 
 class _Variant(NamedTuple):
@@ -58,6 +59,9 @@ def launch(
             launch(kernel, grid, tensors, numbers, descriptors=descriptors, **constants)
         return
     requested = _requests.get(get_ident()) if _requests else None
+    log = open_log()
+    if log is not None and requested is None:
+        log.note_launch(kernel, tensors, [each.base for each in descriptors])
     knobs = triton_launches() if first.is_cuda else None
     if requested is None and (
         knobs is None or knobs.launch_enter_hook.calls or knobs.launch_exit_hook.calls

@@ -12,7 +12,6 @@ import torch
 from ostinato.attention.base import AttentionMetadata
 from ostinato.ops.decode_state import DecodeState
 from ostinato.ops.sampling.drafts import accept_drafts
-from ostinato.ops.sampling.sampling import sample_rows
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.request_state import RequestState
 from ostinato.runner.sampling.filtered_rows import FilteredRows
@@ -80,17 +79,10 @@ def sample_drafts(memory: StepMemory, rows: DecodeState, logits: torch.Tensor) -
 
     ``logits`` [R * Q, V]. Returns the sampled tokens [R * Q]; those that count go to the state.
     """
-    drafts, parameters = memory.buffers.drafts(rows), memory.state.sampling
+    drafts = memory.buffers.drafts(rows)
     drafts.req_indices.view(-1, rows.query_len).copy_(rows.req_indices.unsqueeze(1))
     drafts.lengths.copy_(drafts.positions).add_(1)
-    sample_rows(
-        logits,
-        drafts.req_indices,
-        parameters.temperature,
-        parameters.seed_key,
-        drafts.lengths,
-        drafts.sampled,
-    )
+    memory.state.sampling.sample(logits, drafts.req_indices, drafts.lengths, drafts.sampled)
     accept_drafts(rows, drafts.sampled, drafts.input_ids, drafts.positions, drafts.accepted)
     return drafts.sampled
 

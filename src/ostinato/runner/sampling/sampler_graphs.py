@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -30,6 +30,7 @@ from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
 from ostinato.graphs.manager import FullGraph
+from ostinato.graphs.trust.ledger.owners import MemoryKind, NamedMemory
 from ostinato.ops.sampling.logprobs import write_requested_logprobs
 from ostinato.ops.sampling.resampling import resample_rows
 from ostinato.ops.triton.launch import next_power_of_2
@@ -259,6 +260,19 @@ class SamplerGraphs:
 
     # --- ownership -----------------------------------------------------------------------------
 
+    def tapes(self) -> list[tuple[str, Tape]]:
+        """The captured graphs, by name."""
+        return [
+            (f"sampler of {graph.logits.shape[0]} rows, {_listed(graph.kind)}", graph.tape)
+            for graph in self._graphs.values()
+            if graph.tape is not None
+        ]
+
+    def named_memory(self) -> Iterator[NamedMemory]:
+        """What the graphs write besides the state."""
+        for name, tensor in zip(("tokens", "values"), self._logprobs or (), strict=False):
+            yield NamedMemory(MemoryKind.OUTPUT, f"log-probabilities: {name}", tensor)
+
     def discard(self, serials: range) -> None:
         """Drop the graphs that read the logits of these decode graphs."""
         self._drop([key for key in self._graphs if key[0] in serials])
@@ -283,3 +297,7 @@ class SamplerGraphs:
         finally:
             if self._pool is not None:
                 self._pool.close()
+
+
+def _listed(kind: SamplerKind) -> str:
+    return ", ".join(name for name, value in kind._asdict().items() if value)

@@ -12,7 +12,7 @@ from ostinato.attention.base import AttentionMetadata
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.descriptor import Choice
 from ostinato.graphs.policy.modes import CUDAGraphMode
-from ostinato.graphs.trust.shadow.operator_log import OperatorLogging
+from ostinato.graphs.trust.shadow.call_log import CallLogging
 from ostinato.graphs.trust.shadow.shadow import ShadowedStep
 from ostinato.models.base import CausalLM, module_of
 from ostinato.runner.model_graphs import Forward, ModelGraphs
@@ -138,7 +138,7 @@ class BothWays:
         assert tape is not None, "only captured ones are compared"
 
         def eager(
-            *, other_padding: bool = False, logging: OperatorLogging | None = None
+            *, other_padding: bool = False, logging: CallLogging | None = None
         ) -> Mapping[str, torch.Tensor]:
             del other_padding  # rows are sampled one by one, from the logits that are there
             with logging or nullcontext():
@@ -198,7 +198,7 @@ class _EagerStep:
         self._is_whole = is_whole
 
     def __call__(
-        self, *, other_padding: bool = False, logging: OperatorLogging | None = None
+        self, *, other_padding: bool = False, logging: CallLogging | None = None
     ) -> Mapping[str, torch.Tensor]:
         def forward(input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
             padding = input_ids[self._num_tokens :]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
@@ -12,14 +13,15 @@ from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.descriptor import BatchDescriptor, Choice
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.verify import VerifyPolicy
+from ostinato.graphs.trust.shadow.memory_names import name_among
 from ostinato.graphs.trust.shadow.report import Mismatch, VerifyReport
 from ostinato.graphs.trust.shadow.schedule import ShadowSchedule
 from ostinato.graphs.trust.shadow.shadow import Shadow, ShadowedStep, observe_captures
+from ostinato.runner.memory_names import RunnerMemory
 from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.sampling.sampler_graphs import SamplerGraph, SamplerGraphs
 from ostinato.runner.step_memory import StepMemory
 from ostinato.runner.verify.both_ways import BothWays
-from ostinato.runner.verify.memory_names import MemoryNames
 from ostinato.scheduling.step_plan import StepPlan
 
 Key = tuple[int, CUDAGraphMode, BatchDescriptor]
@@ -40,6 +42,7 @@ class StepShadow:
         samplers: SamplerGraphs,
         pool: GraphPool,
         *,
+        owners: RunnerMemory,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self._schedule = ShadowSchedule(policy)
@@ -48,14 +51,14 @@ class StepShadow:
         self._all_graphs = all_graphs
         self._samplers = samplers
         self._agree = agree
+        self._name_of = partial(_name_in, owners)
         self._shadow = self._shadow_of(pool)
         self.steps = BothWays(memory, all_graphs, pool)
         samplers.observe = observe_captures
 
     def _shadow_of(self, pool: GraphPool) -> Shadow:
         # Nothing here refers to this object: a dropped engine must be freed at once.
-        names = MemoryNames(self._memory, self._all_graphs)
-        return Shadow(pool, name_of=names, agree=self._agree, report=self.report)
+        return Shadow(pool, name_of=self._name_of, agree=self._agree, report=self.report)
 
     # --- which steps ---------------------------------------------------------------------------
 
@@ -130,6 +133,10 @@ class StepShadow:
         self._schedule.note(_key(choice), differs=mismatch is not None)
         if mismatch is not None:
             self._all_graphs[choice.model].quarantine(choice)
+
+
+def _name_in(owners: RunnerMemory, address: int) -> str | None:
+    return name_among(owners.named_memory(), address)
 
 
 def _key(choice: Choice) -> Key | None:

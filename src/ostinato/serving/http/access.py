@@ -103,8 +103,7 @@ class Guard:
     def _too_large(self) -> ApiError:
         return ApiError(
             413,
-            f"the body is larger than {self._most:,} bytes, the most that is taken "
-            "(--max-body-bytes)",
+            f"the body exceeds the limit of {self._most:,} bytes (--max-body-bytes)",
             code="body_too_large",
             headers={"Connection": "close"},
         )

@@ -12,9 +12,9 @@ from ostinato import __version__
 from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.http.access import Guard
 from ostinato.serving.http.errors import ApiError, add_handlers
+from ostinato.serving.http.openai.responses.response_route import create_responses_router
+from ostinato.serving.http.openai.routes import create_router
 from ostinato.serving.http.page import create_page_router
-from ostinato.serving.http.responses.response_route import create_responses_router
-from ostinato.serving.http.routes import create_router
 from ostinato.serving.http.server_config import ServerConfig
 from ostinato.serving.http.state import Served
 from ostinato.serving.http.telemetry.metrics import Metrics

@@ -78,7 +78,7 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
     log_failure(error)
-    return ApiError(500, f"the server failed ({type(error).__name__}); its log has more")
+    return ApiError(500, f"the server failed ({type(error).__name__}); see its log")
 
 
 def log_failure(error: BaseException) -> None:

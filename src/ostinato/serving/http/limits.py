@@ -37,7 +37,8 @@ class Admission:
             self.num_refused += 1
             raise ApiError(
                 429,
-                f"{self.num_inside} sequences run or wait, and {self._most} is the most; try again",
+                f"the queue is full: {self.num_inside} sequences run or wait, of at most "
+                f"{self._most}; try again later",
                 code="queue_full",
                 headers={"Retry-After": str(_RETRY_AFTER_S)},
             )

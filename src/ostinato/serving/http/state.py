@@ -31,8 +31,8 @@ class Served:
         self.name = config.served_model_name or (EMBEDDED_NAME if model is None else str(model))
         if self.name in llm.adapters:
             raise ConfigError(
-                f"an adapter has the model's name, {shown(self.name)}; give it another one, or set "
-                "--served-model-name"
+                f"an adapter and the model are both called {shown(self.name)}; rename the adapter, "
+                "or set --served-model-name"
             )
         llm.max_prompt_tokens = config.max_prompt_tokens
         self.started = int(time.time())
@@ -46,7 +46,7 @@ class Served:
             return model
         raise ApiError(
             404,
-            f"there is no model {shown(model)} here; /v1/models lists those there are",
+            f"model {shown(model)} is not served here; /v1/models lists the models that are",
             param="model",
             code="model_not_found",
         )
@@ -89,8 +89,8 @@ class Served:
         if num_sequences > most:
             raise ApiError(
                 400,
-                f"{num_prompts} prompts times n {n} are {num_sequences} sequences, and a request "
-                f"has at most {most} (--max-sequences); send several requests",
+                f"{num_prompts} prompts with n={n} make {num_sequences} sequences, but a request "
+                f"may have at most {most} (--max-sequences); split it into several requests",
                 param="n",
             )
         return num_sequences

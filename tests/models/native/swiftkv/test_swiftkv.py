@@ -37,10 +37,10 @@ from ostinato import (
     GraphPool,
     set_forward_context,
 )
-from ostinato.attention import paged_cpu, paged_cuda
 from ostinato.attention.base import AttentionBackend
+from ostinato.attention.reference import paged_cpu, paged_cuda
+from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.attention.selected import last_tokens, select_tokens
-from ostinato.attention.torch_paged import TorchPagedAttention
 from ostinato.attention.triton_paged import TritonPagedAttention
 from ostinato.compile.backend import compile_piecewise
 from ostinato.errors import ConfigError, ModelLoadError

@@ -80,7 +80,15 @@ class Arena:
         return alias_of(tensor, self._unreserved[key], int(tensor.storage_offset()))
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        return self._base <= tensor.data_ptr() < self._base + self._limit
+        return self.contains(tensor.data_ptr())
+
+    def contains(self, address: int) -> bool:
+        return self._base <= address < self._base + self._limit
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Its first address, and the end of its range."""
+        return self._base, self._base + self._limit
 
     def _block(self, start: int, end: int) -> ctypes.Array[ctypes.c_char]:
         block = (ctypes.c_char * (end - start)).from_address(self._base + start)

@@ -18,19 +18,30 @@ from ostinato.graphs.backends.base import OperatorObserver
 from ostinato.graphs.backends.cpu.arena import Arena
 from ostinato.graphs.backends.cpu.host_reads import host_reads_refused
 from ostinato.graphs.backends.cpu.recorder import Recorder, Step, Verified
-from ostinato.graphs.backends.guard import compiler_error, keep_dynamo_out, source_of_error
+from ostinato.graphs.backends.graph_node import MemoryRange, RangeKind
+from ostinato.graphs.backends.guard import (
+    KnownOperators,
+    compiler_error,
+    keep_dynamo_out,
+    source_of_error,
+)
+from ostinato.graphs.backends.operator_log import OperatorLog
 
 
 class CpuGraph:
     """A list of calls on tensors at fixed addresses. A replay runs no Python of the model."""
 
-    def __init__(self, steps: list[Step], arena_bytes: int) -> None:
+    def __init__(self, steps: list[Step], arena_bytes: int, log: OperatorLog) -> None:
         self._steps = steps
+        self.log = log
         self.arena_bytes = arena_bytes  # highest arena byte it uses
 
     @property
     def num_nodes(self) -> int:
         return len(self._steps)
+
+    def nodes(self) -> None:
+        return None  # the log has all that is recorded
 
     def replay(self) -> None:
         # Inference mode skips the autograd layer of every call. Autocast was applied when the
@@ -67,6 +78,7 @@ class CpuBackend:
         self.generators = (torch.default_generator, *generators)
         self.observer: OperatorObserver | None = None
         self._verified: dict[Hashable, Verified] = {}
+        self._known = KnownOperators()
         self._recorder: Recorder | None = None
         self._modes = ExitStack()
         self._graphs: weakref.WeakSet[CpuGraph] = weakref.WeakSet()
@@ -82,7 +94,7 @@ class CpuBackend:
     def begin(self) -> None:
         keep_dynamo_out()
         self._arena.recent_peak_bytes = 0
-        self._recorder = Recorder(self._arena, self.generators, self._verified)
+        self._recorder = Recorder(self._arena, self.generators, self._verified, self._known)
         self._recorder.observer = self.observer
         if self.observer is not None:
             self.observer.new_segment()
@@ -93,7 +105,8 @@ class CpuBackend:
     def end(self) -> CpuGraph:
         recorder = self._stop_recording()
         recorder.check_random_state()
-        graph = CpuGraph(recorder.steps, self._arena.recent_peak_bytes)
+        recorder.operators.finish()
+        graph = CpuGraph(recorder.steps, self._arena.recent_peak_bytes, recorder.operators)
         self._graphs.add(graph)
         return graph
 
@@ -127,6 +140,12 @@ class CpuBackend:
 
     def pool_bytes(self) -> int:
         return self._arena.peak_bytes
+
+    def memory_ranges(self) -> list[MemoryRange]:
+        return [MemoryRange(*self._arena.addresses, RangeKind.POOL)]
+
+    def find_memory(self, address: int) -> MemoryRange | None:
+        return None
 
     def release_unused(self) -> None:
         self._arena.trim(max((graph.arena_bytes for graph in self._graphs), default=0))

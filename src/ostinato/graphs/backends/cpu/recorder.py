@@ -23,7 +23,13 @@ from ostinato.graphs.backends.cpu.arena import Arena
 from ostinato.graphs.backends.cpu.bindings import Call, out_calls
 from ostinato.graphs.backends.cpu.host_reads import host_reads_allowed
 from ostinato.graphs.backends.cpu.out_variants import OutVariant, out_variant_of
-from ostinato.graphs.backends.guard import CaptureGuard, has_own_dispatch, source_of_caller
+from ostinato.graphs.backends.guard import (
+    CaptureGuard,
+    KnownOperators,
+    has_own_dispatch,
+    source_of_caller,
+)
+from ostinato.graphs.backends.operator_log import OperatorLog
 from ostinato.graphs.backends.python_kernels import replay_step
 from ostinato.graphs.tree import map_tensors, tensors_in
 
@@ -58,8 +64,8 @@ class Verified(NamedTuple):
 class Recorder(CaptureGuard):
     """Collects the steps of one recording. The steps reserve no arena memory.
 
-    ``verified`` caches checks of earlier recordings: a model's layers repeat the same calls, and
-    checking an out-variant costs more than the call.
+    ``verified`` and ``known`` keep what earlier recordings found out: a model's layers repeat the
+    same calls, and checking an out-variant costs more than the call.
     """
 
     def __init__(
@@ -67,9 +73,13 @@ class Recorder(CaptureGuard):
         arena: Arena,
         generators: Sequence[torch.Generator],
         verified: dict[Hashable, Verified],
+        known: KnownOperators,
     ) -> None:
-        super().__init__("cpu", generators)
+        super().__init__("cpu", generators, known)
         self.steps: list[Step] = []
+        self.operators = OperatorLog(
+            "cpu", complete=True, in_pool=arena.contains, count_nodes=self.steps.__len__
+        )
         self._random_states = [(each, each.get_state()) for each in generators]
         self._arena = arena
         self._verified = verified
@@ -88,9 +98,13 @@ class Recorder(CaptureGuard):
             self._check_dense(func, tensors_in((args, kwargs)), "was given")
             return self.decomposed(func, args, kwargs)
         self.check(func, args, kwargs)
-        # The body of a custom operator runs again on every replay.
-        with nullcontext() if func.namespace == "aten" else host_reads_allowed():
+        first_node = len(self.steps)
+        if func.namespace == "aten":
             result = self._record(func, args, kwargs)
+        else:
+            with host_reads_allowed():  # the body of a custom operator runs again on every replay
+                result = self._record(func, args, kwargs)
+        self.operators.note(func, (args, kwargs), first_node)
         if self.observer is not None:
             self.observer.saw(func, args, kwargs, result, len(self.steps))
         return result

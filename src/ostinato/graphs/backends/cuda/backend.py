@@ -20,19 +20,23 @@ from ostinato.errors import (
 from ostinato.graphs.backends.alias import alias_of
 from ostinato.graphs.backends.ambient import capture_ambient
 from ostinato.graphs.backends.base import OperatorObserver, replay_closed
-from ostinato.graphs.backends.cuda.bindings import HAS_BINDINGS, count_nodes
+from ostinato.graphs.backends.cuda.bindings import HAS_BINDINGS, count_nodes, node_counter
 from ostinato.graphs.backends.cuda.device import (
     CaptureDevice,
     DrawOrder,
     StreamLease,
     capture_device,
 )
+from ostinato.graphs.backends.cuda.memory_map import torch_memory
+from ostinato.graphs.backends.cuda.nodes import CAN_READ_NODES, mapped_memory, read_nodes
+from ostinato.graphs.backends.graph_node import GraphNode, MemoryRange
 from ostinato.graphs.backends.guard import (
     CaptureGuard,
     compiler_error,
     keep_dynamo_out,
     source_of_error,
 )
+from ostinato.graphs.backends.operator_log import OperatorLog, logging_to
 
 # After a broken capture, torch's pinned-memory allocator still counts it as in progress and may
 # query its graph. These few graphs therefore live as long as the process.
@@ -91,9 +95,15 @@ class CudaGraph:
     """One instantiated graph. Keeps its memory pool alive, since the pool must outlive it."""
 
     def __init__(
-        self, graph: torch.cuda.CUDAGraph, pool: _MemoryPool, num_nodes: int | None
+        self,
+        graph: torch.cuda.CUDAGraph,
+        pool: _MemoryPool,
+        num_nodes: int | None,
+        log: OperatorLog,
     ) -> None:
         self.num_nodes = num_nodes
+        self.log = log
+        self._graph: torch.cuda.CUDAGraph | None = graph
         # Bound once, because every step calls it.
         self.replay: Callable[[], None] = graph.replay
         pool.num_graphs += 1
@@ -103,8 +113,14 @@ class CudaGraph:
         """Order its replays with all other graphs that draw random numbers, from now on."""
         self.replay = partial(draws.replay, graph)
 
+    def nodes(self) -> list[GraphNode] | None:
+        if self._graph is None or not (HAS_BINDINGS and CAN_READ_NODES):
+            return None  # without bindings the graph is not kept
+        return read_nodes(self._graph)
+
     def close(self) -> None:
         self.replay = replay_closed
+        self._graph = None
         self._retire()
 
 
@@ -144,6 +160,7 @@ class CudaBackend:
         self._guard = CaptureGuard("cuda", self.generators)
         self._guarded = True
         self.observer: OperatorObserver | None = None
+        self._log = OperatorLog("cuda", complete=False)
         self._modes = ExitStack()
         self._under_way = ExitStack()  # closed once torch has ended the capture
         self._segments: list[tuple[int, int]] = []
@@ -194,7 +211,14 @@ class CudaBackend:
             graph.capture_begin(pool=self._pool_in_use.handle, capture_error_mode="thread_local")
             self._under_way = stack.pop_all()
         self._open = graph
-        self._guard.last_operator = None
+        self._guard.forget_last_operator()
+        self._log = self._guard.log = OperatorLog(
+            "cuda",
+            complete=self._guarded or self.observer is not None,
+            in_pool=self._in_known_segment,
+            count_nodes=node_counter(self._stream),
+        )
+        self._modes.enter_context(logging_to(self._log))
         self._guard.observer = self.observer
         if self.observer is not None:
             self.observer.new_segment()
@@ -209,7 +233,10 @@ class CudaBackend:
         if HAS_BINDINGS:
             num_nodes = count_nodes(graph)
             graph.instantiate()
-        recorded = CudaGraph(graph, self._pool_in_use, num_nodes)
+        if self._log.calls:
+            self._list_segments()
+        self._log.finish()
+        recorded = CudaGraph(graph, self._pool_in_use, num_nodes, self._log)
         before = self._num_drawn()
         self._shared.draws.replay(graph)
         if self._num_drawn() != before:
@@ -267,6 +294,14 @@ class CudaBackend:
     def pool_bytes(self) -> int:
         self._list_segments()
         return sum(size for _, size in self._segments)
+
+    def memory_ranges(self) -> list[MemoryRange]:
+        pool = None if self._pool is None else self._pool.memory.id
+        workspaces = () if self._lease is None else (self._lease.workspace_pool,)
+        return torch_memory(pool, workspaces)
+
+    def find_memory(self, address: int) -> MemoryRange | None:
+        return mapped_memory(address)
 
     def release_unused(self) -> None:
         # torch frees a pool's memory only with the pool, so an unused pool is replaced.

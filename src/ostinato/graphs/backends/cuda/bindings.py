@@ -1,10 +1,12 @@
-"""The two functions taken from CUDA's Python bindings.
+"""The functions of the CUDA runtime taken from CUDA's Python bindings.
 
 The bindings come with CUDA builds of torch. Without them graphs do not report their node count, and
 captures run on streams that torch may also hand out to other code.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -25,6 +27,18 @@ def count_nodes(graph: torch.cuda.CUDAGraph) -> int:
     if int(status) != 0:
         raise CaptureError(f"cudaGraphGetNodes failed with {status} on a graph just captured")
     return int(count)
+
+
+def node_counter(stream: torch.cuda.Stream) -> Callable[[], int] | None:
+    """Counts the nodes of the graph being captured on ``stream``; None if it cannot be read."""
+    if runtime is None:
+        return None
+    status, *info = runtime.cudaStreamGetCaptureInfo(stream.cuda_stream)
+    graphs = [each for each in info if isinstance(each, runtime.cudaGraph_t)]
+    if int(status) != 0 or not graphs:
+        return None
+    get_nodes, graph = runtime.cudaGraphGetNodes, graphs[0]
+    return lambda: int(get_nodes(graph)[2])
 
 
 def own_stream(device: torch.device) -> torch.cuda.Stream:

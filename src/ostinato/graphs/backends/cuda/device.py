@@ -27,7 +27,7 @@ class CaptureStream:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = own_stream(device)
-        self._workspaces = torch.cuda.MemPool()
+        self.workspaces = torch.cuda.MemPool()
 
     def prepare_blas(self) -> None:
         """Create the handle and workspace: cuBLAS cannot be initialised inside a capture.
@@ -35,7 +35,7 @@ class CaptureStream:
         Each thread has its own handle, and each handle its own workspace. torch's cuBLASLt calls
         share it (TORCH_CUBLASLT_UNIFIED_WORKSPACE, on by default).
         """
-        with torch.cuda.use_mem_pool(self._workspaces):
+        with torch.cuda.use_mem_pool(self.workspaces):
             torch.cuda.current_blas_handle()
 
 
@@ -48,6 +48,7 @@ class StreamLease:
     def __init__(self, held: CaptureStream, give_back: Callable[[CaptureStream], None]) -> None:
         self.stream = held.stream
         self.prepare_blas = held.prepare_blas
+        self.workspace_pool: tuple[int, int] = held.workspaces.id
         finalizer = weakref.finalize(self, give_back, held)
         finalizer.atexit = False  # there will be no next pool
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from ostinato.graphs.backends.cpu.backend import CpuGraph
 from ostinato.graphs.capture.segments import EagerCall, Tape
 from ostinato.graphs.tree import tensors_in
+from ostinato.graphs.trust.shadow.call_log import CallLog, Given, LoggedCall
 from ostinato.graphs.trust.shadow.kept_value import KeptValue
-from ostinato.graphs.trust.shadow.operator_log import Given, LoggedCall, OperatorLog
 from ostinato.graphs.trust.shadow.report import Cause, Finding
 
 # The name of the memory at an address; None if it has none.
@@ -39,12 +39,12 @@ class SteppedReplay:
     It runs to the end even after a difference: other ranks may wait in a collective there.
     """
 
-    def __init__(self, tape: Tape, eager: OperatorLog, rows: Mapping[int, slice]) -> None:
+    def __init__(self, tape: Tape, eager: CallLog, rows: Mapping[int, slice]) -> None:
         self.first: _Place | None = None
         self._tape = tape
         self._eager = eager
         self._rows = rows
-        self._captured = tape.log.calls if isinstance(tape.log, OperatorLog) else []
+        self._captured = tape.log.calls if isinstance(tape.log, CallLog) else []
 
     @contextmanager
     def instead(self) -> Iterator[None]:
@@ -107,9 +107,9 @@ def _segments_with_steps(calls: Sequence[LoggedCall]) -> list[int]:
     return sorted({call.segment for call in calls if call.num_steps})
 
 
-def explain(tape: Tape, eager: OperatorLog, replayed: SteppedReplay, name_of: NameOf) -> Finding:
+def explain(tape: Tape, eager: CallLog, replayed: SteppedReplay, name_of: NameOf) -> Finding:
     """Where the tape and the eager run part, and why."""
-    captured = tape.log.calls if isinstance(tape.log, OperatorLog) else []
+    captured = tape.log.calls if isinstance(tape.log, CallLog) else []
     place = replayed.first
     split = tape.has_breaks
     for number, (was, now) in enumerate(zip(captured, eager.calls, strict=False)):

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-from torch import nn
+from ostinato.graphs.capture.buffers import spanned_bytes
+from ostinato.graphs.trust.ledger.owners import NamedMemory, owner_label
 
 
-def name_among(named: Iterable[tuple[str, torch.Tensor]], address: int) -> str | None:
-    """The name of the tensor whose memory contains ``address``; None if there is none."""
-    for name, tensor in named:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() <= address < storage.data_ptr() + storage.nbytes():
-            return name
+def name_among(named: Iterable[NamedMemory], address: int) -> str | None:
+    """The owner of the tensor that contains ``address``; None if it has none."""
+    for kind, name, tensor in named:
+        start = tensor.data_ptr()
+        if start <= address < start + spanned_bytes(tensor):
+            return owner_label(kind.value, name)
     return None
-
-
-def name_in_module(module: nn.Module, address: int) -> str | None:
-    """The name of the parameter or buffer of ``module`` at ``address``; None if there is none."""
-    return name_among((*module.named_parameters(), *module.named_buffers()), address)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ostinato.graphs.trust.shadow.operator_log import LoggedCall, Made, OperatorLog
+from ostinato.graphs.trust.shadow.call_log import CallLog, LoggedCall, Made
 
 
 class Influence(NamedTuple):
@@ -20,7 +20,7 @@ class Influence(NamedTuple):
     max_difference: float
 
 
-def first_influence(one: OperatorLog, other: OperatorLog) -> Influence | None:
+def first_influence(one: CallLog, other: CallLog) -> Influence | None:
     """The first operator whose rows differ between two runs, and where that comes from.
 
     Memory from outside the runs does not count: it also holds what was given differently.

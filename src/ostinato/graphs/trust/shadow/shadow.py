@@ -25,6 +25,7 @@ from ostinato.graphs.trust.shadow.bisect import (
     SteppedReplay,
     explain,
 )
+from ostinato.graphs.trust.shadow.call_log import CallLog, CallLogging
 from ostinato.graphs.trust.shadow.differences import Difference, differing
 from ostinato.graphs.trust.shadow.memory_part import (
     MemoryPart,
@@ -32,7 +33,6 @@ from ostinato.graphs.trust.shadow.memory_part import (
     read_parts,
     write_parts,
 )
-from ostinato.graphs.trust.shadow.operator_log import OperatorLog, OperatorLogging
 from ostinato.graphs.trust.shadow.report import Cause, Finding, Mismatch, VerifyReport
 from ostinato.graphs.trust.shadow.row_influence import Influence, first_influence
 from ostinato.graphs.trust.shadow.tolerance import is_beyond, spread_of, within_rounding
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 def observe_captures(pool: GraphPool) -> None:
     """Have the tapes of later captures keep a log of their operators."""
-    pool.new_observer = partial(OperatorLog, pool.backend.weak)
+    pool.new_observer = partial(CallLog, pool.backend.weak)
 
 
 class EagerRun(Protocol):
@@ -53,7 +53,7 @@ class EagerRun(Protocol):
     """
 
     def __call__(
-        self, *, other_padding: bool = False, logging: OperatorLogging | None = None
+        self, *, other_padding: bool = False, logging: CallLogging | None = None
     ) -> Mapping[str, torch.Tensor]: ...
 
 
@@ -153,7 +153,7 @@ class Shadow:
         step: ShadowedStep,
         *,
         other_padding: bool,
-        logging: OperatorLogging | None = None,
+        logging: CallLogging | None = None,
     ) -> dict[str, torch.Tensor]:
         """What an eager run leaves: the parts that are compared, then its results."""
         # On the capture's stream cuBLAS has the workspace that it had then, and chooses the same
@@ -200,7 +200,7 @@ class Shadow:
         return self._parted(step, before, same_padding)
 
     def _parted(
-        self, step: ShadowedStep, before: Mapping[str, torch.Tensor], eager: OperatorLog
+        self, step: ShadowedStep, before: Mapping[str, torch.Tensor], eager: CallLog
     ) -> Finding:
         """Where the graph and the logged eager run, which had the same padding, part."""
         write_parts(step.parts, before)
@@ -216,10 +216,10 @@ class Shadow:
         *,
         other_padding: bool,
         rows: Mapping[int, slice] | None = None,
-    ) -> tuple[OperatorLog, dict[str, torch.Tensor]]:
+    ) -> tuple[CallLog, dict[str, torch.Tensor]]:
         """An eager run with a log of its operators, and what it leaves."""
         write_parts(step.parts, before)
-        logging = OperatorLogging(
+        logging = CallLogging(
             self._pool.device.type, rows or step.rows, split_at_breaks=step.tape.has_breaks
         )
         left = self._eager(step, other_padding=other_padding, logging=logging)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from ostinato.graphs.trust.shadow.call_log import CallLog
 from ostinato.graphs.trust.shadow.differences import differing, max_difference
-from ostinato.graphs.trust.shadow.operator_log import OperatorLog
 
 # How far a graph may be from an eager run, in differences between eager runs. Of three runs, the
 # largest difference of a pair is a small sample of what the order of sums can do.
@@ -48,7 +48,7 @@ def within_rounding(
     got: Mapping[str, torch.Tensor],
     want: Mapping[str, torch.Tensor],
     num_layers: int,
-    log: OperatorLog,
+    log: CallLog,
 ) -> bool:
     """Whether all differences may be rounding in ``num_layers`` layers that group rows.
 

@@ -110,7 +110,7 @@ class DecoderConfig:
                 raise ConfigError(f"{field.name} of a decoder must be at least 1, not {value}")
         if type(self.rms_norm_eps) not in (int, float) or not 0 <= self.rms_norm_eps < 1:
             raise ConfigError(
-                f"rms_norm_eps must be a number from 0, below 1, not {shown(self.rms_norm_eps)}"
+                f"rms_norm_eps must be a number in [0, 1), got {shown(self.rms_norm_eps)}"
             )
         for name in _SCALES:
             scale = getattr(self, name)
@@ -118,7 +118,7 @@ class DecoderConfig:
                 raise ConfigError(f"{name} must be a positive number, not {shown(scale)}")
         for window in self.windows:
             if window is not None and (type(window) is not int or window < 1):
-                raise ConfigError(f"sliding_window must be an integer from 1, not {shown(window)}")
+                raise ConfigError(f"sliding_window must be a positive integer, got {shown(window)}")
         if self.max_position > LONGEST_SEQUENCE:
             raise ConfigError(
                 f"the longest sequence is {self.max_position:,} tokens (max_position_embeddings, "
@@ -130,20 +130,24 @@ class DecoderConfig:
                 "evenly; num_attention_heads must be a multiple of num_key_value_heads"
             )
         if len(self.windows) != self.num_layers:
-            raise ConfigError(f"{len(self.windows)} windows for {self.num_layers} layers")
+            raise ConfigError(
+                f"the config has windows for {len(self.windows)} layers, but {self.num_layers} "
+                "layers"
+            )
         if self.experts is not None and (
             self.residual_scale != 1.0 or self.names.mlp_output_norm is not None
         ):
             raise ConfigError(
-                "the native decoder adds the output of experts to the residual stream as it is: "
-                "without a scale, and without a norm after it"
+                "the native decoder cannot scale or norm the output of experts before it is added "
+                "to the residual stream"
             )
         if self.layer_rotaries and len(self.layer_rotaries) != self.num_layers:
             raise ConfigError(
-                f"RoPE of {len(self.layer_rotaries)} layers for {self.num_layers} layers"
+                f"the config has RoPE for {len(self.layer_rotaries)} layers, but {self.num_layers} "
+                "layers"
             )
         if self.qk_norm is not None and self.layer_norm:
-            raise ConfigError("norms of queries and keys are RMSNorms, and layer_norm is True")
+            raise ConfigError("queries and keys are normed by RMSNorm only, but layer_norm is True")
         if self.latent is not None and self.latent.qk_rope_head_dim != self.head_dim:
             raise ConfigError(
                 f"head_dim is {self.head_dim}; with latent attention it must equal "
@@ -281,8 +285,8 @@ def _layer_rotaries(config: PretrainedConfig | RawConfig, family: Family) -> tup
     rotated = family.rotated(config)
     if len(layer_kinds) != num_layers or len(rotated) != num_layers:
         raise ConfigError(
-            f"{config.model_type}: {len(layer_kinds)} layer types, and RoPE in or out of "
-            f"{len(rotated)} layers, for {num_layers} layers"
+            f"the config of {config.model_type} has types of {len(layer_kinds)} layers and RoPE "
+            f"for {len(rotated)}, but {num_layers} layers"
         )
     none = Rotary.none(head_dim, interleaved=family.interleaved)
     pairs = zip(layer_kinds, rotated, strict=True)

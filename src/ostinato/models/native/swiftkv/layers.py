@@ -18,8 +18,9 @@ from ostinato.attention.store import store_kv
 from ostinato.graphs.capture.context import get_forward_context
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
+from ostinato.models.native.fused_kernels import SmallM
 from ostinato.models.native.layer import DecoderLayer, empty_norm, norm_slots, run_layers
-from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, Plain, SmallM
+from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, Plain
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.weight_slot import WeightSlot
 

@@ -1,0 +1,1 @@
+"""Attention with torch operators alone: the reference for kernels, and what runs without them."""

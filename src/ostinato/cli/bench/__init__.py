@@ -1,0 +1,1 @@
+"""``ostinato bench``: measurements, as tables or JSON."""

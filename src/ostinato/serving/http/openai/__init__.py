@@ -1,0 +1,1 @@
+"""OpenAI's API: its routes, the bodies of requests and answers, streams of events."""
