@@ -17,6 +17,7 @@ from tiny_encoders import PROMPTS, open_encoder, save_encoder
 from ostinato import (
     LLM,
     ConfigError,
+    DraftModel,
     GraphConfig,
     NgramDrafts,
     OffloadConfig,
@@ -302,3 +303,9 @@ def test_encoders_are_compared(tmp_path: Any, caplog: pytest.LogCaptureFixture) 
 def test_what_cannot_be_compared_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=f"verify='capture' {message}"):
         LLM(device="cpu", verify="capture", **{**LIMITS, **options})
+
+
+def test_drafts_with_a_kv_cache_are_refused() -> None:
+    drafts = DraftModel(model="tiny", random_weights=True)
+    with pytest.raises(ConfigError, match=r"verify='capture' does not support DraftModel, which"):
+        open_llm("cpu", "FULL_AND_FULL", verify="capture", speculative=drafts)

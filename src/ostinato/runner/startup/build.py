@@ -71,6 +71,8 @@ def build_runner(
     model = loaded.model
     recurrent_models.check_options(config, model)
     speculation = _load_speculation(config, model)
+    if config.verify_policy:
+        _check_can_verify(config, model, speculation)
     backend = attention_of(config, model, rank_context)
     plans = plan_graphs(
         config,
@@ -126,7 +128,6 @@ def build_runner(
         **({} if speculation is None else {"speculation": speculation}),
     )
     if config.verify_policy:
-        _check_can_verify(config, model, speculation)
         agree = None if rank_context is None else rank_context.any
         runner.verify(config.verify_policy, agree)
     try:
