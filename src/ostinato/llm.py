@@ -22,6 +22,7 @@ from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
 from ostinato.graphs.trust.ledger.ledger import Ledger
+from ostinato.graphs.trust.shadow.report import VerifyReport
 from ostinato.loading.encoders.task import find_task
 from ostinato.models.given_tensors import NamedTensors
 from ostinato.options import described, same_options_as
@@ -135,6 +136,15 @@ class LLM(Owner):
     def speculation(self) -> SpeculationStats:
         """What became of drafts (``speculative``), on all replicas; under torchrun, on rank 0."""
         return self.engine.scheduler.drafts.stats
+
+    @property
+    def verification(self) -> VerifyReport:
+        """What ``verify`` compared with eager runs, and what differed; under ranks, on rank 0.
+
+        Empty with ``verify="off"``.
+        """
+        shadow = self._running.runner.shadow
+        return VerifyReport() if shadow is None else shadow.report
 
     @one_thread()
     def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:

@@ -19,7 +19,9 @@ from tiny_models import save_talking
 
 from ostinato import LLM, SamplingParams, cli
 from ostinato.config import EngineConfig, GraphConfig
+from ostinato.graphs.trust.shadow.report import Cause, Finding, Mismatch, VerifyReport
 from ostinato.ops.numba import has_numba
+from ostinato.self_test import FaultResult
 
 TINY = ["--model", "tiny", "--random-weights", "--device", "cpu", "--max-model-len", "64"]
 PROMPT = "1,2,3"
@@ -807,3 +809,42 @@ def test_tune_says_that_it_needs_a_gpu(ostinato: Run) -> None:
     result = ostinato("tune", "--model", "tiny", "--random-weights", "--device", "cpu")
     assert result.exit_code == 1
     assert "ConfigError: there is nothing to tune on cpu" in result.err
+
+
+@pytest.mark.slow
+def test_verify_compares_every_graph(ostinato: Run) -> None:
+    found = ostinato("verify", *TINY, "--sizes", "2,4", "--json").json
+    assert found["compared"] >= 4
+    assert found["mismatches"] == []
+    result = ostinato("verify", *TINY, "--sizes", "2", "--quiet")
+    assert result.exit_code == 0
+    assert "comparisons with eager, 0 mismatches" in result.out
+
+
+def test_verify_names_what_differs(ostinato: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that differs makes the command fail, for scripts."""
+    found = Mismatch(
+        graph="FULL graph of 4 tokens",
+        found="at capture",
+        tensor="the logits",
+        max_difference=0.5,
+        finding=Finding(cause=Cause.PADDING, operator="aten.mean.dim"),
+    )
+    monkeypatch.setattr(LLM, "verification", VerifyReport(num_compared=1, mismatches=[found]))
+    result = ostinato("verify", *TINY, "--sizes", "2", "--quiet")
+    assert result.exit_code == 1
+    assert "the logits by up to 0.5; padding rows change the results of real rows" in result.out
+    result = ostinato("verify", *TINY, "--sizes", "2", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.out)["mismatches"][0]["finding"]["cause"] == "PADDING"
+
+
+def test_the_self_test_of_verify(ostinato: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    missed = FaultResult(fault="a leak", mode="FULL", mismatches=[], named=True, serves_on=True)
+    monkeypatch.setattr("ostinato.self_test.self_test", lambda device, dtype: [missed])
+    result = ostinato("verify", "--self-test", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "missed  a leak, FULL" in result.out
+    assert "nothing was found" in result.out
+    result = ostinato("verify", "--self-test", "--json")
+    assert (result.exit_code, json.loads(result.out)[0]["passed"]) == (1, False)

@@ -208,6 +208,7 @@ def test_text_models_refuse_images(tmp_path: Path) -> None:
             {"graphs": GraphConfig(compile="eager")},
             "compile='eager' does not support models that take images",
         ),
+        ({"verify": "capture"}, "verify='capture' does not support models that take images"),
     ],
 )
 def test_options_that_do_not_go_with_images(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ostinato.errors import ConfigError
+from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.sizes import check_positive_int
+from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.offload.offload_config import OffloadConfig
 from ostinato.quoting import shown
 
@@ -91,6 +93,30 @@ def check_offload(config: EngineConfig) -> None:
         )
     if config.swiftkv_layers is not None:
         raise ConfigError("offload does not support SwiftKV; leave out one of them")
+
+
+def check_verify(config: EngineConfig) -> None:
+    """Comparisons with eager, and what cannot be compared."""
+    if not VerifyPolicy.parse(config.verify):
+        return
+    given = f"verify={config.verify!r}"
+    if config.graphs.mode is CUDAGraphMode.NONE:
+        raise ConfigError(f"{given} compares graphs, but the graph mode is NONE; leave one out")
+    if config.graphs.compile:
+        raise ConfigError(
+            f"{given} does not support compile={config.graphs.compile!r}: an eager run of a "
+            "compiled model runs other kernels; leave one of them out"
+        )
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"{given} supports one replica, not data_parallel_size={config.data_parallel_size}; "
+            "leave one of them out"
+        )
+    if config.decode_context_parallel_size > 1:
+        raise ConfigError(
+            f"{given} does not support decode_context_parallel_size="
+            f"{config.decode_context_parallel_size}; leave one of them out"
+        )
 
 
 def check_parallel(config: EngineConfig) -> None:

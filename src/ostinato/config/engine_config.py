@@ -17,6 +17,7 @@ from ostinato.config.checks import (
     check_lora,
     check_offload,
     check_parallel,
+    check_verify,
 )
 from ostinato.config.graph_config import GraphConfig
 from ostinato.config.memory_size import parse_bytes
@@ -28,6 +29,7 @@ from ostinato.graphs.policy.sizes import (
     default_vision_sizes,
     validate_sizes,
 )
+from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.offload.offload_config import OffloadConfig
 from ostinato.options import option, user_options
 from ostinato.parallel.layout import ParallelLayout
@@ -171,6 +173,14 @@ class EngineConfig:
         "not known is predicted. Several ranks never measure.",
         cli=str,
     )
+    verify: str = option(
+        "off",
+        "Compare graphs with eager runs, bit for bit: 'capture', each once at start-up with "
+        "poisoned padding; 'sample:0.001', this fraction of steps in service; "
+        "'capture,sample:0.001', both. A graph that differs is quarantined: its batches run "
+        "eagerly, and a log line and LLM.verification name the cause.",
+        cli=str,
+    )
     show_progress: bool = option(True, "Progress bars while capturing and generating.")
     tensor_parallel_size: int = option(1, "Number of ranks to split the weights over.", cli=int)
     ulysses_sequence_parallel_size: int = option(
@@ -249,6 +259,12 @@ class EngineConfig:
         if self.enable_expert_parallel and self.data_parallel_size != 1:
             object.__setattr__(self, "data_parallel_lockstep", True)
         check_parallel(self)
+        check_verify(self)
+
+    @property
+    def verify_policy(self) -> VerifyPolicy:
+        """What ``verify`` asks for."""
+        return VerifyPolicy.parse(self.verify)
 
     @property
     def num_lora_slots(self) -> int:

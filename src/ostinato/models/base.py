@@ -101,6 +101,7 @@ class Encoder(Protocol):
     ``first_position``: the number of the first token of each sequence.
     """
 
+    vocab_size: int
     device: torch.device
     first_position: int
 

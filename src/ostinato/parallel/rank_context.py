@@ -41,6 +41,10 @@ class RankContext:
         """Raise on every rank unless ``value`` is the same on all. ``name`` is for the error."""
         check_same(self.everyone, name, value)
 
+    def any(self, value: bool) -> bool:
+        """Whether ``value`` is true on any rank, returned on every rank."""
+        return bool(self.everyone.all_gather(torch.tensor([int(value)])).any())
+
     def least(self, value: int) -> int:
         """The smallest ``value`` of all ranks, returned on every rank."""
         return int(self.everyone.all_gather(torch.tensor([value])).min())

@@ -69,7 +69,11 @@ class PoolingEngine(Owner):
             # A sequence runs whole, so it must fit into a step.
             self.max_model_len = min(longest, plan.max_num_batched_tokens)
             self.runner = PoolingRunner(
-                self.model, plan, graphs=config.graphs, show_progress=config.show_progress
+                self.model,
+                plan,
+                graphs=config.graphs,
+                show_progress=config.show_progress,
+                verify=config.verify_policy,
             )
             try:
                 self.runner.capture_model()

@@ -23,9 +23,11 @@ from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.graphs.trust.ledger.sources import pool_ledger
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.models.base import Encoder, module_of
+from ostinato.pooling.shadow import PackedShadow
 from ostinato.runner.capture_run import measured_capture, warn_of_no_capture
 from ostinato.runner.model_graphs import kernels_of
 
@@ -42,6 +44,7 @@ class PoolingRunner:
     """Runs batches of ``model`` by ``plan``, whose mode is PIECEWISE or NONE.
 
     Call it without autocast. ``stats`` counts replays by size, and eager batches by reason.
+    ``verify``: which of them are compared with eager runs.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class PoolingRunner:
         *,
         graphs: GraphConfig,
         show_progress: bool = True,
+        verify: VerifyPolicy | None = None,
     ) -> None:
         self.model = model
         self.plan = plan
@@ -70,6 +74,11 @@ class PoolingRunner:
         self._forward = CUDAGraphWrapper(
             model.forward, CUDAGraphMode.PIECEWISE, pool=self.pool, split_at_breaks=True
         )
+        self.shadow = (
+            PackedShadow(verify, self.manager, self._forward, self.inputs, model, model.vocab_size)
+            if verify
+            else None
+        )
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
@@ -87,6 +96,8 @@ class PoolingRunner:
         choice = self.manager.dispatch(shape)
         self.stats.record(choice, batch.num_tokens)
         self._fill(sequences, batch, choice.padded_num_tokens)
+        if self.shadow is not None and self.shadow.takes(choice):
+            return self.shadow.run(choice, batch), batch
         with set_forward_context(choice.mode, choice.descriptor, attn_metadata=batch):
             hidden = self._run_padded(choice.padded_num_tokens)
         return hidden[: batch.num_tokens], batch
@@ -120,6 +131,8 @@ class PoolingRunner:
 
     def _capture(self) -> CaptureReport:
         self.capture_report = self.manager.capture(self._run_padded, self._prepare)
+        if self.shadow is not None and self.shadow.policy.at_capture:
+            self.shadow.try_graphs(self.model.first_position)
         return self.capture_report
 
     def _prepare(self, entry: PlanEntry) -> PreparedBatch[int]:

@@ -6,9 +6,9 @@ models can share them, one batch each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -19,8 +19,9 @@ from ostinato.graphs.capture.capture_inputs import CaptureInputs, prepare_inputs
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.segments import Tape
 from ostinato.graphs.manager import CudaGraphManager, FullGraph, PreparedBatch
-from ostinato.graphs.policy.descriptor import Choice
+from ostinato.graphs.policy.descriptor import Choice, Reason
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
@@ -32,6 +33,8 @@ from ostinato.ops.triton.launch import next_power_of_2
 from ostinato.paths import private_cache_directory
 from ostinato.runner.decode_step import DecodeOutput, decode_step
 from ostinato.runner.step_memory import StepMemory
+
+Forward: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # Mixed batches of up to this size are warmed up one by one; larger ones fill any GPU.
 _LARGEST_OWN_CLASS = 1024
@@ -95,6 +98,18 @@ def prepare_batch(
     )
 
 
+def _full_metadata(memory: StepMemory, num_reqs: int, num_tokens: int) -> AttentionMetadata:
+    """A mixed batch as attention sees it in a whole graph: any batch of this padded size."""
+    return memory.metadata(
+        num_reqs=num_reqs,
+        num_tokens=num_tokens,
+        max_query_len=num_tokens // num_reqs,
+        max_seq_len=memory.cache.max_model_len,
+        selected=True,
+        uniform_decode=False,
+    )
+
+
 class ModelGraphs:
     """The graphs of ``model`` by ``plan``, over ``memory``. ``head`` computes the logits.
 
@@ -151,9 +166,16 @@ class ModelGraphs:
         return self.manager.full_graph(choice.descriptor)
 
     def decode(
-        self, choice: Choice, num_tokens_across_dp: torch.Tensor | None = None
+        self,
+        choice: Choice,
+        num_tokens_across_dp: torch.Tensor | None = None,
+        *,
+        eager_forward: Forward | None = None,
     ) -> DecodeOutput:
-        """Run a decode step without such a graph: eagerly, or in pieces."""
+        """Run a decode step without such a graph: eagerly, or in pieces.
+
+        With an ``eager_forward`` it runs eagerly, whatever is chosen, in that padded size.
+        """
         padded, in_pieces = choice.padded_num_tokens, choice.mode is CUDAGraphMode.PIECEWISE
         num_reqs = choice.padded_num_reqs
         assert num_reqs is not None, "a decode batch has as many rows as it is padded to"
@@ -170,12 +192,13 @@ class ModelGraphs:
             uniform_decode=query_len == 1,
         )
         with set_forward_context(
-            choice.mode,
+            choice.mode if eager_forward is None else CUDAGraphMode.NONE,
             choice.descriptor,
             attn_metadata=metadata,
             num_tokens_across_dp=num_tokens_across_dp,
         ):
-            return self._decode(num_reqs, query_len)
+            forward = eager_forward or self.piecewise
+            return decode_step(self._head, forward, self._memory, num_reqs, query_len)
 
     def hidden_states(
         self,
@@ -203,8 +226,54 @@ class ModelGraphs:
             hidden = self.piecewise(buffers.input_ids[:padded], positions)
         return hidden[:num_tokens]
 
+    def eager_hidden_states(
+        self,
+        choice: Choice,
+        metadata: AttentionMetadata | None,
+        num_tokens: int,
+        num_tokens_across_dp: torch.Tensor | None,
+        forward: Forward,
+    ) -> torch.Tensor:
+        """``hidden_states`` by ``forward``, without a graph, in the padded size of the choice."""
+        memory, padded = self._memory, choice.padded_num_tokens
+        buffers, full = memory.buffers, choice.mode is CUDAGraphMode.FULL
+        num_reqs = choice.padded_num_reqs
+        if full:
+            assert num_reqs is not None, "whole graphs have a number of rows"
+            metadata = _full_metadata(memory, num_reqs, padded)
+            memory.fill(num_reqs=num_reqs, num_tokens=padded)
+        with set_forward_context(
+            CUDAGraphMode.NONE,
+            choice.descriptor,
+            attn_metadata=metadata,
+            num_tokens_across_dp=num_tokens_across_dp,
+        ):
+            hidden = forward(buffers.input_ids[:padded], buffers.tokens.positions[..., :padded])
+        if full:
+            assert num_reqs is not None
+            memory.advance(num_reqs)
+        return hidden[:num_tokens]
+
+    @property
+    def eager_forward(self) -> Forward:
+        """The model's forward without graphs."""
+        assert isinstance(self.piecewise, CUDAGraphWrapper), "checked by the configuration"
+        return self.piecewise.unwrap()
+
+    def tape(self, choice: Choice) -> Tape:
+        """What a step that runs as chosen replays; PIECEWISE models that are compiled have many."""
+        if choice.mode is CUDAGraphMode.FULL:
+            return self.manager.full_graph(choice.descriptor).tape
+        assert isinstance(self.piecewise, CUDAGraphWrapper), "checked by the configuration"
+        return self.piecewise.concrete_cudagraph_entries[choice.descriptor].tape
+
     def _decode(self, num_reqs: int, query_len: int) -> DecodeOutput:
         return decode_step(self._head, self.piecewise, self._memory, num_reqs, query_len)
+
+    def quarantine(self, choice: Choice) -> None:
+        """Run the batches of this graph eagerly from now on."""
+        entry = PlanEntry(mode=choice.mode, descriptor=choice.descriptor)
+        self.manager.dispatcher.mark_refused(entry, Reason.QUARANTINED)
 
     # --- capture -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ Two models may share all of it: small batches then run the second (``SmallBatchM
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.graphs.trust.ledger.sources import pool_ledger
 from ostinato.loading.update import WeightUpdate, write_tensors
 from ostinato.lora.adapter_weights import AdapterWeights, Matrices
@@ -43,12 +44,14 @@ from ostinato.runner.memory_names import RunnerMemory
 from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.sampling import draft_sampling
 from ostinato.runner.sampling.filtered_rows import FilteredRows
-from ostinato.runner.sampling.sampler_graphs import SamplerGraphs, SamplerLaunch
+from ostinato.runner.sampling.sampler_graphs import SamplerGraph, SamplerGraphs, SamplerLaunch
 from ostinato.runner.sampling.step_masks import CatchUp, no_catch_up, write_masks
 from ostinato.runner.small_batch_model import SmallBatchModel, check_can_agree
 from ostinato.runner.step_memory import StepMemory
 from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogits, StepResult
-from ostinato.scheduling.step_plan import DecodePlan, SchedulePlan, StepPlan
+from ostinato.runner.verify.step_shadow import StepShadow
+from ostinato.runner.verify.trials import try_graphs
+from ostinato.scheduling.step_plan import DecodePlan, IntArray, SchedulePlan, StepPlan
 
 if TYPE_CHECKING:
     from ostinato.speculative.speculation import Speculation
@@ -129,6 +132,7 @@ class ModelRunner:
         self._members: DecodeMembers | None = None
         self.on_logits: LogitsObserver | None = None
         self.catch_up: CatchUp = no_catch_up
+        self.shadow: StepShadow | None = None
         self.results = ResultRing(max(plan.max_num_seqs, len(self.buffers.accepted)), model.device)
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
@@ -163,7 +167,9 @@ class ModelRunner:
         members, rows = self._members, plan.req_indices
         if members is None or members.req_indices is not rows or members.choice is not choice:
             members = self._set_members(plan, choice)
-        if members.graph is None:
+        if self.shadow is not None and self.shadow.takes(choice):
+            logits = self._decode_both_ways(plan, choice, across)
+        elif members.graph is None:
             logits = self._decode(choice, across).logits
         else:  # a replay runs no Python that the caller's autocast could change
             self.pool.replay(members.graph.tape)
@@ -173,7 +179,10 @@ class ModelRunner:
         if members.has_masks:
             self._write_masks(plan)
         if members.sampler is not None:
-            self.samplers.run(members.sampler)
+            if self.shadow is not None and self.shadow.takes_sampler(members.sampler):
+                self._sample_both_ways(members.sampler, members.req_indices)
+            else:
+                self.samplers.run(members.sampler)
         if members.filtered is None:
             return self.results.send(members.sampled, members.logprobs)
         if plan.num_drafts:
@@ -254,6 +263,31 @@ class ModelRunner:
             self.on_logits(SampledLogits(request_ids=names, logits=logits[: len(names)]))
 
     @without_autocast
+    def _decode_both_ways(
+        self, plan: StepPlan, choice: Choice, across: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert self.shadow is not None, "it takes the step"
+        return self.shadow.decode(plan, choice, across)
+
+    @without_autocast
+    def _sample_both_ways(self, graph: SamplerGraph, rows: list[int] | IntArray) -> None:
+        assert self.shadow is not None, "it takes the step"
+        self.shadow.sampler(graph, [int(row) for row in rows])
+
+    def _hidden_states(
+        self,
+        plan: StepPlan,
+        choice: Choice,
+        metadata: AttentionMetadata | None,
+        across: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Hidden states of a mixed batch that is set in the buffers."""
+        if self.shadow is not None and self.shadow.takes(choice):
+            return self.shadow.hidden_states(plan, choice, metadata, across)
+        graphs = self._all_graphs[choice.model]
+        return graphs.hidden_states(choice, metadata, plan.num_tokens, across)
+
+    @without_autocast
     def _decode(self, choice: Choice, across: torch.Tensor | None) -> DecodeOutput:
         return self._all_graphs[choice.model].decode(choice, across)
 
@@ -276,10 +310,9 @@ class ModelRunner:
     def _run_mixed(self, plan: StepPlan, choice: Choice, across: torch.Tensor | None) -> StepResult:
         """Run a batch with prompts; the host passes the number of tokens of each request."""
         self.forget_rows()
-        graphs = self._all_graphs[choice.model]
         with self._images_of(plan):
             metadata = self._fill(plan, choice)
-            hidden = graphs.hidden_states(choice, metadata, plan.num_tokens, across)
+            hidden = self._hidden_states(plan, choice, metadata, across)
         if choice.mode is not CUDAGraphMode.FULL:
             self.memory.advance(len(plan.requests))
         result = self._sample_mixed(plan, hidden)
@@ -324,13 +357,13 @@ class ModelRunner:
     ) -> StepResult:
         """Run a decode batch with drafts as a mixed batch: it has no graph for its query length."""
         self.forget_rows()
-        memory, graphs = self.memory, self._all_graphs[choice.model]
+        memory = self.memory
         req_indices, query_len = list(plan.req_indices), plan.max_query_len
         self.buffers.set_rows(req_indices, len(req_indices))
         rows = draft_sampling.decode_rows(self.state, self.buffers, len(req_indices), query_len)
         draft_sampling.propose_drafts(memory, rows, self.model.vocab_size)
         metadata = self._fill(plan, choice)
-        hidden = graphs.hidden_states(choice, metadata, plan.num_tokens, across)
+        hidden = self._hidden_states(plan, choice, metadata, across)
         draft_sampling.observe_step(memory, rows)
         logits = self.model.compute_logits(hidden)
         self._show_logits(plan, logits)
@@ -449,7 +482,36 @@ class ModelRunner:
         for graphs in missing:
             self.buffers.reset()
             report.entries += graphs.capture().entries
+        if self.shadow is not None and self.shadow.policy.at_capture:
+            for graphs in missing:
+                self.buffers.reset()
+                try_graphs(graphs, self.shadow, self.memory, self._set_trial)
+            self.buffers.reset()
+            self.forget_rows()
         return report
+
+    def _set_trial(self, plan: StepPlan, choice: Choice) -> AttentionMetadata | None:
+        """Put a batch that is in the state into the buffers."""
+        if choice.uniform_decode:
+            self._set_members(plan, choice)
+            return None
+        return self._fill(plan, choice)
+
+    def verify(self, policy: VerifyPolicy, agree: Callable[[bool], bool] | None = None) -> None:
+        """Compare graphs with eager runs as ``policy`` says. Call it before any is captured.
+
+        ``agree``: whether it holds on any of the ranks that run the same steps; None: one rank.
+        """
+        owners = RunnerMemory(self.models, self.memory)
+        self.shadow = StepShadow(
+            policy,
+            self.memory,
+            self._all_graphs,
+            self.samplers,
+            self.pool,
+            owners=owners,
+            agree=agree,
+        )
 
     def num_nodes(self, entry: PlanEntry) -> int | None:
         """All nodes of an entry's graphs: operators on the CPU, kernels and copies on CUDA."""
@@ -469,6 +531,7 @@ class ModelRunner:
             if self.memory.states is not None:
                 self.memory.states.layers.clear()
             self._members = self.adapters = self.images = self.pool.offloader = None
+            self.shadow = None
             if self.memory.proposer is not None:
                 self.memory.proposer.close()
             self._all_graphs.clear()

@@ -15,6 +15,7 @@ from ostinato.serving.records import EngineStats
 
 def engine_stats(llm: LLM, thread: EngineThread) -> EngineStats:
     """The counts now; called in the engine's thread."""
+    verified = llm.verification
     if llm.task != "generate":
         runner = llm.pooling.runner
         stats = runner.stats
@@ -24,6 +25,8 @@ def engine_stats(llm: LLM, thread: EngineThread) -> EngineStats:
             replayed_tokens=stats.replayed_tokens,
             padding_tokens=stats.padding_tokens,
             graph_bytes=runner.pool.num_bytes,
+            verified_steps=verified.num_compared,
+            quarantined_graphs=len(verified.mismatches),
         )
     engine = llm.engine
     stats = engine.runner.stats
@@ -50,6 +53,8 @@ def engine_stats(llm: LLM, thread: EngineThread) -> EngineStats:
         padding_tokens=stats.padding_tokens,
         graph_bytes=engine.runner.pool.num_bytes + engine.runner.samplers.num_bytes,
         masked_steps=engine.runner.samplers.stats.masked_steps,
+        verified_steps=verified.num_compared,
+        quarantined_graphs=len(verified.mismatches),
     )
 
 

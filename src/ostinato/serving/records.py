@@ -52,9 +52,10 @@ class EngineStats:
 
     ``replays``: steps through graphs, by mode; ``eager``: steps without, by reason.
     ``replayed_tokens`` and ``padding_tokens``: in those graphs, which take ``graph_bytes``.
-    ``masked_steps``: with structured output, for which the host read all tokens at once. Of
-    several replicas, graphs are those of the first, and all else is of all. A model that embeds or
-    classifies has graphs only.
+    ``masked_steps``: with structured output, for which the host read all tokens at once.
+    ``verified_steps``: graphs and steps that were compared with eager runs (``verify``);
+    ``quarantined_graphs`` differed, and run eagerly. Of several replicas, graphs are those of the
+    first, and all else is of all. A model that embeds or classifies has graphs only.
     """
 
     num_running: int = 0
@@ -74,6 +75,8 @@ class EngineStats:
     padding_tokens: int = 0
     graph_bytes: int = 0
     masked_steps: int = 0
+    verified_steps: int = 0
+    quarantined_graphs: int = 0
 
     @property
     def acceptance_length(self) -> float:

@@ -579,3 +579,19 @@ def test_adapter_cases_are_captured_one_by_one() -> None:
     assert_eager(dispatcher.dispatch(MIXED), 3, Reason.NOT_CAPTURED)
     dispatcher.mark_captured(without)
     assert dispatcher.dispatch(MIXED).descriptor == without.descriptor
+
+
+def test_a_quarantined_graph_is_not_replaced_by_another() -> None:
+    """What is wrong with it may be wrong with the pieces of the same size, too."""
+    plan = CapturePlan.build(BOTH, [4], max_num_seqs=4, max_num_batched_tokens=8)
+    dispatcher = Dispatcher(plan)
+    for entry in plan.entries:
+        dispatcher.mark_captured(entry)
+    decode = next(entry for entry in plan.entries if entry.mode is FULL)
+    dispatcher.mark_refused(decode, Reason.QUARANTINED)
+    choice = dispatcher.dispatch(BatchShape(3, 3, 1))
+    assert (choice.mode, choice.reason) == (NONE, Reason.QUARANTINED)
+    dispatcher.mark_refused(decode, Reason.CAPTURE_FAILED)
+    assert dispatcher.dispatch(BatchShape(3, 3, 1)).mode is PIECEWISE
+    mixed = dispatcher.dispatch(BatchShape(3, 1, 3, has_prompts=True))
+    assert mixed.mode is PIECEWISE

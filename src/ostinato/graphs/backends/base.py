@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -36,6 +36,26 @@ class Graph(Protocol):
         """Release the recording. A closed graph must not be replayed."""
 
 
+class OperatorObserver(Protocol):
+    """Told of every operator of a recording, after it has run."""
+
+    def saw(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+        num_steps: int | None,
+    ) -> None:
+        """``func`` was called like this. ``result`` and arguments are where the graph has them.
+
+        ``num_steps``: what the recording contains so far, if its graph can be replayed in steps.
+        """
+
+    def new_segment(self) -> None:
+        """Another recording of the same capture begins."""
+
+
 class GraphBackend(Protocol):
     """Records on one device, into one memory pool shared by all its graphs.
 
@@ -47,6 +67,7 @@ class GraphBackend(Protocol):
     device: torch.device
     # Generators that captured work may draw from: the device's default and any registered ones.
     generators: tuple[torch.Generator, ...]
+    observer: OperatorObserver | None
 
     def capture_scope(self) -> AbstractContextManager[None]:
         """Context of an entire capture, including code that runs between two recordings."""

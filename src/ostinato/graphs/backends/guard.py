@@ -28,6 +28,7 @@ from ostinato.compat import (
     has_kernel_for_key,
 )
 from ostinato.errors import CaptureError
+from ostinato.graphs.backends.base import OperatorObserver
 from ostinato.graphs.backends.operator_log import OperatorLog
 from ostinato.graphs.tree import tensors_in
 
@@ -158,6 +159,7 @@ class CaptureGuard(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._last_operator: Any = None
         self.log: OperatorLog | None = None  # of the current recording, on CUDA
+        self.observer: OperatorObserver | None = None
         self._device_type = device_type
         self._generators = {generator_number(generator) for generator in generators}
         self._known = known or KnownOperators()
@@ -198,10 +200,11 @@ class CaptureGuard(TorchDispatchMode):
 
     def _run_plainly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         autocast = self.autocast_in_body(func)
-        if autocast is None:
-            return func(*args, **kwargs)
-        with torch.autocast(self._device_type, autocast):
-            return func(*args, **kwargs)
+        with nullcontext() if autocast is None else torch.autocast(self._device_type, autocast):
+            result = func(*args, **kwargs)
+        if self.observer is not None:
+            self.observer.saw(func, args, kwargs, result, None)
+        return result
 
     def is_composite(self, func: Any) -> bool:
         """Whether ``func`` is composed of other operators, which are checked instead.

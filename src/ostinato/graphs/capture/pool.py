@@ -20,6 +20,7 @@ import torch
 
 from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError, ConfigError
 from ostinato.graphs.backends import create_backend
+from ostinato.graphs.backends.base import OperatorObserver
 from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.capture.context import ForwardContext, current_forward_context
 from ostinato.graphs.capture.garbage import garbage_collection_paused
@@ -127,6 +128,8 @@ class GraphPool(Owner):
         both = (torch.default_generator, *self.backend.generators)
         self.generators = tuple(dict.fromkeys(both))
         self.lazy_capture = lazy_capture
+        # Makes what observes a capture; its tape keeps it. None: captures are not observed.
+        self.new_observer: Callable[[], OperatorObserver] | None = None
         self.offloader = offloader
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self.exclusive_use = ExclusiveUse()  # one thread at a time
@@ -234,6 +237,8 @@ class GraphPool(Owner):
         with garbage_collection_paused(generation=generation), self.backend.capture_scope():
             recording = Recording(self.backend, split_at_breaks=split_at_breaks)
             outer, self._inside = self._inside, range(before + 1, sys.maxsize)
+            observer = None if self.new_observer is None else self.new_observer()
+            outer_observer, self.backend.observer = self.backend.observer, observer
             try:
                 with recording.open():
                     output = run()
@@ -245,7 +250,9 @@ class GraphPool(Owner):
                 raise
             finally:
                 self._inside = outer
+                self.backend.observer = outer_observer
         tape = recording.finish()
+        tape.log = observer
         tape.inner = range(before + 1, self.serial + 1)
         self.serial += 1
         tape.serial = self.serial

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar, cast
@@ -25,7 +25,7 @@ import torch
 from ostinato.compat import storage_number
 from ostinato.errors import ReplayMismatchError, StaleGraphError
 from ostinato.graphs.backends import Graph, GraphBackend
-from ostinato.graphs.backends.base import replay_closed
+from ostinato.graphs.backends.base import OperatorObserver, replay_closed
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.signature import TensorSpec, same_value
 from ostinato.graphs.policy.counters import compilation_counter
@@ -36,6 +36,10 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _breaks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+# Runs the breaks of an eager forward, if set: called with a break's function and arguments.
+BreakWatch = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_break_watch: ContextVar[BreakWatch | None] = ContextVar("ostinato_break_watch", default=None)
 
 _open_recording: ContextVar[Recording | None] = ContextVar("ostinato_recording", default=None)
 
@@ -52,9 +56,10 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
         recording = _open_recording.get()
-        if recording is None or not recording.split_at_breaks:
-            return function(*args, **kwargs)
-        return recording.run_break(function, args, kwargs)
+        if recording is not None and recording.split_at_breaks:
+            return recording.run_break(function, args, kwargs)
+        watch = _break_watch.get()
+        return function(*args, **kwargs) if watch is None else watch(function, args, kwargs)
 
     _breaks.add(marked)
     return marked
@@ -63,6 +68,16 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
 def is_eager_break(function: object) -> bool:
     """Whether ``eager_break`` made it."""
     return isinstance(function, types.FunctionType) and function in _breaks
+
+
+@contextmanager
+def watching_breaks(watch: BreakWatch) -> Iterator[None]:
+    """Have ``watch`` run the eager breaks of forwards inside that are not recorded."""
+    token = _break_watch.set(watch)
+    try:
+        yield
+    finally:
+        _break_watch.reset(token)
 
 
 # Bound once: replays read it on every call. None outside recordings, and in their eager breaks.
@@ -92,6 +107,15 @@ class EagerCall:
         self._expected = expected
 
     @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What every replay calls it with."""
+        return (*self._args, *self._kwargs.values())
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self._function, "__qualname__", repr(self._function)))
+
+    @property
     def num_copies(self) -> int:
         """The number of results that are copied to the addresses the next segment reads."""
         return sum(isinstance(leaf, torch.Tensor) for leaf in self._expected)
@@ -114,11 +138,10 @@ class EagerCall:
                 raise self._changed(repr(expected), repr(value))
 
     def _changed(self, was: str, now: str) -> ReplayMismatchError:
-        name = getattr(self._function, "__qualname__", repr(self._function))
         return ReplayMismatchError(
-            f"eager break {name} returned {was} at capture and {now} on replay; the graph after it "
-            "was captured with the former, so only the contents of tensors that a break returns "
-            "may change"
+            f"eager break {self.name} returned {was} at capture and {now} on replay; the graph "
+            "after it was captured with the former, so only the contents of tensors that a break "
+            "returns may change"
         )
 
 
@@ -130,6 +153,7 @@ class Tape:
         self.has_breaks = any(isinstance(step, EagerCall) for step in steps)
         # Its serial among the captures of its pool, and the serials of captures inside it.
         self.serial = 0
+        self.log: OperatorObserver | None = None  # what the pool's observer saw
         self.inner = range(0)
         self._refusals: dict[object, str] = {}  # by who found it
         self.replay: Callable[[], None] = self._usual_replay()
@@ -141,6 +165,11 @@ class Tape:
     def _replay_all(self) -> None:
         for step in self._steps:
             step.replay()
+
+    @property
+    def steps(self) -> Sequence[Graph | EagerCall]:
+        """Graphs, and the eager calls between them, in order."""
+        return self._steps
 
     @property
     def graphs(self) -> list[Graph]:

@@ -113,6 +113,7 @@ class Reason(Enum):
     DISABLED = "the graph was disabled"
     UNVERIFIED = "the graph was compared with this eager call, and the result is not clear yet"
     DIFFERS_FROM_EAGER = "the graph gives another result than eager, and eager fallback was allowed"
+    QUARANTINED = "a shadow run found that the graph differs from eager (verify)"
     EAGER_ON_ANOTHER_RANK = "another rank of the same step runs its batch eagerly"
     NO_COMMON_SIZE = "no size that all ranks have graphs for fits the largest of their batches"
 

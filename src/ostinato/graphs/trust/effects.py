@@ -90,7 +90,7 @@ class EffectsProbe(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(func, OpOverload):
-            for tensor in _written(func, args, kwargs):
+            for tensor in written_tensors(func, args, kwargs):
                 self._keep(tensor)
             if torch.Tag.nondeterministic_seeded in func.tags:
                 self.draws_random_numbers = True
@@ -295,9 +295,10 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
 
 
-def _written(
+def written_tensors(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[torch.Tensor]:
+    """The arguments that an operator writes, by its schema."""
     for index, name in _written_arguments(func):
         value = args[index] if index < len(args) else kwargs.get(name)
         yield from tensors_in(value)

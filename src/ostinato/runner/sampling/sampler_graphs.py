@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -73,6 +73,7 @@ class SamplerLaunch(Enum):
     NO_DECODE_GRAPH = "the step did not run through the graph of a whole decode step"
     NOT_CAPTURED = "it was the first of its size and kind; the second is captured"
     CAPTURE_FAILED = "the capture failed, as a warning in the log says"
+    QUARANTINED = "a shadow run found that the graph differs from eager (verify)"
 
 
 @dataclass
@@ -107,6 +108,7 @@ class SamplerGraph:
         self.tape: Tape | None = None
         self.why_launched = SamplerLaunch.NOT_CAPTURED
         self.has_run = False
+        self.is_compared = False  # with an eager run, at least once
 
 
 class SamplerGraphs:
@@ -124,9 +126,15 @@ class SamplerGraphs:
         self._max_num_rows = max_num_rows
         self._graphs: dict[tuple[int, SamplerKind], SamplerGraph] = {}
         self._pool: GraphPool | None = None
+        self.observe: Callable[[GraphPool], None] | None = None  # called with the pool, once
         self._reserved_bytes = 0
         self._logprobs: tuple[torch.Tensor, torch.Tensor] | None = None
         decode_pool.register(self)
+
+    @property
+    def pool(self) -> GraphPool | None:
+        """The pool of the sampler graphs; None before the first is captured."""
+        return self._pool
 
     @property
     def num_bytes(self) -> int:
@@ -186,16 +194,18 @@ class SamplerGraphs:
                 self.stats.captures += 1
                 self.stats.capture_seconds += time.perf_counter() - start
                 return
-        self._sample(graph)
+        self.sample(graph)
         graph.has_run = True
         self.stats.launches[graph.why_launched] += 1
 
     def _capture(self, graph: SamplerGraph) -> None:
         if self._pool is None:
             self._pool = GraphPool(self._memory.device, lazy_capture=True)
+            if self.observe is not None:
+                self.observe(self._pool)
         self._reserve(graph)
         # A full garbage collection could take longer than many steps.
-        captured = self._pool.capture(partial(self._sample, graph), collect_garbage=False)
+        captured = self._pool.capture(partial(self.sample, graph), collect_garbage=False)
         graph.tape = captured.tape
 
     def _reserve(self, graph: SamplerGraph) -> None:
@@ -208,8 +218,17 @@ class SamplerGraphs:
             self._pool.reserve(num_bytes)
             self._reserved_bytes = num_bytes
 
-    def _sample(self, graph: SamplerGraph) -> None:
-        """All of it at fixed addresses. Padding rows have a request that uses nothing."""
+    def quarantine(self, graph: SamplerGraph) -> None:
+        """Launch this sampler from now on."""
+        assert graph.tape is not None, "it was replayed"
+        graph.tape.close()
+        graph.tape, graph.why_launched = None, SamplerLaunch.QUARANTINED
+
+    def sample(self, graph: SamplerGraph) -> None:
+        """Launch what the graph contains, all of it at fixed addresses.
+
+        Padding rows have a request that uses nothing.
+        """
         logits, kind = graph.logits, graph.kind
         num_rows, memory = logits.shape[0], self._memory
         state, buffers = memory.state, memory.buffers

@@ -71,6 +71,8 @@ def build_runner(
     model = loaded.model
     recurrent_models.check_options(config, model)
     speculation = _load_speculation(config, model)
+    if config.verify_policy:
+        _check_can_verify(config, model, speculation)
     backend = attention_of(config, model, rank_context)
     plans = plan_graphs(
         config,
@@ -125,6 +127,9 @@ def build_runner(
         **_shifting(loaded, plans),
         **({} if speculation is None else {"speculation": speculation}),
     )
+    if config.verify_policy:
+        agree = None if rank_context is None else rank_context.any
+        runner.verify(config.verify_policy, agree)
     try:
         runner.compile_model()
         runner.capture_model()
@@ -133,6 +138,20 @@ def build_runner(
         name_the_remedy(error)
         raise
     return runner, plans.resolved
+
+
+def _check_can_verify(
+    config: EngineConfig, model: CausalLM, speculation: Speculation | None
+) -> None:
+    """Refuse to compare steps that write memory which cannot be put back."""
+    given = f"verify={config.verify!r}"
+    if model.uses_mrope:
+        raise ConfigError(f"{given} does not support models that take images; leave it out")
+    if speculation is not None and speculation.attention_specs:
+        raise ConfigError(
+            f"{given} does not support {type(config.speculative).__name__}, which has a KV cache "
+            "of its own; leave one of them out, or draft by 'ngram' or 'suffix'"
+        )
 
 
 def attention_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
@@ -14,6 +14,7 @@ from ostinato.graphs.backends.ambient import (
     capture_ambient,
     compiled_functions_run_eagerly,
 )
+from ostinato.graphs.backends.base import OperatorObserver
 from ostinato.graphs.backends.cpu.arena import Arena
 from ostinato.graphs.backends.cpu.host_reads import host_reads_refused
 from ostinato.graphs.backends.cpu.recorder import Recorder, Step, Verified
@@ -56,6 +57,13 @@ class CpuGraph:
         for step in self._steps:
             step()
 
+    def replay_in_steps(self, after: Callable[[int], None]) -> None:
+        """Replay, and call ``after`` behind each step with the number of steps so far."""
+        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+            for count, step in enumerate(self._steps, 1):
+                step()
+                after(count)
+
     def close(self) -> None:
         self._steps = []
         self.arena_bytes = 0
@@ -68,6 +76,7 @@ class CpuBackend:
         self.device = torch.device("cpu")
         self._arena = Arena()
         self.generators = (torch.default_generator, *generators)
+        self.observer: OperatorObserver | None = None
         self._verified: dict[Hashable, Verified] = {}
         self._known = KnownOperators()
         self._recorder: Recorder | None = None
@@ -86,6 +95,9 @@ class CpuBackend:
         keep_dynamo_out()
         self._arena.recent_peak_bytes = 0
         self._recorder = Recorder(self._arena, self.generators, self._verified, self._known)
+        self._recorder.observer = self.observer
+        if self.observer is not None:
+            self.observer.new_segment()
         self._modes.enter_context(self._recorder)
         self._modes.enter_context(host_reads_refused())
         self._modes.enter_context(answering_as_a_capture())

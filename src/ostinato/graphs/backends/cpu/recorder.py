@@ -105,6 +105,8 @@ class Recorder(CaptureGuard):
             with host_reads_allowed():  # the body of a custom operator runs again on every replay
                 result = self._record(func, args, kwargs)
         self.operators.note(func, (args, kwargs), first_node)
+        if self.observer is not None:
+            self.observer.saw(func, args, kwargs, result, len(self.steps))
         return result
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

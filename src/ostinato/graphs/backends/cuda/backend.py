@@ -19,7 +19,7 @@ from ostinato.errors import (
 )
 from ostinato.graphs.backends.alias import alias_of
 from ostinato.graphs.backends.ambient import capture_ambient
-from ostinato.graphs.backends.base import replay_closed
+from ostinato.graphs.backends.base import OperatorObserver, replay_closed
 from ostinato.graphs.backends.cuda.bindings import HAS_BINDINGS, count_nodes, node_counter
 from ostinato.graphs.backends.cuda.device import (
     CaptureDevice,
@@ -159,6 +159,7 @@ class CudaBackend:
         self.generators = (default, *generators)
         self._guard = CaptureGuard("cuda", self.generators)
         self._guarded = True
+        self.observer: OperatorObserver | None = None
         self._log = OperatorLog("cuda", complete=False)
         self._modes = ExitStack()
         self._under_way = ExitStack()  # closed once torch has ended the capture
@@ -213,12 +214,15 @@ class CudaBackend:
         self._guard.forget_last_operator()
         self._log = self._guard.log = OperatorLog(
             "cuda",
-            complete=self._guarded,
+            complete=self._guarded or self.observer is not None,
             in_pool=self._in_known_segment,
             count_nodes=node_counter(self._stream),
         )
         self._modes.enter_context(logging_to(self._log))
-        if self._guarded:
+        self._guard.observer = self.observer
+        if self.observer is not None:
+            self.observer.new_segment()
+        if self._guarded or self.observer is not None:
             self._modes.enter_context(self._guard)
 
     def end(self) -> CudaGraph:

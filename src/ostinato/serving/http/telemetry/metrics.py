@@ -26,6 +26,7 @@ _GAUGES = {
         "Mean tokens of a request in a step with drafts.",
     ),
     "graph_memory_bytes": ("graph_bytes", "Memory of the graphs."),
+    "quarantined_graphs": ("quarantined_graphs", "Graphs that differed from eager (verify)."),
 }
 _COUNTERS = {
     "prompt_tokens": ("prompt_tokens", "Prompt tokens of requests that have begun to answer."),
@@ -38,6 +39,7 @@ _COUNTERS = {
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Drafted tokens that were right."),
     "graph_replayed_tokens": ("replayed_tokens", "Tokens of steps through graphs."),
     "graph_padding_tokens": ("padding_tokens", "Padding beside these."),
+    "verified_steps": ("verified_steps", "Graphs and steps compared with eager (verify)."),
     "structured_output_steps": ("masked_steps", "Steps with a constrained request."),
 }
 _BY_LABEL = {
