@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny", help="a named shape, with random weights")
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--mode", default=None)
-    parser.add_argument("--device", default=None)
+    parser.add_argument("--device", default="auto")
     options = parser.parse_args()
     graphs = GraphConfig(capture_sizes=options.sizes, mode=options.mode)
     with LLM(

@@ -24,9 +24,16 @@ _STRENGTH = 2**-6  # of faults that mix rows
 _MODES: tuple[ModeName, ...] = ("FULL_AND_FULL", "PIECEWISE")
 
 
+# Memory that graphs still refer to. It is not freed: on a GPU, a graph that writes to memory that
+# was given to other tensors would break them, and with them the process.
+Kept = list[torch.Tensor]
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlantedFault:
     """A fault, how it is planted in an ``LLM`` whose graphs are captured, and its cause.
+
+    ``plant`` returns the memory that must outlive the ``LLM``.
 
     ``in_forward``: it is in the model's code, so that graphs are captured again and compared then.
     Otherwise it comes up in service. ``in_attention``: graphs that are split at attention do not
@@ -35,7 +42,7 @@ class PlantedFault:
 
     name: str
     cause: Cause
-    plant: Callable[[LLM], None]
+    plant: Callable[[LLM], Kept]
     in_forward: bool = False
     in_attention: bool = False
 
@@ -60,44 +67,49 @@ class FaultResult:
         return bool(self.mismatches) and self.named and self.serves_on
 
 
-def _move_parameter(llm: LLM) -> None:
+def _move_parameter(llm: LLM) -> Kept:
     """A reload that gives a parameter other memory."""
     model = llm.engine.model
     assert isinstance(model, Decoder), "the small model is"
     weight = next(each for each in model.layers[1].parameters() if each.dim() == 2)
-    weight.data = weight.data.flip(0).contiguous()
+    old = weight.data
+    weight.data = old.flip(0).contiguous()
+    return [old]
 
 
-def _move_kv_cache(llm: LLM) -> None:
+def _move_kv_cache(llm: LLM) -> Kept:
     """The cache of one layer is allocated anew."""
     layers = llm.engine.runner.kv_cache.layers
     keys, values = layers[1]
     layers[1] = keys.clone(), values.clone()
+    return [keys, values]
 
 
-def _with_forward(change: Callable[[Forward], Forward]) -> Callable[[LLM], None]:
+def _with_forward(change: Callable[[Forward], Forward]) -> Callable[[LLM], Kept]:
     """Replace the model's forward, and capture its graphs again."""
 
-    def plant(llm: LLM) -> None:
+    def plant(llm: LLM) -> Kept:
         runner = llm.engine.runner
         wrapper = runner.graphs.piecewise
         assert isinstance(wrapper, CUDAGraphWrapper)
         wrapper.runnable = change(wrapper.runnable)
         runner.graphs.clear_graphs()
         runner.capture_model()
+        return []
 
     return plant
 
 
-def _bake_host_value(llm: LLM) -> None:
+def _bake_host_value(llm: LLM) -> Kept:
     """A number that the forward reads from Python changes after the capture."""
     value = [1.0]
 
     def change(forward: Forward) -> Forward:
         return lambda ids, positions: forward(ids, positions) + value[0]
 
-    _with_forward(change)(llm)
+    kept = _with_forward(change)(llm)
     value[0] = 2.0
+    return kept
 
 
 def _leak_padding(forward: Forward) -> Forward:
@@ -160,6 +172,7 @@ def self_test(
 
 
 def _try(fault: PlantedFault, device: str, dtype: str, mode: ModeName) -> FaultResult:
+    kept: Kept = []
     with (
         _expected_errors_unlogged(),
         LLM(
@@ -176,7 +189,7 @@ def _try(fault: PlantedFault, device: str, dtype: str, mode: ModeName) -> FaultR
             show_progress=False,
         ) as llm,
     ):
-        fault.plant(llm)
+        kept += fault.plant(llm)
         prompts = [list(range(3 + number, 8 + 4 * number)) for number in range(3)]
         outputs = llm.generate(
             prompts, SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)

@@ -42,7 +42,7 @@ def test_graphs_equal_eager_to_the_bit(model: str, mode: ModeName | None, dtype:
         report = llm.verification
         assert [str(each) for each in report.mismatches] == []
         assert (report.inexact, report.num_skipped) == ({}, 0)
-        assert report.num_compared > 40
+        assert report.num_compared > 30
 
 
 @pytest.mark.parametrize("drafts", ["ngram", "suffix"])

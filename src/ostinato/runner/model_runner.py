@@ -510,6 +510,7 @@ class ModelRunner:
             self.samplers,
             self.pool,
             owners=owners,
+            ledger=self.ledger,
             agree=agree,
         )
 

@@ -180,7 +180,7 @@ def test_a_graph_that_differs_is_quarantined_and_its_step_put_right(
         if device.type == "cpu":
             assert found == expected
     assert "it runs eagerly from now on" in caplog.text
-    assert "'layers.1.qkv_proj.weight', at 0x" in caplog.text
+    assert re.search(r"'layers\.1\.qkv_proj\.weight',? at 0x", caplog.text)
 
 
 @pytest.mark.slow
@@ -222,6 +222,7 @@ def test_a_sampler_graph_that_differs_is_launched(caplog: pytest.LogCaptureFixtu
 @pytest.mark.slow
 def test_structured_output_is_compared(device: torch.device, tmp_path: Path) -> None:
     """Masks are written between the step's graph and its sampler's."""
+    pytest.importorskip("llguidance")
     options = {"model": str(save_spelling(tmp_path)), "random_weights": False}
     with open_llm(device, "FULL_AND_FULL", verify="sample:1", **options) as llm:
         structure = StructuredOutputsParams(regex="[ab]{12}")

@@ -6,15 +6,18 @@ flow on replay, no host reads, and memory that a later capture may reuse once no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from contextvars import ContextVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.backends.graph_node import GraphNode, MemoryRange
 from ostinato.graphs.backends.operator_log import OperatorLog
+
+T = TypeVar("T")
 
 
 class Graph(Protocol):
@@ -54,6 +57,19 @@ class OperatorObserver(Protocol):
 
     def new_segment(self) -> None:
         """Another recording of the same capture begins."""
+
+
+_unobserved: ContextVar[bool] = ContextVar("ostinato_unobserved", default=False)
+is_unobserved = _unobserved.get
+
+
+def unobserved(run: Callable[[], T]) -> T:
+    """Run what captures and eager code do differently on purpose: no observer is told of it."""
+    token = _unobserved.set(True)
+    try:
+        return run()
+    finally:
+        _unobserved.reset(token)
 
 
 class GraphBackend(Protocol):

@@ -28,7 +28,7 @@ from ostinato.compat import (
     has_kernel_for_key,
 )
 from ostinato.errors import CaptureError
-from ostinato.graphs.backends.base import OperatorObserver
+from ostinato.graphs.backends.base import OperatorObserver, is_unobserved
 from ostinato.graphs.backends.operator_log import OperatorLog
 from ostinato.graphs.tree import tensors_in
 
@@ -202,7 +202,7 @@ class CaptureGuard(TorchDispatchMode):
         autocast = self.autocast_in_body(func)
         with nullcontext() if autocast is None else torch.autocast(self._device_type, autocast):
             result = func(*args, **kwargs)
-        if self.observer is not None:
+        if self.observer is not None and not is_unobserved():
             self.observer.saw(func, args, kwargs, result, None)
         return result
 

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 
 import torch
 
+from ostinato.graphs.backends.base import unobserved
 from ostinato.graphs.capture.segments import open_recording
 
 # Number of int32 that one recording zeroes at once: more than the launches of most decode steps
@@ -71,4 +72,4 @@ def take_counters(device: torch.device, count: int) -> torch.Tensor:
 
 
 def _zeros(count: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(count, device=device, dtype=torch.int32)
+    return unobserved(lambda: torch.zeros(count, device=device, dtype=torch.int32))

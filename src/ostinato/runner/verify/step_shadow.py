@@ -13,6 +13,7 @@ from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.descriptor import BatchDescriptor, Choice
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.verify import VerifyPolicy
+from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.shadow.memory_names import name_among
 from ostinato.graphs.trust.shadow.report import Mismatch, VerifyReport
 from ostinato.graphs.trust.shadow.schedule import ShadowSchedule
@@ -43,6 +44,7 @@ class StepShadow:
         pool: GraphPool,
         *,
         owners: RunnerMemory,
+        ledger: Ledger,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self._schedule = ShadowSchedule(policy)
@@ -52,13 +54,20 @@ class StepShadow:
         self._samplers = samplers
         self._agree = agree
         self._name_of = partial(_name_in, owners)
+        self._ledger = ledger
         self._shadow = self._shadow_of(pool)
         self.steps = BothWays(memory, all_graphs, pool)
         samplers.observe = observe_captures
 
     def _shadow_of(self, pool: GraphPool) -> Shadow:
         # Nothing here refers to this object: a dropped engine must be freed at once.
-        return Shadow(pool, name_of=self._name_of, agree=self._agree, report=self.report)
+        return Shadow(
+            pool,
+            name_of=self._name_of,
+            ledger=self._ledger,
+            agree=self._agree,
+            report=self.report,
+        )
 
     # --- which steps ---------------------------------------------------------------------------
 

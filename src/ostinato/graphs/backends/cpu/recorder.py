@@ -19,6 +19,7 @@ import torch
 from ostinato.compat import OpOverload, has_internal_overlap, is_zerotensor, storage_number
 from ostinato.errors import CaptureError, ReplayMismatchError
 from ostinato.graphs.backends.alias import alias_of
+from ostinato.graphs.backends.base import is_unobserved
 from ostinato.graphs.backends.cpu.arena import Arena
 from ostinato.graphs.backends.cpu.bindings import Call, out_calls
 from ostinato.graphs.backends.cpu.host_reads import host_reads_allowed
@@ -105,7 +106,7 @@ class Recorder(CaptureGuard):
             with host_reads_allowed():  # the body of a custom operator runs again on every replay
                 result = self._record(func, args, kwargs)
         self.operators.note(func, (args, kwargs), first_node)
-        if self.observer is not None:
+        if self.observer is not None and not is_unobserved():
             self.observer.saw(func, args, kwargs, result, len(self.steps))
         return result
 

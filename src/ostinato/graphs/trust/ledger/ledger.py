@@ -85,6 +85,11 @@ class Ledger:
         found = self._stale_by_graph(list(self._list_graphs()), thorough)
         return [address for _, stale in found for address in stale]
 
+    def stale_in(self, capture: object) -> list[StaleAddress]:
+        """``stale`` of one ``capture`` alone; none if it is not under this ledger."""
+        held = [each for each in self._list_graphs() if each.capture is capture]
+        return [address for _, stale in self._stale_by_graph(held, True) for address in stale]
+
     def _stale_by_graph(
         self, held: list[HeldGraph], thorough: bool
     ) -> Iterator[tuple[HeldGraph, list[StaleAddress]]]:

@@ -20,11 +20,8 @@ import torch
 
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
-from ostinato.graphs.trust.shadow.bisect import (
-    NameOf,
-    SteppedReplay,
-    explain,
-)
+from ostinato.graphs.trust.ledger.ledger import Ledger
+from ostinato.graphs.trust.shadow.bisect import NameOf, SteppedReplay, explain
 from ostinato.graphs.trust.shadow.call_log import CallLog, CallLogging
 from ostinato.graphs.trust.shadow.differences import Difference, differing
 from ostinato.graphs.trust.shadow.memory_part import (
@@ -82,8 +79,9 @@ class ShadowedStep:
 class Shadow:
     """Compares steps of one ``pool``'s graphs, and keeps the ``report``.
 
-    ``name_of`` names the memory at an address. ``agree``: whether any of the ranks that run the
-    step together found a difference; all of them then look for it. None: there is one rank.
+    ``name_of`` names the memory at an address; ``ledger``, if given, says what graphs hold that has
+    moved. ``agree``: whether any of the ranks that run the step together found a difference; all of
+    them then look for it. None: there is one rank.
     """
 
     def __init__(
@@ -91,12 +89,14 @@ class Shadow:
         pool: GraphPool,
         *,
         name_of: NameOf,
+        ledger: Ledger | None = None,
         agree: Callable[[bool], bool] | None = None,
         report: VerifyReport | None = None,
     ) -> None:
         self.report = VerifyReport() if report is None else report
         self.pool = self._pool = pool
         self._name_of = name_of
+        self._ledger = ledger
         self._ranks = agree is not None
         self._agree = agree or bool
         observe_captures(pool)
@@ -115,7 +115,7 @@ class Shadow:
             self._skip(step, before, error)
             return None
         write_parts(step.parts, before)
-        result = step.replay()
+        result = self._replay(step)
         got = {**compared(step.parts, read_parts(step.parts)), **_cloned(result)}
         self.report.num_compared += 1
         differences = differing(got, want)
@@ -124,11 +124,12 @@ class Shadow:
         write_parts(step.parts, before)
         finding = self._finding(step, before, got, want)
         if finding is None:  # eager code itself gives other bits every time
-            self._run_again(step, before, result, step.replay)
+            self._run_again(step, before, result, partial(self._replay, step))
             return None
         mismatch = self._reported(_mismatch(step, found, differences, finding))
         truth = step.eager if finding.cause is not Cause.PADDING else (step.alone or step.eager)
-        self._run_again(step, before, result, truth)
+        with self._pool.backend.capture_scope():
+            self._run_again(step, before, result, truth)
         return mismatch
 
     def _skip(
@@ -142,11 +143,16 @@ class Shadow:
             raise error  # the others are waiting in its collectives
         if before is not None:
             write_parts(step.parts, before)
-        step.replay()
+        self._replay(step)
         self.report.num_skipped += 1
         logger.warning("%s was not compared with eager: %s", step.graph, error)
 
     # --- both ways -----------------------------------------------------------------------------
+
+    def _replay(self, step: ShadowedStep) -> Mapping[str, torch.Tensor]:
+        """Replay the step; what runs eagerly between its graphs, as in an eager run."""
+        with self._pool.backend.capture_scope() if step.tape.has_breaks else nullcontext():
+            return step.replay()
 
     def _eager(
         self,
@@ -171,8 +177,7 @@ class Shadow:
     ) -> None:
         """Undo all, and run the step for good; its results go where the graph leaves them."""
         write_parts(step.parts, before)
-        with self._pool.backend.capture_scope() if run is not step.replay else nullcontext():
-            truth = _cloned(run())
+        truth = _cloned(run())
         for name, tensor in result.items():
             tensor.copy_(truth[name])
 
@@ -206,8 +211,19 @@ class Shadow:
         write_parts(step.parts, before)
         replayed = SteppedReplay(step.tape, eager, step.rows)
         with replayed.instead():
-            step.replay()
-        return explain(step.tape, eager, replayed, self._name_of)
+            self._replay(step)
+        finding = explain(step.tape, eager, replayed, self._name_of)
+        # Kernels that are launched around torch's dispatcher are in no log.
+        stale = self._ledger.stale_in(step.tape) if self._ledger is not None else []
+        if not stale or finding.cause is Cause.MOVED_MEMORY:
+            return finding
+        first, node = stale[0], stale[0].node
+        return Finding(
+            cause=Cause.MOVED_MEMORY,
+            segment=node.piece if node is not None else None,
+            operator=(node.operator or node.name) if node is not None else None,
+            detail=f"{first.owner} at {first.address:#x} is {first.why}",
+        )
 
     def _logged(
         self,
@@ -262,7 +278,7 @@ class Shadow:
         """The parts before a replay that is undone, and ``rows`` of its results."""
         before = read_parts(step.parts)
         (kept,) = rows.values()
-        results = {name: tensor[kept].clone() for name, tensor in step.replay().items()}
+        results = {name: tensor[kept].clone() for name, tensor in self._replay(step).items()}
         write_parts(step.parts, before)
         return before, results
 
