@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.graphs.policy.modes import ModeName
 from ostinato.self_test import self_test
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 PROMPTS = [[(31 * i + 7 * j) % 500 for j in range(3 + 29 * i)] for i in range(12)]
 PARAMS = [

@@ -161,7 +161,7 @@ def test_models_that_cannot_draft(tmp_path: Path) -> None:
         max_position_embeddings=32,
     )
     drafts = DraftModel(model=str(save_tiny(short, tmp_path / "short")))
-    with pytest.raises(ConfigError, match="positions"):
+    with pytest.raises(ConfigError, match="supports 1 to 32"):
         open_llm("tiny", speculative=drafts)
     recurrent = DraftModel(model=str(save_tiny(TINY_HYBRID["lfm2"](), tmp_path / "recurrent")))
     with pytest.raises(ConfigError, match="a draft model cannot have recurrent layers"):

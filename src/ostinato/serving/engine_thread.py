@@ -25,8 +25,8 @@ from ostinato.engine.requests.completion import Completion
 from ostinato.errors import OstinatoError, RankFailedError, RequestFailedError
 from ostinato.llm import LLM
 from ostinato.quoting import said
-from ostinato.serving.inbox import Command, Inbox
-from ostinato.serving.outbox import Outbox
+from ostinato.serving.queues.inbox import Command, Inbox
+from ostinato.serving.queues.outbox import Outbox
 from ostinato.serving.records import RequestRecord
 from ostinato.serving.running_request import RunningRequest
 

@@ -13,7 +13,7 @@ from ostinato.engine.text_stream import Shown
 from ostinato.outputs import CompletionOutput, TextDelta
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.request import RequestStatus
-from ostinato.serving.delta_queue import DeltaQueue
+from ostinato.serving.queues.delta_queue import DeltaQueue
 from ostinato.serving.records import RequestRecord
 
 

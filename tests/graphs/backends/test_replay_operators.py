@@ -530,6 +530,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("function", "makes"), ELEMENTWISE + MATMULS + SHAPES + SMALL)
 def test_computing(
     pool: GraphPool, device: torch.device, function: Callable[..., Any], makes: tuple[Make, ...]
@@ -537,6 +538,7 @@ def test_computing(
     check_replays(pool, function, *(make(device) for make in makes))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("function", "makes"), VIEWS + IN_PLACE + OUT_ARGUMENTS)
 def test_aliasing(
     pool: GraphPool, device: torch.device, function: Callable[..., Any], makes: tuple[Make, ...]
@@ -544,6 +546,7 @@ def test_aliasing(
     check_replays(pool, function, *(make(device) for make in makes))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("function", "makes"), MULTI_OUTPUT + NETWORK + INDEXING)
 def test_operators_with_structure(
     pool: GraphPool, device: torch.device, function: Callable[..., Any], makes: tuple[Make, ...]
@@ -551,6 +554,7 @@ def test_operators_with_structure(
     check_replays(pool, function, *(make(device) for make in makes))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("function", "makes"), FACTORIES + TYPES)
 def test_new_tensors_and_types(
     pool: GraphPool, device: torch.device, function: Callable[..., Any], makes: tuple[Make, ...]
@@ -816,6 +820,7 @@ CUSTOM = [
 ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("function", "makes"), CUSTOM)
 def test_custom_operators(
     pool: GraphPool, device: torch.device, function: Callable[..., Any], makes: tuple[Make, ...]

@@ -32,6 +32,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """All replicas, each a rank of its own: the next is tried if one is full."""
+        self._loop = asyncio.get_running_loop()
         if pending_request is not None:  # or Ray asks again at once, for ever, if all are full
             pending_request.routing_context.should_backoff = True
         by_id = {each.replica_id: each for each in candidate_replicas}
@@ -51,7 +52,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
     def _send(self, request: str, replica: ReplicaID, prefix: PromptPrefix) -> None:
         self._taken(request)  # it may be sent again
         self._placement.begin(replica, prefix)
-        forget = self._event_loop.call_later(_MOST_S, self._taken, request)
+        forget = self._loop.call_later(_MOST_S, self._taken, request)
         self._sent[request] = replica, prefix, forget
 
     def _taken(self, request: str) -> None:
@@ -66,7 +67,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         prefix = pending_request.kwargs.get("prefix", PromptPrefix())
         self._taken(pending_request.metadata.internal_request_id)
         self._placement.begin(replica_id, prefix)
-        loop = self._event_loop
+        loop = self._loop
         end = partial(self._placement.end, replica_id, prefix)
         result.add_done_callback(lambda _: loop.call_soon_threadsafe(end))
 

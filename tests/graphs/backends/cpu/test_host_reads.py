@@ -203,6 +203,7 @@ def fails_eagerly(function: Function, x: Tensor) -> bool:
     return False
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize(("read", "expected"), READS.values(), ids=READS)
 def test_a_read_is_refused_or_right(
