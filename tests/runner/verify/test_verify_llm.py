@@ -109,7 +109,7 @@ def test_every_step_is_compared_and_changes_nothing(
         {"dtype": "bfloat16"},
         {"model": deep_model(), "offload": OffloadConfig(group=2, offloaded=1)},
     ],
-    ids=str,
+    ids=["swiftkv", "lora", "bfloat16", "offload"],
 )
 def test_other_features_agree_with_eager(device: torch.device, options: dict[str, Any]) -> None:
     options["random_weights"] = "model" not in options
