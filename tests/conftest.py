@@ -60,16 +60,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_sweeps(items)
 
 
+_FEW_CASES = 16
+
+
 def mark_sweeps(items: list[pytest.Item]) -> None:
-    """Mark all but a few parameters of a test marked ``sweep`` as ``slow``.
+    """Mark all but a few parameters of a sweep as ``slow``: of tests marked so, and of all that
+    have many parameters.
 
     They are drawn at random: a regular stride would miss some values of an axis.
     """
-    sweeps = defaultdict(list)
+    tests = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("sweep"):
-            sweeps[item.nodeid.partition("[")[0]].append(item)
-    for cases in sweeps.values():
+        tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        if len(cases) <= _FEW_CASES and not cases[0].get_closest_marker("sweep"):
+            continue
         num_quick = min(len(cases), max(2, len(cases) // 16))
         quick = set(random.Random(0).sample(range(len(cases)), num_quick))
         for index, item in enumerate(cases):

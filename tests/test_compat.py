@@ -55,6 +55,7 @@ def test_private_names_are_in_compat_alone(file: Path) -> None:
         assert private_names_in(file) == set()
 
 
+@pytest.mark.slow
 def test_private_attributes_of_others_are_listed_in_compat() -> None:
     """Also those of objects whose module an expression does not show, such as ``config._name``."""
     trees = {file: ast.parse(file.read_text()) for file in sorted(SOURCE.rglob("*.py"))}

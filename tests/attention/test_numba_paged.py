@@ -67,6 +67,7 @@ def test_any_batch_is_rotated_stored_and_attended(limit: None, layout: Layout, n
     check_result(one, one.run(NumbaPagedAttention()))
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @any_limit
 @given(layout=any_layout, norm=st.booleans())

@@ -264,6 +264,7 @@ def test_steps_are_counted_by_mode_and_reason() -> None:
     assert eager["rows"][0]["eager_reasons"] == {"MODE_NONE": 2}
 
 
+@pytest.mark.slow
 def test_prefixes_are_found_within_a_run_and_not_across_runs() -> None:
     config = replace(CONFIG, block_size=4, enforce_eager=True)
     prefix_len = 48  # twelve blocks

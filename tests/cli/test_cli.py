@@ -63,6 +63,7 @@ def test_generate_streams(ostinato: Run, expected: list[int], mode: str) -> None
     assert "it/s" not in result.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_generate_with_drafts(ostinato: Run, expected: list[int], method: str) -> None:
     result = ostinato(
@@ -79,6 +80,7 @@ def test_generate_shows_progress_apart_from_the_text(ostinato: Run) -> None:
     assert "decode" not in result.out
 
 
+@pytest.mark.slow
 def test_generate_samples_with_a_seed(ostinato: Run, expected: list[int]) -> None:
     options = ["--temperature", "2.0", "--top-k", "40", "--top-p", "0.9", "--max-tokens", "6"]
     answers = [
@@ -138,6 +140,7 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chat", "ids"), [([], [4, 5]), (["--chat"], [7, 4, 5, 9])])
 def test_generate_takes_and_gives_text(
     ostinato: Run, talking: str, chat: list[str], ids: list[int]

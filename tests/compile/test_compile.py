@@ -290,6 +290,7 @@ def test_garbage_once_and_a_weak_last_output(
     assert [option.weak_ref_output for option in options] == [False, False, True]
 
 
+@pytest.mark.slow
 def test_more_operators_to_split_at(device: torch.device, pool: GraphPool, bench: Bench) -> None:
     model = small(device)
     names = ("ostinato::attend", "torch.nn.functional.layer_norm")
@@ -302,6 +303,7 @@ def test_more_operators_to_split_at(device: torch.device, pool: GraphPool, bench
     assert [piece.is_splitting for piece in compiled.pieces] == [False, True] * 3
 
 
+@pytest.mark.slow
 def test_an_operator_that_is_not_there_is_reported(
     device: torch.device, pool: GraphPool, bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:

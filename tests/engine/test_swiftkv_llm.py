@@ -119,6 +119,7 @@ def test_tokens_are_those_of_the_statement(
         assert mode == "NONE" or llm.engine.runner.stats.hits > 10
 
 
+@pytest.mark.slow
 def test_trained_checkpoints_say_what_they_are(
     trained: Path, stated: dict[str, list[list[int]]], device: torch.device
 ) -> None:

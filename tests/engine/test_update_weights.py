@@ -143,6 +143,7 @@ def test_parameters_that_are_trained(llm: LLM, sets: WeightSets) -> None:
     assert not any(each.requires_grad for each in llm.engine.model.parameters())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_prefixes_of_old_weights(llm: LLM, sets: WeightSets) -> None:
     llm.generate([LONG], GREEDY)
     assert llm.generate([LONG], GREEDY)[0].num_cached_tokens == 48

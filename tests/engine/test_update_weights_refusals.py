@@ -85,6 +85,7 @@ def test_refused_before_anything_changes(llm: LLM, sets: WeightSets, case: str) 
     assert tokens_of(llm) == sets.tokens("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["unknown", "shape", "nan", "integers", "twice", "nothing"])
 def test_refused_for_transformers_modules(generic: tuple[LLM, WeightSets], case: str) -> None:
     llm, sets = generic

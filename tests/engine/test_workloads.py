@@ -253,6 +253,7 @@ def test_preempted_requests_are_sampled_as_others(engines: tuple[Engine, Engine]
         assert one.output.token_ids == other.output.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 def test_drafts_of_preempted_requests(speculating: tuple[Engine, ReplayProposer, Engine]) -> None:
     """The cache holds fewer requests than run at first."""

@@ -43,6 +43,7 @@ def test_every_batch_size_equals_padded_eager(device: torch.device) -> None:
 shared: dict[torch.device, GraphedCallable] = {}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(st.integers(1, 12), min_size=1, max_size=12))
 def test_any_sequence_of_batches_on_one_object(device: torch.device, rows: list[int]) -> None:

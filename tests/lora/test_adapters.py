@@ -245,6 +245,7 @@ def test_a_batch_runs_the_graph_of_its_number_of_adapters(
             assert stats.misses == 0
 
 
+@pytest.mark.slow
 def test_log_probabilities_by_the_sampler_of_each_decode_graph(
     world: World, device: torch.device
 ) -> None:
@@ -290,6 +291,7 @@ def cached(llm: LLM, adapter: str | None) -> int:
     return int(output.num_cached_tokens)
 
 
+@pytest.mark.slow
 def test_adapters_share_no_blocks(llm: LLM, world: World) -> None:
     llm.load_adapter("x", world.paths["a"])
     llm.load_adapter("y", world.paths["b"])

@@ -302,6 +302,7 @@ def test_older_names(world: Callable[[str], World], tmp_path: Path) -> None:
         check_one(llm, ONE, "scaled", made.tokens(ONE, "wide"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_adapters_of_the_vision_encoder_are_refused(
     name: str, world: Callable[[str], World], tmp_path: Path

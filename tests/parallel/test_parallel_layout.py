@@ -141,6 +141,7 @@ def trade(layout: ParallelLayout, before: dict[int, Cells]) -> dict[int, Cells]:
     return after
 
 
+@pytest.mark.slow
 @given(head_layouts(), st.integers(1, 40))
 def test_the_all_to_all_gives_each_rank_its_block(heads: HeadLayout, num_tokens: int) -> None:
     layout = heads.layout

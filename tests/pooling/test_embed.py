@@ -52,6 +52,7 @@ def pooled(states: list[torch.Tensor], pooling: str) -> torch.Tensor:
 # --- values ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE"])
 @pytest.mark.parametrize("name", ENCODERS)

@@ -471,6 +471,7 @@ def test_a_large_vocabulary_is_cut_where_a_sort_would_cut_it(device: torch.devic
     assert not kept[order[size + 1 :]].any()
 
 
+@pytest.mark.slow
 @given(params=FILTERS, seed=st.integers(0, 10_000))
 def test_no_draw_leaves_what_is_kept(params: SamplingParams, seed: int) -> None:
     logits = random_logits(seed)[0]

@@ -110,6 +110,7 @@ def test_thirty_two_streams(llm: LLM, served: AsyncLLM) -> None:
     assert [plain(each) for (each,) in run(stream_all())] == expected
 
 
+@pytest.mark.slow
 def test_deltas_wait_for_their_share_of_time(
     llm: LLM, served: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,6 +130,7 @@ def test_another_model_changes_nothing(tmp_path: Path, vocab_size: int) -> None:
         assert llm.speculation.num_runs > 0
 
 
+@pytest.mark.slow
 def test_its_cache_is_part_of_the_budget() -> None:
     sizes = {}
     for name, drafts in (("plain", None), ("with", same_model())):

@@ -66,6 +66,7 @@ def tokens_of(llm: LLM) -> list[list[int]]:
     return [result.outputs[0].token_ids for result in results]
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES)
 def test_tokens_are_those_of_merged_weights(device: torch.device, made: Made, mode: str) -> None:

@@ -442,6 +442,7 @@ class _ConstantProposer(Proposer):
             state.token_ids[rows, last + offset] = self._draft
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
 @pytest.mark.parametrize("draft", [-1, 10**9])

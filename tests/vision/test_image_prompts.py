@@ -198,6 +198,7 @@ def cached_and_tokens(llm: LLM, prompt: dict[str, Any]) -> tuple[int | None, lis
     return output.num_cached_tokens, output.outputs[0].token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_text_before_images_is_shared(name: str, saved: Callable[[str], Saved]) -> None:
     """Its positions do not depend on the images behind it."""

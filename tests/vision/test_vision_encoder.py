@@ -107,6 +107,7 @@ def close(rows: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         torch.testing.assert_close(ours.cpu(), theirs, atol=2e-5, rtol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "options", "reason"),
     [

@@ -51,6 +51,7 @@ DECODE = replace(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("size", "interleave", "sms"), [(1, 1, 64), (2, 1, 1), (2, 4, 64), (4, 1, 64), (4, 2, 1)]

@@ -186,6 +186,7 @@ def test_requests_share_blocks_of_a_small_cache(monkeypatch: pytest.MonkeyPatch)
 # --- bench parallel -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_rows(measured: dict[str, Any]) -> None:
     assert measured["communication"].startswith("excluded")
     assert (measured["model"], measured["dtype"], measured["context"]) == ("tiny", "float32", 20)

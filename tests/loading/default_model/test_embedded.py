@@ -99,6 +99,7 @@ def test_chat_template(default: LoadedModel) -> None:
     assert text == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n"
 
 
+@pytest.mark.slow
 @installed
 @pytest.mark.parametrize(
     "text",

@@ -43,6 +43,7 @@ def reference(path: Path, prompt: list[int]) -> list[int]:
     return greedy_tokens(model, prompt, NEW_TOKENS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY_HOST_READING)
 def test_they_are_refused_with_the_remedy_and_run_by_it(name: str, tmp_path: Path) -> None:
     path = save_tiny(TINY_HOST_READING[name](), tmp_path)

@@ -62,6 +62,7 @@ def test_stacked_experts_are_the_same_model(name: str, tmp_path: Path) -> None:
         assert torch.equal(weight, stacked[key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE", "FULL"])
 def test_load_counts_tokens_and_no_padding(mode: str, tmp_path: Path) -> None:
     save_tiny(TINY_MIXTURES["qwen2_moe"](), tmp_path)

@@ -214,6 +214,7 @@ def of_rank(mixture: Mixture, first: int, own: int) -> Mixture:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize(("name", "num_ranks"), [("softmax", 2), ("groups", 4), ("one", 8)])
 def test_experts_over_ranks(name: str, num_ranks: int, kernels: bool) -> None:

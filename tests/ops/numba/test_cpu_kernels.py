@@ -128,6 +128,7 @@ def test_every_kernel_is_compiled_when_it_is_imported() -> None:
             each(*[1] * len(types))
 
 
+@pytest.mark.slow
 def test_the_exponential_is_right_to_the_last_place() -> None:
     kernels = importlib.import_module("ostinato.ops.numba.kernels")
 

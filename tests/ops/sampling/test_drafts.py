@@ -89,6 +89,7 @@ def looked_up(
 tokens = st.integers(0, 2)  # few, so that much matches
 
 
+@pytest.mark.slow
 @few
 @given(
     texts=st.lists(st.lists(tokens, min_size=1, max_size=30), min_size=1, max_size=3),
@@ -125,6 +126,7 @@ def test_long_texts_are_searched_to_their_beginning(find: Any, device: torch.dev
     assert state.token_ids[2, 3:6].tolist() == [3, 4, POISON]
 
 
+@pytest.mark.slow
 @few
 @given(data=st.data(), query_len=st.integers(1, 6), num_reqs=st.integers(1, 4))
 def test_tokens_count_up_to_the_first_that_was_drafted_differently(

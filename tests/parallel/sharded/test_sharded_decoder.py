@@ -81,6 +81,7 @@ def assert_right(results: list[RankResult], reference: Reference, *, keys_too: b
             torch.testing.assert_close(keys, own, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
 @pytest.mark.parametrize(("sp", "tp"), LAYOUTS)
@@ -143,6 +144,7 @@ def test_the_naive_order_of_ranks_is_caught(
         assert_right(run_all(NaiveOrder(2, 2), one.path), one)
 
 
+@pytest.mark.slow
 def test_a_rank_reads_its_part_only(reference: Callable[[str, int], Reference]) -> None:
     one = reference("llama", 8)
     (alone,) = run_all(ParallelLayout(1, 1), one.path)

@@ -184,6 +184,7 @@ def test_logits_and_cache(sp: int, tp: int, num_kv_heads: int, tmp_path: Path) -
     assert_same(run_by_loopback(ParallelLayout(sp, tp), config, str(tmp_path)), alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", [True, False])
 def test_other_names_and_families(trained: bool, tmp_path: Path) -> None:
     config = config_of(2, trained=trained, family="qwen3")
@@ -203,6 +204,7 @@ class NaiveOrder(ParallelLayout):
         return tuple(range(self.world_size))
 
 
+@pytest.mark.slow
 def test_the_naive_order_of_ranks_is_caught(tmp_path: Path) -> None:
     config = config_of(2, trained=True)
     save_random(config, tmp_path)

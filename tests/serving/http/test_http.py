@@ -527,6 +527,7 @@ def test_the_command_finishes_its_requests_at_sigterm(llm: LLM, paths: tuple[str
         assert not [line for line in log if "Traceback" in line]
 
 
+@pytest.mark.slow
 def test_the_second_signal_ends_the_process_at_once(
     engine: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

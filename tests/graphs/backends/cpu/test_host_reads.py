@@ -265,6 +265,7 @@ READ_IN_BODIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_a_custom_operators_body_may_read(

@@ -60,6 +60,7 @@ def test_completions(llm: LLM, client: OpenAI, options: dict[str, Any], model: s
     assert [tuple(each) for each in joined] == texts(flat)
 
 
+@pytest.mark.slow
 def test_token_prompts(llm: LLM, client: OpenAI) -> None:
     (wanted,) = llm.generate([[5, 6, 7]], SamplingParams(**GREEDY))
     for prompt in ([5, 6, 7], [[5, 6, 7]]):

@@ -72,6 +72,7 @@ def test_a_span_in_the_trace_of_its_client(traced: str, spans: Any) -> None:
     assert not any("w1" in str(value) for value in span.attributes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("headers", [None, {"traceparent": "nonsense"}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_trace_of_its_own(
