@@ -1,4 +1,4 @@
-"""The ledger on CUDA: addresses in kernels, copies and fills, whoever captured them.
+"""The ledger on CUDA: addresses in kernels, copies and fills, of our graphs and of others.
 
 Run with ``-s`` to see what each graph holds.
 """

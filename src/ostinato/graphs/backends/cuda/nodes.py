@@ -1,7 +1,7 @@
 """Reads the nodes of a captured CUDA graph through CUDA's Python bindings.
 
 The other source of the address ledger: kernels with the bytes of their parameters, copies and fills
-with their addresses. Works on any graph, whoever captured it.
+with their addresses. Works on any graph, also those that other code captured.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _end_of_copy(where: str, kind: Any, device: Any, host: Any) -> Iterator[Word
 
 
 def mapped_memory(address: int) -> MemoryRange | None:
-    """The allocation that the driver knows at ``address``, whoever made it."""
+    """The allocation that the driver knows at ``address``, also outside torch."""
     if driver is None:
         return None
     names = driver.CUpointer_attribute

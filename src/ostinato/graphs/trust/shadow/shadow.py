@@ -61,7 +61,7 @@ class ShadowedStep:
     ``graph``: its mode and key, for reports. ``tape``: what ``replay`` replays. ``parts``: all
     memory that the step writes and that outlives it, in the order in which it is written.
     ``alone``: runs it eagerly without padding; None if it has none. ``rows``: of tensors inside the
-    step, by their number of rows with padding, the real ones. ``num_grouping_layers``: in so many
+    step, by their number of rows with padding, the real ones. ``num_grouping_layers``: in this many
     layers a row is multiplied together with others that the data choose, so that its rounding may
     depend on them.
     """
