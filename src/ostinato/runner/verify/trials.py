@@ -175,7 +175,7 @@ def _mixed_lengths(num_tokens: int, plan: CapturePlan, cache: CacheSize) -> list
 def _rows(
     lengths: Sequence[int], num_loras: int, cache: CacheSize, *, decodes: bool
 ) -> list[ScheduledRequest] | None:
-    """Requests that compute so many tokens each, behind some that they have computed."""
+    """Requests that compute the given numbers of tokens, behind some that they have computed."""
     rows, block = [], 1  # block 0 is for padding
     room = cache.num_blocks - 1 - sum(-(-length // cache.block_size) for length in lengths)
     for index, length in enumerate(lengths):
