@@ -143,8 +143,7 @@ class LLM(Owner):
 
         Empty with ``verify="off"``.
         """
-        shadow = self._running.runner.shadow
-        return VerifyReport() if shadow is None else shadow.report
+        return self._running.runner.verification
 
     @one_thread()
     def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:

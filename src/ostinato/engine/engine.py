@@ -73,7 +73,7 @@ class Engine(Owner):
             self.eos_token_ids,
             unsupported_reason=no_structure(config),
         )
-        self.runner.catch_up = weakly(self._catch_up)
+        self.runner.sampler.catch_up = weakly(self._catch_up)
         self._checks = RequestChecks(
             vocab_size=self.model.vocab_size,
             max_model_len=self.max_model_len,

@@ -25,6 +25,7 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.graphs.trust.ledger.sources import pool_ledger
+from ostinato.graphs.trust.shadow.report import VerifyReport
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.models.base import Encoder, module_of
 from ostinato.pooling.shadow import PackedShadow
@@ -79,6 +80,7 @@ class PoolingRunner:
             if verify
             else None
         )
+        self.verification = VerifyReport() if self.shadow is None else self.shadow.report
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0

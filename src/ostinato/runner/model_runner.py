@@ -3,16 +3,14 @@
 It owns everything with a fixed address: the request state, the input buffers, the KV cache and the
 graphs. A step is dispatched first, so the padded size is known before a buffer is filled. A decode
 batch is one replay, sampling included, and a second one if a request wants more than a temperature;
-a batch with prompts is filled, run, and sampled.
+a batch with prompts is filled, run, and sampled (``MixedStep``).
 
 Two models may share all of it: small batches then run the second (``SmallBatchModel``).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -26,9 +24,7 @@ from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
-from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
-from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.graphs.trust.ledger.sources import pool_ledger
 from ostinato.loading.update import WeightUpdate, write_tensors
 from ostinato.lora.adapter_weights import AdapterWeights, Matrices
@@ -37,21 +33,19 @@ from ostinato.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.parallel.agreement import Reducer
 from ostinato.runner.autocast import without_autocast
 from ostinato.runner.capture_run import measured_capture, warn_of_no_capture
-from ostinato.runner.decode_members import DecodeMembers
-from ostinato.runner.decode_step import DecodeOutput
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.memory_names import RunnerMemory
 from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.sampling import draft_sampling
-from ostinato.runner.sampling.filtered_rows import FilteredRows
-from ostinato.runner.sampling.sampler_graphs import SamplerGraph, SamplerGraphs, SamplerLaunch
-from ostinato.runner.sampling.step_masks import CatchUp, no_catch_up, write_masks
+from ostinato.runner.sampling.sampler_graphs import SamplerGraphs
+from ostinato.runner.sampling.step_sampler import StepSampler
 from ostinato.runner.small_batch_model import SmallBatchModel, check_can_agree
 from ostinato.runner.step_memory import StepMemory
-from ostinato.runner.step_result import LogitsObserver, ResultRing, SampledLogits, StepResult
-from ostinato.runner.verify.step_shadow import StepShadow
-from ostinato.runner.verify.trials import try_graphs
-from ostinato.scheduling.step_plan import DecodePlan, IntArray, SchedulePlan, StepPlan
+from ostinato.runner.step_result import LogitsObserver, ResultRing, StepResult
+from ostinato.runner.steps.decode_members import DecodeMembers
+from ostinato.runner.steps.execution import StepExecution
+from ostinato.runner.steps.mixed_step import MixedStep
+from ostinato.scheduling.step_plan import DecodePlan, SchedulePlan, StepPlan
 
 if TYPE_CHECKING:
     from ostinato.speculative.speculation import Speculation
@@ -70,9 +64,9 @@ class ModelRunner:
     calls ``run``, all others must call ``run`` or ``run_idle``.
 
     Steps may run on one CUDA stream and then on another: each waits for the previous one on the
-    device. ``on_logits``, if set, receives the logits of every step, in every graph mode. In a step
-    with a constrained request, ``catch_up`` is called between the forward and the sampler: it must
-    commit all steps before this one (``step_masks``).
+    device. In a step with a constrained request, ``sampler.catch_up`` is called between the forward
+    and the sampler: it must commit all steps before this one (``step_masks``). ``execution``: what
+    runs the graphs of a step; another class may watch them run (``StepExecution``).
     """
 
     def __init__(
@@ -90,6 +84,7 @@ class ModelRunner:
         adapters: AdapterWeights | None = None,
         speculation: Speculation | None = None,
         images: ImageInputs | None = None,
+        execution: Callable[..., StepExecution] = StepExecution,
     ) -> None:
         check_can_agree(agreement, graphs, small)
         self.model = model
@@ -130,14 +125,26 @@ class ModelRunner:
             memory, self.pool, vocab_size=model.vocab_size, max_num_rows=len(self.buffers.sampled)
         )
         self._members: DecodeMembers | None = None
-        self.on_logits: LogitsObserver | None = None
-        self.catch_up: CatchUp = no_catch_up
-        self.shadow: StepShadow | None = None
         self.results = ResultRing(max(plan.max_num_seqs, len(self.buffers.accepted)), model.device)
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
         self.ledger = pool_ledger(self.pool, RunnerMemory(self.models, memory))
+        self.execution = execution(memory, self._all_graphs, self.samplers, self.pool, self.ledger)
+        self.verification = self.execution.report
+        self.sampler = StepSampler(model, memory, self.samplers.stats)
+        self._mixed = MixedStep(
+            model, memory, self.execution, self.sampler, adapters=adapters, images=images
+        )
+
+    @property
+    def on_logits(self) -> LogitsObserver | None:
+        """If set, receives the logits of every step, in every graph mode."""
+        return self.sampler.on_logits
+
+    @on_logits.setter
+    def on_logits(self, observer: LogitsObserver | None) -> None:
+        self.sampler.on_logits = observer
 
     # --- one step ------------------------------------------------------------------------------
 
@@ -161,34 +168,36 @@ class ModelRunner:
             draft_sampling.admit_requests(self.memory, plan)
         self.stats.record(choice, plan.num_tokens)
         if not choice.uniform_decode:
-            if plan.num_drafts:
-                return self._run_drafts(plan, choice, across)
             return self._run_mixed(plan, choice, across)
         members, rows = self._members, plan.req_indices
         if members is None or members.req_indices is not rows or members.choice is not choice:
             members = self._set_members(plan, choice)
-        if self.shadow is not None and self.shadow.takes(choice):
-            logits = self._decode_both_ways(plan, choice, across)
-        elif members.graph is None:
-            logits = self._decode(choice, across).logits
+        if members.graph is None or not self.execution.replays_directly:
+            logits = self.execution.decode(members.graph, plan, choice, across)
         else:  # a replay runs no Python that the caller's autocast could change
             self.pool.replay(members.graph.tape)
             logits = members.graph.output.logits
-        if self.on_logits is not None:
-            self._show_logits(plan, logits)
+        if self.sampler.on_logits is not None:
+            self.sampler.show_logits(plan, logits)
         if members.has_masks:
-            self._write_masks(plan)
+            self.sampler.write_masks(plan)
         if members.sampler is not None:
-            if self.shadow is not None and self.shadow.takes_sampler(members.sampler):
-                self._sample_both_ways(members.sampler, members.req_indices)
-            else:
-                self.samplers.run(members.sampler)
+            self.execution.sample(members.sampler, members.req_indices)
         if members.filtered is None:
             return self.results.send(members.sampled, members.logprobs)
+        sampled = self.sampler.sample_again(members.filtered, plan, members.sampled, logits)
+        return self.results.send(*sampled)
+
+    @without_autocast
+    def _run_mixed(self, plan: StepPlan, choice: Choice, across: torch.Tensor | None) -> StepResult:
+        """Run a batch that is not one replay: it is filled, run, and sampled."""
+        self.forget_rows()
         if plan.num_drafts:
-            return self._sample_drafts_again(members.filtered, plan, logits)
-        req_indices, seq_lens = self.buffers.req_indices, self.buffers.tokens.seq_lens
-        return self._sample_again(members.filtered, members.sampled, logits, req_indices, seq_lens)
+            return self.results.send(*self._mixed.run_drafts(plan, choice, across))
+        sampled = self._mixed.run(plan, choice, across)
+        result = StepResult() if sampled is None else self.results.send(*sampled)
+        self._mixed.read_by_proposer(plan)
+        return result
 
     @without_autocast
     def run_idle(self) -> bool:
@@ -210,7 +219,7 @@ class ModelRunner:
             self.buffers.set_rows([], choice.padded_num_reqs)
             self.pool.replay(graph.tape)
         else:
-            metadata = self._fill(_NO_WORK, choice)
+            metadata = self._mixed.fill(_NO_WORK, choice)
             self.graphs.hidden_states(choice, metadata, choice.padded_num_tokens, across)
         return True
 
@@ -253,44 +262,6 @@ class ModelRunner:
         """Make the next decode step write its rows again. Call it after writing to the buffers."""
         self._members = None
 
-    @without_autocast
-    def _show_logits(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        """Pass the logits to the observer. Further rows of ``logits`` are padding."""
-        if self.on_logits is not None:
-            rows = range(1 + plan.num_drafts)
-            requests = [item.request for item in plan.requests if item.samples]
-            names = [request.request_id for request in requests for _ in rows]
-            self.on_logits(SampledLogits(request_ids=names, logits=logits[: len(names)]))
-
-    @without_autocast
-    def _decode_both_ways(
-        self, plan: StepPlan, choice: Choice, across: torch.Tensor | None
-    ) -> torch.Tensor:
-        assert self.shadow is not None, "it takes the step"
-        return self.shadow.decode(plan, choice, across)
-
-    @without_autocast
-    def _sample_both_ways(self, graph: SamplerGraph, rows: list[int] | IntArray) -> None:
-        assert self.shadow is not None, "it takes the step"
-        self.shadow.sampler(graph, [int(row) for row in rows])
-
-    def _hidden_states(
-        self,
-        plan: StepPlan,
-        choice: Choice,
-        metadata: AttentionMetadata | None,
-        across: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Hidden states of a mixed batch that is set in the buffers."""
-        if self.shadow is not None and self.shadow.takes(choice):
-            return self.shadow.hidden_states(plan, choice, metadata, across)
-        graphs = self._all_graphs[choice.model]
-        return graphs.hidden_states(choice, metadata, plan.num_tokens, across)
-
-    @without_autocast
-    def _decode(self, choice: Choice, across: torch.Tensor | None) -> DecodeOutput:
-        return self._all_graphs[choice.model].decode(choice, across)
-
     def _set_members(self, plan: StepPlan, choice: Choice) -> DecodeMembers:
         """Put the rows of a decode batch into the buffers, and find its graph."""
         members = self._members
@@ -306,84 +277,6 @@ class ModelRunner:
         self._members = members
         return members
 
-    @without_autocast
-    def _run_mixed(self, plan: StepPlan, choice: Choice, across: torch.Tensor | None) -> StepResult:
-        """Run a batch with prompts; the host passes the number of tokens of each request."""
-        self.forget_rows()
-        with self._images_of(plan):
-            metadata = self._fill(plan, choice)
-            hidden = self._hidden_states(plan, choice, metadata, across)
-        if choice.mode is not CUDAGraphMode.FULL:
-            self.memory.advance(len(plan.requests))
-        result = self._sample_mixed(plan, hidden)
-        if self.memory.drafts_read_all:
-            draft_sampling.read_step(
-                self.memory, self._metadata(plan, len(plan.requests), plan.num_tokens)
-            )
-        return result
-
-    def _sample_mixed(self, plan: StepPlan, hidden: torch.Tensor) -> StepResult:
-        """Sample after the last tokens of requests, where these are their last."""
-        state = self.state
-        sampling = [item.req_index for item in plan.requests if item.samples]
-        if not sampling:
-            return StepResult()
-        rows, req_indices = self.buffers.sampling_rows(len(sampling))
-        logits = self.model.compute_logits(hidden if plan.is_decode else hidden[rows])
-        self._show_logits(plan, logits)
-        # A request that samples has computed all its tokens.
-        lengths = state.num_computed[req_indices]
-        token_ids = torch.empty_like(req_indices)
-        state.sampling.sample(logits, req_indices, lengths, token_ids)
-        state.append(req_indices, lengths, token_ids)
-        filtered = FilteredRows.among(sampling, state)
-        if filtered is None:
-            return self.results.send(token_ids)
-        if filtered.features.any_mask:
-            self._write_masks(plan)
-        return self._sample_again(filtered, token_ids, logits, req_indices, lengths)
-
-    def _write_masks(self, plan: StepPlan) -> None:
-        """Write the masks of constrained requests, once the host has all their tokens."""
-        start = time.perf_counter()
-        self.catch_up()
-        write_masks(plan, self.state.sampling)
-        self.samplers.stats.masked_steps += 1
-        self.samplers.stats.mask_seconds += time.perf_counter() - start
-
-    @without_autocast
-    def _run_drafts(
-        self, plan: StepPlan, choice: Choice, across: torch.Tensor | None
-    ) -> StepResult:
-        """Run a decode batch with drafts as a mixed batch: it has no graph for its query length."""
-        self.forget_rows()
-        memory = self.memory
-        req_indices, query_len = list(plan.req_indices), plan.max_query_len
-        self.buffers.set_rows(req_indices, len(req_indices))
-        rows = draft_sampling.decode_rows(self.state, self.buffers, len(req_indices), query_len)
-        draft_sampling.propose_drafts(memory, rows, self.model.vocab_size)
-        metadata = self._fill(plan, choice)
-        hidden = self._hidden_states(plan, choice, metadata, across)
-        draft_sampling.observe_step(memory, rows)
-        logits = self.model.compute_logits(hidden)
-        self._show_logits(plan, logits)
-        draft_sampling.sample_drafts(memory, rows, logits)
-        filtered = FilteredRows.among(req_indices, self.state, query_len)
-        if filtered is None:
-            return self.results.send(self.buffers.drafts(rows).accepted.flatten())
-        return self._sample_drafts_again(filtered, plan, logits)
-
-    @without_autocast
-    def _sample_drafts_again(
-        self, filtered: FilteredRows, plan: StepPlan, logits: torch.Tensor
-    ) -> StepResult:
-        """``_sample_again`` for a batch with drafts."""
-        self.samplers.stats.launches[SamplerLaunch.NO_DECODE_GRAPH] += 1
-        num_reqs, query_len = len(plan.requests), plan.max_query_len
-        rows = draft_sampling.decode_rows(self.state, self.buffers, num_reqs, query_len)
-        accepted, logprobs = draft_sampling.sample_again(self.memory, rows, logits, filtered)
-        return self.results.send(accepted, logprobs, filtered.positions)
-
     def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
         """``CausalLM.expert_load`` of the models together; on several ranks, of the whole model."""
         loads = [graphs.model.expert_load(reset=reset) for graphs in self._all_graphs]
@@ -397,59 +290,6 @@ class ModelRunner:
         if self.memory.proposer is not None:
             self._follow_stream()
             self.memory.proposer.learn(token_ids)
-
-    def _images_of(self, plan: StepPlan) -> AbstractContextManager[None]:
-        """Inside, the model and the inputs have the images of the batch."""
-        offsets = self.buffers.position_offsets
-        if self.images is None or offsets is None:
-            return nullcontext()
-        return self.images.placed(plan.requests, offsets)
-
-    def _fill(self, plan: StepPlan, choice: Choice) -> AttentionMetadata | None:
-        """Fill the buffers with a batch, padded as chosen; without requests it is all padding.
-
-        A FULL graph does most of that itself, and needs no metadata.
-        """
-        requests, padded_tokens = plan.requests, choice.padded_num_tokens
-        padded_reqs = choice.padded_num_reqs or max(len(requests), 1)
-        self.buffers.set_queries(
-            [item.req_index for item in requests],
-            [item.num_tokens for item in requests],
-            [item.samples for item in requests],
-        )
-        if self.adapters is not None and choice.descriptor.has_lora:
-            self.adapters.set_rows(plan.lora_slots, [item.num_tokens for item in requests])
-        if choice.mode is CUDAGraphMode.FULL:
-            return None
-        self.memory.fill(num_reqs=padded_reqs, num_tokens=padded_tokens)
-        return self._metadata(plan, padded_reqs, padded_tokens)
-
-    def _metadata(self, plan: StepPlan, num_reqs: int, num_tokens: int) -> AttentionMetadata:
-        """The batch in the buffers as attention sees it, padded or not."""
-        most = max((item.max_seq_len for item in plan.requests), default=1)
-        return self.memory.metadata(
-            num_reqs=num_reqs,
-            num_tokens=num_tokens,
-            max_query_len=max(plan.max_query_len, 1),
-            max_seq_len=min(most, self.cache.max_model_len),
-            selected=True,
-            uniform_decode=False,
-            query_lens=[item.num_tokens for item in plan.requests],
-        )
-
-    @without_autocast
-    def _sample_again(
-        self,
-        filtered: FilteredRows,
-        token_ids: torch.Tensor,
-        logits: torch.Tensor,
-        req_indices: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> StepResult:
-        """Sample the filtered rows again, then start the copy of all tokens to the host."""
-        self.samplers.stats.launches[SamplerLaunch.NO_DECODE_GRAPH] += 1
-        token_ids, logprobs = filtered.sample(self.state, token_ids, logits, req_indices, lengths)
-        return self.results.send(token_ids, logprobs, filtered.positions)
 
     # --- capture -------------------------------------------------------------------------------
 
@@ -482,37 +322,16 @@ class ModelRunner:
         for graphs in missing:
             self.buffers.reset()
             report.entries += graphs.capture().entries
-        if self.shadow is not None and self.shadow.policy.at_capture:
-            for graphs in missing:
-                self.buffers.reset()
-                try_graphs(graphs, self.shadow, self.memory, self._set_trial)
-            self.buffers.reset()
-            self.forget_rows()
+        self.execution.try_captured(missing, self._set_batch)
+        self.forget_rows()
         return report
 
-    def _set_trial(self, plan: StepPlan, choice: Choice) -> AttentionMetadata | None:
+    def _set_batch(self, plan: StepPlan, choice: Choice) -> AttentionMetadata | None:
         """Put a batch that is in the state into the buffers."""
         if choice.uniform_decode:
             self._set_members(plan, choice)
             return None
-        return self._fill(plan, choice)
-
-    def verify(self, policy: VerifyPolicy, agree: Callable[[bool], bool] | None = None) -> None:
-        """Compare graphs with eager runs as ``policy`` says. Call it before any is captured.
-
-        ``agree``: whether it holds on any of the ranks that run the same steps; None: one rank.
-        """
-        owners = RunnerMemory(self.models, self.memory)
-        self.shadow = StepShadow(
-            policy,
-            self.memory,
-            self._all_graphs,
-            self.samplers,
-            self.pool,
-            owners=owners,
-            ledger=self.ledger,
-            agree=agree,
-        )
+        return self._mixed.fill(plan, choice)
 
     def num_nodes(self, entry: PlanEntry) -> int | None:
         """All nodes of an entry's graphs: operators on the CPU, kernels and copies on CUDA."""
@@ -532,10 +351,10 @@ class ModelRunner:
             if self.memory.states is not None:
                 self.memory.states.layers.clear()
             self._members = self.adapters = self.images = self.pool.offloader = None
-            self.shadow = None
             if self.memory.proposer is not None:
                 self.memory.proposer.close()
             self._all_graphs.clear()
             self.models.clear()
             if hasattr(self, "model"):
                 del self.model, self.graphs, self.small_graphs
+                del self.execution, self.sampler, self._mixed

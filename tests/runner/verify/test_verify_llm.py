@@ -150,7 +150,7 @@ def test_off_by_default() -> None:
     with open_llm("cpu", "FULL_AND_FULL") as llm:
         tokens(llm)
         assert llm.verification.num_compared == 0
-        assert llm.engine.runner.shadow is None
+        assert llm.engine.runner.execution.replays_directly
 
 
 def move_weight(llm: LLM) -> None:

@@ -31,6 +31,7 @@ from ostinato.runner.startup import recurrent_models
 from ostinato.runner.startup.compile_kernels import compile_kernels
 from ostinato.runner.startup.graph_plans import GraphPlans, plan_graphs
 from ostinato.runner.startup.kv_budget import kv_cache_budget
+from ostinato.runner.verify.verified_execution import VerifiedExecution
 
 if TYPE_CHECKING:
     from ostinato.parallel.rank_context import RankContext
@@ -126,10 +127,8 @@ def build_runner(
         **({} if images is None else {"images": images}),
         **_shifting(loaded, plans),
         **({} if speculation is None else {"speculation": speculation}),
+        **_verified(config, rank_context),
     )
-    if config.verify_policy:
-        agree = None if rank_context is None else rank_context.any
-        runner.verify(config.verify_policy, agree)
     try:
         runner.compile_model()
         runner.capture_model()
@@ -138,6 +137,15 @@ def build_runner(
         name_the_remedy(error)
         raise
     return runner, plans.resolved
+
+
+def _verified(config: EngineConfig, rank_context: RankContext | None) -> dict[str, Any]:
+    """The runner's option for ``verify``, if that is on."""
+    policy = config.verify_policy
+    if not policy:
+        return {}
+    agree = None if rank_context is None else rank_context.any
+    return {"execution": partial(VerifiedExecution, policy=policy, agree=agree)}
 
 
 def _check_can_verify(

@@ -1,4 +1,4 @@
-"""The runner's seam for ``verify``: runs the steps that are compared, and quarantines graphs."""
+"""Runs the steps that are compared, both ways, and quarantines graphs that differ."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ class StepShadow:
         samplers: SamplerGraphs,
         pool: GraphPool,
         *,
-        owners: RunnerMemory,
         ledger: Ledger,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
@@ -53,6 +52,7 @@ class StepShadow:
         self._all_graphs = all_graphs
         self._samplers = samplers
         self._agree = agree
+        owners = RunnerMemory([graphs.model for graphs in all_graphs], memory)
         self._name_of = partial(_name_in, owners)
         self._ledger = ledger
         self._shadow = self._shadow_of(pool)

@@ -9,7 +9,7 @@ put back afterwards.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +23,7 @@ from ostinato.graphs.trust.shadow.shadow import ShadowedStep
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.step_memory import StepMemory
+from ostinato.runner.steps.execution import SetBatch
 from ostinato.runner.verify.step_shadow import StepShadow
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.request import NO_LORA, Request
@@ -33,12 +34,9 @@ logger = logging.getLogger(__name__)
 _SEED = 7
 _FOUND = "at capture"
 
-# Puts a plan's batch into the buffers, and returns what attention needs, if anything.
-SetTrial = Callable[[SchedulePlan, Choice], AttentionMetadata | None]
-
 
 def try_graphs(
-    graphs: ModelGraphs, shadow: StepShadow, memory: StepMemory, set_trial: SetTrial
+    graphs: ModelGraphs, shadow: StepShadow, memory: StepMemory, set_batch: SetBatch
 ) -> None:
     """Compare every captured graph; quarantine those that differ."""
     for entry in graphs.plan.entries:
@@ -56,7 +54,7 @@ def try_graphs(
             if plan is None or choice is None or not _is_of(entry, choice):
                 continue
             with _requests_of(plan, memory, graphs.model.vocab_size):
-                metadata = set_trial(plan, choice)
+                metadata = set_batch(plan, choice)
                 mismatch = _try(plan, choice, metadata, shadow, memory)
             shadow.note(mismatch, choice)
             if mismatch is not None:
