@@ -17,8 +17,9 @@ from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 import torch
 
-from ostinato.graphs.graphed_callable import GraphedCallable, GraphedOptions
+from ostinato.graphs.graphed_callable import GraphedCallable
 from ostinato.graphs.graphed_module import GraphedModule
+from ostinato.graphs.graphed_options import GraphedOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")

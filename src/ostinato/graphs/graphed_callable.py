@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Generic, NoReturn, ParamSpec, TypedDict, TypeVar, cast
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 
@@ -15,8 +15,9 @@ from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.capture.pool import ExclusiveUse, GraphPool
 from ostinato.graphs.capture.segments import is_recording
-from ostinato.graphs.graph_set import GraphSet, GraphSetOptions
+from ostinato.graphs.graph_set import GraphSet
 from ostinato.graphs.graphed_method import BoundMethods
+from ostinato.graphs.graphed_options import GraphedOptions, graph_set_options
 from ostinato.graphs.policy.descriptor import Choice, Reason
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
@@ -31,24 +32,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _DEFAULT_LARGEST = 64
-
-
-class GraphedOptions(TypedDict, total=False):
-    """The options of ``graphed()``, which documents them."""
-
-    sizes: Iterable[int] | None
-    mode: CUDAGraphMode | ModeName
-    batch_dims: Mapping[str, BatchDim] | None
-    padding: float | Mapping[str, float]
-    copy_outputs: bool
-    num_warmups: int
-    lazy: bool
-    eager_fallback: bool
-    generators: Sequence[torch.Generator]
-    pool: GraphPool | None
-    verify: bool
-    check_state_every: int
-    show_progress: bool
 
 
 class GraphedCallable(Owner, Generic[P, R]):
@@ -78,15 +61,14 @@ class GraphedCallable(Owner, Generic[P, R]):
     ) -> None:
         if not callable(function):
             raise ConfigError(f"graphed() needs a callable, got {function!r}")
-        runtime_mode = CUDAGraphMode.parse(mode)
-        if runtime_mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
-            raise ConfigError(
-                f"graphed() runs FULL (one graph) or PIECEWISE (split at @eager_break), not "
-                f"{runtime_mode.name}"
-            )
-        for name, value in (("num_warmups", num_warmups), ("check_state_every", check_state_every)):
-            if type(value) is not int or value < 0:
-                raise ConfigError(f"{name} must be 0 or a positive integer, got {value!r}")
+        self._options = graph_set_options(
+            mode=mode,
+            num_warmups=num_warmups,
+            eager_fallback=eager_fallback,
+            verify=verify,
+            check_state_every=check_state_every,
+            show_progress=show_progress,
+        )
         if sizes is not None:
             sizes = validate_sizes(sizes, max_num_batched_tokens=None)
         self._given = GraphedOptions(
@@ -110,14 +92,6 @@ class GraphedCallable(Owner, Generic[P, R]):
         self._padding = padding
         self._copy_outputs = copy_outputs
         self._lazy = lazy
-        self._options = GraphSetOptions(
-            mode=runtime_mode,
-            num_warmups=num_warmups,
-            eager_fallback=eager_fallback,
-            verify=verify,
-            watch=check_state_every > 0,
-            show_progress=show_progress,
-        )
         self._check_state_every = check_state_every
         self._num_calls = 0
         self._generators = generators

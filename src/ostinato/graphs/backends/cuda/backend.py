@@ -7,27 +7,18 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, cast
 
 import torch
 
 from ostinato import compat
-from ostinato.errors import (
-    CaptureError,
-    CaptureOutOfMemoryError,
-    ConfigError,
-)
+from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
 from ostinato.graphs.backends.alias import alias_of
 from ostinato.graphs.backends.ambient import capture_ambient
 from ostinato.graphs.backends.base import OperatorObserver, replay_closed
 from ostinato.graphs.backends.cuda.bindings import HAS_BINDINGS, count_nodes, node_counter
-from ostinato.graphs.backends.cuda.device import (
-    CaptureDevice,
-    DrawOrder,
-    StreamLease,
-    capture_device,
-)
+from ostinato.graphs.backends.cuda.device import DrawOrder, StreamLease, capture_device
 from ostinato.graphs.backends.cuda.memory_map import torch_memory
+from ostinato.graphs.backends.cuda.memory_pool import CudaMemoryPool
 from ostinato.graphs.backends.cuda.nodes import CAN_READ_NODES, mapped_memory, read_nodes
 from ostinato.graphs.backends.graph_node import GraphNode, MemoryRange
 from ostinato.graphs.backends.guard import (
@@ -43,61 +34,13 @@ from ostinato.graphs.backends.operator_log import OperatorLog, logging_to
 _broken_captures: list[torch.cuda.CUDAGraph] = []
 
 
-class _MemoryPool:
-    """A torch memory pool that stays usable.
-
-    torch drops its bookkeeping of a pool when the pool's last graph dies, and can no longer capture
-    into that pool. One tiny graph that lives as long as the pool prevents that. Capturing it also
-    resets the random generator after an invalidated capture.
-    """
-
-    def __init__(self, device: torch.device, shared: CaptureDevice, lease: StreamLease) -> None:
-        self.shared = shared
-        self.lease = lease  # graphs keep their pool, and so the stream whose workspace they use
-        self.memory = torch.cuda.MemPool()
-        # torch's annotation is narrower than its actual use.
-        self.handle = cast(Any, self.memory.id)
-        self.num_graphs = 0
-        cell = torch.zeros(1, device=device)
-        keeper = torch.cuda.CUDAGraph()
-        lease.stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(lease.stream), shared.capture_under_way(lease.stream):
-            keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
-            cell.add_(1)
-            keeper.capture_end()
-        lease.stream.synchronize()
-        # At exit, finalizers run in reverse order of creation: graphs before their pool.
-        weakref.finalize(self, _retire_pool, shared, [self.memory, keeper])
-
-    def segments(self) -> list[tuple[int, int]]:
-        """Address and size of each of the pool's device memory segments."""
-        # Not MemPool.snapshot(): with torch 2.11 and Python 3.12, processes that called it a few
-        # thousand times crashed in unrelated Python code. Listing all pools does not.
-        snapshot: list[dict[str, Any]] = compat.memory_snapshot()["segments"]
-        return [
-            (segment["address"], segment["total_size"])
-            for segment in snapshot
-            if tuple(segment["segment_pool_id"]) == tuple(self.memory.id)
-        ]
-
-
-def _retire_pool(shared: CaptureDevice, parts: list[object]) -> None:
-    """Destroy a memory pool in the order that torch needs: first the graph, then the memory."""
-
-    def take_apart() -> None:
-        while parts:
-            parts.pop()
-
-    shared.dispose(take_apart)
-
-
 class CudaGraph:
     """One instantiated graph. Keeps its memory pool alive, since the pool must outlive it."""
 
     def __init__(
         self,
         graph: torch.cuda.CUDAGraph,
-        pool: _MemoryPool,
+        pool: CudaMemoryPool,
         num_nodes: int | None,
         log: OperatorLog,
     ) -> None:
@@ -124,7 +67,7 @@ class CudaGraph:
         self._retire()
 
 
-def _retire_graph(pool: _MemoryPool, graph: torch.cuda.CUDAGraph) -> None:
+def _retire_graph(pool: CudaMemoryPool, graph: torch.cuda.CUDAGraph) -> None:
     pool.num_graphs -= 1
     # Reset, not dropped: at exit, other objects may still refer to it after its pool is gone.
     pool.shared.dispose(graph.reset)
@@ -153,7 +96,7 @@ class CudaBackend:
         self._last_raw_stream: int = self._last_stream.cuda_stream
         self._lease: StreamLease | None = self._shared.lease_stream()
         self._stream = self._lease.stream
-        self._pool: _MemoryPool | None = self._new_pool()
+        self._pool: CudaMemoryPool | None = self._new_pool()
         self._open: torch.cuda.CUDAGraph | None = None
         default = torch.cuda.default_generators[index]
         self.generators = (default, *generators)
@@ -377,12 +320,12 @@ class CudaBackend:
         self._segments, self._segments_seen_at = [], -1
         self._pool = self._new_pool()
 
-    def _new_pool(self) -> _MemoryPool:
+    def _new_pool(self) -> CudaMemoryPool:
         with self._shared.lock, torch.cuda.device(self.device):
-            return _MemoryPool(self.device, self._shared, self._lease_in_use)
+            return CudaMemoryPool(self.device, self._shared, self._lease_in_use)
 
     @property
-    def _pool_in_use(self) -> _MemoryPool:
+    def _pool_in_use(self) -> CudaMemoryPool:
         assert self._pool is not None, "the graph pool checks that it is open"
         return self._pool
 

@@ -1,0 +1,61 @@
+"""The options of ``graphed()``: their names, and which values are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypedDict
+
+import torch
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.capture.call_layout import BatchDim
+from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.graph_set import GraphSetOptions
+from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
+
+
+class GraphedOptions(TypedDict, total=False):
+    """The options of ``graphed()``, which documents them."""
+
+    sizes: Iterable[int] | None
+    mode: CUDAGraphMode | ModeName
+    batch_dims: Mapping[str, BatchDim] | None
+    padding: float | Mapping[str, float]
+    copy_outputs: bool
+    num_warmups: int
+    lazy: bool
+    eager_fallback: bool
+    generators: Sequence[torch.Generator]
+    pool: GraphPool | None
+    verify: bool
+    check_state_every: int
+    show_progress: bool
+
+
+def graph_set_options(
+    *,
+    mode: CUDAGraphMode | ModeName,
+    num_warmups: int,
+    eager_fallback: bool,
+    verify: bool,
+    check_state_every: int,
+    show_progress: bool,
+) -> GraphSetOptions:
+    """What a set of graphs needs of them; refuses bad values."""
+    runtime_mode = CUDAGraphMode.parse(mode)
+    if runtime_mode not in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+        raise ConfigError(
+            f"graphed() runs FULL (one graph) or PIECEWISE (split at @eager_break), not "
+            f"{runtime_mode.name}"
+        )
+    for name, value in (("num_warmups", num_warmups), ("check_state_every", check_state_every)):
+        if type(value) is not int or value < 0:
+            raise ConfigError(f"{name} must be 0 or a positive integer, got {value!r}")
+    return GraphSetOptions(
+        mode=runtime_mode,
+        num_warmups=num_warmups,
+        eager_fallback=eager_fallback,
+        verify=verify,
+        watch=check_state_every > 0,
+        show_progress=show_progress,
+    )
