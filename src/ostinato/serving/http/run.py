@@ -24,6 +24,10 @@ from ostinato.serving.switch_interval import short_switch_interval
 
 _log = logging.getLogger("ostinato.serving")
 
+# Longer than clients keep idle connections (httpx, and so OpenAI's: 5 s). Whichever side closes one
+# must not do so while the other sends on it.
+_KEEP_ALIVE_S = 75
+
 
 class _Server(uvicorn.Server):
     """The first SIGTERM or SIGINT shuts down within the limit, the second ends the process."""
@@ -70,6 +74,7 @@ def listen(app: FastAPI, config: ServerConfig) -> None:
             app,
             host=config.host,
             port=config.port,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
             server_header=False,
             log_level="info",
