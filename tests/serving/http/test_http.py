@@ -61,6 +61,8 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 BAD: list[tuple[str, Any, int, str, str | None]] = [
     ("/v1/completions", {}, 400, "prompt is required", "prompt"),
+    ("/v1/completions", {"prompt": ["w1", [1]]}, 400, "only texts or only lists of", "prompt"),
+    ("/v1/completions", {"prompt": [True]}, 400, "prompt must be a text, token ids", "prompt"),
     ("/v1/completions", [], 400, "the body: Input should be", None),
     ("/v1/completions", b"{", 400, "the body is not valid JSON", None),
     ("/v1/completions", b"[" * 500_000, 400, "not valid JSON: it is nested too deeply", None),

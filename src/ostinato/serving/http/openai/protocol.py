@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from ostinato.quoting import shown
 
@@ -90,6 +98,17 @@ class CompletionRequest(_Sampled):
     best_of: int | None = None
     echo: bool | None = False
     suffix: str | None = None
+
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _check_prompt(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return check(value)
+        except ValidationError:
+            raise ValueError(
+                "prompt must be a text, token ids, or a list of only texts or only lists of token "
+                f"ids, got {shown(value)}"
+            ) from None
 
     @model_validator(mode="after")
     def _check_best_of(self) -> Self:
