@@ -24,8 +24,8 @@ from ostinato.serving.switch_interval import short_switch_interval
 
 _log = logging.getLogger("ostinato.serving")
 
-# Longer than clients keep idle connections (httpx, and so OpenAI's: 5 s). Whichever side closes one
-# must not do so while the other sends on it.
+# Longer than clients keep idle connections (httpx, and so OpenAI's: 5 s), so that the client
+# closes first: a request that meets a closing server gets a reset instead of an answer.
 _KEEP_ALIVE_S = 75
 
 
