@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from test_parallel_faults import in_rank_1
 from test_parallel_start import TINY
 
 from ostinato import LLM
@@ -258,27 +257,6 @@ def test_a_rank_whose_parent_is_gone_ends_before_it_imports_torch() -> None:
             said = process.stderr.read().decode()  # until it has ended: its pipe is open
     assert said == f"ostinato: rank 1 exits because rank 0 (pid {os.getpid() + 1}) ended\n"
     assert process.returncode == 1
-
-
-DIES = """
-    import torch.distributed as dist
-    def dies(*args, **options):
-        os._exit(3)
-    dist.init_process_group = dies
-"""
-
-
-def test_a_rank_that_dies_before_it_connects_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = time.monotonic()
-    with monkeypatch.context() as faulty:
-        in_rank_1(DIES, tmp_path, faulty)
-        with pytest.raises(RankFailedError, match="the process of rank 1 ended with exit code 3"):
-            LLM(**TINY, tensor_parallel_size=2, rank_timeout_s=4.0)
-    assert time.monotonic() - start < 60  # it was 300
-    with LLM(**TINY, tensor_parallel_size=2) as llm:
-        assert llm.generate([[1, 2, 3]])
 
 
 def test_a_rank_that_cannot_be_started_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

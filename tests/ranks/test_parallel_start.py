@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from ostinato import LLM, GraphConfig, NgramDrafts, SamplingParams
-from ostinato.errors import ConfigError, RankFailedError
+from ostinato.errors import ConfigError
 
 pytestmark = pytest.mark.slow
 
@@ -66,12 +64,6 @@ def come_and_go(llm: LLM) -> list[list[int]]:
     return [completion.output.token_ids for completion in completions]
 
 
-@pytest.fixture
-def llm() -> Iterator[LLM]:
-    with LLM(**TINY, tensor_parallel_size=2, rank_timeout_s=TIMEOUT_S) as llm:
-        yield llm
-
-
 def pid_of_rank_1(llm: LLM) -> int:
     ranks: Any = llm.engine.runner._world._dead_rank.__self__  # type: ignore[attr-defined]
     pid: int = ranks._processes[0].pid
@@ -100,7 +92,8 @@ def interrupt_in_the_middle_of_a_step(llm: LLM) -> None:
     state.update = interrupted  # type: ignore[method-assign]
 
 
-def test_ranks_are_started_and_ended(alone: list[list[int]], llm: LLM) -> None:
+def test_ranks_are_started_and_ended(alone: list[list[int]]) -> None:
+    llm = LLM(**TINY, tensor_parallel_size=2, rank_timeout_s=TIMEOUT_S)
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert handlers == [signal.default_int_handler, signal.SIG_DFL], "torch's launcher took them"
     pid = pid_of_rank_1(llm)
@@ -121,60 +114,6 @@ def test_ranks_are_started_and_ended(alone: list[list[int]], llm: LLM) -> None:
     assert not dist.is_initialized()
 
 
-def test_a_rank_that_dies_takes_the_others_down(llm: LLM) -> None:
-    stream = llm.stream(PROMPTS, SamplingParams(max_tokens=100))
-    for _ in range(5):
-        next(stream)
-    os.kill(pid_of_rank_1(llm), signal.SIGKILL)
-    with pytest.raises(RankFailedError, match="rank 1 was killed by signal 9") as caught:
-        list(stream)
-    assert caught.value.rank == 1
-    with pytest.raises(RankFailedError, match="rank 1 was killed by signal 9"):
-        llm.generate(PROMPTS)
-
-
-@pytest.mark.alone  # it is timed
-def test_a_rank_that_hangs_is_ended(llm: LLM) -> None:
-    pid = pid_of_rank_1(llm)
-    next(llm.stream(PROMPTS, SamplingParams(max_tokens=50)))
-    os.kill(pid, signal.SIGSTOP)
-    start = time.monotonic()
-    with pytest.raises(RankFailedError, match="rank 1 stopped beating"):
-        llm.generate(PROMPTS, SamplingParams(max_tokens=50))
-    # The timeout plus a tenth, and three seconds for a busy machine.
-    assert time.monotonic() - start < 1.1 * TIMEOUT_S + 3
-    llm.close()
-    assert gone(pid)
-
-
-# Runs first in every process started with it: a fault in rank 1's code.
-FAULT = """
-import sys
-if sys.argv[:1] == ["-m"]:
-    from ostinato.runner.request_state import RequestState
-    steps, update = [], RequestState.update
-    def fails(self, plan):
-        steps.append(plan)
-        if len(steps) == 4:
-            raise ValueError("a fault of this rank")
-        update(self, plan)
-    RequestState.update = fails
-"""
-
-
-def test_an_error_in_a_started_rank_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(FAULT)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with LLM(**TINY, tensor_parallel_size=2, rank_timeout_s=TIMEOUT_S) as llm:
-        with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: a fault of this"):
-            llm.generate(PROMPTS, PARAMS)
-        with pytest.raises(RankFailedError, match="rank 1 failed: ValueError: a fault of this"):
-            llm.generate(PROMPTS, PARAMS)
-    assert 'ValueError("a fault of this rank")' in capfd.readouterr().err  # with its traceback
-
-
 def test_drafts_whose_class_a_started_rank_cannot_import() -> None:
     class Local(NgramDrafts):
         pass
@@ -186,14 +125,6 @@ def test_drafts_whose_class_a_started_rank_cannot_import() -> None:
         name = type(drafts).__name__
         with pytest.raises(ConfigError, match=f"the started ranks cannot import {name} "):
             LLM(**TINY, data_parallel_size=2, speculative=drafts)
-
-
-def test_a_model_that_cannot_be_split_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="4 query heads cannot be divided evenly among sp=1 x tp=3"
-    ):
-        LLM(**TINY, tensor_parallel_size=3, rank_timeout_s=TIMEOUT_S)
-    assert not dist.is_initialized()
 
 
 SCRIPT = """

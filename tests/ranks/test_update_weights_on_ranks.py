@@ -103,6 +103,7 @@ def test_every_rank_runs_the_script(
             assert found[2] == second
 
 
+@pytest.mark.usefixtures("forked_ranks")
 def test_ranks_that_the_model_starts(llama: tuple[list[Path], list[Tokens]]) -> None:
     paths, (first, second) = llama
     found = there_and_back([str(path) for path in paths], {"tensor_parallel_size": 2})
