@@ -3,8 +3,9 @@
     python benchmarks/trust_cost.py --model llama-3.2-1b --batch 8 --output trust.txt
 
 Decode steps of one batch, through ``LLM.generate``. What is compared takes turns, and medians are
-reported: samples of memory for run reports, and ``verify`` of sampled steps. Then what happens once: capture with and without ``verify``, reading
-and checking the ledger, and making a report and its page.
+reported: samples of memory for run reports, and ``verify`` of sampled steps. Then what happens
+once: capture with and without ``verify``, reading and checking the ledger, and making a report and
+its page.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ from ostinato import compat
 from ostinato.config import EngineConfig
 from ostinato.engine.explain_plan import explain_plan
 from ostinato.environment import environment, fast_paths
+from ostinato.errors import OstinatoError
+from ostinato.quoting import said
 
 
 def examine(config: EngineConfig) -> dict[str, Any]:
@@ -21,5 +23,15 @@ def examine(config: EngineConfig) -> dict[str, Any]:
             "found": len(compat.private_names) - len(missing),
             "missing": [asdict(name) for name in missing],
         },
-        "graphs": explain_plan(config),
+        "graphs": _plan(config),
     }
+
+
+def _plan(config: EngineConfig) -> dict[str, Any]:
+    """What would be captured, or why that cannot be said: a broken machine is looked at, too."""
+    try:
+        return explain_plan(config)
+    except OstinatoError:
+        raise  # an option that is wrong on any machine
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {said(error)}"}

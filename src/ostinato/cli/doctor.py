@@ -49,7 +49,7 @@ def doctor(*, config: EngineConfig, as_json: options.Json = False) -> None:
 
 
 def _graph_tables(graphs: dict[str, Any]) -> tuple[Table, Table]:
-    batches = graphs.pop("batches")
+    batches = graphs.pop("batches", ())
     plan = Table(title="What would be captured", show_header=False, title_justify="left")
     for name, value in graphs.items():
         plan.add_row(

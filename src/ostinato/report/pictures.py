@@ -112,14 +112,14 @@ def _as_node(key: NodeKey) -> PictureNode:
     return PictureNode(
         kind=kind,
         name=name,
-        label=_label(name),
+        label=label_of(name),
         operator=operator if operator != name else None,
         role=role,
         owners=list(owners),
     )
 
 
-def _label(name: str) -> str:
+def label_of(name: str) -> str:
     """A short name: no namespaces, no template arguments, no overload."""
     short = re.sub(r"<.*", "", name.removeprefix("void ")).split("(")[0]
     short = short.rsplit("::", 1)[-1].strip()
