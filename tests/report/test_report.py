@@ -22,7 +22,7 @@ from ostinato import (
     write_report,
 )
 from ostinato.engine.memory_samples import MemorySamples
-from ostinato.report.pictures import draw_graphs, label_of
+from ostinato.report.pictures import draw_graphs, label_of, role_of
 from ostinato.report.records import RunReport
 
 
@@ -132,6 +132,16 @@ def test_kernel_names_are_shortened() -> None:
         "memset": "memset",
     }
     assert {name: label_of(name) for name in names} == names
+
+
+def test_kernels_without_a_telling_name_are_known_by_their_memory() -> None:
+    def role(name: str, *owners: str) -> str:
+        return role_of(("kernel", name, None, owners))
+
+    assert role("tile_kernel", "parameter 'layers.0.o_proj.weight'") == "gemm"
+    assert role("decode_kernel", "KV cache 'layer 0, keys'") == "attention"
+    assert role("rms_norm_kernel", "parameter 'layers.0.attention_norm.weight'") == "norm"
+    assert role("combine_kernel") == "other"
 
 
 # --- the file -----------------------------------------------------------------------------------

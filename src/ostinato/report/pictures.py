@@ -23,7 +23,7 @@ _ROLES = tuple(
     for role, pattern in (
         ("attention", r"attention|attn|flash|fmha|paged"),
         ("norm", r"norm"),
-        ("sampling", r"sampl|argmax|top_?k|logprob"),
+        ("sampling", r"sampl|argmax|top_?k|logprob|best_of"),
         ("gemm", r"gemm|linear|matmul|\b(?:add|b)?mm\b|nvjet|cutlass|cublas|split_?k|experts"),
         ("copy", r"mem(?:cpy|set)|copy|fill|load_|store_|embedding|gather|index"),
     )
@@ -107,16 +107,27 @@ def _key(node: NodeRecord) -> NodeKey:
 
 def _as_node(key: NodeKey) -> PictureNode:
     kind, name, operator, owners = key
-    text = f"{kind} {operator or ''} {name}".replace(".", " ")
-    role = next((role for role, pattern in _ROLES if pattern.search(text)), "other")
     return PictureNode(
         kind=kind,
         name=name,
         label=label_of(name),
         operator=operator if operator != name else None,
-        role=role,
+        role=role_of(key),
         owners=list(owners),
     )
+
+
+def role_of(key: NodeKey) -> str:
+    """What a node does, by its names; if they do not say, by the memory that it holds."""
+    kind, name, operator, owners = key
+    text = f"{kind} {operator or ''} {name}".replace(".", " ")
+    for role, pattern in _ROLES:
+        if pattern.search(text):
+            return role
+    if any(owner.startswith(MemoryKind.KV_CACHE.value) for owner in owners):
+        return "attention"
+    is_weight = (owner.startswith(MemoryKind.PARAMETER.value) for owner in owners)
+    return "gemm" if any(is_weight) else "other"
 
 
 def label_of(name: str) -> str:

@@ -138,7 +138,11 @@ class RunReport:
     either into a page with ``report_page``. It holds no text or token of any request. On several
     ranks: of rank 0; KV blocks and sequences are those of all replicas.
 
-    ``graph_bytes``: memory of all graphs. ``num_compared``, ``mismatches``: by ``verify``.
+    ``model``, ``task``, ``environment``: what ran, and where. ``plan``: decided at the start.
+    ``graphs``, ``eager``: a row for each key, and for each reason to run eagerly.
+    ``replayed_tokens``: through graphs, and ``padding_tokens`` beside them. ``graph_bytes``:
+    memory of all graphs; ``memory``: over time. ``pictures``: the nodes of the graphs.
+    ``num_compared``, ``mismatches``: by ``verify``.
     """
 
     created: str

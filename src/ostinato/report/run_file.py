@@ -26,12 +26,15 @@ def report_text(report: RunReport) -> str:
 
 
 def write_report(report: RunReport, path: str | PathLike[str]) -> None:
-    """Write the report to a file, which is replaced."""
+    """Write ``report`` to the file ``path``, which is replaced."""
     Path(path).write_text(report_text(report) + "\n", encoding="utf-8")
 
 
 def read_report(path: str | PathLike[str]) -> RunReport:
-    """Read a report that ``write_report`` has written; raises ``ConfigError`` for other files."""
+    """The report that ``write_report`` has written to ``path``.
+
+    Raises ``ConfigError`` for other files.
+    """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

@@ -49,6 +49,9 @@ function byteCell(graph) {
   return cell;
 }
 
+// Sizes differ by hundredths of a millisecond.
+const perStep = (value) => (value < 10 ? `${value.toFixed(2)} ms` : milliseconds(value));
+
 function showGraphs() {
   show("graphs-count", `${count(graphs.length)}, ${bytes(data.graph_bytes)}`);
   const most = Math.max(0, ...graphs.map((each) => each.replays));
@@ -58,7 +61,7 @@ function showGraphs() {
       keyCell(each),
       node("td", { className: "number" }, count(each.replays), bar(each.replays, most, "share of the most used graph")),
       { text: each.replays ? percent(each.padding_fraction) : "–", className: each.padding_fraction > 0.3 ? "number wasteful" : "number" },
-      { text: each.step_s === null ? "–" : milliseconds(1000 * each.step_s), className: "number" },
+      { text: each.step_s === null ? "–" : perStep(1000 * each.step_s), className: "number" },
       { text: each.timed_runs ? milliseconds(1000 * each.run_s) : "–", className: "number" },
       byteCell(each),
       { text: each.num_nodes === null ? "–" : count(each.num_nodes), className: "number" },
