@@ -55,6 +55,7 @@ def test_generate_json(ostinato: Run, expected: list[int]) -> None:
     assert result.err == ""  # no progress bars in JSON output
 
 
+@pytest.mark.slow
 def test_generate_reports_its_run(ostinato: Run, tmp_path: Path) -> None:
     run, page = tmp_path / "run.json", tmp_path / "page.html"
     ostinato("generate", PROMPT, *TINY, "--max-tokens", "6", "--quiet", "--report", str(run))
