@@ -177,6 +177,27 @@ def test_doctor_says_what_is_on_and_why_not() -> None:
     assert "Private names of torch, Triton and transformers:" in table
 
 
+def test_doctor_says_what_would_be_captured_and_what_runs_eagerly() -> None:
+    options = ["--device", "cpu", "--attention", "torch", "--max-num-seqs", "12", "--sizes", "1,8"]
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json", *options]).stdout)["graphs"]
+    assert found["mode_in_force"] == "FULL_AND_PIECEWISE"
+    assert (found["captured_sizes"], found["graph_keys"]) == ([1, 8], 4)
+    runs = {each["batch"]: (each["runs"], each["eager"]) for each in found["batches"]}
+    assert runs["1 to 8 requests that decode"] == ("FULL graph", False)
+    assert runs["9 to 12 requests that decode"] == ("eagerly", True)
+    assert runs["1 to 8 tokens, with prompts"] == ("PIECEWISE graph", False)
+    reasons = {each["reason"] for each in found["batches"] if each["eager"]}
+    assert reasons == {"more tokens than the largest captured size"}
+    table = CliRunner().invoke(app, ["doctor", *options], env={"COLUMNS": "200"}).stdout
+    assert "9 to 12 requests that decode" in table
+
+
+def test_doctor_refuses_options_that_no_machine_takes() -> None:
+    answer = CliRunner().invoke(app, ["doctor", "--sizes", "0"])
+    assert isinstance(answer.exception, ConfigError)
+    assert "capture size must be a positive integer, got 0" in str(answer.exception)
+
+
 def test_a_triton_of_another_version_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton, "__version__", "3.7.0")
@@ -188,7 +209,9 @@ def test_a_triton_of_another_version_is_said(monkeypatch: pytest.MonkeyPatch) ->
         answer = CliRunner().invoke(app, ["doctor", "--json"])
     finally:
         compat.triton_launches.cache_clear()
-    paths = {path["name"]: path for path in json.loads(answer.stdout)["fast_paths"]}
+    found = json.loads(answer.stdout)
+    assert found["graphs"].keys() == {"error"}  # the device is not there
+    paths = {path["name"]: path for path in found["fast_paths"]}
     launch = paths["fast launches of Triton kernels"]
     assert launch["on"] is False
     ahead = paths["Triton kernels compiled side by side at start-up"]

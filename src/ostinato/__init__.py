@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from ostinato.version import __version__
 
 _HOME = {
     "AsyncLLM": "serving.async_llm",
@@ -73,14 +73,17 @@ _HOME = {
     "PreparedBatch": "graphs.manager",
     "Proposer": "speculative.proposer",
     "ProposerContext": "speculative.proposer",
+    "read_report": "report.run_file",
     "Reason": "graphs.policy.descriptor",
     "ReplayedDrafts": "speculative.options",
     "ReplayMismatchError": "errors",
+    "report_page": "report.page",
     "RequestError": "errors",
     "RequestFailedError": "errors",
     "RequestOutput": "outputs",
     "resolve_mode": "graphs.policy.modes",
     "ResolvedMode": "graphs.policy.modes",
+    "RunReport": "report.records",
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
     "set_forward_context": "graphs.capture.context",
@@ -92,6 +95,7 @@ _HOME = {
     "TextDelta": "outputs",
     "TokenBuffers": "graphs.capture.capture_inputs",
     "WeightOffloader": "graphs.capture.pool",
+    "write_report": "report.run_file",
 }
 
 # Packages that `pip install ostinato` leaves out and `ostinato[llm]` installs.
@@ -167,6 +171,10 @@ if TYPE_CHECKING:
     from ostinato.outputs import RequestOutput as RequestOutput
     from ostinato.outputs import ScoreOutput as ScoreOutput
     from ostinato.outputs import TextDelta as TextDelta
+    from ostinato.report.page import report_page as report_page
+    from ostinato.report.records import RunReport as RunReport
+    from ostinato.report.run_file import read_report as read_report
+    from ostinato.report.run_file import write_report as write_report
     from ostinato.sampling_params import SamplingParams as SamplingParams
     from ostinato.scheduling.draft_steps import SpeculationStats as SpeculationStats
     from ostinato.serving.async_llm import AsyncLLM as AsyncLLM

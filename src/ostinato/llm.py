@@ -32,6 +32,8 @@ from ostinato.outputs import (
     RequestOutput,
     ScoreOutput,
 )
+from ostinato.report.collect import collect_report
+from ostinato.report.records import RunReport
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.draft_steps import SpeculationStats
 from ostinato.text.chat import Message, list_conversations
@@ -332,6 +334,15 @@ class LLM(Owner):
         themselves: they raise ``StaleGraphError`` if memory that a graph holds has moved.
         """
         return self._running.runner.ledger
+
+    @one_thread()
+    def report(self) -> RunReport:
+        """What the graphs did so far: plan, time, padding, eager steps, memory, and their nodes.
+
+        ``write_report`` keeps it in a file, ``report_page`` turns it into a page. Reads the nodes
+        of all graphs, which takes up to a few seconds. Of several ranks: of this one.
+        """
+        return collect_report(self._running)
 
     # --- pooling -------------------------------------------------------------------------------
 

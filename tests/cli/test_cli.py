@@ -17,7 +17,7 @@ from adapters import Merged, save_adapter
 from command_line import Run, command_line
 from tiny_models import save_talking
 
-from ostinato import LLM, SamplingParams, cli
+from ostinato import LLM, SamplingParams, cli, read_report, report_page
 from ostinato.config import EngineConfig, GraphConfig
 from ostinato.graphs.trust.shadow.report import Cause, Finding, Mismatch, VerifyReport
 from ostinato.ops.numba import has_numba
@@ -53,6 +53,18 @@ def test_generate_json(ostinato: Run, expected: list[int]) -> None:
     assert output["token_ids"] == expected
     assert output["finish_reason"] == "length"
     assert result.err == ""  # no progress bars in JSON output
+
+
+@pytest.mark.slow
+def test_generate_reports_its_run(ostinato: Run, tmp_path: Path) -> None:
+    run, page = tmp_path / "run.json", tmp_path / "page.html"
+    ostinato("generate", PROMPT, *TINY, "--max-tokens", "6", "--quiet", "--report", str(run))
+    assert sum(row.replays for row in read_report(run).graphs) == 6
+    result = ostinato("report", str(run), "-o", str(page))
+    assert result.out.startswith(f"{page}: ")
+    assert page.read_text() == report_page(read_report(run))
+    ostinato("report", str(run))
+    assert (tmp_path / "run.html").read_text() == page.read_text()
 
 
 @pytest.mark.parametrize("mode", ["NONE", "full", "PIECEWISE"])
@@ -322,6 +334,9 @@ ERRORS: list[tuple[list[str], str]] = [
     (["bench", "serve", *TINY, "--in-process"], "ConfigError: the mix 'chat' has sequences of up "),
     (["bench", "throughput", *TINY], "ConfigError: the mix 'chat' has sequences of up to 1408 "),
     (["bench", "sampling", "--device", "tpu"], "ConfigError: unknown device 'tpu'; choose auto, "),
+    (["report", "none.json"], "ConfigError: none.json cannot be read: No such file"),
+    (["report", "a.html"], "ConfigError: the page would replace a.html; choose another file"),
+    (["generate", "1", *TINY, "--report", "no/run.json"], "ConfigError: --report no/run.json: "),
     (["bench", "capture", *TINY, "--modes", "FULL,HALF"], "ConfigError: unknown graph mode 'HALF'"),
 ]
 
@@ -465,10 +480,13 @@ def test_bench_spec(ostinato: Run) -> None:
 THROUGHPUT = ["bench", "throughput", *TINY, "--num-requests", "3", "--scale", "0.01", "--quiet"]
 
 
-def test_bench_throughput(ostinato: Run) -> None:
+def test_bench_throughput(ostinato: Run, tmp_path: Path) -> None:
     options = ["--mix", "prompts,chat", "--repeats", "1", "--seed", "7"]
     poisson = ["--arrival", "poisson", "--rate", "300"]
-    answer = ostinato(*THROUGHPUT, *options, *poisson, "--json").json
+    report = ["--report", str(tmp_path / "run.json")]
+    answer = ostinato(*THROUGHPUT, *options, *poisson, *report, "--json").json
+    assert read_report(tmp_path / "run.json").model == "tiny"
+    assert "--report" not in answer["command"]
     assert (answer["model"], answer["seed"], answer["repeats"]) == ("tiny", 7, 1)
     assert (answer["arrival"], answer["rate"], answer["scale"]) == ("poisson", 300, 0.01)
     prompts, chat = answer["rows"]

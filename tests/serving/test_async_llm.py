@@ -300,6 +300,18 @@ def test_stats_count_what_ran(paths: tuple[str, str]) -> None:
 
 
 @pytest.mark.slow
+def test_the_ledger_and_the_report_of_a_served_model(served: AsyncLLM) -> None:
+    async def ask() -> None:
+        await served.generate([1, 2, 3], GREEDY)
+        ledger, report = await served.ledger(), await served.report()
+        await served.call(lambda llm: ledger.check())
+        names = {record.name for record in await served.call(lambda llm: ledger.graphs())}
+        assert {row.name for row in report.graphs} <= names
+        assert sum(row.replays for row in report.graphs) > 0
+
+    run(ask())
+
+
 def test_when_the_engine_fails_everybody_hears_of_it(
     paths: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

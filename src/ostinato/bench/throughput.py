@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,8 +69,12 @@ def run(
     seed: int = 0,
     repeats: int = 3,
     show_progress: bool = False,
+    observe: Callable[[LLM], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure each mix with one engine. Progress goes to stderr."""
+    """Measure each mix with one engine. Progress goes to stderr.
+
+    ``observe``: called with the engine after the last run.
+    """
     chosen = choose_mixes(mixes, num_requests=num_requests, scale=scale)
     check_arrival(arrival, rate)
     check_positive_int("repeats", repeats)
@@ -95,6 +99,8 @@ def run(
                     runs.append(_measure(engine, given))
                     bar.update()
                 rows.append({"mix": mix.name, **median_run(runs[1:])})
+        if observe is not None:
+            observe(llm)
         return {
             **about("throughput", llm),
             "max_num_seqs": engine.scheduler.max_num_seqs,

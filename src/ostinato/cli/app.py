@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ostinato.cli import doctor, model, plan, serve, verify
+from ostinato.cli import doctor, model, plan, report, serve, verify
 from ostinato.cli.bench.app import app as bench_app
 from ostinato.errors import OstinatoError
 
@@ -44,6 +44,7 @@ app.command()(model.explain)
 app.command()(model.tune)
 app.command()(verify.verify)
 app.command()(doctor.doctor)
+app.command()(report.report)
 
 
 @app.callback()

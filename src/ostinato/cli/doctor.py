@@ -1,21 +1,28 @@
-"""``ostinato doctor``: what this machine has, and which fast paths are on."""
+"""``ostinato doctor``: what this machine has, which fast paths are on, what would be captured."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from ostinato.cli import options
+from ostinato.config import EngineConfig
 
 
-def doctor(as_json: options.Json = False) -> None:
-    """Show versions, devices and fast paths, with the reason for each one that is off."""
+@options.takes_model(only=options.OF_PLANS)
+def doctor(*, config: EngineConfig, as_json: options.Json = False) -> None:
+    """Show versions, fast paths, what would be captured, what would run eagerly, and why.
+
+    Loads no model.
+    """
     from ostinato.doctor import examine
 
-    found = examine()
+    found = examine(replace(config, show_progress=False))
     if as_json:
         sys.stdout.write(json.dumps(found) + "\n")
         return
@@ -38,3 +45,19 @@ def doctor(as_json: options.Json = False) -> None:
         for name in missing:
             table.add_row(name["path"], name["without"])
         console.print(table)
+    console.print(*_graph_tables(found["graphs"]))
+
+
+def _graph_tables(graphs: dict[str, Any]) -> tuple[Table, Table]:
+    batches = graphs.pop("batches", ())
+    plan = Table(title="What would be captured", show_header=False, title_justify="left")
+    for name, value in graphs.items():
+        plan.add_row(
+            name.replace("_", " "),
+            ", ".join(map(str, value)) if isinstance(value, list) else str(value),
+        )
+    runs = Table("", "", "", title="How batches would run", show_header=False, title_justify="left")
+    for each in batches:
+        colour = "yellow" if each["eager"] else "green"
+        runs.add_row(each["batch"], f"[{colour}]{each['runs']}", each["reason"])
+    return plan, runs

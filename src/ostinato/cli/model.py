@@ -15,12 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ostinato.cli import options
+from ostinato.cli.report import RunFile, check_run_file, write_run_file
 from ostinato.config import EngineConfig
 
 if TYPE_CHECKING:
     from ostinato.llm import LLM
-
-_RANKS = ("tensor_parallel_size", "ulysses_sequence_parallel_size", "shift_parallel_threshold")
 
 
 @options.takes_model()
@@ -36,6 +35,7 @@ def generate(
     adapter: Annotated[
         Path | None, typer.Option(help="Directory of a LoRA adapter, in PEFT's format.")
     ] = None,
+    report: RunFile = None,
     config: EngineConfig,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -46,6 +46,7 @@ def generate(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed
     )
+    check_run_file(report)
     if adapter is not None:
         config = replace(config, enable_lora=True)
     with _open(config, quiet=quiet or as_json) as llm:
@@ -57,11 +58,13 @@ def generate(
         if as_json:
             (result,) = llm.generate(asked, params, adapter=name)
             sys.stdout.write(json.dumps(asdict(result)) + "\n")
+            write_run_file(llm, report)
             return
         for delta in llm.stream(asked, params, adapter=name):
             sys.stdout.write(delta.text if llm.tokenizer else f"{delta.token_ids} ")
             sys.stdout.flush()
         sys.stdout.write("\n")
+        write_run_file(llm, report)
 
 
 @options.takes_model()
@@ -110,14 +113,7 @@ def capture(
     Console().print(table)
 
 
-@options.takes_model(
-    only=(
-        *("device", "attention", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
-        *("mode", "capture_sizes", "max_cudagraph_capture_size", "speculative"),
-        *("enable_lora", "max_loras"),
-        *_RANKS,
-    )
-)
+@options.takes_model(only=options.OF_PLANS)
 def explain(
     *,
     tokens: Annotated[int, typer.Option(help="Tokens in the batch, before padding.")],
@@ -150,7 +146,9 @@ def explain(
     Console().print(table)
 
 
-@options.takes_model(only=("model", "random_weights", "device", "dtype", "swiftkv_layers", *_RANKS))
+@options.takes_model(
+    only=("model", "random_weights", "device", "dtype", "swiftkv_layers", *options.OF_RANKS)
+)
 def tune(
     *,
     config: EngineConfig,

@@ -17,6 +17,15 @@ from ostinato.offload.offload_config import OffloadConfig
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bars.")]
 
+OF_RANKS = ("tensor_parallel_size", "ulysses_sequence_parallel_size", "shift_parallel_threshold")
+# What decides which graphs are captured.
+OF_PLANS = (
+    *("device", "attention", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
+    *("mode", "capture_sizes", "max_cudagraph_capture_size", "speculative"),
+    *("enable_lora", "max_loras"),
+    *OF_RANKS,
+)
+
 # Options whose flag differs from their name.
 _FLAGS = {"capture_sizes": ("--sizes",), "random_weights": ("--random-weights",)}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 # Output paths are left out of the recorded command.
-_PLACES = re.compile(r" --(output|plot|profile)[ =]\S+")
+_PLACES = re.compile(r" --(output|plot|profile|report)[ =]\S+")
 
 
 def write_results(results: dict[str, Any], *, as_json: bool, output: Path | None) -> bool:

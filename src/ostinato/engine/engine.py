@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from os import PathLike
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakSet
 
@@ -15,6 +16,7 @@ import torch
 from ostinato.config import EngineConfig
 from ostinato.engine.adapters import EngineAdapters
 from ostinato.engine.emitter import Emitter
+from ostinato.engine.memory_samples import MemorySamples
 from ostinato.engine.replica_stats import ReplicaStats
 from ostinato.engine.requests.checked_request import CheckedRequest, RequestChecks
 from ostinato.engine.requests.completion import Completion
@@ -25,6 +27,7 @@ from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.engine.weights import EngineWeights
 from ostinato.errors import ClosedError, RequestError
 from ostinato.graphs.capture.closing import Owner, weakly
+from ostinato.graphs.policy.dispatch import RunTime
 from ostinato.loading.load import as_hf
 from ostinato.models.given_tensors import NamedTensors
 from ostinato.runner.step_result import StepResult
@@ -64,7 +67,9 @@ class Engine(Owner):
         self.images = EngineImages(loaded, max_tokens=self.max_model_len)
         self._emitter = Emitter(self.schedulers, self.tokenizer, self.runner.learn)
         self._submissions: WeakSet[Submission] = WeakSet()
-        self._in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._in_flight: deque[tuple[StepPlan, StepResult, float, RunTime]] = deque()
+        self.memory = MemorySamples(self.runner, self.schedulers)
+        self._num_steps, self._last_end = 0, 0.0
         # Batches that may run before the host has read their tokens.
         self._num_ahead = 1 if config.schedules_ahead_on(self.model.device) else 0
         self.grammars = Grammars(
@@ -260,7 +265,8 @@ class Engine(Owner):
         try:
             plan = self.scheduler.schedule()
             if plan.num_tokens:
-                self._in_flight.append((plan, self.runner.run(plan)))
+                started, result = perf_counter(), self.runner.run(plan)
+                self._in_flight.append((plan, result, started, self.runner.stats.run_time))
             catches_up = not plan.num_tokens or len(self._in_flight) > self._num_ahead
             if self._in_flight and catches_up:
                 self._commit_oldest()
@@ -273,12 +279,23 @@ class Engine(Owner):
         return self._emitter.emit() if self._emitter.queued else []
 
     def _commit_oldest(self) -> None:
-        plan, result = self._in_flight.popleft()
+        plan, result, started, run_time = self._in_flight.popleft()
         self.scheduler.prepare_commit(plan)
         events = self.scheduler.commit(plan, result.token_ids())
+        self._count_step(started, run_time)
         if self.grammars.are_used:
             end_complete(events, self.schedulers)
         self._queue(events, result)
+
+    def _count_step(self, started: float, run_time: RunTime) -> None:
+        """A step has ended; since the end of the previous one it had the device to itself."""
+        now = perf_counter()
+        run_time.num_runs += 1
+        run_time.seconds += now - max(started, self._last_end)
+        self._last_end = now
+        self._num_steps += 1
+        if self._num_steps % self.memory.period == 0:
+            self.memory.take()
 
     def _catch_up(self) -> None:
         """Commit all steps in flight: the runner is in the next, and needs their tokens."""
@@ -287,7 +304,9 @@ class Engine(Owner):
 
     def _queue(self, events: Sequence[TokenEvent], result: StepResult) -> None:
         """Keep the events that someone waits for until they are in the outputs."""
-        self._emitter.queued += [(event, result) for event in events if event.is_heard]
+        for event in events:
+            if event.is_heard:
+                self._emitter.queued.append((event, result))
 
     # --- ownership -----------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.attention import create_attention
+from ostinato.attention.base import AttentionBackend
 from ostinato.config import EngineConfig
 from ostinato.errors import BatchError
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
@@ -16,7 +17,7 @@ from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.loading.description import describe
 from ostinato.loading.load import as_hf
 from ostinato.runner.sampling.sampler_graphs import SamplerLaunch
-from ostinato.runner.startup.graph_plans import plan_graphs
+from ostinato.runner.startup.graph_plans import GraphPlans, plan_graphs
 from ostinato.runner.startup.recurrent_models import NO_PREFIX_CACHING
 from ostinato.vision.vision_plan import images_shape, plan_vision
 
@@ -55,17 +56,7 @@ def explain_batch(
         )
     if num_patches < 0:
         raise BatchError(f"num_patches is {num_patches}; give 0 or more")
-    device = config.torch_device()
-    backend = create_attention(config.attention, device)
-    swiftkv = config.swiftkv_layers is not None
-    recurrent = _recurrent_support(config)
-    plans = plan_graphs(
-        config,
-        device,
-        backend,
-        selects_tokens=swiftkv,
-        recurrent_support=AttentionCGSupport.ALWAYS if recurrent is None else recurrent,
-    )
+    backend, recurrent, plans = plan_for(config)
     plan, resolved = plans.for_batch(num_tokens), plans.resolved
     choice = _choice(plan, BatchShape(num_tokens, num_reqs, longest, num_active_loras))
     fits = num_tokens <= plan.max_num_batched_tokens and num_reqs <= plan.max_num_seqs
@@ -98,15 +89,38 @@ def explain_batch(
     if plans.shift:
         answer["model"] = "shift" if plan is plans.shift else "base"
     if num_patches:
-        answer |= _how_images_run(config.vision_capture_sizes(device), num_patches)
+        sizes = config.vision_capture_sizes(config.torch_device())
+        answer |= _how_images_run(sizes, num_patches)
     return answer
 
 
-def _choice(plan: CapturePlan, shape: BatchShape) -> Choice:
+def plan_for(
+    config: EngineConfig,
+) -> tuple[AttentionBackend, AttentionCGSupport | None, GraphPlans]:
+    """The attention, the support of recurrent layers (None: there are none), and the plans."""
+    device = config.torch_device()
+    backend = create_attention(config.attention, device)
+    recurrent = _recurrent_support(config)
+    plans = plan_graphs(
+        config,
+        device,
+        backend,
+        selects_tokens=config.swiftkv_layers is not None,
+        recurrent_support=AttentionCGSupport.ALWAYS if recurrent is None else recurrent,
+    )
+    return backend, recurrent, plans
+
+
+def all_captured(plan: CapturePlan) -> Dispatcher:
+    """Dispatch by ``plan`` as it is once all of it is captured."""
     dispatcher = Dispatcher(plan)
     for entry in plan.entries:
         dispatcher.mark_captured(entry)
-    return dispatcher.dispatch(shape)
+    return dispatcher
+
+
+def _choice(plan: CapturePlan, shape: BatchShape) -> Choice:
+    return all_captured(plan).dispatch(shape)
 
 
 def _how_images_run(sizes: Sequence[int], num_patches: int) -> dict[str, Any]:

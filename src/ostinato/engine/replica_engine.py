@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import astuple
+from time import perf_counter
 
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
@@ -17,10 +18,15 @@ from ostinato.engine.requests.completion import Completion
 from ostinato.engine.start import new_scheduler
 from ostinato.engine.thread_use import one_thread
 from ostinato.errors import SchedulingError
+from ostinato.graphs.policy.dispatch import RunTime
 from ostinato.ranks.steps import LeadingRunner
 from ostinato.runner.step_result import StepResult
 from ostinato.scheduling.placement import Placement
 from ostinato.scheduling.step_plan import StepPlan
+
+# A step in flight: the plan and the result of each replica, when it started, and where the time of
+# replica 0 counts.
+_Step = tuple[list[tuple[StepPlan, StepResult]], float, RunTime]
 
 
 class ReplicaEngine(Engine):
@@ -33,7 +39,7 @@ class ReplicaEngine(Engine):
             scheduler.drafts.stats = self.scheduler.drafts.stats  # counted together
             self.schedulers.append(scheduler)
         self._placement = Placement(self.schedulers)
-        self._steps_in_flight: deque[list[tuple[StepPlan, StepResult]]] = deque()
+        self._steps_in_flight: deque[_Step] = deque()
 
     @one_thread(is_part=True)
     def replica_stats(self) -> list[ReplicaStats]:
@@ -63,11 +69,12 @@ class ReplicaEngine(Engine):
             plans = [scheduler.schedule() for scheduler in self.schedulers]
             has_work = any(plan.num_tokens for plan in plans)
             if has_work:
-                results = self._leader().run_replicas(plans)
-                steps.append(list(zip(plans, results, strict=True)))
+                started, results = perf_counter(), self._leader().run_replicas(plans)
+                run_time = self.runner.stats.run_time if plans[0].num_tokens else RunTime()
+                steps.append((list(zip(plans, results, strict=True)), started, run_time))
             if not steps or (has_work and len(steps) <= self._num_ahead):
                 return []
-            step = steps.popleft()
+            step, started, run_time = steps.popleft()
             for scheduler, (plan, _) in zip(self.schedulers, step, strict=True):
                 scheduler.prepare_commit(plan)
             tokens = [result.token_ids() for _, result in step]  # of all, before any is applied
@@ -75,6 +82,7 @@ class ReplicaEngine(Engine):
                 self.schedulers, step, tokens, strict=True
             ):
                 self._queue(scheduler.commit(plan, sampled), result)
+            self._count_step(started, run_time)
         except BaseException:
             steps.clear()
             self._emitter.take_back_unheard_of()

@@ -18,11 +18,13 @@ from ostinato.config import EngineConfig
 from ostinato.engine.requests.prompt_reader import PromptReader, ReadPrompt
 from ostinato.errors import ConfigError, RequestError
 from ostinato.graphs.capture.closing import Owner, close_each
+from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.llm import LLM
 from ostinato.models.given_tensors import NamedTensors
 from ostinato.options import described, same_options_as
 from ostinato.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, ScoreOutput
 from ostinato.ranks.sharing import Unshared
+from ostinato.report.records import RunReport
 from ostinato.sampling_params import SamplingParams
 from ostinato.serving.async_stream import AsyncStream
 from ostinato.serving.engine_stats import engine_stats
@@ -220,6 +222,17 @@ class AsyncLLM(Owner):
         """Those counts, with the plan, its graphs and the requests in flight."""
         thread = self._thread
         return await self.call(lambda llm: overview(llm, thread))
+
+    async def ledger(self) -> Ledger:
+        """Which memory the captured graphs hold (``LLM.ledger``).
+
+        Use it in the engine's thread: ``await call(lambda llm: llm.ledger().check())``.
+        """
+        return await self.call(lambda llm: llm.ledger())
+
+    async def report(self) -> RunReport:
+        """What the graphs did so far (``LLM.report``). Steps wait while it reads their nodes."""
+        return await self.call(lambda llm: llm.report())
 
     def observe(self, observer: Observer) -> None:
         """Have ``observer`` called with the record of each request that ends, in the engine's

@@ -13,6 +13,7 @@ import pytest
 from serving_models import listening
 
 from ostinato import AsyncLLM, SamplingParams
+from ostinato.report.page import shared_file
 from ostinato.serving.http.app import create_app
 from ostinato.serving.http.page import PAGE_PATHS
 from ostinato.serving.http.server_config import ServerConfig
@@ -84,7 +85,7 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
 def test_contrast(theme: int) -> None:
     """At least 4.5 to 1 for every text on every ground, as WCAG AA has it."""
-    blocks = re.findall(r":root \{([^}]*)\}", text_of("style.css"))
+    blocks = re.findall(r":root \{([^}]*)\}", shared_file("shared.css"))
     assert len(blocks) == 2
     colors = dict(re.findall(r"--([\w-]+): (#\w{6})", blocks[theme]))
     for text in ("ink", "soft", "accent", "second", "warn", "bad"):

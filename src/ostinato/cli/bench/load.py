@@ -11,6 +11,7 @@ import typer
 from ostinato.cli import options
 from ostinato.cli.bench.report import Output, report
 from ostinato.cli.extras import needs_extra
+from ostinato.cli.report import RunFile, check_run_file, write_run_file
 from ostinato.cli.tables import bench_tables as tables
 from ostinato.cli.tables.serve_tables import serve_tables
 from ostinato.config import EngineConfig
@@ -36,6 +37,7 @@ def throughput(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and arrivals.")] = 0,
     repeats: Annotated[int, typer.Option(help="Runs; the median one is reported.")] = 3,
+    run_file: RunFile = None,
     config: EngineConfig,
     as_json: options.Json = False,
     output: Output = None,
@@ -44,6 +46,7 @@ def throughput(
     """Tokens per second and latency of many requests of different lengths."""
     from ostinato.bench.throughput import run
 
+    check_run_file(run_file)
     results = run(
         replace(config, show_progress=False),
         mixes=[name for name in mix.split(",") if name],
@@ -54,6 +57,7 @@ def throughput(
         seed=seed,
         repeats=repeats,
         show_progress=not quiet,
+        observe=lambda llm: write_run_file(llm, run_file),
     )
     report(results, tables.throughput_tables, as_json, output)
 

@@ -1,8 +1,8 @@
 """What a capture's operators touch: one source of the address ledger (``trust.ledger``).
 
 A log holds, for every operator and every Triton kernel that was launched around the dispatcher, the
-memory outside the pool that it was given. References are weak: a log keeps no memory alive, and can
-tell afterwards whether the memory was freed.
+memory outside the pool that it was given, which may be none. References are weak: a log keeps no
+memory alive, and can tell afterwards whether the memory was freed.
 
 A *complete* log saw every operator. On CUDA, captures that are not watched operator by operator
 (``GraphBackend.unguarded``) have an incomplete one, which holds only what cannot be read from the
@@ -79,7 +79,7 @@ class OperatorLog:
         if first_node is not None and first_node == end_node:
             return  # a view, or an allocation: nothing to replay
         touched = tuple(self._touched(given))
-        if touched:
+        if touched or first_node is not None:
             self.calls.append(LoggedCall(str(operator), touched, first_node, end_node))
 
     def note_launch(
@@ -117,7 +117,7 @@ class OperatorLog:
         calls, self.calls = self.calls, []
         for call in calls:
             outside = tuple(each for each in call.touched if not self._in_pool(each.address))
-            if outside:
+            if outside or call.first_node is not None:
                 self.calls.append(call._replace(touched=outside))
         self._count_nodes, self._in_pool = None, _nowhere  # they refer to what was recorded
         used = {id(touched.memory) for call in self.calls for touched in call.touched}

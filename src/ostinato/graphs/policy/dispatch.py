@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from time import monotonic
 
 from ostinato.errors import BatchError, ConfigError
@@ -229,11 +230,21 @@ class Dispatcher:
         return self._eager[key]
 
 
+@dataclass(slots=True)
+class RunTime:
+    """How long batches took together: ``num_runs`` that were timed, and their ``seconds``."""
+
+    num_runs: int = 0
+    seconds: float = 0.0
+
+
 class DispatchStats:
     """Counts replays and padding tokens by key, and eager batches by reason.
 
-    ``last_used``: when a key was last replayed, as ``time.monotonic()``. A repeated choice, as in
-    decoding, costs two additions and a look at the clock.
+    ``times``: by the same, of batches that were timed. What waits for a batch adds its time to the
+    ``run_time`` of the moment when it was recorded. ``last_used``: when a key was last replayed, as
+    ``time.monotonic()``. A repeated choice, as in decoding, costs two additions and a look at the
+    clock.
     """
 
     def __init__(self) -> None:
@@ -248,11 +259,15 @@ class DispatchStats:
         self._last: Choice | None = None
         self._num_runs = self._num_tokens = 0  # of the last choice, not yet counted above
         self._last_run = 0.0
+        self.times: dict[BatchDescriptor | Reason, RunTime] = {}
+        self.run_time = RunTime()
 
     def record(self, choice: Choice, num_tokens: int) -> None:
         if choice is not self._last:
             self._count_last()
             self._last = choice
+            key = choice.reason if choice.mode is CUDAGraphMode.NONE else choice.descriptor
+            self.run_time = self.times.setdefault(key, RunTime())
         self._num_runs += 1
         self._num_tokens += num_tokens
         self._last_run = monotonic()

@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse, Response
 
 from ostinato import __version__
-from ostinato.graphs.policy.descriptor import Reason
+from ostinato.report.page import shared_file
 from ostinato.serving.http.openapi import document
 from ostinato.serving.http.openapi.answer_schemas import DashboardAnswer
 from ostinato.serving.http.state import Served
@@ -26,6 +26,7 @@ _FILES = {
     "/": ("index.html", "text/html; charset=utf-8"),
     "/dashboard/style.css": ("style.css", "text/css; charset=utf-8"),
     "/dashboard/app.js": ("app.js", "text/javascript; charset=utf-8"),
+    "/dashboard/shared.js": ("shared.js", "text/javascript; charset=utf-8"),
     "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 PAGE_PATHS = frozenset(_FILES)
@@ -48,8 +49,7 @@ def create_page_router(served: Served) -> APIRouter:
     recent = RecentRequests()
     served.llm.observe(recent.observe)
     for path, (name, media_type) in _FILES.items():
-        content = (files("ostinato.serving.http") / "dashboard" / name).read_bytes()
-        response = Response(content, media_type=media_type, headers=_HEADERS)
+        response = Response(_content(name), media_type=media_type, headers=_HEADERS)
         router.add_api_route(path, _always(response), include_in_schema=False)
 
     @router.get("/dashboard/data", responses=document.read(DashboardAnswer))
@@ -62,6 +62,14 @@ def create_page_router(served: Served) -> APIRouter:
         )
 
     return router
+
+
+def _content(name: str) -> str:
+    """A file of the dashboard, with what it shares with run reports."""
+    if name == "shared.js":
+        return shared_file(name)
+    own = (files("ostinato.serving.http") / "dashboard" / name).read_text(encoding="utf-8")
+    return shared_file("shared.css") + own if name == "style.css" else own
 
 
 def _always(response: Response) -> Any:
@@ -87,15 +95,11 @@ def _server(served: Served) -> dict[str, Any]:
 
 def _engine(overview: Overview) -> dict[str, Any]:
     stats = overview.stats
-    eager = [
-        {"reason": name, "explanation": Reason[name].value, "steps": steps}
-        for name, steps in sorted(stats.eager.items(), key=lambda each: -each[1])
-    ]
     graphs = [{**asdict(row), "padding_fraction": row.padding_fraction} for row in overview.graphs]
     return {
         "stats": {**asdict(stats), "acceptance_length": stats.acceptance_length},
         "plan": asdict(overview.plan),
         "graphs": graphs,
-        "eager": eager,
+        "eager": [asdict(each) for each in overview.eager],
         "in_flight": [asdict(each) for each in overview.in_flight],
     }

@@ -1,14 +1,13 @@
 // The dashboard: asks for /dashboard/data once a second and shows it. Everything that comes from
 // the server or the model is set as text, never as markup.
 
+import {
+  bar, byId, bytes, count, describe, draw, milliseconds, node, percent, row, seconds, show, showEager, showPlan, sortable, total,
+} from "./shared.js";
+
 const PERIOD_MS = 1000;
 const SHOWN_S = 120; // in the charts
 const KEY = "ostinato-api-key";
-const SVG = "http://www.w3.org/2000/svg";
-
-const byId = (id) => document.getElementById(id);
-const show = (id, text) => { const node = byId(id); if (node.textContent !== text) node.textContent = text; };
-
 // --- asking -------------------------------------------------------------------------------------
 
 function headers(extra = {}) {
@@ -45,95 +44,13 @@ function askForKey(message) {
 byId("ask").addEventListener("cancel", (event) => event.preventDefault());
 byId("ask").addEventListener("close", () => { if (asking) byId("ask").showModal(); });
 
-// --- numbers ------------------------------------------------------------------------------------
-
-const whole = new Intl.NumberFormat("en");
-const count = (value) => whole.format(value);
-
-const plural = (value, noun) => `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
-
-function milliseconds(value) {
-  if (value === undefined || value === null) return "–";
-  if (value >= 1000) return `${(value / 1000).toFixed(value < 10000 ? 2 : 1)} s`;
-  return value < 10 ? `${value.toFixed(1)} ms` : `${Math.round(value)} ms`;
-}
-
-function seconds(value) {
-  if (value < 60) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
-  if (value < 3600) return `${Math.floor(value / 60)} min`;
-  if (value < 86400) return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;
-  return `${Math.floor(value / 86400)} d`;
-}
-
-function bytes(value) {
-  const units = ["B", "KiB", "MiB", "GiB"];
-  let unit = 0;
-  while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
-  return `${unit && value < 100 ? value.toFixed(1) : Math.round(value)} ${units[unit]}`;
-}
-
-function percent(value) {
-  if (value > 0 && value < 0.001) return "<0.1%";
-  return `${(value * 100).toFixed(value > 0 && value < 0.9995 ? 1 : 0)}%`;
-}
-
-function total(counts) {
-  return Object.values(counts).reduce((sum, each) => sum + each, 0);
-}
-
-// --- building nodes -----------------------------------------------------------------------------
-
-function node(name, { text, className, ...attributes } = {}, ...children) {
-  const made = document.createElement(name);
-  if (text !== undefined) made.textContent = text;
-  if (className) made.className = className;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
-
-function row(cells, className) {
-  const made = node("tr", { className });
-  for (const cell of cells) made.append(cell instanceof Node ? cell : node("td", cell));
-  return made;
-}
-
-function bar(value, max, label) {
-  return node("meter", { min: 0, max: Math.max(max, 1), value, "aria-label": label });
-}
-
 // --- charts -------------------------------------------------------------------------------------
 
 const samples = []; // {at, rate, running, waiting}
 
-function line(values, top) {
-  const now = samples.at(-1).at;
-  const across = samples.map((each) => (600 * (1 - (now - each.at) / SHOWN_S)).toFixed(1));
-  const points = values.map((value, index) => `${across[index]} ${(116 - 108 * (value / top)).toFixed(1)}`);
-  return { d: `M${points.join("L")}`, start: across[0] };
-}
-
-function draw(id, series) {
-  const top = Math.max(1, ...series.flatMap((each) => each.values));
-  const paths = [{ className: "grid", d: "M0 8H600" }];
-  series.forEach(({ values, className }, index) => {
-    const { d, start } = line(values, top);
-    if (index === 0) paths.push({ className: "area", d: `${d}L600 116L${start} 116Z` });
-    paths.push({ className, d });
-  });
-  byId(id).replaceChildren(...paths.map(({ className, d }) => {
-    const path = document.createElementNS(SVG, "path");
-    path.setAttribute("d", d);
-    path.setAttribute("class", className);
-    return path;
-  }));
-  return Math.max(0, ...series.flatMap((each) => each.values));
-}
-
 // --- what is shown ------------------------------------------------------------------------------
 
 let last = null;
-let order = { by: "replays", down: true };
 
 function showTiles(data, rate) {
   const { stats, latency, plan } = data;
@@ -167,24 +84,10 @@ function showFlight({ in_flight: requests, stats }) {
   byId("flight").tBodies[0].replaceChildren(...(rows.length ? rows : [row([{ text: "Nothing is running. Send a prompt.", className: "empty", colspan: 5 }])]));
 }
 
-function compare(a, b) {
-  const missing = order.down ? -Infinity : Infinity;
-  const [x, y] = [a[order.by] ?? missing, b[order.by] ?? missing];
-  const ascending = x < y ? -1 : x > y ? 1 : b.num_tokens - a.num_tokens;
-  return order.down && x !== y ? -ascending : ascending;
-}
-
-function describe(graph) {
-  const parts = [`${graph.kind}, ${plural(graph.num_tokens, "token")}`];
-  if (graph.num_reqs !== null && graph.num_reqs !== graph.num_tokens) parts.push(plural(graph.num_reqs, "request"));
-  if (graph.num_loras) parts.push(plural(graph.num_loras, "adapter"));
-  return parts.join(", ");
-}
-
 function showGraphs({ graphs, stats }) {
   show("graphs-count", `${count(graphs.length)}, ${bytes(stats.graph_bytes)}`);
   const most = Math.max(0, ...graphs.map((each) => each.replays));
-  const rows = [...graphs].sort(compare).map((each) => {
+  const rows = sorted(graphs).map((each) => {
     const hits = node("td", { className: "number" }, count(each.replays), bar(each.replays, most, "share of the most used graph"));
     const key = node("th", { scope: "row", text: describe(each) });
     if (each.error) return row([key, { text: each.error, className: "failed", colspan: 4 }, { text: each.mode }]);
@@ -200,33 +103,10 @@ function showGraphs({ graphs, stats }) {
   byId("graphs").tBodies[0].replaceChildren(...(rows.length ? rows : [row([{ text: "There are no graphs: the mode is NONE, and every step runs eagerly.", className: "empty", colspan: 6 }])]));
 }
 
-function showEager({ eager }) {
-  const all = eager.reduce((sum, each) => sum + each.steps, 0);
-  show("eager-count", count(all));
-  const items = eager.map((each) => node("li", {},
-    node("span", { text: each.reason }),
-    node("b", { text: count(each.steps) }),
-    bar(each.steps, all, `${each.reason}, share of the eager steps`),
-    node("span", { text: each.explanation, className: "fine" })));
-  byId("eager").replaceChildren(...(items.length ? items : [node("li", {}, node("span", { text: "Every step so far ran through a graph.", className: "fine" }))]));
-}
-
-function showPlan({ plan, stats, max_model_len: longest, uptime_s: uptime }) {
-  const mode = plan.requested_mode === plan.mode ? plan.mode : `${plan.mode} (asked for: ${plan.requested_mode})`;
-  const entries = [["Mode", mode]];
-  if (plan.changed_because) entries.push(["Because", plan.changed_because]);
-  if (plan.attention) entries.push(["Attention", plan.attention]);
-  entries.push(
-    ["Decode sizes", plan.decode_sizes.map(count).join(", ") || "none"],
-    ["Mixed sizes", plan.mixed_sizes.map(count).join(", ") || "none"],
-    ["Captured", `${count(plan.num_graphs)} graphs in ${seconds(plan.capture_s)}, ${bytes(stats.graph_bytes)}`],
-    ["A step", `at most ${count(plan.max_num_seqs)} requests, ${count(plan.max_num_batched_tokens)} tokens`],
-    ["A request", `at most ${count(longest)} tokens`],
-  );
-  if (plan.num_kv_blocks !== null) entries.push(["KV cache", `${count(plan.num_kv_blocks)} blocks of ${plan.block_size} tokens`]);
-  if (stats.draft_runs) entries.push(["Drafts", `${stats.acceptance_length.toFixed(2)} tokens per request and step`]);
-  entries.push(["Running for", seconds(uptime)]);
-  byId("plan").replaceChildren(...entries.flatMap(([term, text]) => [node("dt", { text: term }), node("dd", { text })]));
+function showPlanNow({ plan, stats, max_model_len: longest, uptime_s: uptime }) {
+  const more = [["A request", `at most ${count(longest)} tokens`]];
+  if (stats.draft_runs) more.push(["Drafts", `${stats.acceptance_length.toFixed(2)} tokens per request and step`]);
+  showPlan(plan, stats.graph_bytes, [...more, ["Running for", seconds(uptime)]]);
 }
 
 function showModels({ model, adapters, task }) {
@@ -249,19 +129,20 @@ function showAll(data) {
   last = data;
   samples.push({ at: data.clock_s, rate: rate ?? 0, running: data.stats.num_running, waiting: data.stats.num_waiting });
   while (data.clock_s - samples[0].at > SHOWN_S) samples.shift();
+  const across = samples.map((each) => 1 - (data.clock_s - each.at) / SHOWN_S);
   show("model", `${data.model} · ${data.plan.mode} · version ${data.version}`);
   document.title = `${rate ? `${Math.round(rate)} tokens/s · ` : ""}Ostinato`;
   showTiles(data, rate);
-  show("chart-rate-peak", `up to ${count(Math.round(draw("chart-rate", [{ values: samples.map((each) => each.rate), className: "" }])))}`);
-  const peak = draw("chart-seqs", [
+  show("chart-rate-peak", `up to ${count(Math.round(draw("chart-rate", across, [{ values: samples.map((each) => each.rate), className: "" }])))}`);
+  const peak = draw("chart-seqs", across, [
     { values: samples.map((each) => each.running), className: "" },
     { values: samples.map((each) => each.waiting), className: "second" },
   ]);
   show("chart-seqs-peak", `up to ${count(peak)}`);
   showFlight(data);
   showGraphs(data);
-  showEager(data);
-  showPlan(data);
+  showEager(data.eager);
+  showPlanNow(data);
   showModels(data);
 }
 
@@ -308,17 +189,7 @@ byId("pause").addEventListener("click", () => {
   if (paused) setStatus("paused");
 });
 
-for (const button of document.querySelectorAll("#graphs [data-sort]")) {
-  const header = button.closest("th");
-  if (button.dataset.sort === order.by) header.setAttribute("aria-sort", "descending");
-  button.addEventListener("click", () => {
-    const by = button.dataset.sort;
-    order = { by, down: order.by === by ? !order.down : by !== "idle_s" && by !== "mode" };
-    for (const each of document.querySelectorAll("#graphs th[aria-sort]")) each.removeAttribute("aria-sort");
-    header.setAttribute("aria-sort", order.down ? "descending" : "ascending");
-    if (last) showGraphs(last);
-  });
-}
+const sorted = sortable(byId("graphs"), () => { if (last) showGraphs(last); });
 
 // --- trying a prompt ----------------------------------------------------------------------------
 

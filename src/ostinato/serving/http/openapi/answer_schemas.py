@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from ostinato.serving.overview import GraphRow, InFlight, Plan
+from ostinato.report.records import EagerRow, GraphRow, Plan
+from ostinato.serving.overview import InFlight
 from ostinato.serving.records import EngineStats
 
 
@@ -180,5 +181,5 @@ class DashboardAnswer(BaseModel):
     stats: EngineStats
     plan: Plan
     graphs: list[GraphRow]
-    eager: list[dict[str, Any]]
+    eager: list[EagerRow]
     in_flight: list[InFlight]
