@@ -21,6 +21,7 @@ from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
+from ostinato.graphs.policy.graph_memory import GraphMemoryReport
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.shadow.report import VerifyReport
 from ostinato.loading.encoders.task import find_task
@@ -144,6 +145,14 @@ class LLM(Owner):
         Empty with ``verify="off"``.
         """
         return self._running.runner.verification
+
+    @property
+    def graph_memory(self) -> GraphMemoryReport:
+        """Memory of the graphs, estimated and taken, and what ``graph_memory`` left out.
+
+        Under ranks, that of rank 0.
+        """
+        return self.engine.runner.graph_memory
 
     @one_thread()
     def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
