@@ -155,6 +155,18 @@ class LLM(Owner):
         return self.engine.runner.graph_memory
 
     @one_thread()
+    def step_shapes(self) -> dict[str, dict[int, int]]:
+        """How many steps had each number of tokens, of decode batches and of mixed ones.
+
+        ``ostinato plan graphs --stats`` reads this, as JSON. Under ranks, of rank 0.
+        """
+        shapes = sorted(self._running.runner.stats.shapes.items())
+        return {
+            kind: {size: count for (uniform, size), count in shapes if uniform is decodes}
+            for kind, decodes in (("decode", True), ("mixed", False))
+        }
+
+    @one_thread()
     def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
         """How many tokens chose each expert of a mixture, by layer number.
 

@@ -26,6 +26,7 @@ from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.graph_memory import GraphMemoryReport
+from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.trust.ledger.sources import pool_ledger
 from ostinato.loading.update import WeightUpdate, write_tensors
@@ -213,18 +214,28 @@ class ModelRunner:
         agreed = self._agreed.step(None)
         if agreed is None:
             return False
-        choice, across = agreed.choice, agreed.num_tokens_across_dp
+        self.run_padding(agreed.choice, agreed.num_tokens_across_dp)
+        return True
+
+    @without_autocast
+    def run_padding(self, choice: Choice, across: torch.Tensor | None = None) -> None:
+        """Enqueue a batch that is all padding, as chosen. It changes no request.
+
+        ``across``: how many tokens each rank runs, if several step together.
+        """
         self._follow_stream()
         self.forget_rows()
         graph = self.graphs.decode_graph(choice) if choice.uniform_decode else None
-        if graph is not None:
-            assert choice.padded_num_reqs is not None, "it is a decode graph"
+        if choice.uniform_decode and choice.mode is not CUDAGraphMode.PIECEWISE:
+            assert choice.padded_num_reqs is not None, "a decode batch has rows"
             self.buffers.set_rows([], choice.padded_num_reqs)
+        if graph is not None:
             self.pool.replay(graph.tape)
+        elif choice.uniform_decode and choice.mode is CUDAGraphMode.NONE:
+            self.graphs.decode(choice, across)
         else:
             metadata = self._mixed.fill(_NO_WORK, choice)
             self.graphs.hidden_states(choice, metadata, choice.padded_num_tokens, across)
-        return True
 
     def _follow_stream(self) -> None:
         """Order this step after the previous one, if that ran on another stream."""

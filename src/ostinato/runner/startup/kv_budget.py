@@ -68,8 +68,10 @@ def activation_bytes(
     config: EngineConfig,
     backend: AttentionBackend,
     speculation: Speculation | None = None,
+    *,
+    logits: bool = True,
 ) -> int:
-    """The peak memory of an eager step of ``num_tokens``, including logits.
+    """The peak memory of an eager step of ``num_tokens``, including ``logits`` if they are set.
 
     With ``speculation``, a draft model reads the step's tokens too.
     """
@@ -109,7 +111,8 @@ def activation_bytes(
     with peak_memory(model.device) as peak:
         with context, model.few_layers():
             hidden = model.forward(inputs.input_ids, inputs.positions)
-        num_sampled = inputs.num_reqs * plan.decode_query_lens[-1]
-        _logits = model.compute_logits(hidden[:num_sampled])  # kept, as in a step
-        read_step(memory, metadata)
+        if logits:
+            num_sampled = inputs.num_reqs * plan.decode_query_lens[-1]
+            _logits = model.compute_logits(hidden[:num_sampled])  # kept, as in a step
+            read_step(memory, metadata)
     return peak.num_bytes
