@@ -21,6 +21,7 @@ from ostinato.engine.text_stream import TextStream
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
+from ostinato.graphs.policy.graph_memory import GraphMemoryReport
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.shadow.report import VerifyReport
 from ostinato.loading.encoders.task import find_task
@@ -146,6 +147,26 @@ class LLM(Owner):
         Empty with ``verify="off"``.
         """
         return self._running.runner.verification
+
+    @property
+    def graph_memory(self) -> GraphMemoryReport:
+        """Memory of the graphs, estimated and taken, and what ``graph_memory`` left out.
+
+        Under ranks, that of rank 0.
+        """
+        return self.engine.runner.graph_memory
+
+    @one_thread()
+    def step_shapes(self) -> dict[str, dict[int, int]]:
+        """How many steps had each number of tokens, of decode batches and of mixed ones.
+
+        ``ostinato plan graphs --stats`` reads this, as JSON. Under ranks, of rank 0.
+        """
+        shapes = sorted(self._running.runner.stats.shapes.items())
+        return {
+            kind: {size: count for (uniform, size), count in shapes if uniform is decodes}
+            for kind, decodes in (("decode", True), ("mixed", False))
+        }
 
     @one_thread()
     def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:

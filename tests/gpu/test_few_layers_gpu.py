@@ -34,8 +34,8 @@ def test_a_step_of_few_layers_takes_the_memory_of_all(monkeypatch: pytest.Monkey
     measure = kv_budget.activation_bytes
     measured: list[list[int]] = []
 
-    def spy(*args: Any) -> int:
-        measured[-1].append(measure(*args))
+    def spy(*args: Any, **options: Any) -> int:
+        measured[-1].append(measure(*args, **options))
         return measured[-1][-1]
 
     def build() -> None:

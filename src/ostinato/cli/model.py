@@ -101,16 +101,25 @@ def capture(
             }
             for report, phase, nodes in reports
         ]
-        resolved = llm.engine.resolved_mode
+        resolved, memory = llm.engine.resolved_mode, llm.graph_memory
     if as_json:
-        sys.stdout.write(json.dumps({"mode": resolved.mode.name, "graphs": rows}) + "\n")
+        for row, (report, *_) in zip(rows, reports, strict=True):
+            row["executable_bytes"] = report.executable_bytes
+        answer = {"mode": resolved.mode.name, "graphs": rows, "memory": asdict(memory)}
+        sys.stdout.write(json.dumps(answer) + "\n")
         return
     table = Table(title=f"{len(rows)} sizes captured, mode {resolved.mode.name}")
     for column in rows[0] if rows else ("nothing captured",):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for row in rows:
         table.add_row(*(_cell(value) for value in row.values()))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print(f"memory estimated: {memory.estimated}")
+    console.print(f"memory taken:     {memory.taken}")
+    for kind, sizes in (("decode", memory.dropped_decode), ("mixed", memory.dropped_mixed)):
+        if sizes:
+            console.print(f"left out, by graph_memory: {kind} sizes {_cell(list(sizes))}")
 
 
 @options.takes_model(only=options.OF_PLANS)

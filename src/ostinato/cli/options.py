@@ -27,7 +27,11 @@ OF_PLANS = (
 )
 
 # Options whose flag differs from their name.
-_FLAGS = {"capture_sizes": ("--sizes",), "random_weights": ("--random-weights",)}
+_FLAGS = {
+    "capture_sizes": ("--sizes",),
+    "mixed_capture_sizes": ("--mixed-sizes",),
+    "random_weights": ("--random-weights",),
+}
 
 
 def takes_model(
@@ -63,8 +67,8 @@ def takes_model(
         @functools.wraps(command)
         def call(**values: Any) -> None:
             graphs = {each.name: values.pop(each.name) for each in of_graphs}
-            if "capture_sizes" in graphs:
-                graphs["capture_sizes"] = integers(graphs["capture_sizes"], "--sizes")
+            for name in graphs.keys() & {"capture_sizes", "mixed_capture_sizes"}:
+                graphs[name] = integers(graphs[name], *_FLAGS[name])
             engine = {each.name: values.pop(each.name) for each in of_engine}
             if engine.get("offload") is not None:
                 engine["offload"] = OffloadConfig.parse(engine["offload"])

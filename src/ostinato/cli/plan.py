@@ -1,25 +1,104 @@
-"""``ostinato plan``: predictions, with all their assumptions. Runs no model."""
+"""``ostinato plan``: predictions, with all their assumptions, and the best capture sizes."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from ostinato.cli import options
 from ostinato.cli.layouts import Layouts, parse_layouts
 from ostinato.cli.results import write_results
 from ostinato.cli.tables import parallel_tables
+from ostinato.config import EngineConfig
+from ostinato.config.memory_size import parse_bytes
 from ostinato.errors import ConfigError
 
-app = typer.Typer(no_args_is_help=True, help="Predict costs, and state the assumptions.")
+if TYPE_CHECKING:
+    from ostinato.planner.graphs.step_costs import StepCosts
+
+app = typer.Typer(no_args_is_help=True, help="Predict costs, and choose what to capture.")
 
 
 @app.callback()
 def main() -> None:
-    """Predict costs, and state the assumptions."""
+    """Predict costs, and choose what to capture."""
+
+
+@app.command()
+@options.takes_model(without=("graph_memory",))
+def graphs(
+    *,
+    trace: Annotated[
+        Path | None, typer.Option(help="Requests, one a line: arrival_s, prompt_tokens, ...")
+    ] = None,
+    stats: Annotated[
+        Path | None, typer.Option(help="LLM.step_shapes() of a running engine, as JSON.")
+    ] = None,
+    costs: Annotated[
+        Path | None, typer.Option(help="Measured costs of steps. Default: measure the model.")
+    ] = None,
+    save_costs: Annotated[Path | None, typer.Option(help="Write the measured costs here.")] = None,
+    max_graphs: Annotated[int | None, typer.Option(help="Most graphs, of both kinds.")] = None,
+    max_seconds: Annotated[float | None, typer.Option(help="Most time to capture them.")] = None,
+    max_memory: Annotated[
+        str | None, typer.Option(help="Most memory for them, pool included: '512M'.")
+    ] = None,
+    config: EngineConfig,
+    as_json: options.Json = False,
+    output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+) -> None:
+    """Choose the sizes to capture: the fastest for observed requests within limits."""
+    from ostinato.graphs.policy.choose_sizes import GraphLimits
+    from ostinato.planner.graphs.observed import read_shapes, shapes_of_trace
+    from ostinato.planner.graphs.plan import plan_graphs
+    from ostinato.planner.graphs.step_costs import StepCosts
+    from ostinato.planner.graphs.trace import read_trace
+
+    if (trace is None) == (stats is None):
+        raise ConfigError("give the observed requests as --trace or as --stats, exactly one")
+    limits = GraphLimits(
+        max_graphs=max_graphs,
+        max_seconds=max_seconds,
+        max_bytes=None if max_memory is None else parse_bytes(max_memory),
+    )
+    requests = None if trace is None else read_trace(trace)
+    known = None if stats is None else read_shapes(stats)
+    if costs is None:
+        measured = _measured(config)
+        if save_costs is not None:
+            measured.write(save_costs)
+    elif save_costs is not None:
+        raise ConfigError("--save-costs writes what is measured, but --costs was given; omit one")
+    else:
+        measured = StepCosts.read(costs)
+    shapes = shapes_of_trace(requests, measured) if requests is not None else known
+    assert shapes is not None, "one of the two was given"
+    results = plan_graphs(shapes, measured, limits)
+    if write_results(results, as_json=as_json, output=output):
+        return
+    table = Table("", "planned", "default", title=f"{results['steps']:,} steps")
+    planned, default = results["planned"], results["default"]
+    for name in ("graphs", "bytes", "capture_seconds", "ms_per_step"):
+        table.add_row(name.replace("_", " "), f"{planned[name]:,.4g}", f"{default[name]:,.4g}")
+    console = Console()
+    console.print(table)
+    console.print(f"{results['gain']:.2%} less time per step than with the default sizes")
+    flags = {"decode": "--sizes", "mixed": "--mixed-sizes"}
+    for kind, sizes in planned["sizes"].items():
+        console.print(f"{flags[kind]} {','.join(map(str, sizes))}", soft_wrap=True)
+
+
+def _measured(config: EngineConfig) -> StepCosts:
+    from ostinato.llm import LLM
+    from ostinato.planner.graphs.step_costs import measure
+
+    with LLM.from_config(replace(config, show_progress=False)) as llm:
+        return measure(llm)
 
 
 @app.command()

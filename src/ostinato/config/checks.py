@@ -135,6 +135,12 @@ def check_parallel(config: EngineConfig) -> None:
                 "ulysses_sequence_parallel_size is 1, so no tokens are split; raise it or omit "
                 "the threshold"
             )
+        if config.graph_memory is not None:
+            raise ConfigError(
+                f"graph_memory {config.graph_memory:,} does not work with "
+                "shift_parallel_threshold, where two models have graphs; leave one of them out, or "
+                "give capture_sizes"
+            )
     if config.data_parallel_lockstep:
         _check_lockstep(config)
     if config.enable_expert_parallel:

@@ -107,6 +107,13 @@ class EngineConfig:
         "Fraction of a GPU's memory for weights, graphs and KV cache together.",
         cli=float,
     )
+    graph_memory: int | str | None = option(
+        None,
+        "Most memory for graphs: bytes, '512M', '0.5GiB'. Sizes that are worth the least are left "
+        "out of the plan until the rest fits; the log and LLM.graph_memory say which. None: no "
+        "limit.",
+        cli=str,
+    )
     attention: str | AttentionBackend = option(
         "auto",
         "Attention backend: 'triton', 'numba', 'torch', or your own object (AttentionBackend in "
@@ -247,6 +254,8 @@ class EngineConfig:
             object.__setattr__(
                 self, "kv_cache_memory_bytes", parse_bytes(self.kv_cache_memory_bytes)
             )
+        if self.graph_memory is not None:
+            object.__setattr__(self, "graph_memory", parse_bytes(self.graph_memory))
         if self.task not in TASKS:
             raise ConfigError(f"task must be one of {', '.join(TASKS)}, got {shown(self.task)}")
         check_lora(self)
@@ -391,14 +400,17 @@ class EngineConfig:
         return default_vision_sizes(device.type)
 
     def mixed_capture_sizes(self, device: torch.device, sp: int = 1) -> tuple[int, ...] | None:
-        """Default sizes of FULL_AND_FULL for mixed batches; None: the same as for decode batches.
+        """Sizes for mixed batches; None: the same as for decode batches.
 
-        Each is one rank's share of a batch that is split over ``sp`` ranks. Sizes that the user
-        chose are for all batches.
+        By default, only FULL_AND_FULL has sizes of its own for them. Each is one rank's share of a
+        batch that is split over ``sp`` ranks. ``capture_sizes`` alone are for all batches.
         """
         graphs = self.graphs
+        _, max_tokens = self.batch_limits(device)
+        if graphs.mixed_capture_sizes is not None:
+            sizes = graphs.mixed_capture_sizes
+            return validate_sizes(sizes, max_num_batched_tokens=max(1, max_tokens // sp))
         chosen = graphs.capture_sizes or graphs.max_cudagraph_capture_size
         if chosen is not None or device.type == "cpu":
             return None
-        _, max_tokens = self.batch_limits(device)
         return default_mixed_sizes(max(1, max_tokens // sp))

@@ -39,6 +39,12 @@ class GraphConfig:
         "Token counts to capture graphs for. None: the default ladder of the device and the mode.",
         cli=str,
     )
+    mixed_capture_sizes: Sequence[int] | None = option(
+        None,
+        "Token counts for batches with prompts, where decode batches have graphs of their own: "
+        "capture_sizes are then for these alone. None: capture_sizes, or the default ladder.",
+        cli=str,
+    )
     vision_capture_sizes: Sequence[int] | None = option(
         None,
         "Numbers of image patches to capture graphs of the vision encoder for, in models that take "
@@ -68,6 +74,9 @@ class GraphConfig:
         if self.capture_sizes is not None:
             sizes = validate_sizes(self.capture_sizes, max_num_batched_tokens=None)
             object.__setattr__(self, "capture_sizes", sizes)
+        if self.mixed_capture_sizes is not None:
+            sizes = validate_sizes(self.mixed_capture_sizes, max_num_batched_tokens=None)
+            object.__setattr__(self, "mixed_capture_sizes", sizes)
         if self.vision_capture_sizes is not None:
             given = self.vision_capture_sizes
             none = isinstance(given, list | tuple) and not given

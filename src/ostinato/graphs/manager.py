@@ -218,6 +218,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
                 else:
                     loop.succeeded(entry)
         self.pool.release_unused()
+        loop.report.buffer_bytes = sum(each.tensor.nbytes for each in self.named_memory())
         return loop.report
 
     def _missing(self) -> list[PlanEntry]:

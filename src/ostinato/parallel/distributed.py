@@ -53,6 +53,7 @@ class DistributedComm(Owner):
         self.ranks = tuple(ranks)
         self.device = torch.device(device)
         groups = _agree_on_groups(self.ranks)
+        before = self._untracked_bytes()
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank())
         # Torch requires every rank of the world to create every group, in the same order.
@@ -64,6 +65,15 @@ class DistributedComm(Owner):
         torch_order = dist.get_process_group_ranks(own)
         self._places = tuple(torch_order.index(rank) for rank in self.ranks)
         self._connect()
+        # Memory of the device that NCCL allocated for its buffers.
+        self.num_bytes = max(0, self._untracked_bytes() - before)
+
+    def _untracked_bytes(self) -> int:
+        """Memory in use on the device that torch's allocator does not know of."""
+        if self.device.type != "cuda":
+            return 0
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)
 
     def _new_group(
         self, members: tuple[int, ...], timeout_s: float | None

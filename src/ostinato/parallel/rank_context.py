@@ -24,7 +24,8 @@ class RankContext:
     the ranks of all. ``is_whole``: the model is not split. ``threshold`` is the largest batch that
     the shift model runs; 0 if there is no shift model. ``spreads_experts``: each rank has some of
     the experts, of all ranks of all replicas; ``replicas`` is the group of the ranks with this rank
-    in each of them, for tensors on the device.
+    in each of them, for tensors on the device. ``communicator_bytes``: memory of the device that
+    connecting to the others took.
     """
 
     layout: ParallelLayout
@@ -36,6 +37,7 @@ class RankContext:
     is_whole: bool = False
     spreads_experts: bool = False
     replicas: Comm = field(default_factory=NoComm)
+    communicator_bytes: int = 0
 
     def check_same(self, name: str, value: str) -> None:
         """Raise on every rank unless ``value`` is the same on all. ``name`` is for the error."""

@@ -127,7 +127,7 @@ class PoolingRunner:
         if not self.manager.needs_capture():
             warn_of_no_capture(len(self.plan.entries), self.plan.mode)
             return 0
-        self.capture_bytes = measured_capture(self._capture, self.pool)
+        self.capture_bytes = measured_capture(self._capture, self.pool).total
         self.ledger.update()
         return self.capture_bytes
 

@@ -127,6 +127,7 @@ class World:
             is_whole=layout.world_size == 1 and not spreads_experts,
             spreads_experts=spreads_experts,
             replicas=replicas,
+            communicator_bytes=sum(comm.num_bytes for comm in self._comms.values()),
         )
 
     def _make_groups(self, lockstep: bool) -> DistributedComm:

@@ -5,33 +5,52 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.counters import compilation_counter
+from ostinato.graphs.policy.graph_memory import GraphMemory, GraphMemoryReport
 from ostinato.graphs.policy.modes import CUDAGraphMode
 
 logger = logging.getLogger(__name__)
 
 
-def measured_capture(capture: Callable[[], CaptureReport], pool: GraphPool) -> int:
-    """Run ``capture``, which captures into ``pool``; log and return the bytes it took.
+def measured_capture(capture: Callable[[], CaptureReport], pool: GraphPool) -> GraphMemory:
+    """Run ``capture``, which captures into ``pool``; log and return the memory it took.
 
-    On CUDA these are of the whole device.
+    On CUDA the total is of the whole device: another process there may change it meanwhile.
     """
     compilation_counter.num_gpu_runner_capture_triggers += 1
-    start, bytes_before = time.perf_counter(), _used_bytes(pool)
+    pool.release_unused()  # of earlier work, which the capture would free, too
+    backend = pool.backend
+    start, used = time.perf_counter(), _used_bytes(pool)
+    in_pool, workspaces = pool.num_bytes, backend.workspace_bytes()
     report = capture()
-    taken = _used_bytes(pool) - bytes_before
+    known = GraphMemory(
+        pool=pool.num_bytes - in_pool,
+        executable=report.executable_bytes,
+        buffers=report.buffer_bytes,
+        workspaces=backend.workspace_bytes() - workspaces,
+    )
+    rest = 0 if used is None else (_used_bytes(pool) or 0) - used - known.total
+    taken = replace(known, driver=rest)
     logger.info(
-        "captured %d graphs in %.2f s, %.3f GiB",
+        "captured %d graphs in %.2f s, %s",
         report.num_graphs,
         time.perf_counter() - start,
-        taken / 2**30,
+        taken,
     )
     return taken
+
+
+def compare_with_estimate(memory: GraphMemoryReport) -> None:
+    """Log how much the graphs took against the estimate; a warning if that was wrong."""
+    level = logging.INFO if memory.is_as_estimated else logging.WARNING
+    estimated, taken = memory.estimated, memory.taken
+    logger.log(level, "memory of the graphs: estimated %s, taken %s", estimated, taken)
 
 
 def warn_of_no_capture(num_planned: int, mode: CUDAGraphMode) -> None:
@@ -42,9 +61,10 @@ def warn_of_no_capture(num_planned: int, mode: CUDAGraphMode) -> None:
         logger.warning("no graphs are captured: the graph mode (GraphConfig.mode) is %s", mode.name)
 
 
-def _used_bytes(pool: GraphPool) -> int:
+def _used_bytes(pool: GraphPool) -> int | None:
+    """Memory in use on the whole device; None for the CPU, whose memory has other uses."""
     if pool.device.type != "cuda":
-        return pool.num_bytes
+        return None
     # Not the device: that would break a capture in another engine's thread.
     torch.cuda.current_stream(pool.device).synchronize()
     free, total = torch.cuda.mem_get_info(pool.device)

@@ -11,6 +11,7 @@ Two models may share all of it: small batches then run the second (``SmallBatchM
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,8 @@ from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
+from ostinato.graphs.policy.graph_memory import GraphMemoryReport
+from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.trust.ledger.sources import pool_ledger
 from ostinato.loading.update import WeightUpdate, write_tensors
@@ -52,7 +55,7 @@ if TYPE_CHECKING:
     from ostinato.vision.image_inputs import ImageInputs
 
 # Memory of a decode step beside its logits: hidden states, and what the sampler needs.
-_BESIDE_LOGITS = 8 * 2**20
+BESIDE_LOGITS = 8 * 2**20
 _NO_WORK = SchedulePlan.of([], 0, [])
 
 
@@ -129,6 +132,7 @@ class ModelRunner:
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
+        self.graph_memory = GraphMemoryReport()
         self.ledger = pool_ledger(self.pool, RunnerMemory(self.models, memory))
         self.execution = execution(memory, self._all_graphs, self.samplers, self.pool, self.ledger)
         self.verification = self.execution.report
@@ -210,18 +214,28 @@ class ModelRunner:
         agreed = self._agreed.step(None)
         if agreed is None:
             return False
-        choice, across = agreed.choice, agreed.num_tokens_across_dp
+        self.run_padding(agreed.choice, agreed.num_tokens_across_dp)
+        return True
+
+    @without_autocast
+    def run_padding(self, choice: Choice, across: torch.Tensor | None = None) -> None:
+        """Enqueue a batch that is all padding, as chosen. It changes no request.
+
+        ``across``: how many tokens each rank runs, if several step together.
+        """
         self._follow_stream()
         self.forget_rows()
         graph = self.graphs.decode_graph(choice) if choice.uniform_decode else None
-        if graph is not None:
-            assert choice.padded_num_reqs is not None, "it is a decode graph"
+        if choice.uniform_decode and choice.mode is not CUDAGraphMode.PIECEWISE:
+            assert choice.padded_num_reqs is not None, "a decode batch has rows"
             self.buffers.set_rows([], choice.padded_num_reqs)
+        if graph is not None:
             self.pool.replay(graph.tape)
+        elif choice.uniform_decode and choice.mode is CUDAGraphMode.NONE:
+            self.graphs.decode(choice, across)
         else:
             metadata = self._mixed.fill(_NO_WORK, choice)
             self.graphs.hidden_states(choice, metadata, choice.padded_num_tokens, across)
-        return True
 
     def _follow_stream(self) -> None:
         """Order this step after the previous one, if that ran on another stream."""
@@ -310,18 +324,24 @@ class ModelRunner:
             num_planned = sum(len(graphs.plan.entries) for graphs in self._all_graphs)
             warn_of_no_capture(num_planned, self.plan.mode)
             return 0
-        self.capture_bytes = measured_capture(partial(self._capture, missing), self.pool)
+        taken = measured_capture(partial(self._capture, missing), self.pool)
+        self.capture_bytes = taken.total
+        communicator = self.graph_memory.estimated.communicator  # connected before
+        taken = replace(taken, communicator=communicator)
+        self.graph_memory = replace(self.graph_memory, taken=taken)
         self.ledger.update()
         return self.capture_bytes
 
     def _capture(self, missing: Sequence[ModelGraphs]) -> CaptureReport:
         self._follow_stream()
         self.forget_rows()
-        self.pool.reserve(max(graphs.largest_tensor() for graphs in missing) + _BESIDE_LOGITS)
+        self.pool.reserve(max(graphs.largest_tensor() for graphs in missing) + BESIDE_LOGITS)
         report = self.capture_report = CaptureReport()
         for graphs in missing:
             self.buffers.reset()
-            report.entries += graphs.capture().entries
+            captured = graphs.capture()
+            report.entries += captured.entries
+            report.buffer_bytes += captured.buffer_bytes
         self.execution.try_captured(missing, self._set_batch)
         self.forget_rows()
         return report

@@ -35,6 +35,14 @@ class Graph(Protocol):
     def replay(self) -> None:
         """Run the recorded work on the current stream. Does not synchronise."""
 
+    @property
+    def executable_bytes(self) -> int:
+        """Memory that the recording itself takes, beside the pool's; 0 once it is closed.
+
+        CUDA's driver allocates it in chunks for several graphs, and the graph that needed a new
+        chunk has all of it: only sums over many graphs mean something.
+        """
+
     def close(self) -> None:
         """Release the recording. A closed graph must not be replayed."""
 
@@ -121,6 +129,12 @@ class GraphBackend(Protocol):
 
     def pool_bytes(self) -> int:
         """Memory the pool holds."""
+
+    def workspace_bytes(self) -> int:
+        """Memory of libraries' workspaces that the pool's graphs write to."""
+
+    def untracked_bytes(self) -> int:
+        """Memory in use on the device that torch's allocator does not know of, by any process."""
 
     def memory_ranges(self) -> list[MemoryRange]:
         """The pool's memory, its libraries' workspaces, and on CUDA all other memory of torch."""

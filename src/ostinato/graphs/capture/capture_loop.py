@@ -25,20 +25,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EntryReport:
-    """The cost of capturing one entry. ``error`` is set if it failed and runs eagerly instead."""
+    """The cost of capturing one entry. ``error`` is set if it failed and runs eagerly instead.
+
+    ``num_bytes``: memory that it added to the pool, which later entries share.
+    ``executable_bytes``: memory of the graphs themselves. CUDA's driver allocates that in chunks
+    for several graphs, and the entry that needed a new chunk has all of it: only sums over many
+    entries mean something.
+    """
 
     entry: PlanEntry
     num_graphs: int
     num_bytes: int
     seconds: float
     error: str | None = None
+    executable_bytes: int = 0
 
 
 @dataclass(kw_only=True)
 class CaptureReport:
-    """The cost of capturing a plan. ``entries``: one report for each, in the order of capture."""
+    """The cost of capturing a plan. ``entries``: one report for each, in the order of capture.
+
+    ``buffer_bytes``: of the buffers that FULL graphs copy their outputs to.
+    """
 
     entries: list[EntryReport] = field(default_factory=list)
+    buffer_bytes: int = 0
 
     @property
     def num_graphs(self) -> int:
@@ -49,6 +60,11 @@ class CaptureReport:
     def num_bytes(self) -> int:
         """Memory that the entries added to the pool."""
         return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def executable_bytes(self) -> int:
+        """Memory of the graphs themselves, beside the pool."""
+        return sum(entry.executable_bytes for entry in self.entries)
 
     @property
     def seconds(self) -> float:
@@ -115,6 +131,7 @@ class CaptureLoop:
                 self._outer_error = sys.exception()
                 self._start, self._serial_before = time.perf_counter(), pool.serial
                 self._bytes_before, self._graphs_before = pool.num_bytes, pool.num_graphs_captured
+                self._executables_before = pool.executable_bytes_captured
                 yield entry
 
     def succeeded(self, entry: PlanEntry) -> None:
@@ -148,6 +165,7 @@ class CaptureLoop:
         self._note(entry, 0, str(wrapped))
 
     def _note(self, entry: PlanEntry, num_graphs: int, error: str | None = None) -> None:
+        executables = self._pool.executable_bytes_captured - self._executables_before
         self.report.entries.append(
             EntryReport(
                 entry=entry,
@@ -155,6 +173,7 @@ class CaptureLoop:
                 num_bytes=self._pool.num_bytes - self._bytes_before,
                 seconds=time.perf_counter() - self._start,
                 error=error,
+                executable_bytes=0 if error else executables,
             )
         )
 

@@ -138,7 +138,8 @@ class GraphPool(Owner):
         self._sessions = 0
         self._closed = False
         self.serial = 0  # of the last successful capture
-        self.num_graphs_captured = 0  # in total; a capture with breaks has several graphs
+        # In total; a capture with breaks has several graphs.
+        self.num_graphs_captured = self.executable_bytes_captured = 0
         # In an eager break of a recording or a replay: the captures that may be replayed there.
         self._inside: range | None = None
         self._replaying_breaks = False
@@ -257,6 +258,7 @@ class GraphPool(Owner):
         self.serial += 1
         tape.serial = self.serial
         self.num_graphs_captured += len(tape.graphs)
+        self.executable_bytes_captured += sum(each.executable_bytes for each in tape.graphs)
         return Captured(tape=tape, output=output)
 
     def _check_memory_order(self) -> None:

@@ -257,26 +257,27 @@ class DispatchStats:
         self._eager: Counter[Reason] = Counter()
         self._replayed_tokens = 0
         self._last: Choice | None = None
-        self._num_runs = self._num_tokens = 0  # of the last choice, not yet counted above
+        self._shapes: Counter[tuple[bool, int]] = Counter()
+        self._num_runs = self._num_tokens = 0  # of the last batch, not yet counted above
         self._last_run = 0.0
         self.times: dict[BatchDescriptor | Reason, RunTime] = {}
         self.run_time = RunTime()
 
     def record(self, choice: Choice, num_tokens: int) -> None:
-        if choice is not self._last:
+        if choice is not self._last or num_tokens != self._num_tokens:
             self._count_last()
-            self._last = choice
+            self._last, self._num_tokens = choice, num_tokens
             key = choice.reason if choice.mode is CUDAGraphMode.NONE else choice.descriptor
             self.run_time = self.times.setdefault(key, RunTime())
         self._num_runs += 1
-        self._num_tokens += num_tokens
         self._last_run = monotonic()
 
     def _count_last(self) -> None:
-        choice, num_runs, num_tokens = self._last, self._num_runs, self._num_tokens
-        self._num_runs = self._num_tokens = 0
+        choice, num_runs = self._last, self._num_runs
+        num_tokens, self._num_runs = self._num_tokens * num_runs, 0
         if choice is None or num_runs == 0:
             return
+        self._shapes[choice.uniform_decode, self._num_tokens] += num_runs
         if choice.mode is CUDAGraphMode.NONE:
             self._eager[choice.reason] += num_runs
             return
@@ -289,6 +290,12 @@ class DispatchStats:
     def replays(self) -> Counter[BatchDescriptor]:
         self._count_last()
         return self._replays
+
+    @property
+    def shapes(self) -> Counter[tuple[bool, int]]:
+        """Batches by their number of tokens before padding, and by whether they decode."""
+        self._count_last()
+        return self._shapes
 
     @property
     def eager(self) -> Counter[Reason]:

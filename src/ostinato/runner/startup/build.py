@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from ostinato.attention import create_attention
 from ostinato.attention.base import AttentionBackend
 from ostinato.config import EngineConfig
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
+from ostinato.graphs.policy.graph_memory import GraphMemoryReport
 from ostinato.graphs.policy.modes import AttentionCGSupport, ResolvedMode
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.loading.load import LoadedModel, load_model
@@ -24,11 +26,13 @@ from ostinato.models.base import CausalLM
 from ostinato.models.native.decoder import Decoder
 from ostinato.ops.triton.compile_ahead import triton_starting
 from ostinato.parallel.context.context_parallel import ContextParallelAttention, part_of
+from ostinato.runner.capture_run import compare_with_estimate
 from ostinato.runner.kv_cache import bytes_per_block, size_cache
 from ostinato.runner.model_runner import ModelRunner
 from ostinato.runner.small_batch_model import SmallBatchModel
 from ostinato.runner.startup import recurrent_models
 from ostinato.runner.startup.compile_kernels import compile_kernels
+from ostinato.runner.startup.graph_memory import GraphEstimate
 from ostinato.runner.startup.graph_plans import GraphPlans, plan_graphs
 from ostinato.runner.startup.kv_budget import kv_cache_budget
 from ostinato.runner.verify.verified_execution import VerifiedExecution
@@ -102,8 +106,16 @@ def build_runner(
     specs = [*model.attention_specs, *(speculation.attention_specs if speculation else ())]
     per_block = bytes_per_block(specs, config.block_size, model.dtype)
     reserved = 0 if images is None else images.reserved_bytes
+    plans, memory = _within_memory(config, model, plans, backend, rank_context)
+    plan = plans.model
     budget = kv_cache_budget(
-        config, model, plans, backend, reserved=reserved, speculation=speculation
+        config,
+        model,
+        plan,
+        backend,
+        graphs=memory.estimated.total - memory.estimated.communicator,
+        reserved=reserved,
+        speculation=speculation,
     )
     budget = recurrent_models.without_states(budget, model, plan.max_num_seqs)
     cache = size_cache(
@@ -129,14 +141,53 @@ def build_runner(
         **({} if speculation is None else {"speculation": speculation}),
         **_verified(config, rank_context),
     )
+    runner.graph_memory = memory
     try:
         runner.compile_model()
         runner.capture_model()
+        if plan.entries:
+            compare_with_estimate(runner.graph_memory)
     except BaseException as error:
         runner.close()
         name_the_remedy(error)
         raise
     return runner, plans.resolved
+
+
+def _within_memory(
+    config: EngineConfig,
+    model: CausalLM,
+    plans: GraphPlans,
+    backend: AttentionBackend,
+    rank_context: RankContext | None,
+) -> tuple[GraphPlans, GraphMemoryReport]:
+    """The plans whose graphs are estimated to fit ``graph_memory``, and that estimate."""
+    estimate, budget = GraphEstimate.measure(config, model, plans, backend), config.graph_memory
+    within = plans
+    if budget is not None:
+        within = estimate.within(plans, int(budget))
+        if rank_context is not None:
+            rank_context.check_same("the graphs within graph_memory", _digest(within))
+    before, after = plans.model, within.model
+    memory = GraphMemoryReport(
+        estimated=replace(
+            estimate.of(within),
+            communicator=0 if rank_context is None else rank_context.communicator_bytes,
+        ),
+        budget=None if budget is None else int(budget),
+        dropped_decode=_dropped(before, after, uniform=True),
+        dropped_mixed=_dropped(before, after, uniform=False),
+    )
+    return within, memory
+
+
+def _dropped(before: CapturePlan, after: CapturePlan, *, uniform: bool) -> tuple[int, ...]:
+    """Sizes that have graphs of a kind in the one plan, but not in the other."""
+    sizes, kept = (
+        {each.descriptor.num_tokens for each in plan.entries if each.descriptor.uniform is uniform}
+        for plan in (before, after)
+    )
+    return tuple(sorted(sizes - kept))
 
 
 def _verified(config: EngineConfig, rank_context: RankContext | None) -> dict[str, Any]:

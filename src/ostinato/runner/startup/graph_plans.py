@@ -84,6 +84,8 @@ def plan_graphs(
     )
     sizes = () if resolved.mode is CUDAGraphMode.NONE else config.capture_sizes(device)
     separate = resolved.mode is CUDAGraphMode.FULL_AND_FULL
+    if config.graphs.mixed_capture_sizes is not None:
+        separate = resolved.mode is not CUDAGraphMode.NONE  # the plan refuses modes without them
     mixed_sizes = config.mixed_capture_sizes(device) if separate else None
     whole = CapturePlan.build(
         resolved.mode,

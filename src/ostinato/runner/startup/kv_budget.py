@@ -19,47 +19,35 @@ from ostinato.parallel.context.context_parallel import part_of
 from ostinato.recurrent.chunks import most_chunks
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.sampling.draft_sampling import read_step
-from ostinato.runner.startup.graph_plans import GraphPlans
+from ostinato.runner.startup.peak_memory import peak_memory
 from ostinato.runner.step_memory import StepMemory
 
 if TYPE_CHECKING:
     from ostinato.speculative.speculation import Speculation
 
-# Driver memory of a captured graph for each layer, outside the pool; measured on an H200.
-_BYTES_PER_GRAPH_LAYER = 2**16
-
 
 def kv_cache_budget(
     config: EngineConfig,
     model: CausalLM,
-    plans: GraphPlans,
+    plan: CapturePlan,
     backend: AttentionBackend,
     *,
+    graphs: int = 0,
     reserved: int = 0,
     speculation: Speculation | None = None,
 ) -> int:
     """Bytes for the KV cache: as configured, or the CUDA memory left by weights, steps, graphs.
 
-    ``reserved``: bytes that something else will allocate.
+    ``graphs``: the estimated bytes of graphs. ``reserved``: bytes that something else will
+    allocate.
     """
     if config.kv_cache_memory_bytes is not None:
         return int(config.kv_cache_memory_bytes)
     if model.device.type != "cuda":
         return CPU_KV_CACHE_BYTES
-    plan = plans.model
     most = plan.padded_tokens(plan.max_num_batched_tokens)
     # Also where every batch has a graph: the largest one is warmed up before its capture allocates.
     eager = activation_bytes(model, plan, most, config, backend, speculation) + reserved
-    graphs = 0
-    # A second model captures into the same pool, and its activations are no larger.
-    entries = [*plan.entries, *(plans.shift.entries if plans.shift is not None else ())]
-    if entries:
-        largest = max(entry.descriptor.num_tokens for entry in entries)
-        graphs = activation_bytes(model, plan, plan.padded_tokens(largest), config, backend)
-        num_layers = len(model.attention_specs) + len(model.recurrent_specs)
-        graphs += len(entries) * num_layers * _BYTES_PER_GRAPH_LAYER
-        if plan.mode.mixed_mode() is CUDAGraphMode.FULL:  # their outputs are copied to a buffer
-            graphs += largest * model.hidden_size * model.dtype.itemsize
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(model.device)
     budget = int(total * config.gpu_memory_utilization) - (total - free) - eager - graphs
@@ -80,8 +68,10 @@ def activation_bytes(
     config: EngineConfig,
     backend: AttentionBackend,
     speculation: Speculation | None = None,
+    *,
+    logits: bool = True,
 ) -> int:
-    """The peak memory of an eager step of ``num_tokens``, including logits.
+    """The peak memory of an eager step of ``num_tokens``, including ``logits`` if they are set.
 
     With ``speculation``, a draft model reads the step's tokens too.
     """
@@ -116,13 +106,13 @@ def activation_bytes(
         uniform_decode=inputs.num_reqs == num_tokens,
         query_lens=most_chunks(num_tokens, inputs.num_reqs),
     )
-    torch.cuda.reset_peak_memory_stats(model.device)
-    before = torch.cuda.memory_allocated(model.device)
     assert inputs.input_ids is not None
     context = set_forward_context(batch_descriptor=entry.descriptor, attn_metadata=metadata)
-    with context, model.few_layers():
-        hidden = model.forward(inputs.input_ids, inputs.positions)
-    num_sampled = inputs.num_reqs * plan.decode_query_lens[-1]
-    _logits = model.compute_logits(hidden[:num_sampled])  # kept, as in a step
-    read_step(memory, metadata)
-    return torch.cuda.max_memory_allocated(model.device) - before
+    with peak_memory(model.device) as peak:
+        with context, model.few_layers():
+            hidden = model.forward(inputs.input_ids, inputs.positions)
+        if logits:
+            num_sampled = inputs.num_reqs * plan.decode_query_lens[-1]
+            _logits = model.compute_logits(hidden[:num_sampled])  # kept, as in a step
+            read_step(memory, metadata)
+    return peak.num_bytes

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -26,6 +28,9 @@ from ostinato.graphs.backends.guard import (
     source_of_error,
 )
 from ostinato.graphs.backends.operator_log import OperatorLog
+
+# What torch allocates for an alias of memory, beside its Python object; resident set, torch 2.11.
+_BYTES_PER_TENSOR = 350
 
 
 class CpuGraph:
@@ -64,9 +69,29 @@ class CpuGraph:
                 step()
                 after(count)
 
+    @property
+    def executable_bytes(self) -> int:
+        return sys.getsizeof(self._steps) + sum(map(_step_bytes, self._steps))
+
     def close(self) -> None:
         self._steps = []
         self.arena_bytes = 0
+
+
+def _step_bytes(step: object) -> int:
+    """Memory of one call: the objects that only it refers to, and torch's part of its tensors."""
+    if isinstance(step, torch.Tensor):
+        return sys.getsizeof(step) + _BYTES_PER_TENSOR
+    parts: Iterable[object] = ()
+    if isinstance(step, partial):
+        parts = (*step.args, *step.keywords.values())
+    elif isinstance(step, (list, tuple)):
+        parts = step
+    elif isinstance(step, dict):
+        parts = step.values()
+    elif not callable(step):
+        return 0  # numbers and dtypes, which are shared
+    return sys.getsizeof(step) + sum(map(_step_bytes, parts))
 
 
 class CpuBackend:
@@ -140,6 +165,12 @@ class CpuBackend:
 
     def pool_bytes(self) -> int:
         return self._arena.peak_bytes
+
+    def workspace_bytes(self) -> int:
+        return 0
+
+    def untracked_bytes(self) -> int:
+        return 0
 
     def memory_ranges(self) -> list[MemoryRange]:
         return [MemoryRange(*self._arena.addresses, RangeKind.POOL)]

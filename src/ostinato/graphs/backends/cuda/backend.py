@@ -20,7 +20,7 @@ from ostinato.graphs.backends.cuda.device import DrawOrder, StreamLease, capture
 from ostinato.graphs.backends.cuda.memory_map import torch_memory
 from ostinato.graphs.backends.cuda.memory_pool import CudaMemoryPool
 from ostinato.graphs.backends.cuda.nodes import CAN_READ_NODES, mapped_memory, read_nodes
-from ostinato.graphs.backends.graph_node import GraphNode, MemoryRange
+from ostinato.graphs.backends.graph_node import GraphNode, MemoryRange, RangeKind
 from ostinato.graphs.backends.guard import (
     CaptureGuard,
     compiler_error,
@@ -45,6 +45,7 @@ class CudaGraph:
         log: OperatorLog,
     ) -> None:
         self.num_nodes = num_nodes
+        self.executable_bytes = 0
         self.log = log
         self._graph: torch.cuda.CUDAGraph | None = graph
         # Bound once, because every step calls it.
@@ -63,6 +64,7 @@ class CudaGraph:
 
     def close(self) -> None:
         self.replay = replay_closed
+        self.executable_bytes = 0
         self._graph = None
         self._retire()
 
@@ -172,7 +174,7 @@ class CudaBackend:
         graph, invalidated = self._stop_recording()
         if invalidated is not None:
             raise self._translate(invalidated, invalidated)
-        num_nodes = None
+        num_nodes, untracked = None, self.untracked_bytes()
         if HAS_BINDINGS:
             num_nodes = count_nodes(graph)
             graph.instantiate()
@@ -181,7 +183,8 @@ class CudaBackend:
         self._log.finish()
         recorded = CudaGraph(graph, self._pool_in_use, num_nodes, self._log)
         before = self._num_drawn()
-        self._shared.draws.replay(graph)
+        self._shared.draws.replay(graph)  # the first launch also moves the graph to the device
+        recorded.executable_bytes = max(0, self.untracked_bytes() - untracked)
         if self._num_drawn() != before:
             recorded.order_draws(self._shared.draws, graph)
         return recorded
@@ -238,6 +241,14 @@ class CudaBackend:
         self._list_segments()
         return sum(size for _, size in self._segments)
 
+    def workspace_bytes(self) -> int:
+        ranges = self.memory_ranges()
+        return sum(each.end - each.start for each in ranges if each.kind is RangeKind.WORKSPACE)
+
+    def untracked_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(total - free) - self._reserved_by_torch()
+
     def memory_ranges(self) -> list[MemoryRange]:
         pool = None if self._pool is None else self._pool.memory.id
         workspaces = () if self._lease is None else (self._lease.workspace_pool,)
@@ -290,11 +301,14 @@ class CudaBackend:
 
     def _list_segments(self) -> None:
         """List the pool's segments. This is slow, so it runs only after torch reserved more."""
-        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
-        reserved = int(stats["reserved_bytes"]["all"]["current"])
+        reserved = self._reserved_by_torch()
         if self._pool is not None and reserved != self._segments_seen_at:
             self._segments = self._pool.segments()
             self._segments_seen_at = reserved
+
+    def _reserved_by_torch(self) -> int:
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        return int(stats["reserved_bytes"]["all"]["current"])
 
     def _stop_recording(self) -> tuple[torch.cuda.CUDAGraph, RuntimeError | None]:
         """End the capture. The error is set if the capture was invalidated."""

@@ -1,0 +1,61 @@
+"""Bytes that graphs take, by what takes them: measured, estimated, and the two compared."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, field
+
+MOST_OFF_BYTES = 32 * 2**20
+MOST_OFF_FRACTION = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphMemory:
+    """What takes memory when graphs are captured, in bytes.
+
+    ``pool``: tensors inside the graphs, which all graphs share. ``executable``: the graphs
+    themselves, nodes and parameters. ``buffers``: outputs of FULL graphs. ``workspaces``: scratch
+    memory of libraries that graphs call. ``communicator``: buffers for collectives, taken when the
+    ranks connect. ``driver``: the rest, such as code of kernels that a capture loads.
+    """
+
+    pool: int = 0
+    executable: int = 0
+    buffers: int = 0
+    workspaces: int = 0
+    communicator: int = 0
+    driver: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+    def __str__(self) -> str:
+        parts = [f"{name} {in_words(count)}" for name, count in vars(self).items() if count]
+        return f"{in_words(self.total)} ({', '.join(parts) or 'nothing'})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphMemoryReport:
+    """The memory of an engine's graphs: as estimated before their capture, and as it is.
+
+    ``budget``: the most that was allowed (``graph_memory``), if it was limited. ``dropped_decode``
+    and ``dropped_mixed``: sizes that were left out of the plan for it, in numbers of tokens.
+    """
+
+    estimated: GraphMemory = field(default_factory=GraphMemory)
+    taken: GraphMemory = field(default_factory=GraphMemory)
+    budget: int | None = None
+    dropped_decode: tuple[int, ...] = ()
+    dropped_mixed: tuple[int, ...] = ()
+
+    @property
+    def is_as_estimated(self) -> bool:
+        """Whether both totals differ by at most 32 MiB or a tenth of what was taken."""
+        most = max(MOST_OFF_BYTES, MOST_OFF_FRACTION * self.taken.total)
+        return abs(self.estimated.total - self.taken.total) <= most
+
+
+def in_words(num_bytes: int) -> str:
+    """The amount for people: "1.5 MiB"."""
+    unit, size = ("MiB", 2**20) if abs(num_bytes) >= 2**20 else ("KiB", 2**10)
+    return f"{num_bytes / size:.1f} {unit}"
