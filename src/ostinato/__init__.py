@@ -18,6 +18,7 @@ _HOME = {
     "AttentionMetadata": "attention.base",
     "AttentionSpec": "attention.base",
     "BatchDescriptor": "graphs.policy.descriptor",
+    "AsleepError": "errors",
     "BatchError": "errors",
     "BatchShape": "graphs.policy.descriptor",
     "CaptureError": "errors",
@@ -86,6 +87,7 @@ _HOME = {
     "set_forward_context": "graphs.capture.context",
     "Speculation": "speculative.speculation",
     "SpeculationStats": "scheduling.draft_steps",
+    "SleepError": "errors",
     "StaleGraphError": "errors",
     "StructuredOutputsParams": "structured.params",
     "SuffixDrafts": "speculative.options",
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
     from ostinato.attention.base import AttentionSpec as AttentionSpec
     from ostinato.config import EngineConfig as EngineConfig
     from ostinato.config import GraphConfig as GraphConfig
+    from ostinato.errors import AsleepError as AsleepError
     from ostinato.errors import BatchError as BatchError
     from ostinato.errors import CaptureError as CaptureError
     from ostinato.errors import CaptureOutOfMemoryError as CaptureOutOfMemoryError
@@ -117,6 +120,7 @@ if TYPE_CHECKING:
     from ostinato.errors import ReplayMismatchError as ReplayMismatchError
     from ostinato.errors import RequestError as RequestError
     from ostinato.errors import RequestFailedError as RequestFailedError
+    from ostinato.errors import SleepError as SleepError
     from ostinato.errors import StaleGraphError as StaleGraphError
     from ostinato.graphs.capture.capture_inputs import CaptureInputs as CaptureInputs
     from ostinato.graphs.capture.capture_inputs import TokenBuffers as TokenBuffers

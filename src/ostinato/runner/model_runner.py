@@ -10,7 +10,8 @@ Two models may share all of it: small batches then run the second (``SmallBatchM
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.sampling import draft_sampling
 from ostinato.runner.sampling.sampler_graphs import SamplerGraphs
 from ostinato.runner.sampling.step_sampler import StepSampler
+from ostinato.runner.sleep.sleep_memory import SleepMemory
 from ostinato.runner.small_batch_model import SmallBatchModel, check_can_agree
 from ostinato.runner.step_memory import StepMemory
 from ostinato.runner.step_result import LogitsObserver, ResultRing, StepResult
@@ -66,7 +68,8 @@ class ModelRunner:
     Steps may run on one CUDA stream and then on another: each waits for the previous one on the
     device. In a step with a constrained request, ``sampler.catch_up`` is called between the forward
     and the sampler: it must commit all steps before this one (``step_masks``). ``execution``: what
-    runs the graphs of a step; another class may watch them run (``StepExecution``).
+    runs the graphs of a step; another class may watch them run (``StepExecution``). ``sleeping``:
+    holds the weights of the models, and will hold the KV cache, if ``sleep`` may release them.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class ModelRunner:
         speculation: Speculation | None = None,
         images: ImageInputs | None = None,
         execution: Callable[..., StepExecution] = StepExecution,
+        sleeping: SleepMemory | None = None,
     ) -> None:
         check_can_agree(agreement, graphs, small)
         self.model = model
@@ -93,7 +97,10 @@ class ModelRunner:
         self.backend = backend
         self.adapters = adapters
         self.images = images
-        self.memory = memory = StepMemory.allocate(model, plan, cache, backend, speculation)
+        self.sleeping = sleeping
+        self.memory = memory = StepMemory.allocate(
+            model, plan, cache, backend, speculation, sleeping
+        )
         self.state, self.buffers, self.kv_cache = memory.state, memory.buffers, memory.kv_cache
         self.pool = GraphPool(model.device, offloader=model.offloader)
         forms = [(model, plan, name)]
@@ -305,6 +312,8 @@ class ModelRunner:
     @torch.no_grad()  # not inference mode: leaving it for every tensor that is kept costs time
     def capture_model(self) -> int:
         """Capture every missing graph of the plans; return the bytes it took."""
+        if self.images is not None:
+            self.images.vision.capture()
         missing = [graphs for graphs in self._all_graphs if graphs.needs_capture()]
         if not missing:
             num_planned = sum(len(graphs.plan.entries) for graphs in self._all_graphs)
@@ -313,6 +322,67 @@ class ModelRunner:
         self.capture_bytes = measured_capture(partial(self._capture, missing), self.pool)
         self.ledger.update()
         return self.capture_bytes
+
+    def clear_graphs(self) -> None:
+        """Drop all graphs, the samplers' and the image encoder's included; steps run eagerly."""
+        self._follow_stream()
+        self.forget_rows()
+        clear = [self.pool.clear_all_graphs, self.samplers.clear_graphs]
+        if self.images is not None:
+            clear.append(self.images.vision.pool.clear_all_graphs)
+        close_each([*clear, self.pool.release_unused])
+
+    # --- sleep ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Release the KV cache and the weights, which are kept in host memory or discarded.
+
+        Waits for the device. Graphs must not run until ``wake``. Raises MemoryError, on every rank,
+        if host memory has no room, and then releases nothing.
+        """
+        sleeping = self._sleeping()
+        self._follow_stream()
+        self.forget_rows()
+        with self._all_or_none(sleeping.forget_kept):
+            sleeping.prepare_release(keep_weights=keep_weights)
+        sleeping.release(keep_weights=keep_weights)
+
+    @torch.inference_mode()
+    def wake(self) -> None:
+        """Have the memory again, at the same addresses: an empty KV cache, and the weights if they
+        were kept, zeros otherwise. Raises MemoryError, on every rank, if it does not fit.
+        """
+        sleeping = self._sleeping()
+        self._follow_stream()
+        self.pool.release_unused()
+        with self._all_or_none(sleeping.unmap):
+            sleeping.map()
+        sleeping.refill()
+
+    def _sleeping(self) -> SleepMemory:
+        assert self.sleeping is not None, "checked by the engine"
+        return self.sleeping
+
+    @contextmanager
+    def _all_or_none(self, undo: Callable[[], None]) -> Iterator[None]:
+        """What runs inside may raise MemoryError. If it does so on another rank, ``undo`` it here
+        and raise one too."""
+        error: MemoryError | None = None
+        try:
+            yield
+        except MemoryError as raised:
+            error = raised
+        if self._on_all_ranks(error is None):
+            return
+        if error is None:
+            undo()
+            raise MemoryError("another rank has no room")
+        raise error
+
+    def _on_all_ranks(self, succeeded: bool) -> bool:
+        """Whether all ranks have succeeded; here there is one."""
+        return succeeded
 
     def _capture(self, missing: Sequence[ModelGraphs]) -> CaptureReport:
         self._follow_stream()
@@ -351,6 +421,7 @@ class ModelRunner:
             if self.memory.states is not None:
                 self.memory.states.layers.clear()
             self._members = self.adapters = self.images = self.pool.offloader = None
+            self.sleeping = None
             if self.memory.proposer is not None:
                 self.memory.proposer.close()
             self._all_graphs.clear()

@@ -1,0 +1,49 @@
+"""``MappedMemory``: a range of addresses that keeps its place while its memory comes and goes."""
+
+from __future__ import annotations
+
+import mmap
+from abc import ABC, abstractmethod
+
+import torch
+
+
+class MappedMemory(ABC):
+    """Memory at one address for life; ``bytes`` is all of it, and must not be used while unmapped.
+
+    Tensors over ``bytes`` keep the addresses, and what is mapped there, after the object is gone.
+    """
+
+    bytes: torch.Tensor
+
+    @abstractmethod
+    def unmap(self) -> None:
+        """Give the memory back. What it held is lost. No work on the device may still use it."""
+
+    @abstractmethod
+    def map(self) -> None:
+        """Have memory again; what it holds is undefined. Raises MemoryError if there is none."""
+
+
+class MappedHostMemory(MappedMemory):
+    """Private pages of the host. Unmapped pages cost nothing; reading one gives zeros."""
+
+    def __init__(self, num_bytes: int) -> None:
+        # Shared ones, the default, would keep their pages.
+        self._pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
+
+    def unmap(self) -> None:
+        self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def map(self) -> None:
+        """Pages come back when they are first written."""
+
+
+def map_memory(num_bytes: int, device: torch.device) -> MappedMemory:
+    """At least ``num_bytes`` on ``device``, mapped. Raises MemoryError if there is no room."""
+    if device.type != "cuda":
+        return MappedHostMemory(num_bytes)
+    from ostinato.runner.sleep.mapped_cuda_memory import MappedCudaMemory  # needs the bindings
+
+    return MappedCudaMemory(num_bytes, device)
