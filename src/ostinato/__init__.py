@@ -72,6 +72,7 @@ _HOME = {
     "pool_ledger": "graphs.trust.ledger.sources",
     "prepare_inputs_to_capture": "graphs.capture.capture_inputs",
     "PreparedBatch": "graphs.manager",
+    "open_weights": "loading.weight_handles",
     "Proposer": "speculative.proposer",
     "ProposerContext": "speculative.proposer",
     "Reason": "graphs.policy.descriptor",
@@ -85,6 +86,7 @@ _HOME = {
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
     "set_forward_context": "graphs.capture.context",
+    "share_weights": "loading.weight_handles",
     "Speculation": "speculative.speculation",
     "SpeculationStats": "scheduling.draft_steps",
     "SleepError": "errors",
@@ -93,6 +95,7 @@ _HOME = {
     "SuffixDrafts": "speculative.options",
     "TextDelta": "outputs",
     "TokenBuffers": "graphs.capture.capture_inputs",
+    "WeightGroup": "loading.weight_group",
     "WeightOffloader": "graphs.capture.pool",
 }
 
@@ -163,6 +166,9 @@ if TYPE_CHECKING:
     from ostinato.graphs.wrapper import CUDAGraphOptions as CUDAGraphOptions
     from ostinato.graphs.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
     from ostinato.llm import LLM as LLM
+    from ostinato.loading.weight_group import WeightGroup as WeightGroup
+    from ostinato.loading.weight_handles import open_weights as open_weights
+    from ostinato.loading.weight_handles import share_weights as share_weights
     from ostinato.offload.offload_config import OffloadConfig as OffloadConfig
     from ostinato.outputs import ClassificationOutput as ClassificationOutput
     from ostinato.outputs import CompletionOutput as CompletionOutput

@@ -193,7 +193,6 @@ class LeadingRunner(RankRunner):
                 self._world.channel.send(Kind.WEIGHTS, to_words(save({name: tensor})))
                 self.write_tensors({name: tensor})
 
-
     def clear_graphs(self) -> None:
         with self._told(Kind.CLEAR_GRAPHS):
             super().clear_graphs()

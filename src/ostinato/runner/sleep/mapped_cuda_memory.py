@@ -33,16 +33,21 @@ class MappedCudaMemory(MappedMemory):
                 "enable_sleep_mode needs CUDA's Python bindings; install cuda-python, which CUDA "
                 "builds of torch bring along"
             )
-        torch.cuda.current_stream(device)  # the driver calls need torch's context
-        self._reserved = reserved = _Reserved(num_bytes, device)
-        self.map()
-        self.bytes = torch.as_tensor(reserved, device=device)
+        self._device = device
+        with torch.cuda.device(device):  # the driver calls need torch's context
+            torch.cuda.current_stream()
+            self._reserved = _Reserved(num_bytes, device)
+            self._reserved.map()
+            self.bytes = torch.as_tensor(self._reserved, device=device).zero_()
 
     def unmap(self) -> None:
+        capture_device(self._device).synchronize()
         self._reserved.unmap()
 
     def map(self) -> None:
-        self._reserved.map()
+        with torch.cuda.device(self._device):
+            self._reserved.map()
+        self.bytes.zero_()
 
 
 class _Reserved:
@@ -50,8 +55,8 @@ class _Reserved:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._properties = _on(device)
-        recommended = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        unit = _call(driver.cuMemGetAllocationGranularity, self._properties, recommended)
+        least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        unit = _call(driver.cuMemGetAllocationGranularity, self._properties, least)
         self._size = -(-num_bytes // unit) * unit
         self._address = int(_call(driver.cuMemAddressReserve, self._size, 0, 0, 0))
         self._is_mapped = [False]

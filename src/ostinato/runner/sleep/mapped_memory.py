@@ -18,11 +18,11 @@ class MappedMemory(ABC):
 
     @abstractmethod
     def unmap(self) -> None:
-        """Give the memory back. What it held is lost. No work on the device may still use it."""
+        """Give the memory back, when the device has done all its work. What it held is lost."""
 
     @abstractmethod
     def map(self) -> None:
-        """Have memory again; what it holds is undefined. Raises MemoryError if there is none."""
+        """Have memory again, filled with zeros. Raises MemoryError if there is none."""
 
 
 class MappedHostMemory(MappedMemory):
@@ -37,7 +37,7 @@ class MappedHostMemory(MappedMemory):
         self._pages.madvise(mmap.MADV_DONTNEED)
 
     def map(self) -> None:
-        """Pages come back when they are first written."""
+        """Pages come back, as zeros, when they are first used."""
 
 
 def map_memory(num_bytes: int, device: torch.device) -> MappedMemory:

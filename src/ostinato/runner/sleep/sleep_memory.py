@@ -12,7 +12,6 @@ from math import prod
 import torch
 from torch import nn
 
-from ostinato.graphs.backends.cuda.device import capture_device
 from ostinato.graphs.tree import tensors_in
 from ostinato.models.base import CausalLM, module_of
 from ostinato.runner.sleep.mapped_memory import MappedMemory, map_memory
@@ -47,7 +46,6 @@ class SleepMemory:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         memory = map_memory(num_bytes, self._device)
         self._caches.append(memory)
-        memory.bytes.zero_()
         return memory.bytes[:num_bytes].view(dtype).view(*shape)
 
     @torch.inference_mode()
@@ -76,7 +74,6 @@ class SleepMemory:
         sizes = [_aligned(each[0].untyped_storage().nbytes()) for each in groups]
         memory = map_memory(sum(sizes), self._device)
         self._weights.append(memory)
-        memory.bytes.zero_()
         storage, start = memory.bytes.untyped_storage(), 0
         for tensors, size in zip(groups, sizes, strict=True):
             old = tensors[0].untyped_storage()
@@ -107,8 +104,6 @@ class SleepMemory:
 
     def release(self, *, keep_weights: bool) -> None:
         """Give the memory back, when all work on the device is done."""
-        if self._device.type == "cuda":
-            capture_device(self._device).synchronize()
         in_place = keep_weights and self._device.type != "cuda"
         released = [*self._caches, *(() if in_place else self._weights)]
         for memory in released:
@@ -135,17 +130,10 @@ class SleepMemory:
             memory.unmap()
 
     def refill(self) -> None:
-        """Write what was kept, and zeros elsewhere, behind all work on the current stream."""
-        for memory in self._released:
-            kept = self._kept.get(memory)
-            if kept is None:
-                memory.bytes.zero_()
-            else:
-                memory.bytes.copy_(kept, non_blocking=True)
-        self._released = []
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # before the copies are dropped
-        self._kept = {}
+        """Write what was kept, behind all work on the current stream; elsewhere are zeros."""
+        for memory, kept in self._kept.items():
+            memory.bytes.copy_(kept, non_blocking=True)
+        self._released, self._kept = [], {}  # torch reuses pinned memory when it was read
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
