@@ -36,7 +36,7 @@ def main() -> None:
             with build(options, enabled) as llm:
                 built = time.perf_counter() - start
                 first = tokens_of(llm)
-                steps = [timed(lambda: tokens_of(llm)) / 64 for _ in range(5)]  # noqa: B023
+                steps = [timed(lambda: tokens_of(llm)) / 64 for _ in range(5)]
                 step = statistics.median(steps)
                 name = f"enable_sleep_mode={enabled}"
                 print(f"{name:24} start {built:6.2f} s, 32 requests {step * 1e3:.3f} ms per step")

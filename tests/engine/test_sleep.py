@@ -129,7 +129,7 @@ def test_memory_is_given_back(device: torch.device) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_of_weights(family: str, tmp_path: Path) -> None:
-    """Shared storages, tied heads, experts, fused rows, tensors that modules derive from weights."""
+    """Shared storages, tied heads, experts, fused rows, tensors derived from weights."""
     sets = WeightSets(FAMILIES[family](), tmp_path)
     with open_sleeper(sets.paths["a"], graphs=GraphConfig(capture_sizes=[4])) as llm:
         assert tokens_of(llm) == sets.tokens("a")
@@ -142,7 +142,7 @@ def test_every_layout_of_weights(family: str, tmp_path: Path) -> None:
         assert tokens_of(llm) == sets.tokens("b") != sets.tokens("a")
 
 
-# --- what an engine does meanwhile -----------------------------------------------------------------
+# --- what an engine does meanwhile ----------------------------------------------------------------
 
 
 def test_nothing_runs_asleep(llm: LLM, sets: WeightSets) -> None:
@@ -229,7 +229,7 @@ def test_adapters_and_draft_models_stay(
             assert tokens_of(llm) == sets.tokens("a")
 
 
-# --- refusals --------------------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 def test_without_room_it_stays_asleep_and_can_be_woken_later(
@@ -248,7 +248,8 @@ def test_without_room_it_stays_asleep_and_can_be_woken_later(
             patch.setattr(mapped_memory.MappedHostMemory, "map", fail_at_third)
             with pytest.raises(SleepError, match=r"cannot wake: no memory.*lost nothing.*again"):
                 llm.wake()
-        assert len(calls) == 3 and llm.sleep_level == 1
+        assert len(calls) == 3
+        assert llm.sleep_level == 1
         with pytest.raises(AsleepError):
             tokens_of(llm)
         llm.wake()

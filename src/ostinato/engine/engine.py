@@ -213,11 +213,12 @@ class Engine(Owner):
         self._check_open()
         self._sleep.check_awake()
         self._weights.check_supported()
-        self.sharing.call(lambda: self._update_weights(weights, keep_prefix_cache))
+        names = self.sharing.call(lambda: self._update_weights(weights, keep_prefix_cache))
+        self._weights.note_written(names)
 
     def _update_weights(
         self, weights: str | PathLike[str] | NamedTensors, keep_prefix_cache: bool
-    ) -> None:
+    ) -> list[str]:
         self._check_idle(
             "weights cannot change while requests are unfinished: their keys and values are those "
             "of the old weights"
@@ -227,6 +228,7 @@ class Engine(Owner):
             self._forget_prefixes()
         self._weights.write(update)
         self.runner.ledger.check()
+        return list(update.names)
 
     def _check_idle(self, why: str) -> None:
         """Raises RequestError, which begins with ``why``, while a request is unfinished."""
@@ -238,20 +240,25 @@ class Engine(Owner):
         """Release the KV cache, and the weights, on all ranks."""
         self._check_open()
         self._sleep.check_level(level)
-        self.sharing.call(lambda: self._fall_asleep(level))
+        if self._sleep.level is None:
+            self.sharing.call(lambda: self._release(level))
+            self._sleep.note_asleep(level)
 
-    def _fall_asleep(self, level: int) -> None:
+    def _release(self, level: int) -> None:
         self._check_idle(
             "the engine cannot sleep while requests are unfinished: their keys and values would be "
             "lost"
         )
-        self._sleep.sleep(level, self._forget_prefixes)
+        self._sleep.release(level)
+        self._forget_prefixes()
 
     @one_thread(is_part=True)
     def wake(self) -> None:
         """Have the memory back, at the same addresses."""
         self._check_open()
-        self.sharing.call(self._sleep.wake)
+        if self._sleep.level is not None:
+            self.sharing.call(self._sleep.restore)
+            self._sleep.note_awake()
 
     @property
     def sleep_level(self) -> int | None:

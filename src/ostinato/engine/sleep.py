@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ostinato.config import EngineConfig
 from ostinato.engine.weights import EngineWeights
 from ostinato.errors import AsleepError, ConfigError, SleepError
@@ -43,32 +41,30 @@ class EngineSleep:
                 f"the engine is asleep at level {self.level}; call wake() before sleep({level})"
             )
 
-    def sleep(self, level: int, forget_prefixes: Callable[[], None]) -> None:
-        """Release the memory; the same level again does nothing."""
-        if self.level is not None:
-            return
-        try:
-            self._runner.sleep(keep_weights=level == 1)
-        except MemoryError as error:
+    def release(self, level: int) -> None:
+        """Release the memory, on all ranks."""
+        error = self._runner.sleep(keep_weights=level == 1)
+        if error is not None:
             raise SleepError(
                 f"the engine cannot sleep: {said(error)}; it stays awake. Free host memory, or "
                 "use sleep(level=2), which keeps no copy of the weights"
             ) from error
+
+    def note_asleep(self, level: int) -> None:
+        """The memory is released. Every rank that runs the script knows it."""
         self.level = level
-        forget_prefixes()
         if level == 2:
             self._weights.discard()
 
-    def wake(self) -> None:
-        """Have the memory back; does nothing while awake."""
-        if self.level is None:
-            return
-        try:
-            self._runner.wake()
-        except MemoryError as error:
+    def restore(self) -> None:
+        """Have the memory back, on all ranks."""
+        error = self._runner.wake()
+        if error is not None:
             raise SleepError(
                 f"the engine cannot wake: {said(error)}; it stays asleep and has lost nothing. "
                 "Free memory of the device, then call wake() again"
             ) from error
-        self.level = None
         self._runner.ledger.check()
+
+    def note_awake(self) -> None:
+        self.level = None

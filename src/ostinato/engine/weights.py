@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from os import PathLike
 
 from ostinato.config import EngineConfig
@@ -57,7 +58,10 @@ class EngineWeights:
         self._half_written |= update.names
         self._runner.write_weights(update)
         self._half_written -= update.names
-        self._discarded -= update.names
+
+    def note_written(self, names: Iterable[str]) -> None:
+        """These weights are whole, on all ranks."""
+        self._discarded.difference_update(names)
 
     def discard(self) -> None:
         """Nothing runs until all weights have been written."""

@@ -1,8 +1,8 @@
-"""``WeightGroup``: weights from the processes of a trainer, by broadcasts of torch.distributed.
+"""``WeightGroup``: weights from the process of a trainer, by broadcasts of torch.distributed.
 
-A group of its own: it needs no ``init_process_group``, and leaves one that exists alone. Messages
-are a list of names in JSON, then the values; nothing is unpickled. They are neither encrypted nor
-signed, so the network between the ranks must be trusted.
+A gloo group of its own: it needs no ``init_process_group``, and leaves one that exists alone. It
+sends a list of names in JSON, then the values, through host memory; nothing is unpickled. Messages
+are neither encrypted nor signed, so the network between the ranks must be trusted.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ostinato.errors import ClosedError, CollectiveError, ConfigError
 from ostinato.graphs.capture.closing import Owner
 from ostinato.models.given_tensors import NamedTensors
-from ostinato.quoting import said, shown
+from ostinato.quoting import said
 
 _DTYPES = {
     str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -35,42 +35,25 @@ class WeightGroup(Owner):
         address: Host and port of rank 0, as in "10.0.0.1:29600". Rank 0 listens there.
         rank: Of this process.
         world_size: Number of ranks: the trainer, and one for each ``LLM``.
-        backend: "gloo", through host memory; or "nccl", between GPUs, of which each rank needs one.
-        device: Where tensors are received; None: the CPU, or torch's current GPU for nccl.
         timeout_s: How long to wait for the other ranks.
     """
 
     def __init__(
-        self,
-        address: str,
-        *,
-        rank: int,
-        world_size: int,
-        backend: Literal["gloo", "nccl"] = "gloo",
-        device: torch.device | str | None = None,
-        timeout_s: float = 300.0,
+        self, address: str, *, rank: int, world_size: int, timeout_s: float = 300.0
     ) -> None:
         if not 0 <= rank < world_size or world_size < 2:
             raise ConfigError(
                 f"a group has at least 2 ranks, numbered from 0; got rank {rank} of {world_size}"
             )
-        if backend not in ("gloo", "nccl"):
-            raise ConfigError(f"backend must be 'gloo' or 'nccl', got {shown(backend)}")
         host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
             raise ConfigError(f"address must be host:port, as in '10.0.0.1:29600'; got {address!r}")
         self.rank, self.world_size = rank, world_size
-        default = "cpu" if backend == "gloo" else "cuda"
-        self._device = torch.device(default if device is None else device)
-        self._group: Any = None
         timeout = timedelta(seconds=timeout_s)
         with _failures_explained("the ranks did not meet"):
-            store = dist.TCPStore(host, int(port), world_size, rank == 0, timeout)  # type: ignore[attr-defined]
-            if backend == "gloo":
-                self._group = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-            else:
-                self._group = dist.ProcessGroupNCCL(store, rank, world_size, timeout)
-        self._store = store  # rank 0's serves the others
+            # Rank 0's store serves the others.
+            self._store: Any = dist.TCPStore(host, int(port), world_size, rank == 0, timeout)  # type: ignore[attr-defined]
+            self._group: Any = dist.ProcessGroupGloo(self._store, rank, world_size, timeout)
 
     def send(self, weights: NamedTensors) -> None:
         """Send tensors, by their checkpoint names, to all other ranks; returns when they have them.
@@ -89,23 +72,23 @@ class WeightGroup(Owner):
             [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in pairs]
         ).encode()
         with _failures_explained("sending weights failed"):
-            _broadcast(group, torch.tensor([len(header)], device=self._device))
-            _broadcast(group, torch.tensor(list(header), dtype=torch.uint8, device=self._device))
+            _broadcast(group, torch.tensor([len(header)]))
+            _broadcast(group, torch.tensor(list(header), dtype=torch.uint8))
             for _, tensor in pairs:
-                _broadcast(group, tensor.detach().to(self._device).contiguous())
+                _broadcast(group, tensor.detach().cpu().contiguous())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What rank 0 sends next, for ``update_weights``. On every other rank."""
-        group, device = self._open(), self._device
+        group = self._open()
         if not self.rank:
             raise ConfigError("rank 0 sends weights, and the other ranks receive them; call send()")
         with _failures_explained("receiving weights failed"):
-            size = torch.zeros(1, dtype=torch.int64, device=device)
+            size = torch.zeros(1, dtype=torch.int64)
             _broadcast(group, size)
-            header = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
+            header = torch.empty(int(size.item()), dtype=torch.uint8)
             _broadcast(group, header)
             for name, dtype, shape in json.loads(bytes(header.tolist())):
-                tensor = torch.empty(shape, dtype=_DTYPES[dtype], device=device)
+                tensor = torch.empty(shape, dtype=_DTYPES[dtype])
                 _broadcast(group, tensor)
                 yield name, tensor
 

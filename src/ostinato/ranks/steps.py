@@ -203,13 +203,13 @@ class LeadingRunner(RankRunner):
         with self._told(Kind.CAPTURE_GRAPHS):
             return super().capture_model()
 
-    def sleep(self, *, keep_weights: bool) -> None:
+    def sleep(self, *, keep_weights: bool) -> MemoryError | None:
         with self._told(Kind.SLEEP, keep_weights):
-            super().sleep(keep_weights=keep_weights)
+            return super().sleep(keep_weights=keep_weights)
 
-    def wake(self) -> None:
+    def wake(self) -> MemoryError | None:
         with self._told(Kind.WAKE):
-            super().wake()
+            return super().wake()
 
     @contextlib.contextmanager
     def _told(self, kind: Kind, *words: int) -> Iterator[None]:
@@ -298,11 +298,9 @@ class FollowingRunner(RankRunner):
         elif kind is Kind.CAPTURE_GRAPHS:
             self.capture_model()
         elif kind is Kind.SLEEP:
-            with contextlib.suppress(MemoryError):  # rank 0 raises it
-                self.sleep(keep_weights=bool(words[0]))
+            self.sleep(keep_weights=bool(words[0]))  # rank 0 gets the same error
         elif kind is Kind.WAKE:
-            with contextlib.suppress(MemoryError):  # rank 0 raises it
-                self.wake()
+            if self.wake() is None:
                 self.ledger.check()
         elif kind is Kind.LEARN:
             for token_ids in decode_outputs(words):

@@ -10,8 +10,7 @@ Two models may share all of it: small batches then run the second (``SmallBatchM
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -335,50 +334,53 @@ class ModelRunner:
     # --- sleep ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def sleep(self, *, keep_weights: bool) -> None:
+    def sleep(self, *, keep_weights: bool) -> MemoryError | None:
         """Release the KV cache and the weights, which are kept in host memory or discarded.
 
-        Waits for the device. Graphs must not run until ``wake``. Raises MemoryError, on every rank,
-        if host memory has no room, and then releases nothing.
+        Waits for the device. Graphs must not run until ``wake``. Returns an error, on every rank,
+        if host memory has no room, and has then released nothing.
         """
         sleeping = self._sleeping()
         self._follow_stream()
         self.forget_rows()
-        with self._all_or_none(sleeping.forget_kept):
-            sleeping.prepare_release(keep_weights=keep_weights)
-        sleeping.release(keep_weights=keep_weights)
+        prepare = partial(sleeping.prepare_release, keep_weights=keep_weights)
+        error = self._all_or_none(prepare, undo=sleeping.forget_kept)
+        if error is None:
+            sleeping.release(keep_weights=keep_weights)
+        return error
 
     @torch.inference_mode()
-    def wake(self) -> None:
+    def wake(self) -> MemoryError | None:
         """Have the memory again, at the same addresses: an empty KV cache, and the weights if they
-        were kept, zeros otherwise. Raises MemoryError, on every rank, if it does not fit.
+        were kept, zeros otherwise.
+
+        Returns an error, on every rank, if the device has no room, and has then changed nothing.
         """
         sleeping = self._sleeping()
         self._follow_stream()
         self.pool.release_unused()
-        with self._all_or_none(sleeping.unmap):
-            sleeping.map()
-        sleeping.refill()
+        error = self._all_or_none(sleeping.map, undo=sleeping.unmap)
+        if error is None:
+            sleeping.refill()
+        return error
 
     def _sleeping(self) -> SleepMemory:
         assert self.sleeping is not None, "checked by the engine"
         return self.sleeping
 
-    @contextmanager
-    def _all_or_none(self, undo: Callable[[], None]) -> Iterator[None]:
-        """What runs inside may raise MemoryError. If it does so on another rank, ``undo`` it here
-        and raise one too."""
+    def _all_or_none(
+        self, allocate: Callable[[], None], *, undo: Callable[[], None]
+    ) -> MemoryError | None:
+        """Allocate on all ranks. If one has no room, ``undo`` it on the others."""
         error: MemoryError | None = None
         try:
-            yield
+            allocate()
         except MemoryError as raised:
             error = raised
-        if self._on_all_ranks(error is None):
-            return
-        if error is None:
+        if not self._on_all_ranks(error is None) and error is None:
             undo()
-            raise MemoryError("another rank has no room")
-        raise error
+            return MemoryError("another rank has no room")
+        return error
 
     def _on_all_ranks(self, succeeded: bool) -> bool:
         """Whether all ranks have succeeded; here there is one."""
