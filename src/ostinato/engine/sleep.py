@@ -35,7 +35,7 @@ class EngineSleep:
                 f"{shown(level)}"
             )
         if level == 2:
-            self._weights.check_supported()  # or they could never be written again
+            self._weights.check_can_discard()
         if self.level not in (None, level):
             raise AsleepError(
                 f"the engine is asleep at level {self.level}; call wake() before sleep({level})"

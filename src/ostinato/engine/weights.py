@@ -9,6 +9,7 @@ from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.loading.update import (
     WeightUpdate,
+    check_can_discard,
     check_can_update,
     prepare_update,
     weight_names,
@@ -35,6 +36,11 @@ class EngineWeights:
                 "update_weights does not support enable_expert_parallel: no rank has all experts "
                 "to check; build a new LLM from the new checkpoint"
             )
+
+    def check_can_discard(self) -> None:
+        """Raises ConfigError if the weights could not be written again."""
+        self.check_supported()
+        check_can_discard(self._runner.models)
 
     def check_whole(self) -> None:
         """Raises ModelLoadError while some weights are half written or discarded."""

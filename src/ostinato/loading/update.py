@@ -81,6 +81,18 @@ def check_can_update(models: Sequence[CausalLM]) -> None:
         )
 
 
+def check_can_discard(models: Sequence[CausalLM]) -> None:
+    """Raises ConfigError if updates could not write all weights of ``models`` again."""
+    check_can_update(models)
+    if not _decoders(models):
+        config = _generic(models).model.config
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(
+                "the weights of a quantized model cannot be updated, so they must not be "
+                "discarded; use sleep(level=1)"
+            )
+
+
 def write_tensors(models: Sequence[CausalLM], tensors: Mapping[str, torch.Tensor]) -> None:
     """Overwrite weights by some of ``WeightUpdate.tensors``, as they are."""
     decoders = _decoders(models)

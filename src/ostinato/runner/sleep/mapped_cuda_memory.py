@@ -22,7 +22,7 @@ except ImportError:
 
 
 class MappedCudaMemory(MappedMemory):
-    """Memory of one CUDA device, outside torch's allocator.
+    """Memory of one CUDA device, which has an index, outside torch's allocator.
 
     When the last tensor over it is gone, the device is synchronised and everything is given back.
     """

@@ -38,12 +38,3 @@ class MappedHostMemory(MappedMemory):
 
     def map(self) -> None:
         """Pages come back, as zeros, when they are first used."""
-
-
-def map_memory(num_bytes: int, device: torch.device) -> MappedMemory:
-    """At least ``num_bytes`` on ``device``, mapped. Raises MemoryError if there is no room."""
-    if device.type != "cuda":
-        return MappedHostMemory(num_bytes)
-    from ostinato.runner.sleep.mapped_cuda_memory import MappedCudaMemory  # needs the bindings
-
-    return MappedCudaMemory(num_bytes, device)

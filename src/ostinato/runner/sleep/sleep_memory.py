@@ -14,7 +14,7 @@ from torch import nn
 
 from ostinato.graphs.tree import tensors_in
 from ostinato.models.base import CausalLM, module_of
-from ostinato.runner.sleep.mapped_memory import MappedMemory, map_memory
+from ostinato.runner.sleep.mapped_memory import MappedHostMemory, MappedMemory
 
 _CHUNK = 256 * 2**20  # weights are moved, and kept in host memory, in pieces of about this size
 _ALIGNMENT = 512  # as torch's CUDA allocator aligns
@@ -28,6 +28,8 @@ class SleepMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._device = device
         self._weights: list[MappedMemory] = []
         self._caches: list[MappedMemory] = []
@@ -44,7 +46,7 @@ class SleepMemory:
         num_bytes = prod(shape) * dtype.itemsize
         if not num_bytes:
             return torch.zeros(shape, dtype=dtype, device=self._device)
-        memory = map_memory(num_bytes, self._device)
+        memory = _map_memory(num_bytes, self._device)
         self._caches.append(memory)
         return memory.bytes[:num_bytes].view(dtype).view(*shape)
 
@@ -72,7 +74,7 @@ class SleepMemory:
 
     def _move(self, groups: Sequence[list[torch.Tensor]]) -> None:
         sizes = [_aligned(each[0].untyped_storage().nbytes()) for each in groups]
-        memory = map_memory(sum(sizes), self._device)
+        memory = _map_memory(sum(sizes), self._device)
         self._weights.append(memory)
         storage, start = memory.bytes.untyped_storage(), 0
         for tensors, size in zip(groups, sizes, strict=True):
@@ -134,6 +136,15 @@ class SleepMemory:
         for memory, kept in self._kept.items():
             memory.bytes.copy_(kept, non_blocking=True)
         self._released, self._kept = [], {}  # torch reuses pinned memory when it was read
+
+
+def _map_memory(num_bytes: int, device: torch.device) -> MappedMemory:
+    """At least ``num_bytes`` on ``device``, mapped. Raises MemoryError if there is no room."""
+    if device.type != "cuda":
+        return MappedHostMemory(num_bytes)
+    from ostinato.runner.sleep.mapped_cuda_memory import MappedCudaMemory  # needs the bindings
+
+    return MappedCudaMemory(num_bytes, device)
 
 
 def _storage_key(tensor: torch.Tensor) -> int:
