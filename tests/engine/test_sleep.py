@@ -26,7 +26,7 @@ from ostinato import (
     SleepError,
     compilation_counter,
 )
-from ostinato.runner.sleep import mapped_memory
+from ostinato.runner.sleep import mapped_cuda_memory
 from ostinato.runner.sleep.mapped_memory import MappedHostMemory
 
 FAMILIES = {
@@ -245,7 +245,7 @@ def test_without_room_it_stays_asleep_and_can_be_woken_later(
                 raise MemoryError("no memory on the device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(mapped_memory.MappedHostMemory, "map", fail_at_third)
+            patch.setattr(MappedHostMemory, "map", fail_at_third)
             with pytest.raises(SleepError, match=r"cannot wake: no memory.*lost nothing.*again"):
                 llm.wake()
         assert len(calls) == 3
@@ -254,6 +254,12 @@ def test_without_room_it_stays_asleep_and_can_be_woken_later(
             tokens_of(llm)
         llm.wake()
         assert tokens_of(llm) == sets.tokens("a")
+
+
+def test_without_bindings_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_cuda_memory, "driver", None)
+    with pytest.raises(ConfigError, match="enable_sleep_mode needs CUDA's Python bindings"):
+        mapped_cuda_memory.MappedCudaMemory(1, torch.device("cuda", 0))
 
 
 def test_it_must_be_enabled(sets: WeightSets) -> None:

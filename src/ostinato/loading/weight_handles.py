@@ -38,7 +38,7 @@ _BYTES = ("handle", "counter_handle", "event_handle")
 
 
 def share_weights(weights: NamedTensors) -> str:
-    """Describe CUDA tensors, by their checkpoint names, for ``open_weights`` of another process.
+    """Describe ``weights``, CUDA tensors by checkpoint name, for another process's ``open_weights``.
 
     Keep the tensors as they are until the other process has read them: it reads their own memory.
     """

@@ -212,7 +212,7 @@ class AsyncLLM(Owner):
         )
 
     async def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Release the KV cache and the weights, as ``LLM.sleep``.
+        """Release the KV cache and the weights; ``level`` is as in ``LLM.sleep``.
 
         Raises ``RequestError`` if requests are unfinished. Those that come while it is asleep get
         ``AsleepError``.

@@ -28,9 +28,7 @@ class SleepMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self._device = device
+        self._device = torch.empty(0, device=device).device  # with an index
         self._weights: list[MappedMemory] = []
         self._caches: list[MappedMemory] = []
         self._released: list[MappedMemory] = []
