@@ -18,6 +18,7 @@ _HOME = {
     "AttentionMetadata": "attention.base",
     "AttentionSpec": "attention.base",
     "BatchDescriptor": "graphs.policy.descriptor",
+    "AsleepError": "errors",
     "BatchError": "errors",
     "BatchShape": "graphs.policy.descriptor",
     "CaptureError": "errors",
@@ -71,6 +72,7 @@ _HOME = {
     "pool_ledger": "graphs.trust.ledger.sources",
     "prepare_inputs_to_capture": "graphs.capture.capture_inputs",
     "PreparedBatch": "graphs.manager",
+    "open_weights": "loading.weight_handles",
     "Proposer": "speculative.proposer",
     "ProposerContext": "speculative.proposer",
     "read_report": "report.run_file",
@@ -87,13 +89,16 @@ _HOME = {
     "SamplingParams": "sampling_params",
     "ScoreOutput": "outputs",
     "set_forward_context": "graphs.capture.context",
+    "share_weights": "loading.weight_handles",
     "Speculation": "speculative.speculation",
     "SpeculationStats": "scheduling.draft_steps",
+    "SleepError": "errors",
     "StaleGraphError": "errors",
     "StructuredOutputsParams": "structured.params",
     "SuffixDrafts": "speculative.options",
     "TextDelta": "outputs",
     "TokenBuffers": "graphs.capture.capture_inputs",
+    "WeightGroup": "loading.weight_group",
     "WeightOffloader": "graphs.capture.pool",
     "write_report": "report.run_file",
 }
@@ -107,6 +112,7 @@ if TYPE_CHECKING:
     from ostinato.attention.base import AttentionSpec as AttentionSpec
     from ostinato.config import EngineConfig as EngineConfig
     from ostinato.config import GraphConfig as GraphConfig
+    from ostinato.errors import AsleepError as AsleepError
     from ostinato.errors import BatchError as BatchError
     from ostinato.errors import CaptureError as CaptureError
     from ostinato.errors import CaptureOutOfMemoryError as CaptureOutOfMemoryError
@@ -121,6 +127,7 @@ if TYPE_CHECKING:
     from ostinato.errors import ReplayMismatchError as ReplayMismatchError
     from ostinato.errors import RequestError as RequestError
     from ostinato.errors import RequestFailedError as RequestFailedError
+    from ostinato.errors import SleepError as SleepError
     from ostinato.errors import StaleGraphError as StaleGraphError
     from ostinato.graphs.capture.capture_inputs import CaptureInputs as CaptureInputs
     from ostinato.graphs.capture.capture_inputs import TokenBuffers as TokenBuffers
@@ -163,6 +170,9 @@ if TYPE_CHECKING:
     from ostinato.graphs.wrapper import CUDAGraphOptions as CUDAGraphOptions
     from ostinato.graphs.wrapper import CUDAGraphWrapper as CUDAGraphWrapper
     from ostinato.llm import LLM as LLM
+    from ostinato.loading.weight_group import WeightGroup as WeightGroup
+    from ostinato.loading.weight_handles import open_weights as open_weights
+    from ostinato.loading.weight_handles import share_weights as share_weights
     from ostinato.offload.offload_config import OffloadConfig as OffloadConfig
     from ostinato.outputs import ClassificationOutput as ClassificationOutput
     from ostinato.outputs import CompletionOutput as CompletionOutput

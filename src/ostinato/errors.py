@@ -75,6 +75,14 @@ class ClosedError(OstinatoError, RuntimeError):
     """The object was closed; its graphs and their memory are gone."""
 
 
+class AsleepError(OstinatoError, RuntimeError):
+    """The engine is asleep: its weights or its KV cache are released. ``wake()`` it first."""
+
+
+class SleepError(OstinatoError, MemoryError):
+    """There is no room to sleep or to wake. Nothing is lost, and nothing has changed."""
+
+
 class ConcurrentUseError(OstinatoError, RuntimeError):
     """Two threads used the graphs of one pool, or one ``LLM``, at the same time."""
 

@@ -348,11 +348,58 @@ class LLM(Owner):
         self.engine.update_weights(weights, keep_prefix_cache=keep_prefix_cache)
 
     @one_thread()
+    def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Release the memory of the KV cache and the weights; ``wake`` brings it back.
+
+        Level 1 keeps the weights in host memory, where they are anyway on the CPU. Level 2 discards
+        them: after ``wake``, requests are refused until ``update_weights`` has written all of them.
+        Cached prefixes are forgotten. Graphs, buffers, adapters and draft models keep their memory.
+
+        Needs ``enable_sleep_mode``. No request may be unfinished; until ``wake``, requests and
+        updates raise ``AsleepError``. Sleeping twice at the same level is harmless. If this raises
+        ``SleepError``, host memory has no room, and the engine is awake. On several ranks, all
+        sleep.
+        """
+        self.engine.sleep(level)
+
+    @one_thread()
+    def wake(self) -> None:
+        """Have the memory back at the same addresses, so that every graph stays valid.
+
+        The KV cache is empty. If this raises ``SleepError``, the device has no room: the engine is
+        still asleep, has lost nothing, and ``wake`` may be called again. Waking an engine that is
+        awake is harmless.
+        """
+        self.engine.wake()
+
+    @property
+    def sleep_level(self) -> int | None:
+        """1 or 2 while asleep; None while awake."""
+        return self.engine.sleep_level
+
+    @one_thread()
+    def clear_graphs(self) -> None:
+        """Drop all graphs and free their memory; every step runs eagerly until they are captured.
+
+        Unfinished requests go on.
+        """
+        self.engine.clear_graphs()
+
+    @one_thread()
+    def capture_graphs(self) -> int:
+        """Capture the graphs of the plan that do not exist; returns the bytes it took.
+
+        After ``clear_graphs``, all of them. No request may be unfinished.
+        """
+        return self.engine.capture_graphs()
+
+    @one_thread()
     def ledger(self) -> Ledger:
         """Which memory the captured graphs hold, whose it is, and whether it is still there.
 
-        Of several ranks, those of this process. ``update_weights`` and ``load_adapter`` check it
-        themselves: they raise ``StaleGraphError`` if memory that a graph holds has moved.
+        Of several ranks, those of this process. ``update_weights``, ``load_adapter``, ``wake``,
+        ``clear_graphs`` and ``capture_graphs`` check it themselves: they raise ``StaleGraphError``
+        if memory that a graph holds has moved.
         """
         return self._running.runner.ledger
 

@@ -14,6 +14,7 @@ from tiny_encoders import save_encoder
 
 from ostinato import (
     LLM,
+    AsleepError,
     AsyncLLM,
     ClosedError,
     CompletionOutput,
@@ -198,6 +199,30 @@ def test_prefixes_are_forgotten_while_a_request_runs(served: AsyncLLM) -> None:
         assert got == expected
 
     run(ask())
+
+
+@pytest.mark.slow
+def test_sleep_and_graphs_between_requests(paths: tuple[str, str]) -> None:
+    async def live(llm: AsyncLLM) -> None:
+        expected = (await llm.generate([1, 2, 3], GREEDY)).outputs[0].token_ids
+        stream = llm.stream([1, 2, 3], LONG)
+        await anext(stream)
+        with pytest.raises(RequestError, match="cannot sleep while requests are unfinished"):
+            await llm.sleep()
+        await llm.clear_graphs()  # the request goes on
+        with pytest.raises(RequestError, match="cannot be captured while requests are unfinished"):
+            await llm.capture_graphs()
+        async for _ in stream:
+            pass
+        await llm.capture_graphs()
+        await llm.sleep()
+        with pytest.raises(AsleepError, match="call wake"):
+            await llm.generate([1, 2, 3], GREEDY)
+        await llm.wake()
+        assert (await llm.generate([1, 2, 3], GREEDY)).outputs[0].token_ids == expected
+
+    with AsyncLLM(paths[0], **OPTIONS, enable_sleep_mode=True) as llm:
+        run(live(llm))
 
 
 def test_the_loop_goes_on_while_the_engine_is_in_a_step(served: AsyncLLM) -> None:

@@ -95,6 +95,15 @@ def check_offload(config: EngineConfig) -> None:
         raise ConfigError("offload does not support SwiftKV; leave out one of them")
 
 
+def check_sleep_mode(config: EngineConfig) -> None:
+    """Memory that sleep() releases."""
+    if config.enable_sleep_mode and config.offload is not None:
+        raise ConfigError(
+            "enable_sleep_mode does not support offload, which keeps weights in host memory "
+            "already; leave out one of them"
+        )
+
+
 def check_verify(config: EngineConfig) -> None:
     """Comparisons with eager, and what cannot be compared."""
     if not VerifyPolicy.parse(config.verify):

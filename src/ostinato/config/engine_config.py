@@ -17,6 +17,7 @@ from ostinato.config.checks import (
     check_lora,
     check_offload,
     check_parallel,
+    check_sleep_mode,
     check_verify,
 )
 from ostinato.config.graph_config import GraphConfig
@@ -173,6 +174,12 @@ class EngineConfig:
         "command line: group,offloaded,prefetch.",
         cli=str,
     )
+    enable_sleep_mode: bool = option(
+        False,
+        "Let sleep() release the KV cache and the weights, at addresses that stay, and wake() "
+        "bring them back.",
+        cli=bool,
+    )
     tune: Literal["auto", "off"] = option(
         "auto",
         "'auto': a model's first start on a GPU takes a few seconds to measure tile configs for "
@@ -261,6 +268,7 @@ class EngineConfig:
         check_lora(self)
         object.__setattr__(self, "speculative", parse_speculation(self.speculative))
         check_offload(self)
+        check_sleep_mode(self)
         if self.tune not in ("auto", "off"):
             raise ConfigError(f"tune must be 'auto' or 'off', got {shown(self.tune)}")
         if self.model == "":

@@ -22,6 +22,7 @@ from ostinato.engine.requests.checked_request import CheckedRequest, RequestChec
 from ostinato.engine.requests.completion import Completion
 from ostinato.engine.requests.images import EngineImages
 from ostinato.engine.requests.structured import end_complete, no_structure
+from ostinato.engine.sleep import EngineSleep
 from ostinato.engine.start import new_scheduler, start
 from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.engine.weights import EngineWeights
@@ -87,6 +88,7 @@ class Engine(Owner):
             grammars=self.grammars,
         )
         self._weights = EngineWeights(config, self.runner)
+        self._sleep = EngineSleep(config, self.runner, self._weights)
         self._closed = False
 
     def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
@@ -136,6 +138,7 @@ class Engine(Owner):
         images: PromptImages | None,
     ) -> CheckedRequest:
         self._check_open()
+        self._sleep.check_awake()
         self._weights.check_whole()
         return self._checks.check(
             list(prompt_token_ids),
@@ -174,6 +177,7 @@ class Engine(Owner):
 
     def _add(self, completion: Completion) -> None:
         self._check_open()
+        self._sleep.check_awake()
         self._emitter.completions[completion.request.request_id] = completion
         self.scheduler.add(completion.request)
 
@@ -212,22 +216,84 @@ class Engine(Owner):
         If all ranks run the script, only the ``weights`` of rank 0 are read.
         """
         self._check_open()
+        self._sleep.check_awake()
         self._weights.check_supported()
-        self.sharing.call(lambda: self._update_weights(weights, keep_prefix_cache))
+        names = self.sharing.call(lambda: self._update_weights(weights, keep_prefix_cache))
+        self._weights.note_written(names)
 
     def _update_weights(
         self, weights: str | PathLike[str] | NamedTensors, keep_prefix_cache: bool
-    ) -> None:
-        if self.has_unfinished or any(each.num_left for each in self._submissions):
-            raise RequestError(
-                "weights cannot change while requests are unfinished: their keys and values are "
-                "those of the old weights; read open streams to their ends or close() them first"
-            )
+    ) -> list[str]:
+        self._check_idle(
+            "weights cannot change while requests are unfinished: their keys and values are those "
+            "of the old weights"
+        )
         update = self._weights.prepare(weights)
         if not keep_prefix_cache:
             self._forget_prefixes()
         self._weights.write(update)
         self.runner.ledger.check()
+        return list(update.names)
+
+    def _check_idle(self, why: str) -> None:
+        """Raises RequestError, which begins with ``why``, while a request is unfinished."""
+        if self.has_unfinished or any(each.num_left for each in self._submissions):
+            raise RequestError(f"{why}; read open streams to their ends or close() them first")
+
+    @one_thread(is_part=True)
+    def sleep(self, level: int) -> None:
+        """Release the KV cache, and the weights, on all ranks."""
+        self._check_open()
+        self._sleep.check_level(level)
+        if self._sleep.level is None:
+            self.sharing.call(lambda: self._release(level))
+            self._sleep.note_asleep(level)
+
+    def _release(self, level: int) -> None:
+        self._check_idle(
+            "the engine cannot sleep while requests are unfinished: their keys and values would be "
+            "lost"
+        )
+        self._sleep.release(level)
+        self._forget_prefixes()
+
+    @one_thread(is_part=True)
+    def wake(self) -> None:
+        """Have the memory back, at the same addresses."""
+        self._check_open()
+        if self._sleep.level is not None:
+            self.sharing.call(self._sleep.restore)
+            self._sleep.note_awake()
+
+    @property
+    def sleep_level(self) -> int | None:
+        """1 or 2 while asleep; None while awake."""
+        return self._sleep.level
+
+    @one_thread(is_part=True)
+    def clear_graphs(self) -> None:
+        """Drop all graphs and their memory, on all ranks; unfinished requests go on eagerly."""
+        self._check_open()
+        self.sharing.call(self._clear_graphs)
+
+    def _clear_graphs(self) -> None:
+        self.runner.clear_graphs()
+        self.runner.ledger.check()
+
+    @one_thread(is_part=True)
+    def capture_graphs(self) -> int:
+        """Capture the plan's missing graphs, on all ranks; returns the bytes it took on this."""
+        self._check_open()
+        self._sleep.check_awake()
+        return self.sharing.call(self._capture_graphs)
+
+    def _capture_graphs(self) -> int:
+        self._check_idle(
+            "graphs cannot be captured while requests are unfinished: a capture uses their rows"
+        )
+        taken = self.runner.capture_model()
+        self.runner.ledger.check()
+        return taken
 
     def _forget_prefixes(self) -> None:
         for scheduler in self.schedulers:

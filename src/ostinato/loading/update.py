@@ -51,11 +51,7 @@ def prepare_update(
 
     ``models``: one model, or a rank's forms of it. Names and shapes are the same on all ranks.
     """
-    if models[0].uses_mrope:
-        raise ConfigError(
-            "update_weights does not support models that take images; build a new LLM from the "
-            "new checkpoint"
-        )
+    check_can_update(models)
     source = _open(weights)
     if not source.tensors:
         raise ConfigError(
@@ -66,6 +62,35 @@ def prepare_update(
     if decoders:
         return _NativeUpdate(decoders, source)
     return _GenericUpdate(_generic(models), source)
+
+
+def weight_names(models: Sequence[CausalLM]) -> frozenset[str]:
+    """All weights that updates can write, by the names of ``WeightUpdate.names``."""
+    decoders = _decoders(models)
+    if decoders:
+        return frozenset(slot.name for each in decoders for slot in each.weight_slots())
+    return frozenset(name for name, _ in _generic(models).model.named_parameters())
+
+
+def check_can_update(models: Sequence[CausalLM]) -> None:
+    """Raises ConfigError if the weights of ``models`` cannot be updated."""
+    if models[0].uses_mrope:
+        raise ConfigError(
+            "update_weights does not support models that take images; build a new LLM from the "
+            "new checkpoint"
+        )
+
+
+def check_can_discard(models: Sequence[CausalLM]) -> None:
+    """Raises ConfigError if updates could not write all weights of ``models`` again."""
+    check_can_update(models)
+    if not _decoders(models):
+        config = _generic(models).model.config
+        if getattr(config, "quantization_config", None) is not None:
+            raise ConfigError(
+                "the weights of a quantized model cannot be updated, so they must not be "
+                "discarded; use sleep(level=1)"
+            )
 
 
 def write_tensors(models: Sequence[CausalLM], tensors: Mapping[str, torch.Tensor]) -> None:

@@ -47,6 +47,10 @@ class Kind(IntEnum):
     LEARN = 11  # the outputs of requests that have ended
     EXPERT_LOAD = 12  # all ranks add up their counts; 1: and start again
     WEIGHTS = 13  # new values of one of the model's weights
+    CLEAR_GRAPHS = 14
+    CAPTURE_GRAPHS = 15
+    SLEEP = 16  # 1: and keep the weights
+    WAKE = 17
 
 
 Message: TypeAlias = tuple[Kind, IntArray]

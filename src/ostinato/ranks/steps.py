@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -60,9 +60,11 @@ class RankRunner(ModelRunner):
         self._world = world
         self._num_ahead = num_ahead
         self._leave: Callable[[], object] = lambda: None
+        self._has_begun = False
 
     def begin(self) -> None:
         """All ranks are ready. From now on a runner that is garbage-collected leaves the world."""
+        self._has_begun = True
         self._leave = weakref.finalize(self, _leave, self._world, self.pool)
 
     def _run_no_plan(self) -> None:
@@ -77,6 +79,10 @@ class RankRunner(ModelRunner):
             return own
         summed = self._world.control.all_reduce(torch.tensor(list(own.values())))
         return dict(zip(own, summed.tolist(), strict=True))
+
+    def _on_all_ranks(self, succeeded: bool) -> bool:
+        failed = torch.tensor([not succeeded], dtype=torch.int64)
+        return not self._world.control.all_reduce(failed).item()
 
     def check(self) -> None:
         self._world.check()
@@ -187,6 +193,32 @@ class LeadingRunner(RankRunner):
                 self._world.channel.send(Kind.WEIGHTS, to_words(save({name: tensor})))
                 self.write_tensors({name: tensor})
 
+    def clear_graphs(self) -> None:
+        with self._told(Kind.CLEAR_GRAPHS):
+            super().clear_graphs()
+
+    def capture_model(self) -> int:
+        if not self._has_begun:  # at start-up all ranks capture by themselves
+            return super().capture_model()
+        with self._told(Kind.CAPTURE_GRAPHS):
+            return super().capture_model()
+
+    def sleep(self, *, keep_weights: bool) -> MemoryError | None:
+        with self._told(Kind.SLEEP, keep_weights):
+            return super().sleep(keep_weights=keep_weights)
+
+    def wake(self) -> MemoryError | None:
+        with self._told(Kind.WAKE):
+            return super().wake()
+
+    @contextlib.contextmanager
+    def _told(self, kind: Kind, *words: int) -> Iterator[None]:
+        """The other ranks do what this one does inside."""
+        with uninterrupted(), self._world.together():
+            self._world.progress.announce()
+            self._world.channel.send(kind, np.array(words, dtype=np.int64))
+            yield
+
 
 class _AwaitedResult(StepResult):
     """The results of a step that all ranks run; waiting for them may mean waiting for any rank."""
@@ -261,6 +293,15 @@ class FollowingRunner(RankRunner):
                 sender.send_counts(self.stats.counts)
         elif kind is Kind.EXPERT_LOAD:
             self._load_of_all(reset=bool(words[0]))
+        elif kind is Kind.CLEAR_GRAPHS:
+            self.clear_graphs()
+        elif kind is Kind.CAPTURE_GRAPHS:
+            self.capture_model()
+        elif kind is Kind.SLEEP:
+            self.sleep(keep_weights=bool(words[0]))  # rank 0 gets the same error
+        elif kind is Kind.WAKE:
+            if self.wake() is None:
+                self.ledger.check()
         elif kind is Kind.LEARN:
             for token_ids in decode_outputs(words):
                 self.learn(token_ids)

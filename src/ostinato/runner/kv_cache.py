@@ -9,12 +9,14 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError
 from ostinato.parallel.context.context_part import ContextPart
+from ostinato.runner.sleep.sleep_memory import SleepMemory
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +109,10 @@ def size_cache(
 
 
 class KVCache:
-    """Owns the memory. Block 0 is reserved for padding."""
+    """Owns the memory, or ``sleeping`` does, if that is to be released and come back.
+
+    Block 0 is reserved for padding.
+    """
 
     def __init__(
         self,
@@ -117,14 +122,16 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        sleeping: SleepMemory | None = None,
     ) -> None:
+        zeros = partial(torch.zeros, device=device) if sleeping is None else sleeping.zeros
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
         for spec in specs:
             shape = num_blocks, block_size, spec.num_kv_heads
-            keys = torch.zeros((*shape, spec.head_dim), dtype=dtype, device=device)
+            keys = zeros((*shape, spec.head_dim), dtype=dtype)
             values = keys[..., : spec.value_dim]
             if not spec.values_in_keys:
-                values = torch.zeros((*shape, spec.value_dim), dtype=dtype, device=device)
+                values = zeros((*shape, spec.value_dim), dtype=dtype)
             self.layers.append((keys, values))
 
     @property

@@ -42,6 +42,7 @@ from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.sampling import draft_sampling
 from ostinato.runner.sampling.sampler_graphs import SamplerGraphs
 from ostinato.runner.sampling.step_sampler import StepSampler
+from ostinato.runner.sleep.sleep_memory import SleepMemory
 from ostinato.runner.small_batch_model import SmallBatchModel, check_can_agree
 from ostinato.runner.step_memory import StepMemory
 from ostinato.runner.step_result import LogitsObserver, ResultRing, StepResult
@@ -69,7 +70,8 @@ class ModelRunner:
     Steps may run on one CUDA stream and then on another: each waits for the previous one on the
     device. In a step with a constrained request, ``sampler.catch_up`` is called between the forward
     and the sampler: it must commit all steps before this one (``step_masks``). ``execution``: what
-    runs the graphs of a step; another class may watch them run (``StepExecution``).
+    runs the graphs of a step; another class may watch them run (``StepExecution``). ``sleeping``:
+    holds the weights of the models, and will hold the KV cache, if ``sleep`` may release them.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class ModelRunner:
         speculation: Speculation | None = None,
         images: ImageInputs | None = None,
         execution: Callable[..., StepExecution] = StepExecution,
+        sleeping: SleepMemory | None = None,
     ) -> None:
         check_can_agree(agreement, graphs, small)
         self.model = model
@@ -96,7 +99,10 @@ class ModelRunner:
         self.backend = backend
         self.adapters = adapters
         self.images = images
-        self.memory = memory = StepMemory.allocate(model, plan, cache, backend, speculation)
+        self.sleeping = sleeping
+        self.memory = memory = StepMemory.allocate(
+            model, plan, cache, backend, speculation, sleeping
+        )
         self.state, self.buffers, self.kv_cache = memory.state, memory.buffers, memory.kv_cache
         self.pool = GraphPool(model.device, offloader=model.offloader)
         forms = [(model, plan, name)]
@@ -319,6 +325,8 @@ class ModelRunner:
     @torch.no_grad()  # not inference mode: leaving it for every tensor that is kept costs time
     def capture_model(self) -> int:
         """Capture every missing graph of the plans; return the bytes it took."""
+        if self.images is not None:
+            self.images.vision.capture()
         missing = [graphs for graphs in self._all_graphs if graphs.needs_capture()]
         if not missing:
             num_planned = sum(len(graphs.plan.entries) for graphs in self._all_graphs)
@@ -331,6 +339,70 @@ class ModelRunner:
         self.graph_memory = replace(self.graph_memory, taken=taken)
         self.ledger.update()
         return self.capture_bytes
+
+    def clear_graphs(self) -> None:
+        """Drop all graphs, the samplers' and the image encoder's included; steps run eagerly."""
+        self._follow_stream()
+        self.forget_rows()
+        clear = [self.pool.clear_all_graphs, self.samplers.clear_graphs]
+        if self.images is not None:
+            clear.append(self.images.vision.pool.clear_all_graphs)
+        close_each([*clear, self.pool.release_unused])
+
+    # --- sleep ---------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def sleep(self, *, keep_weights: bool) -> MemoryError | None:
+        """Release the KV cache and the weights, which are kept in host memory or discarded.
+
+        Waits for the device. Graphs must not run until ``wake``. Returns an error, on every rank,
+        if host memory has no room, and has then released nothing.
+        """
+        sleeping = self._sleeping()
+        self._follow_stream()
+        self.forget_rows()
+        prepare = partial(sleeping.prepare_release, keep_weights=keep_weights)
+        error = self._all_or_none(prepare, undo=sleeping.forget_kept)
+        if error is None:
+            sleeping.release(keep_weights=keep_weights)
+        return error
+
+    @torch.inference_mode()
+    def wake(self) -> MemoryError | None:
+        """Have the memory again, at the same addresses: an empty KV cache, and the weights if they
+        were kept, zeros otherwise.
+
+        Returns an error, on every rank, if the device has no room, and has then changed nothing.
+        """
+        sleeping = self._sleeping()
+        self._follow_stream()
+        self.pool.release_unused()
+        error = self._all_or_none(sleeping.map, undo=sleeping.unmap)
+        if error is None:
+            sleeping.refill()
+        return error
+
+    def _sleeping(self) -> SleepMemory:
+        assert self.sleeping is not None, "checked by the engine"
+        return self.sleeping
+
+    def _all_or_none(
+        self, allocate: Callable[[], None], *, undo: Callable[[], None]
+    ) -> MemoryError | None:
+        """Allocate on all ranks. If one has no room, ``undo`` it on the others."""
+        error: MemoryError | None = None
+        try:
+            allocate()
+        except MemoryError as raised:
+            error = raised
+        if not self._on_all_ranks(error is None) and error is None:
+            undo()
+            return MemoryError("another rank has no room")
+        return error
+
+    def _on_all_ranks(self, succeeded: bool) -> bool:
+        """Whether all ranks have succeeded; here there is one."""
+        return succeeded
 
     def _capture(self, missing: Sequence[ModelGraphs]) -> CaptureReport:
         self._follow_stream()
@@ -371,6 +443,7 @@ class ModelRunner:
             if self.memory.states is not None:
                 self.memory.states.layers.clear()
             self._members = self.adapters = self.images = self.pool.offloader = None
+            self.sleeping = None
             if self.memory.proposer is not None:
                 self.memory.proposer.close()
             self._all_graphs.clear()

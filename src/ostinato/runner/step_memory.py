@@ -22,6 +22,7 @@ from ostinato.recurrent.base import RecurrentStates
 from ostinato.runner.input_buffers import InputBuffers
 from ostinato.runner.kv_cache import CacheSize, KVCache
 from ostinato.runner.request_state import RequestState
+from ostinato.runner.sleep.sleep_memory import SleepMemory
 from ostinato.speculative.proposer import Proposer, ProposerContext
 
 if TYPE_CHECKING:
@@ -54,8 +55,12 @@ class StepMemory:
         cache: CacheSize,
         backend: AttentionBackend,
         speculation: Speculation | None = None,
+        sleeping: SleepMemory | None = None,
     ) -> StepMemory:
-        """Allocate for the batches of ``plan``, and the keys and values of ``model``."""
+        """Allocate for the batches of ``plan``, and the keys and values of ``model``.
+
+        ``sleeping``: where KV caches are, if they may be released.
+        """
         device, max_query_len = model.device, plan.decode_query_lens[-1]
         mrope, max_num_seqs = model.uses_mrope, plan.max_num_seqs
         state = RequestState(
@@ -73,6 +78,7 @@ class StepMemory:
                 block_size=cache.block_slots,
                 dtype=model.dtype,
                 device=device,
+                sleeping=sleeping,
             )
 
         proposer = None

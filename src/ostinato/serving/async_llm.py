@@ -213,6 +213,26 @@ class AsyncLLM(Owner):
             lambda llm: llm.update_weights(weights, keep_prefix_cache=keep_prefix_cache)
         )
 
+    async def sleep(self, level: Literal[1, 2] = 1) -> None:
+        """Release the KV cache and the weights; ``level`` is as in ``LLM.sleep``.
+
+        Raises ``RequestError`` if requests are unfinished. Those that come while it is asleep get
+        ``AsleepError``.
+        """
+        await self.call(lambda llm: llm.sleep(level))
+
+    async def wake(self) -> None:
+        """Have the memory back, as ``LLM.wake``."""
+        await self.call(lambda llm: llm.wake())
+
+    async def clear_graphs(self) -> None:
+        """Drop all graphs between two steps; unfinished requests go on eagerly."""
+        await self.call(lambda llm: llm.clear_graphs())
+
+    async def capture_graphs(self) -> int:
+        """Capture missing graphs, as ``LLM.capture_graphs``; no request may be unfinished."""
+        return await self.call(lambda llm: llm.capture_graphs())
+
     async def stats(self) -> EngineStats:
         """The counts of the engine, as of the end of the current step."""
         thread = self._thread

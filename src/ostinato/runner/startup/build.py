@@ -29,6 +29,7 @@ from ostinato.parallel.context.context_parallel import ContextParallelAttention,
 from ostinato.runner.capture_run import compare_with_estimate
 from ostinato.runner.kv_cache import bytes_per_block, size_cache
 from ostinato.runner.model_runner import ModelRunner
+from ostinato.runner.sleep.sleep_memory import SleepMemory
 from ostinato.runner.small_batch_model import SmallBatchModel
 from ostinato.runner.startup import recurrent_models
 from ostinato.runner.startup.compile_kernels import compile_kernels
@@ -74,6 +75,7 @@ def build_runner(
 ) -> tuple[ModelRunner, ResolvedMode]:
     """Compile kernels, size the KV cache, allocate everything, capture the graphs."""
     model = loaded.model
+    sleeping = _sleeping(config, loaded)  # before anything refers to where weights are
     recurrent_models.check_options(config, model)
     speculation = _load_speculation(config, model)
     if config.verify_policy:
@@ -140,6 +142,7 @@ def build_runner(
         **_shifting(loaded, plans),
         **({} if speculation is None else {"speculation": speculation}),
         **_verified(config, rank_context),
+        **({} if sleeping is None else {"sleeping": sleeping}),
     )
     runner.graph_memory = memory
     try:
@@ -188,6 +191,16 @@ def _dropped(before: CapturePlan, after: CapturePlan, *, uniform: bool) -> tuple
         for plan in (before, after)
     )
     return tuple(sorted(sizes - kept))
+
+
+def _sleeping(config: EngineConfig, loaded: LoadedModel) -> SleepMemory | None:
+    """The memory that ``sleep`` may release, with the weights in it."""
+    if not config.enable_sleep_mode:
+        return None
+    sleeping = SleepMemory(loaded.model.device)
+    forms = (loaded.model, loaded.shift)
+    sleeping.move_weights([form for form in forms if form is not None])
+    return sleeping
 
 
 def _verified(config: EngineConfig, rank_context: RankContext | None) -> dict[str, Any]:

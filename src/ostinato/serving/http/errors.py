@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from ostinato.errors import (
+    AsleepError,
     ClosedError,
     ConfigError,
     EngineFailedError,
@@ -80,6 +81,8 @@ def api_error(error: BaseException) -> ApiError:
         return ApiError(500, str(error), code="request_failed")
     if isinstance(error, EngineFailedError):
         return ApiError(503, str(error), code="engine_failed")
+    if isinstance(error, AsleepError):
+        return ApiError(503, "the server is asleep; try again later", code="asleep")
     if isinstance(error, ClosedError):
         return ApiError(503, "the server is shutting down; try another one", code="closing")
     if isinstance(error, RequestValidationError):
@@ -123,7 +126,7 @@ def add_handlers(app: FastAPI) -> None:
         return api_error(error).response()
 
     for kind in (
-        *(ApiError, RequestError, ConfigError, EngineFailedError, ClosedError),
+        *(ApiError, RequestError, ConfigError, EngineFailedError, AsleepError, ClosedError),
         *(RequestValidationError, HTTPException),
     ):
         app.add_exception_handler(kind, answer)
