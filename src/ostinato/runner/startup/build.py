@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato.attention import create_attention
 from ostinato.attention.base import AttentionBackend
+from ostinato.attention.invariant import InvariantAttention
 from ostinato.config import EngineConfig
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
 from ostinato.graphs.policy.modes import AttentionCGSupport, ResolvedMode
@@ -28,6 +29,7 @@ from ostinato.runner.kv_cache import bytes_per_block, size_cache
 from ostinato.runner.model_runner import ModelRunner
 from ostinato.runner.small_batch_model import SmallBatchModel
 from ostinato.runner.startup import recurrent_models
+from ostinato.runner.startup.batch_invariant import make_batch_invariant
 from ostinato.runner.startup.compile_kernels import compile_kernels
 from ostinato.runner.startup.graph_plans import GraphPlans, plan_graphs
 from ostinato.runner.startup.kv_budget import kv_cache_budget
@@ -71,6 +73,8 @@ def build_runner(
     """Compile kernels, size the KV cache, allocate everything, capture the graphs."""
     model = loaded.model
     recurrent_models.check_options(config, model)
+    if config.batch_invariant:
+        make_batch_invariant(loaded)
     speculation = _load_speculation(config, model)
     if config.verify_policy:
         _check_can_verify(config, model, speculation)
@@ -166,6 +170,8 @@ def attention_of(
     config: EngineConfig, model: CausalLM, rank_context: RankContext | None
 ) -> AttentionBackend:
     """The attention backend, connected to the ranks that share out the KV cache, if any do."""
+    if config.batch_invariant:
+        return InvariantAttention()
     if rank_context is None or rank_context.layout.dcp == 1:
         return create_attention(config.attention, model.device)
     if model.selects_tokens:
