@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from ostinato import other_engines
 from ostinato.config.checks import (
     check_attention,
+    check_batch_invariant,
     check_limits,
     check_lora,
     check_offload,
@@ -195,6 +196,13 @@ class EngineConfig:
         "eagerly, and a log line and LLM.verification name the cause.",
         cli=str,
     )
+    batch_invariant: bool = option(
+        False,
+        "The bits of a request's logits do not depend on the batch it runs in, on padding, on how "
+        "its prompt is cut into chunks, on prefix reuse or on the graph mode. For dense models of "
+        "the native decoder on one device; on CUDA, Hopper and 16-bit weights.",
+        cli=bool,
+    )
     show_progress: bool = option(True, "Progress bars while capturing and generating.")
     tensor_parallel_size: int = option(1, "Number of ranks to split the weights over.", cli=int)
     ulysses_sequence_parallel_size: int = option(
@@ -277,6 +285,7 @@ class EngineConfig:
             object.__setattr__(self, "data_parallel_lockstep", True)
         check_parallel(self)
         check_verify(self)
+        check_batch_invariant(self)
 
     @property
     def verify_policy(self) -> VerifyPolicy:

@@ -42,6 +42,7 @@ class CausalLM(Protocol):
 
     offloader: WeightOffloader | None = None  # copies weights to the device during a forward
     recurrent_specs: Sequence[RecurrentSpec] = ()  # of layers with a state per request
+    batch_invariant: bool = False  # the bits of a row do not depend on the rows around it
     # Where torch.compile splits the forward: operators that read the forward context.
     splitting_ops: Sequence[str] = ("ostinato::attend",)
 

@@ -292,6 +292,8 @@ def _check_options(config: EngineConfig) -> None:
         )
     if config.swiftkv_layers is not None:
         raise ConfigError("swiftkv_layers is for models that generate; leave it out")
+    if config.batch_invariant:
+        raise ConfigError("batch_invariant is for models that generate; leave it out")
     if config.speculative is not None:
         raise ConfigError("speculative is for models that generate; leave it out")
     if config.offload is not None:

@@ -24,6 +24,7 @@ from ostinato.models.base import CausalLM
 from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.fused_kernels import LargeM, SmallM
+from ostinato.models.native.invariant_kernels import Invariant
 from ostinato.models.native.layer import (
     DecoderLayer,
     LayerOffloader,
@@ -37,7 +38,8 @@ from ostinato.models.native.rms_norm import RMSNorm
 from ostinato.models.native.token_slots import TOKEN_SLOTS, token_slots
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
-from ostinato.ops.gemm.linear import linear
+from ostinato.ops.gemm.invariant import each_row, invariant_linear
+from ostinato.ops.gemm.linear import Gemm, linear
 from ostinato.ops.gemm.tile_config import MAX_ROWS
 from ostinato.ops.norm import Norm
 from ostinato.ops.numba import runs_compiled
@@ -147,6 +149,8 @@ class Decoder(nn.Module, CausalLM):
         """
         tables = self.rotary_tables if table is None else [table]
         run: AnyKernels
+        if self.batch_invariant:
+            return Invariant(tables, all_positions)
         if not self._runs_fused(hidden):  # first: a trace must not depend on the number of rows
             run = Plain(tables, positions, self.dtype)
         else:
@@ -191,6 +195,10 @@ class Decoder(nn.Module, CausalLM):
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] of hidden states [B, hidden_size]."""
+        if self.batch_invariant:
+            rows = each_row(self.norm.fused, hidden)
+            logits = invariant_linear(Gemm(rows, self.head_weight))
+            return each_row(self._scaled_logits, logits)
         if hidden.is_cuda and isinstance(self.norm, RMSNorm):
             logits = linear(hidden, self.head_weight, norm=Norm(self.norm.weight, self.norm.eps))
         elif hidden.is_cuda:

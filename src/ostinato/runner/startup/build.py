@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ostinato.attention import create_attention
 from ostinato.attention.base import AttentionBackend
+from ostinato.attention.invariant import InvariantAttention
 from ostinato.config import EngineConfig
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ConfigError
 from ostinato.graphs.policy.graph_memory import GraphMemoryReport
@@ -32,6 +33,7 @@ from ostinato.runner.model_runner import ModelRunner
 from ostinato.runner.sleep.sleep_memory import SleepMemory
 from ostinato.runner.small_batch_model import SmallBatchModel
 from ostinato.runner.startup import recurrent_models
+from ostinato.runner.startup.batch_invariant import make_batch_invariant
 from ostinato.runner.startup.compile_kernels import compile_kernels
 from ostinato.runner.startup.graph_memory import GraphEstimate
 from ostinato.runner.startup.graph_plans import GraphPlans, plan_graphs
@@ -77,6 +79,8 @@ def build_runner(
     model = loaded.model
     sleeping = _sleeping(config, loaded)  # before anything refers to where weights are
     recurrent_models.check_options(config, model)
+    if config.batch_invariant:
+        make_batch_invariant(loaded)
     speculation = _load_speculation(config, model)
     if config.verify_policy:
         _check_can_verify(config, model, speculation)
@@ -230,6 +234,8 @@ def attention_of(
     config: EngineConfig, model: CausalLM, rank_context: RankContext | None
 ) -> AttentionBackend:
     """The attention backend, connected to the ranks that share out the KV cache, if any do."""
+    if config.batch_invariant:
+        return InvariantAttention()
     if rank_context is None or rank_context.layout.dcp == 1:
         return create_attention(config.attention, model.device)
     if model.selects_tokens:

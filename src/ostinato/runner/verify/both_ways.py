@@ -84,6 +84,7 @@ class BothWays:
             parts=parts,
             rows=rows,
             num_grouping_layers=_num_mixtures(graphs.model),
+            exact=graphs.model.batch_invariant,
             alone=alone,
         )
         return step, latest
@@ -126,6 +127,7 @@ class BothWays:
             ),
             rows={choice.padded_num_tokens: slice(num_tokens)},
             num_grouping_layers=_num_mixtures(graphs.model),
+            exact=graphs.model.batch_invariant,
         )
         return step, latest
 
