@@ -174,7 +174,7 @@ def test_lengths_decide_whether_the_kernel_attends(
     """
     attended = []
 
-    def attend_instead(query: Tensor, batch: PagedBatch, *, rule: StreamRule) -> None:
+    def attend_instead(query: Tensor, batch: PagedBatch, *, rule: StreamRule | None) -> None:
         if lengths in streamed:
             attended.append(query)
             paged_attention(query, batch, tile_config(BatchShape.of(batch, num_sms)))

@@ -27,6 +27,7 @@ from ostinato.attention.paged import (
 from ostinato.attention.rope import RotaryEmbedding
 from ostinato.attention.triton.latent.latent_tiles import LatentShape, latent_tile_config
 from ostinato.attention.triton.tile_config import (
+    ALWAYS,
     STREAM_GROUP,
     BatchShape,
     decode_tile_config,
@@ -63,11 +64,15 @@ def triton_qkv_attention(
     if not batch.uniform_decode:
         _attend(store_qkv(qkv, positions, rotary, batch), batch)
         return
-    from ostinato.attention.triton.decode_attention import decode_attention
-
     shape = BatchShape.of(batch, num_sms(qkv.device))
     rule = stream_rule(shape) if _fits_hopper_kernels(qkv, batch) else None
-    query = decode_attention(qkv, positions, rotary, batch, decode_tile_config(shape), rule)
+    query: torch.Tensor | None
+    if rule == ALWAYS:
+        query, rule = store_qkv(qkv, positions, rotary, batch), None
+    else:
+        from ostinato.attention.triton.decode_attention import decode_attention
+
+        query = decode_attention(qkv, positions, rotary, batch, decode_tile_config(shape), rule)
     if query is not None:
         from ostinato.attention.triton.stream_decode import stream_decode
 

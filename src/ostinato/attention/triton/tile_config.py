@@ -91,6 +91,9 @@ class StreamRule(NamedTuple):
     min_spread: int
 
 
+ALWAYS = StreamRule(min_longest=0, min_spread=0)  # no kernel needs to look at the lengths
+
+
 @lru_cache(maxsize=256)
 def stream_rule(shape: BatchShape) -> StreamRule | None:
     """Where even shares may be faster than one program per request and KV head; None: nowhere.
@@ -107,7 +110,7 @@ def stream_rule(shape: BatchShape) -> StreamRule | None:
     if pairs >= _MANY_PAIRS * shape.num_sms and shape.max_keys >= _MANY_MAX_KEYS:
         return StreamRule(min_longest=512, min_spread=3)
     if 2 * pairs <= shape.num_sms and shape.max_keys >= _FEW_MAX_KEYS:
-        return StreamRule(min_longest=0, min_spread=0)
+        return ALWAYS
     return None
 
 

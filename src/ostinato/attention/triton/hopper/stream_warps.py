@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from ostinato.attention.triton.hopper.pages import (
     CHUNK,
@@ -62,6 +63,41 @@ def _first_key(seq_len, window):
 
 
 @gluon.jit
+def _copy_tile(
+    key_pages,
+    value_pages,
+    tiles,
+    j,
+    step,
+    k_smem,
+    v_smem,
+    full,
+    empty,
+    HEAD_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    PAGE: gl.constexpr,
+):
+    """Copy tile ``j`` of ``tiles``, once its stage of the ring is free."""
+    table, first_tile, first_key, seq_len, head = tiles
+    STAGES: gl.constexpr = k_smem.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    stage = step % STAGES
+    rows = ()
+    for page in gl.static_range(0, BLOCK_N, PAGE):
+        position = (first_tile + j) * BLOCK_N + page
+        # Other entries of the table may hold anything. Rows outside of the cache become zeros.
+        needed = (position + PAGE > first_key) & (position < seq_len)
+        block = gl.load(table + position // BLOCK_SIZE, mask=needed, other=0)
+        row = block * BLOCK_SIZE + position % BLOCK_SIZE
+        rows = rows + (gl.where(needed, row, key_pages.shape[0]),)  # noqa: RUF005
+    mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
+    barrier = full.index(stage)
+    copy_pages(key_pages, rows, head * HEAD_DIM, barrier, k_smem.index(stage), PAGE)
+    copy_pages(value_pages, rows, head * VALUE_DIM, barrier, v_smem.index(stage), PAGE)
+
+
+@gluon.jit
 def produce(
     query_rows,
     key_pages,
@@ -80,8 +116,13 @@ def produce(
     VALUE_DIM: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
     PAGE: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):
-    """Copy the queries, keys and values of the program's tiles, in order."""
+    """Copy the queries, keys and values of the program's tiles, in order.
+
+    AHEAD: before the wait for the previous kernel, which writes the queries and each request's last
+    key, fill the ring with tiles of older keys.
+    """
     tile, end, request, before = span
     q_full, q_empty, full, empty = barriers
     STAGES: gl.constexpr = k_smem.shape[0]
@@ -99,6 +140,18 @@ def produce(
             head = (tile - before) // count
             skipped = (tile - before) % count
             num = gl.minimum(count - skipped, end - tile)
+            tiles = (table, first + skipped, first_key, seq_len, head)
+            ahead = 0
+            if AHEAD:
+                if segment == 0:
+                    older = (seq_len - 1) // BLOCK_N - (first + skipped)
+                    ahead = gl.minimum(gl.minimum(num, STAGES), gl.maximum(older, 0))
+                for j in range(ahead):
+                    _copy_tile(
+                        key_pages, value_pages, tiles, j, step + j, k_smem, v_smem, full, empty,
+                        HEAD_DIM, VALUE_DIM, BLOCK_SIZE, PAGE,
+                    )  # fmt: skip
+                gdc_wait()
             q_stage = segment % QUERY_STAGES
             q_rows = q_smem.index(q_stage)._reinterpret(
                 q_smem.dtype, [CHUNKS * (ROWS // Q_ROWS), Q_ROWS, CHUNK], query_rows.layout
@@ -112,22 +165,12 @@ def produce(
                     q_full.index(q_stage),
                     q_rows.index(chunk * (ROWS // Q_ROWS)),
                 )
-            for j in range(num):
-                stage = step % STAGES
-                rows = ()
-                for page in gl.static_range(0, BLOCK_N, PAGE):
-                    position = (first + skipped + j) * BLOCK_N + page
-                    # Other entries of the table may hold anything. Rows outside of the cache
-                    # become zeros.
-                    needed = (position + PAGE > first_key) & (position < seq_len)
-                    block = gl.load(table + position // BLOCK_SIZE, mask=needed, other=0)
-                    row = block * BLOCK_SIZE + position % BLOCK_SIZE
-                    rows = rows + (gl.where(needed, row, key_pages.shape[0]),)  # noqa: RUF005
-                mbarrier.wait(empty.index(stage), (step // STAGES + 1) & 1)
-                barrier = full.index(stage)
-                copy_pages(key_pages, rows, head * HEAD_DIM, barrier, k_smem.index(stage), PAGE)
-                copy_pages(value_pages, rows, head * VALUE_DIM, barrier, v_smem.index(stage), PAGE)
-                step += 1
+            for j in range(ahead, num):
+                _copy_tile(
+                    key_pages, value_pages, tiles, j, step + j, k_smem, v_smem, full, empty,
+                    HEAD_DIM, VALUE_DIM, BLOCK_SIZE, PAGE,
+                )  # fmt: skip
+            step += num
             segment += 1
             tile += num
         before += count * NUM_KV_HEADS
