@@ -126,7 +126,7 @@ def proof(case: Case, engines: list[tuple[str, int]]) -> Iterator[dict[str, Any]
             ready = time.perf_counter() - start
             if reference is None:
                 reference = case.run(llm, 1)
-            for batch in BATCHES:
+            for batch in BATCHES if chunk > 1 else BATCHES[1:]:  # that takes a step per token
                 llm.reset_prefix_cache()
                 for reuse in (False, True):
                     if reuse and batch != BATCHES[1]:

@@ -110,9 +110,7 @@ class Whole:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_query_has_the_same_bits_in_every_batch(
-    device: torch.device, window: int | None
-) -> None:
+def test_a_query_has_the_same_bits_in_every_batch(device: torch.device, window: int | None) -> None:
     sequence = Whole(600 if device.type == "cuda" else 300, device)
     length = sequence.length
     (whole,) = sequence.run([(0, length)], window, False)

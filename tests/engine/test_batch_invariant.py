@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE, save_tiny
 
 from ostinato import LLM, GraphConfig, SamplingParams
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.runner.step_result import SampledLogits
 
+TINY = {**TINY_NATIVE, **TINY_GENERIC, **TINY_MIXTURES}
 MODES = ("NONE", "FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE", "FULL_AND_FULL")
 SHARED = list(range(3, 50))
 PROMPTS = [[5], [7, 8, 9], [*SHARED, 60, 61], [*SHARED, 70], [11, 12, 13, 14, 15]]
@@ -33,9 +36,8 @@ Answers = list[tuple[torch.Tensor, tuple[int, ...], str]]
 
 def open_llm(device: torch.device, mode: str = "NONE", **options: Any) -> LLM:
     sizes = None if mode == "NONE" else [8, 64]  # no batch is as large: all are padded
-    options.setdefault("model", "tiny")
+    options = {"model": "tiny", "random_weights": True, **options}
     return LLM(
-        random_weights=True,
         device=str(device),
         max_num_seqs=8,
         max_num_batched_tokens=64,
@@ -117,14 +119,28 @@ def test_chunks_of_prompts_change_no_bit(
 
 
 @pytest.mark.slow
-def test_other_families(device: torch.device) -> None:
-    """Norms of heads and after sublayers, windows, and an embedding that is scaled."""
-    if device.type != "cuda":
-        pytest.skip("the shapes with random weights are too large for a CPU")
-    for model in ("qwen3-0.6b", "gemma-3-1b"):
-        want = alone(device, model=model)
-        with open_llm(device, "FULL_AND_FULL", model=model) as llm:
-            assert_equal(answers(llm, ALL), want)
+@pytest.mark.parametrize("family", ["gemma2", "olmo2", "starcoder2", "qwen3"])
+def test_other_families(device: torch.device, tmp_path: Path, family: str) -> None:
+    """Norms of heads and after sublayers, LayerNorm, soft caps, windows, MLPs without a gate."""
+    options = {"model": str(save_tiny(TINY[family](), tmp_path)), "random_weights": False}
+    if device.type == "cuda":
+        options["dtype"] = "bfloat16"
+    want = alone(device, **options)
+    with open_llm(device, "FULL_AND_PIECEWISE", **options) as llm:
+        assert_equal(answers(llm, ALL), want)
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        ("mixtral", "does not support this model: it has a mixture of experts, whose kernels"),
+        ("gpt2", r"this model: the native decoder does not run it \(.*\); leave it out"),
+    ],
+)
+def test_models_without_such_kernels_are_refused(tmp_path: Path, family: str, message: str) -> None:
+    model = str(save_tiny(TINY[family](), tmp_path))
+    with pytest.raises(ConfigError, match=message):
+        open_llm(torch.device("cpu"), model=model, random_weights=False)
 
 
 @pytest.mark.slow
@@ -139,7 +155,10 @@ def test_verify_compares_to_the_bit(device: torch.device, reference: Answers) ->
     ("options", "message"),
     [
         ({"attention": "torch"}, "batch_invariant has its own attention, not 'torch'; leave"),
-        ({"tensor_parallel_size": 2}, "one rank per replica, not 2: an all-reduce may add"),
+        (
+            {"ulysses_sequence_parallel_size": 2},
+            "batch_invariant does not support ulysses_sequence_parallel_size, whose kernels",
+        ),
         ({"speculative": "ngram"}, "batch_invariant does not support speculative, whose kernels"),
         ({"enable_lora": True}, "batch_invariant does not support enable_lora, whose kernels"),
         ({"swiftkv_layers": 1}, "batch_invariant does not support swiftkv_layers, whose"),
@@ -148,3 +167,16 @@ def test_verify_compares_to_the_bit(device: torch.device, reference: Answers) ->
 def test_options_without_such_kernels_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig("tiny", random_weights=True, batch_invariant=True, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_ranks")
+def test_ranks_change_no_bit_for_a_fixed_degree() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=5)
+    prompts = [PROMPTS[i] for i in (1, 2, 4)]
+    with open_llm(torch.device("cpu"), tensor_parallel_size=2) as llm:
+        single = [llm.generate([prompt], params)[0].outputs[0] for prompt in prompts]
+        together = [result.outputs[0] for result in llm.generate(prompts, params)]
+    for got, want in zip(together, single, strict=True):
+        assert got.token_ids == want.token_ids
+        assert repr(got.logprobs) == repr(want.logprobs)

@@ -137,18 +137,14 @@ def check_batch_invariant(config: EngineConfig) -> None:
             f"batch_invariant has its own attention, not {shown(config.attention)}; leave "
             "attention out"
         )
-    if config.layout.world_size > 1:
-        raise ConfigError(
-            f"batch_invariant supports one rank per replica, not {config.layout.world_size}: an "
-            "all-reduce may add the ranks' parts in an order that depends on the batch; leave out "
-            "tensor_parallel_size and ulysses_sequence_parallel_size, or raise data_parallel_size"
-        )
     others = {
         f"compile={config.graphs.compile!r}": bool(config.graphs.compile),
         "enable_lora": config.enable_lora,
         "speculative": config.speculative is not None,
         "swiftkv_layers": config.swiftkv_layers is not None,
         "enable_expert_parallel": config.enable_expert_parallel,
+        "ulysses_sequence_parallel_size": config.ulysses_sequence_parallel_size > 1,
+        "decode_context_parallel_size": config.decode_context_parallel_size > 1,
     }
     for name, is_on in others.items():
         if is_on:

@@ -200,7 +200,7 @@ class EngineConfig:
         False,
         "The bits of a request's logits do not depend on the batch it runs in, on padding, on how "
         "its prompt is cut into chunks, on prefix reuse or on the graph mode. For dense models of "
-        "the native decoder on one device; on CUDA, Hopper and 16-bit weights.",
+        "the native decoder; on CUDA, with 16-bit weights on Hopper.",
         cli=bool,
     )
     show_progress: bool = option(True, "Progress bars while capturing and generating.")

@@ -19,13 +19,26 @@ class TensorExchange(Exchange):
 
     def __init__(self, tensor: Comm) -> None:
         self._tensor = tensor
+        self._in_order = False
 
     @property
     def sums(self) -> bool:
         return self._tensor.size > 1
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
-        return self._tensor.all_reduce(partial) if self.sums else partial
+        if not self.sums:
+            return partial
+        if not self._in_order:
+            return self._tensor.all_reduce(partial)
+        first, *others = self._tensor.all_gather(partial.unsqueeze(0))
+        total: torch.Tensor = first.float()
+        for part in others:
+            total = total + part
+        return total.to(partial.dtype)
+
+    def add_in_order(self) -> None:
+        """An all-reduce may choose its order by the size of the batch; sums here do not."""
+        self._in_order = True
 
     def mean(self, partial: torch.Tensor) -> torch.Tensor:
         return self.sum(partial) / self._tensor.size

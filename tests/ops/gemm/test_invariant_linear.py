@@ -38,7 +38,8 @@ def operands(
 def expected(gemm: Gemm) -> Tensor:
     """The same in float64."""
     x, weight, bias, norm, gated, residual, activation = gemm
-    assert bias is not None and residual is not None
+    assert bias is not None
+    assert residual is not None
     x = x.double()
     if norm is not None:
         x = x * (x.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight.double()

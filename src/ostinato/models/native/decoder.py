@@ -166,6 +166,14 @@ class Decoder(nn.Module, CausalLM):
         """The slots of the tokens that experts see, whose padding chooses none."""
         return self._exchange.slots_of_all(token_slots(hidden), hidden.shape[0])
 
+    def make_batch_invariant(self) -> None:
+        """From now on, the bits of a row do not depend on the rows around it.
+
+        For dense models with plain attention, before anything is captured.
+        """
+        self.batch_invariant = True
+        self._exchange.add_in_order()
+
     def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
         for layer in states:
             if not 0 <= layer < len(self.layers):

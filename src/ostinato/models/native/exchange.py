@@ -17,6 +17,9 @@ class Exchange:
         """The sum of ``partial`` over all ranks that compute a part of the GEMM."""
         return partial
 
+    def add_in_order(self) -> None:
+        """From now on, add up the ranks' parts in their order, however large these are."""
+
     def mean(self, partial: torch.Tensor) -> torch.Tensor:
         """The mean of ``partial`` over the same ranks."""
         return partial

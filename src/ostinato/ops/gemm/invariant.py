@@ -28,8 +28,7 @@ def invariant_linear(gemm: Gemm) -> torch.Tensor:
     """``linear`` of these operands: a new [M, N], or [M, N / 2] if gated. Never synchronises."""
     check_shapes(gemm)
     if gemm.norm is not None and gemm.x.is_cuda:
-        norm = gemm.norm
-        gemm = gemm._replace(x=rms_norm(gemm.x, norm.weight, norm.eps), norm=None)
+        gemm = gemm._replace(x=rms_norm(gemm.x, *gemm.norm), norm=None)
     outputs = gemm.weight.shape[0] // 2 if gemm.gated else gemm.weight.shape[0]
     out = gemm.x.new_empty(gemm.x.shape[0], outputs)
     if out.numel() == 0:

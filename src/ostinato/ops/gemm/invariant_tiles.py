@@ -24,7 +24,7 @@ class InvariantTile(NamedTuple):
 
 @lru_cache(maxsize=1024)  # every layer of a step asks for the same
 def invariant_tile(num_rows: int, outputs: int, gated: bool, num_sms: int) -> InvariantTile:
-    """The fastest that was measured on an H200 for such a shape."""
+    """The fastest of those measured on an H200 for such a shape."""
     if num_rows <= _MOST_SMALL:
         rows = max(16, next_power_of_2(num_rows))
         return InvariantTile(rows, 64, 128, 4 if gated else 6, 4, swap=True, bulk=False)

@@ -112,7 +112,10 @@ class ShardedDecoder(Decoder):
         """Logits [B, vocab_size] of hidden states [B, hidden_size], on every rank."""
         if self._tensor.size == 1:
             return super().compute_logits(hidden)
-        logits = self._scaled_logits(F.linear(self.norm(hidden), self.head_weight))
+        if self.batch_invariant:
+            logits = super().compute_logits(hidden)  # of the rank's vocabulary
+        else:
+            logits = self._scaled_logits(F.linear(self.norm(hidden), self.head_weight))
         return self._tensor.all_gather(logits, dim=1)[:, : self.vocab_size]
 
     def weight_slots(self) -> Iterator[WeightSlot]:

@@ -11,17 +11,20 @@ from ostinato.models.native.decoder import Decoder
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def make_batch_invariant(loaded: LoadedModel) -> None:
-    """Have ``loaded.model`` run batch-invariant kernels, before anything of it is captured."""
-    reason = _unsupported_reason(loaded)
+def make_batch_invariant(loaded: LoadedModel, *, is_split: bool) -> None:
+    """Have ``loaded.model`` run batch-invariant kernels, before anything of it is captured.
+
+    ``is_split``: it is one rank's part.
+    """
+    reason = _unsupported_reason(loaded, is_split)
     if reason is not None:
         raise ConfigError(f"batch_invariant does not support this model: {reason}")
     model = loaded.model
     assert isinstance(model, Decoder), "all others are unsupported"
-    model.batch_invariant = True
+    model.make_batch_invariant()
 
 
-def _unsupported_reason(loaded: LoadedModel) -> str | None:
+def _unsupported_reason(loaded: LoadedModel, is_split: bool) -> str | None:
     """Why there are no batch-invariant kernels for the model, and what to do."""
     model = loaded.model
     if not isinstance(model, Decoder):
@@ -32,6 +35,7 @@ def _unsupported_reason(loaded: LoadedModel) -> str | None:
         (model.config.experts is not None, "it has a mixture of experts"),
         (model.config.latent is not None, "it has latent attention"),
         (bool(model.recurrent_specs), "it has recurrent layers"),
+        (is_split and model.config.qk_norm == "full", "it norms queries over all ranks"),
     ):
         if there:
             return f"{what}, whose kernels depend on the batch; leave batch_invariant out"

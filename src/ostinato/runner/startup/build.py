@@ -80,7 +80,7 @@ def build_runner(
     sleeping = _sleeping(config, loaded)  # before anything refers to where weights are
     recurrent_models.check_options(config, model)
     if config.batch_invariant:
-        make_batch_invariant(loaded)
+        make_batch_invariant(loaded, is_split=config.tensor_parallel_size > 1)
     speculation = _load_speculation(config, model)
     if config.verify_policy:
         _check_can_verify(config, model, speculation)
