@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,8 +93,13 @@ def interrupt_in_the_middle_of_a_step(llm: LLM) -> None:
     state.update = interrupted  # type: ignore[method-assign]
 
 
-def test_ranks_are_started_and_ended(alone: list[list[int]]) -> None:
-    llm = LLM(**TINY, tensor_parallel_size=2, rank_timeout_s=TIMEOUT_S)
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM(**TINY, tensor_parallel_size=2, rank_timeout_s=TIMEOUT_S) as llm:
+        yield llm
+
+
+def test_ranks_are_started_and_ended(alone: list[list[int]], llm: LLM) -> None:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     assert handlers == [signal.default_int_handler, signal.SIG_DFL], "torch's launcher took them"
     pid = pid_of_rank_1(llm)
