@@ -38,7 +38,7 @@ _BYTES = ("handle", "counter_handle", "event_handle")
 
 
 def share_weights(weights: NamedTensors) -> str:
-    """Describe ``weights``, CUDA tensors by checkpoint name, for another process's ``open_weights``.
+    """Describe ``weights``, CUDA tensors by name, for ``open_weights`` of another process.
 
     Keep the tensors as they are until the other process has read them: it reads their own memory.
     """
