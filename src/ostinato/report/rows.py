@@ -77,6 +77,7 @@ def _row(report: EntryReport, stats: DispatchStats, now: float) -> GraphRow:
         timed_runs=took.num_runs,
         run_s=took.seconds,
         num_bytes=report.num_bytes,
+        bytes_by_kind={"pool": report.num_bytes, "executable": report.executable_bytes},
         capture_s=report.seconds,
         idle_s=None if last_used is None else max(0.0, now - last_used),
         error=report.error,

@@ -4,8 +4,9 @@ Text is returned only once it is final: not in the middle of a character, and no
 still become a stop string.
 
 Why not ``tokenizers.decoders.DecodeStream``: it holds back everything as long as the text ends in
-half a character, which garbage can do for ever, and has no way to release that at the end. Of 300
-random sequences of byte tokens, 249 lost their end. Tokenizers written in Python have none at all.
+half a character, which garbage can do for ever, and has no way to release that at the end: it did
+so at the end of 249 of 300 random sequences of byte tokens. It would be faster (some 2 µs per token
+against 80). Tokenizers written in Python have none at all.
 """
 
 from __future__ import annotations
