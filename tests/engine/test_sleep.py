@@ -105,8 +105,8 @@ def test_memory_is_given_back(device: torch.device) -> None:
     options: dict[str, Any] = {
         "random_weights": True,
         "enable_sleep_mode": True,
+        "dtype": "float32",
         "max_model_len": 128,
-        "kv_cache_tokens": 2**16,
         "max_num_seqs": 512,
         "kv_cache_memory_bytes": "256M",
         "graphs": GraphConfig(mode="NONE"),

@@ -81,7 +81,7 @@ def check_no_room(llm: LLM) -> None:
         before = free_bytes()
         with pytest.raises(SleepError, match=r"cannot wake: cuMemCreate found no memory"):
             llm.wake()
-        assert free_bytes() == before
+        assert free_bytes() >= before
     with pytest.raises(AsleepError):
         tokens_of(llm)
     del taken
