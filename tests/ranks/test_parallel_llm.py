@@ -131,7 +131,7 @@ def captured_plans(path: str) -> tuple[list[list[int]], int, str]:
         plans = [graphs.plan for graphs in (runner.graphs, runner.small_graphs)]
         triggers = compilation_counter.num_gpu_runner_capture_triggers
         triggers -= before.num_gpu_runner_capture_triggers
-        assert runner.capture_model() == 0
+        assert llm.capture_graphs() == 0
         sizes = [sorted({e.descriptor.num_tokens for e in plan.entries}) for plan in plans]
         return sizes, triggers, bars.getvalue()
 

@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
+
 from ostinato.attention.base import AttentionBackend
 from ostinato.config import EngineConfig
-from ostinato.errors import ConfigError
+from ostinato.errors import CaptureOutOfMemoryError, ConfigError
 from ostinato.graphs.policy.choose_sizes import BatchKind, GraphLimits, choose_sizes
 from ostinato.graphs.policy.graph_memory import GraphMemory, in_words
 from ostinato.graphs.policy.modes import CUDAGraphMode
@@ -79,9 +81,15 @@ class GraphEstimate:
         if largest:
             # A second model captures into the same pool, and its activations are no larger.
             padded = plan.padded_tokens(largest)
-            activations = kv_budget.activation_bytes(
-                model, plan, padded, config, backend, logits=False
-            )
+            try:
+                activations = kv_budget.activation_bytes(
+                    model, plan, padded, config, backend, logits=False
+                )
+            except (MemoryError, torch.OutOfMemoryError) as error:
+                raise CaptureOutOfMemoryError(
+                    f"no memory for a step of {padded} tokens, as many as the largest graph has: "
+                    f"{error}. Lower the capture sizes, or take a smaller or quantized model"
+                ) from error
         return cls(model=model, largest=largest, activations=activations)
 
     def of(self, plans: GraphPlans) -> GraphMemory:

@@ -41,6 +41,10 @@ class _LiveMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = self.peak = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports torch._dynamo on the first call
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
