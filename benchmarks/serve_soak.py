@@ -238,6 +238,7 @@ async def soak(url: str, pid: int, all_asked: list[Asked], options: Any) -> dict
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
     warm, seen = Seen(), Seen()
     async with httpx.AsyncClient(base_url=url, timeout=DRAIN_S, limits=limits) as client:
+        await capacity(client, all_asked, warm)  # fills the prefix cache, captures samplers
         could = await capacity(client, all_asked, warm)
     await asyncio.sleep(SETTLE_S)  # until the server has closed its connections
     held_before = held(pid)

@@ -394,6 +394,16 @@ class LLM(Owner):
         return self.engine.capture_graphs()
 
     @one_thread()
+    def capture_next(self) -> bool:
+        """Capture one missing graph, that for the most batches so far; whether there was one.
+
+        For ``GraphConfig(lazy_capture=True)``, whenever there is time. No request may be
+        unfinished. A graph that cannot be captured is logged, and its batches go on to run eagerly;
+        on several ranks it raises ``CaptureError``.
+        """
+        return self.engine.capture_next()
+
+    @one_thread()
     def ledger(self) -> Ledger:
         """Which memory the captured graphs hold, whose it is, and whether it is still there.
 

@@ -188,13 +188,16 @@ def test_a_graph_that_was_not_kept_is_refused() -> None:
 
 
 def test_nodes_know_their_operators() -> None:
-    """Those that hold memory outside the pool, which alone can go stale."""
     one, two = torch.ones(8, device=CUDA), torch.full((8,), 2.0, device=CUDA)
     with graphed(lambda x: torch.relu(x + one) * two, sizes=[4]) as function:
         function(torch.randn(4, 8, device=CUDA))
         nodes = nodes_of(function.ledger())
     assert [node.index for node in nodes] == [0, 1, 2]
-    assert [node.operator for node in nodes] == ["aten.add.Tensor", None, "aten.mul.Tensor"]
+    assert [node.operator for node in nodes] == [
+        "aten.add.Tensor",
+        "aten.relu.default",
+        "aten.mul.Tensor",
+    ]
 
 
 def test_attention_and_gemms_of_a_graphed_module_have_owners() -> None:

@@ -92,6 +92,39 @@ def test_ranks_that_the_model_starts(llama: tuple[Path, Tokens], options: dict[s
     assert life(str(path), options) == [expected] * 5
 
 
+def lazily(path: str, options: dict[str, Any]) -> list[Tokens]:
+    """Tokens after each capture; with ranks that differ, a step would hang or be wrong."""
+    graphs = GraphConfig(capture_sizes=[1, 2, 4, 12], lazy_capture=True)
+    with LLM(path, **LIMITS, graphs=graphs, rank_timeout_s=20.0, **options) as llm:
+        found = [tokens_of(llm.generate(prompts(), GREEDY))]
+        before = compilation_counter.num_cudagraph_captured
+        assert llm.capture_next()
+        found.append(tokens_of(llm.generate(prompts(), GREEDY)))
+        while llm.capture_next():
+            pass
+        assert compilation_counter.num_cudagraph_captured > before
+        found.append(tokens_of(llm.generate(prompts(), GREEDY)))
+    return found
+
+
+def test_lazy_captures_on_every_rank(gloo_pool: GlooPool, llama: tuple[Path, Tokens]) -> None:
+    path, expected = llama
+    options = {"ulysses_sequence_parallel_size": 2, "shift_parallel_threshold": 2}
+    for found in gloo_pool.run(lazily, str(path), options):
+        assert found == [expected] * 3
+
+
+@pytest.mark.usefixtures("forked_ranks")
+@pytest.mark.parametrize(
+    "options", [{"tensor_parallel_size": 2}, {"data_parallel_size": 2}], ids=["tensor", "replicas"]
+)
+def test_lazy_captures_on_ranks_that_the_model_starts(
+    llama: tuple[Path, Tokens], options: dict[str, Any]
+) -> None:
+    path, expected = llama
+    assert lazily(str(path), options) == [expected] * 3
+
+
 def no_room_on_the_second(path: str) -> list[Tokens]:
     found: list[Tokens] = []
     options: dict[str, Any] = {**LIMITS, "tensor_parallel_size": 2, "rank_timeout_s": 20.0}

@@ -233,6 +233,11 @@ def _check_lockstep(config: EngineConfig) -> None:
             f"shift_parallel_threshold {config.shift_parallel_threshold} does not work with "
             "data_parallel_lockstep: replicas would run different models; leave one of them out"
         )
+    if config.graphs.lazy_capture:
+        raise ConfigError(
+            "lazy_capture does not work with data_parallel_lockstep, whose replicas agree on a "
+            "graph by a plan that is captured; leave one of them out"
+        )
 
 
 def _check_expert_parallel(config: EngineConfig) -> None:

@@ -64,6 +64,13 @@ class GraphConfig:
         "Warm-up runs before a capture. None: one on CUDA, none on the CPU, which needs no "
         "warm-up. A size that launches the same kernels as a larger one is not warmed up again.",
     )
+    lazy_capture: bool = option(
+        False,
+        "Capture nothing at start-up: batches run eagerly at first, and graphs are captured one at "
+        "a time while there are no requests, those that most batches would have used first. By "
+        "AsyncLLM and the server on their own, by LLM in capture_next().",
+        cli=bool,
+    )
     eager_fallback: bool = option(
         False, "Run a size eagerly if its capture fails, instead of failing at start-up."
     )

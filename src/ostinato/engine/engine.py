@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from ostinato.vision.prompt_images import PromptImages
 
 
+_BUSY_CAPTURE = (
+    "graphs cannot be captured while requests are unfinished: a capture uses their buffers"
+)
+
+
 class Engine(Owner):
     """Owns the model, the runner and the scheduler. One thread at a time may use it (``use``).
 
@@ -89,6 +94,7 @@ class Engine(Owner):
         )
         self._weights = EngineWeights(config, self.runner)
         self._sleep = EngineSleep(config, self.runner, self._weights)
+        self._is_lazy = config.graphs.lazy_capture
         self._closed = False
 
     def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
@@ -277,6 +283,7 @@ class Engine(Owner):
         self.sharing.call(self._clear_graphs)
 
     def _clear_graphs(self) -> None:
+        self._is_lazy = False  # not to bring back what was just dropped
         self.runner.clear_graphs()
         self.runner.ledger.check()
 
@@ -288,12 +295,32 @@ class Engine(Owner):
         return self.sharing.call(self._capture_graphs)
 
     def _capture_graphs(self) -> int:
-        self._check_idle(
-            "graphs cannot be captured while requests are unfinished: a capture uses their rows"
-        )
+        self._check_idle(_BUSY_CAPTURE)
+        self._is_lazy = self.config.graphs.lazy_capture
         taken = self.runner.capture_model()
         self.runner.ledger.check()
         return taken
+
+    @one_thread(is_part=True)
+    def capture_next(self) -> bool:
+        """Capture the missing graph that most batches so far would have used, on all ranks.
+
+        Returns whether there was one.
+        """
+        self._check_open()
+        self._sleep.check_awake()
+        return self.sharing.call(self._capture_next)
+
+    def _capture_next(self) -> bool:
+        self._check_idle(_BUSY_CAPTURE)
+        found = self.runner.capture_next()
+        self.runner.ledger.check()
+        return found
+
+    @property
+    def captures_when_idle(self) -> bool:
+        """Whether there are graphs to capture now that no request waits for (``lazy_capture``)."""
+        return self._is_lazy and self._sleep.level is None and self.runner.needs_capture
 
     def _forget_prefixes(self) -> None:
         for scheduler in self.schedulers:

@@ -290,6 +290,13 @@ def _check_options(config: EngineConfig) -> None:
         raise ConfigError(
             f"compile={config.graphs.compile!r} is for models that generate; leave it out"
         )
+    if config.graphs.lazy_capture:
+        raise ConfigError("lazy_capture is for models that generate; leave it out")
+    if config.graph_memory is not None:
+        raise ConfigError(
+            f"graph_memory {config.graph_memory:,} is for models that generate; leave it out, and "
+            "give fewer or smaller capture_sizes"
+        )
     if config.swiftkv_layers is not None:
         raise ConfigError("swiftkv_layers is for models that generate; leave it out")
     if config.batch_invariant:

@@ -51,6 +51,7 @@ class Kind(IntEnum):
     CAPTURE_GRAPHS = 15
     SLEEP = 16  # 1: and keep the weights
     WAKE = 17
+    CAPTURE_ENTRY = 18  # index of the model, of the entry in its plan
 
 
 Message: TypeAlias = tuple[Kind, IntArray]

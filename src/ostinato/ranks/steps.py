@@ -55,6 +55,8 @@ class RankRunner(ModelRunner):
     ``num_ahead``: how many steps are started before the results of a step are read.
     """
 
+    has_other_ranks = True
+
     def __init__(self, *args: Any, world: World, num_ahead: int = 0, **options: Any) -> None:
         super().__init__(*args, agreement=world.replica_agreement, **options)
         self._world = world
@@ -203,6 +205,10 @@ class LeadingRunner(RankRunner):
         with self._told(Kind.CAPTURE_GRAPHS):
             return super().capture_model()
 
+    def capture_entry(self, model: int, index: int) -> None:
+        with self._told(Kind.CAPTURE_ENTRY, model, index):
+            super().capture_entry(model, index)
+
     def sleep(self, *, keep_weights: bool) -> MemoryError | None:
         with self._told(Kind.SLEEP, keep_weights):
             return super().sleep(keep_weights=keep_weights)
@@ -297,6 +303,8 @@ class FollowingRunner(RankRunner):
             self.clear_graphs()
         elif kind is Kind.CAPTURE_GRAPHS:
             self.capture_model()
+        elif kind is Kind.CAPTURE_ENTRY:
+            self.capture_entry(*words.tolist())
         elif kind is Kind.SLEEP:
             self.sleep(keep_weights=bool(words[0]))  # rank 0 gets the same error
         elif kind is Kind.WAKE:

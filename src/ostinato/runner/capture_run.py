@@ -47,8 +47,8 @@ def measured_capture(capture: Callable[[], CaptureReport], pool: GraphPool) -> G
 
 
 def compare_with_estimate(memory: GraphMemoryReport) -> None:
-    """Log how much the graphs took against the estimate; a warning if that was wrong."""
-    level = logging.INFO if memory.is_as_estimated else logging.WARNING
+    """Log how much the graphs took against the estimate; a warning if it was too low."""
+    level = logging.INFO if memory.is_within_estimate else logging.WARNING
     estimated, taken = memory.estimated, memory.taken
     logger.log(level, "memory of the graphs: estimated %s, taken %s", estimated, taken)
 

@@ -146,7 +146,7 @@ class ModelGraphs:
             num_warmups=graphs.warmups_on(memory.device),
             kernel_class=partial(kernels_of, model.num_token_ranks),
             eager_fallback=graphs.eager_fallback,
-            show_progress=show_progress,
+            show_progress=show_progress and not graphs.lazy_capture,
             name=name,
         )
         self.dispatch = dispatcher.dispatch
@@ -270,6 +270,10 @@ class ModelGraphs:
     def _decode(self, num_reqs: int, query_len: int) -> DecodeOutput:
         return decode_step(self._head, self.piecewise, self._memory, num_reqs, query_len)
 
+    def refuse(self, entry: PlanEntry) -> None:
+        """Run the batches of an entry eagerly: it could not be captured."""
+        self.manager.dispatcher.mark_refused(entry, Reason.CAPTURE_FAILED)
+
     def quarantine(self, choice: Choice) -> None:
         """Run the batches of this graph eagerly from now on."""
         entry = PlanEntry(mode=choice.mode, descriptor=choice.descriptor)
@@ -291,12 +295,22 @@ class ModelGraphs:
         decode = [each.descriptor.num_tokens for each in self.plan.entries if _samples(each)]
         return max(decode, default=0) * self._head.vocab_size * self._head.dtype.itemsize
 
-    def capture(self) -> CaptureReport:
-        """Capture missing entries of the plan. The buffers must be as ``reset`` leaves them."""
+    def capture(self, entry: PlanEntry | None = None) -> CaptureReport:
+        """Capture ``entry``, or all missing ones of the plan.
+
+        The buffers must be as ``reset`` leaves them.
+        """
         # A compiled model must run all its layers, or it might be traced with only a few.
         compiled = isinstance(self.piecewise, PiecewiseModel)
         warm_up = None if compiled else self._forward_briefly
-        return self.manager.capture(self._forward, self._prepare, warm_up=warm_up)
+        if entry is None:
+            return self.manager.capture(self._forward, self._prepare, warm_up=warm_up)
+        return self.manager.capture_graph(entry, self._forward, self._prepare, warm_up=warm_up)
+
+    @property
+    def missing(self) -> list[PlanEntry]:
+        """Entries of the plan that are neither captured nor refused."""
+        return [entry for entry in self.plan.entries if self.manager.dispatcher.is_open(entry)]
 
     def _prepare(self, entry: PlanEntry) -> PreparedBatch[CaptureInputs]:
         return prepare_batch(entry, self.plan, self._memory, num_ranks=self._num_ranks)

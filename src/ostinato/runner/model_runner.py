@@ -10,6 +10,7 @@ Two models may share all of it: small batches then run the second (``SmallBatchM
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,14 +20,15 @@ import torch
 
 from ostinato.attention.base import AttentionBackend, AttentionMetadata
 from ostinato.config import GraphConfig
-from ostinato.errors import ConfigError
+from ostinato.errors import CaptureError, ConfigError
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.descriptor import BatchShape, Choice
 from ostinato.graphs.policy.dispatch import DispatchStats
-from ostinato.graphs.policy.graph_memory import GraphMemoryReport
+from ostinato.graphs.policy.graph_memory import GraphMemory, GraphMemoryReport
 from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.next_capture import most_wanted
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.trust.ledger.sources import pool_ledger
 from ostinato.loading.update import WeightUpdate, write_tensors
@@ -35,7 +37,7 @@ from ostinato.models.base import CausalLM
 from ostinato.parallel.agreed_dispatch import AgreedDispatch
 from ostinato.parallel.agreement import Reducer
 from ostinato.runner.autocast import without_autocast
-from ostinato.runner.capture_run import measured_capture, warn_of_no_capture
+from ostinato.runner.capture_run import compare_with_estimate, measured_capture, warn_of_no_capture
 from ostinato.runner.kv_cache import CacheSize
 from ostinato.runner.memory_names import RunnerMemory
 from ostinato.runner.model_graphs import ModelGraphs
@@ -55,6 +57,8 @@ if TYPE_CHECKING:
     from ostinato.speculative.speculation import Speculation
     from ostinato.vision.image_inputs import ImageInputs
 
+logger = logging.getLogger(__name__)
+
 # Memory of a decode step beside its logits: hidden states, and what the sampler needs.
 BESIDE_LOGITS = 8 * 2**20
 _NO_WORK = SchedulePlan.of([], 0, [])
@@ -73,6 +77,8 @@ class ModelRunner:
     runs the graphs of a step; another class may watch them run (``StepExecution``). ``sleeping``:
     holds the weights of the models, and will hold the KV cache, if ``sleep`` may release them.
     """
+
+    has_other_ranks = False
 
     def __init__(
         self,
@@ -325,20 +331,73 @@ class ModelRunner:
     @torch.no_grad()  # not inference mode: leaving it for every tensor that is kept costs time
     def capture_model(self) -> int:
         """Capture every missing graph of the plans; return the bytes it took."""
-        if self.images is not None:
-            self.images.vision.capture()
+        self.capture_image_encoder()
         missing = [graphs for graphs in self._all_graphs if graphs.needs_capture()]
         if not missing:
             num_planned = sum(len(graphs.plan.entries) for graphs in self._all_graphs)
             warn_of_no_capture(num_planned, self.plan.mode)
             return 0
-        taken = measured_capture(partial(self._capture, missing), self.pool)
+        largest = max(graphs.largest_tensor() for graphs in missing) + BESIDE_LOGITS
+        wanted = [(graphs, None) for graphs in missing]
+        self.capture_report = CaptureReport()
+        taken = measured_capture(partial(self._capture, wanted, reserve=largest), self.pool)
         self.capture_bytes = taken.total
+        self._set_taken(taken)
+        return self.capture_bytes
+
+    @without_autocast
+    @torch.no_grad()
+    def capture_image_encoder(self) -> None:
+        """Capture its graphs, if the model has one: few, and not part of the plan."""
+        if self.images is not None:
+            self.images.vision.capture()
+
+    @property
+    def needs_capture(self) -> bool:
+        """Whether a graph of the plans is neither captured nor refused."""
+        return any(graphs.needs_capture() for graphs in self._all_graphs)
+
+    def capture_next(self) -> bool:
+        """Capture the missing graph that the most batches so far would have used, if there is one.
+
+        Returns whether there was. The last one is followed by the comparison with the estimate.
+        """
+        for model, graphs in reversed(list(enumerate(self._all_graphs))):  # small batches first
+            entry = most_wanted(graphs.plan, graphs.missing, self.stats.shapes)
+            if entry is not None:
+                self.capture_entry(model, graphs.plan.entries.index(entry))
+                if not self.needs_capture:
+                    compare_with_estimate(self.graph_memory)
+                return True
+        return False
+
+    @without_autocast
+    @torch.no_grad()
+    def capture_entry(self, model: int, index: int) -> None:
+        """Capture one entry of a model's plan. If that fails, its batches go on to run eagerly."""
+        graphs, before = self._all_graphs[model], self.graph_memory.taken
+        entry, reserve = graphs.plan.entries[index], None
+        if not before.pool:
+            # A larger graph may follow any smaller one: have room for all of them, in one block.
+            largest = max(each.largest_tensor() for each in self._all_graphs) + BESIDE_LOGITS
+            reserve = max(largest, self.graph_memory.estimated.pool)
+        capture = partial(self._capture, [(graphs, entry)], reserve=reserve)
+        try:
+            taken = measured_capture(capture, self.pool)
+        except CaptureError as error:
+            if self.has_other_ranks:
+                raise  # they have this graph
+            graphs.refuse(entry)
+            logger.warning("%s; its batches go on to run eagerly", error)
+            return
+        self.capture_bytes += taken.total
+        self._set_taken(before.with_more(taken))
+
+    def _set_taken(self, taken: GraphMemory) -> None:
         communicator = self.graph_memory.estimated.communicator  # connected before
         taken = replace(taken, communicator=communicator)
         self.graph_memory = replace(self.graph_memory, taken=taken)
         self.ledger.update()
-        return self.capture_bytes
 
     def clear_graphs(self) -> None:
         """Drop all graphs, the samplers' and the image encoder's included; steps run eagerly."""
@@ -348,6 +407,7 @@ class ModelRunner:
         if self.images is not None:
             clear.append(self.images.vision.pool.clear_all_graphs)
         close_each([*clear, self.pool.release_unused])
+        self.graph_memory = replace(self.graph_memory, taken=GraphMemory())
 
     # --- sleep ---------------------------------------------------------------------------------
 
@@ -404,18 +464,26 @@ class ModelRunner:
         """Whether all ranks have succeeded; here there is one."""
         return succeeded
 
-    def _capture(self, missing: Sequence[ModelGraphs]) -> CaptureReport:
+    def _capture(
+        self, wanted: Sequence[tuple[ModelGraphs, PlanEntry | None]], *, reserve: int | None
+    ) -> CaptureReport:
+        """Capture one entry of each, or all that are missing; the pool first gets a block."""
         self._follow_stream()
         self.forget_rows()
-        self.pool.reserve(max(graphs.largest_tensor() for graphs in missing) + BESIDE_LOGITS)
-        report = self.capture_report = CaptureReport()
-        for graphs in missing:
+        if reserve is not None:
+            self.pool.reserve(reserve)
+        report = CaptureReport()
+        new = [(graphs, graphs.missing if one is None else [one]) for graphs, one in wanted]
+        for graphs, entry in wanted:
             self.buffers.reset()
-            captured = graphs.capture()
+            captured = graphs.capture(entry)
             report.entries += captured.entries
             report.buffer_bytes += captured.buffer_bytes
-        self.execution.try_captured(missing, self._set_batch)
+        for graphs, entries in new:
+            self.execution.try_captured(graphs, entries, self._set_batch)
         self.forget_rows()
+        self.capture_report.entries += report.entries
+        self.capture_report.buffer_bytes = report.buffer_bytes
         return report
 
     def _set_batch(self, plan: StepPlan, choice: Choice) -> AttentionMetadata | None:

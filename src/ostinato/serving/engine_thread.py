@@ -2,7 +2,8 @@
 
 Event loops put commands in a queue and never wait for the thread. Between two steps the thread
 takes all commands that have come; after a step it hands each loop everything new in one call.
-While there is nothing to step, it waits for a command, and looks after the ranks once a second.
+While there is nothing to step, it waits for a command, and looks after the ranks once a second;
+with ``lazy_capture`` it captures missing graphs first.
 
 Reading the text of hundreds of streams can take longer than a step. So a first token and an end go
 out at once, and what is in between as often as it takes no more than a share of the thread's time:
@@ -137,7 +138,7 @@ class EngineThread:
 
     def _serve(self) -> None:
         while True:
-            for command in self._inbox.take(wait=not self._requests):
+            for command in self._inbox.take(wait=not self._requests and not self._may_capture):
                 command.run()
             if self._inbox.has_ended:
                 self._stop()
@@ -146,7 +147,14 @@ class EngineThread:
                 self._step()
             elif self.llm.task == "generate":
                 self.llm.engine.check()
+                if self._may_capture:  # one at a time: a request may have come
+                    self.llm.engine.capture_next()
             self._flush()
+
+    @property
+    def _may_capture(self) -> bool:
+        """Whether there is a graph to capture in the time that no request needs."""
+        return self.llm.task == "generate" and self.llm.engine.captures_when_idle
 
     def _step(self) -> None:
         began = time.monotonic()

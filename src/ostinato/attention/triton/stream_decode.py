@@ -9,7 +9,9 @@ group multiplies. Where programs share a request and KV head, each writes its pa
 memory and increments a counter; the last to finish combines the parts.
 
 OVERLAP: before the wait, the ring is filled with keys and values that were written before the
-forward began: of a decode batch, all but the last of each request.
+forward began: of a decode batch, all but the last of each request. Those are complete: a forward
+begins with the lookup of embeddings, a kernel of torch's that starts when all before it have ended,
+and nothing of the forward starts before that one has.
 
 With a ``StreamRule`` the kernel leaves batches to ``decode_attention`` that the rule does not ask
 even shares for.

@@ -15,7 +15,8 @@ class GraphMemory:
     ``pool``: tensors inside the graphs, which all graphs share. ``executable``: the graphs
     themselves, nodes and parameters. ``buffers``: outputs of FULL graphs. ``workspaces``: scratch
     memory of libraries that graphs call. ``communicator``: buffers for collectives, taken when the
-    ranks connect. ``driver``: the rest, such as code of kernels that a capture loads.
+    ranks connect. ``driver``: the rest, such as code of kernels that a capture loads. It is what
+    the device has less than before: what other processes take meanwhile is in it, too.
     """
 
     pool: int = 0
@@ -28,6 +29,11 @@ class GraphMemory:
     @property
     def total(self) -> int:
         return sum(astuple(self))
+
+    def with_more(self, more: GraphMemory) -> GraphMemory:
+        """This and what further graphs took, whose buffers are the same ones."""
+        each = {name: count + getattr(more, name) for name, count in vars(self).items()}
+        return GraphMemory(**each | {"buffers": max(self.buffers, more.buffers)})
 
     def __str__(self) -> str:
         parts = [f"{name} {in_words(count)}" for name, count in vars(self).items() if count]
@@ -50,9 +56,26 @@ class GraphMemoryReport:
 
     @property
     def is_as_estimated(self) -> bool:
-        """Whether both totals differ by at most 32 MiB or a tenth of what was taken."""
-        most = max(MOST_OFF_BYTES, MOST_OFF_FRACTION * self.taken.total)
-        return abs(self.estimated.total - self.taken.total) <= most
+        """Whether both totals differ by at most 32 MiB or a tenth of what was taken.
+
+        Without ``driver``, which nobody can know before.
+        """
+        return abs(self._more_than_estimated) <= self._most_off
+
+    @property
+    def is_within_estimate(self) -> bool:
+        """Whether the graphs took no more than that. Less is no harm, and usual in a process that
+        had graphs before: its libraries' workspaces exist, and CUDA's driver kept memory.
+        """
+        return self._more_than_estimated <= self._most_off
+
+    @property
+    def _more_than_estimated(self) -> int:
+        return self.taken.total - self.taken.driver - self.estimated.total
+
+    @property
+    def _most_off(self) -> float:
+        return max(MOST_OFF_BYTES, MOST_OFF_FRACTION * (self.taken.total - self.taken.driver))
 
 
 def in_words(num_bytes: int) -> str:

@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 _GROUP = 8  # tiles of the weight that stay in the L2 cache while all rows pass
 
+# Tiles take this many inputs at a time, or half as many. Triton turns the sum of a single product
+# and a bias or residual into a product that begins with the latter, which rounds differently: so
+# all tiles of a weight take several products, or all take a single one.
+_MOST_BLOCK_K = 128
+
 
 def invariant_linear(gemm: Gemm) -> torch.Tensor:
     """``linear`` of these operands: a new [M, N], or [M, N / 2] if gated. Never synchronises."""
@@ -62,6 +67,7 @@ def run_tile(tile: InvariantTile, gemm: Gemm, out: torch.Tensor) -> None:
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()
     num_rows, outputs = out.shape
+    block_k = tile.block_k if x.shape[1] > _MOST_BLOCK_K else _MOST_BLOCK_K // 2
     bulk = tile.bulk and all(map(_takes_bulk_copies, (x, weight)))
     tensors: tuple[torch.Tensor | None, ...] = (out, bias, residual)
     constants: dict[str, Any] = {}
@@ -69,7 +75,7 @@ def run_tile(tile: InvariantTile, gemm: Gemm, out: torch.Tensor) -> None:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         constants["descriptors"] = [
-            TensorDescriptor(each, list(each.shape), list(each.stride()), [rows, tile.block_k])
+            TensorDescriptor(each, list(each.shape), list(each.stride()), [rows, block_k])
             for each, rows in ((x, tile.block_m), (weight, tile.block_n))
         ]
     else:
@@ -88,7 +94,7 @@ def run_tile(tile: InvariantTile, gemm: Gemm, out: torch.Tensor) -> None:
         BULK=bulk,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
+        BLOCK_K=block_k,
         GROUP=_GROUP,
         STAGES=tile.num_stages,
         **overlap(out.device),

@@ -151,9 +151,12 @@ def build_runner(
     runner.graph_memory = memory
     try:
         runner.compile_model()
-        runner.capture_model()
-        if plan.entries:
-            compare_with_estimate(runner.graph_memory)
+        if config.graphs.lazy_capture:
+            runner.capture_image_encoder()
+        else:
+            runner.capture_model()
+            if plan.entries:
+                compare_with_estimate(runner.graph_memory)
     except BaseException as error:
         runner.close()
         name_the_remedy(error)

@@ -15,6 +15,7 @@ from ostinato.attention.base import AttentionMetadata
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.manager import FullGraph
 from ostinato.graphs.policy.descriptor import Choice
+from ostinato.graphs.policy.plan import PlanEntry
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.shadow.report import VerifyReport
 from ostinato.runner.autocast import without_autocast
@@ -86,5 +87,7 @@ class StepExecution:
         del req_indices
         self._samplers.run(graph)
 
-    def try_captured(self, captured: Sequence[ModelGraphs], set_batch: SetBatch) -> None:
-        """Their missing graphs were just captured; the buffers may be overwritten."""
+    def try_captured(
+        self, graphs: ModelGraphs, entries: Sequence[PlanEntry], set_batch: SetBatch
+    ) -> None:
+        """These were just captured, or failed; the buffers may be overwritten."""

@@ -36,10 +36,14 @@ _FOUND = "at capture"
 
 
 def try_graphs(
-    graphs: ModelGraphs, shadow: StepShadow, memory: StepMemory, set_batch: SetBatch
+    graphs: ModelGraphs,
+    entries: Sequence[PlanEntry],
+    shadow: StepShadow,
+    memory: StepMemory,
+    set_batch: SetBatch,
 ) -> None:
-    """Compare every captured graph; quarantine those that differ."""
-    for entry in graphs.plan.entries:
+    """Compare those of ``entries`` that were captured; quarantine graphs that differ."""
+    for entry in entries:
         if entry not in graphs.manager.dispatcher.captured:
             continue  # it failed, and runs eagerly
         plans = [trial_plan(entry, graphs.plan, memory.cache, whole=each) for each in (False, True)]

@@ -10,6 +10,7 @@ from ostinato.attention.base import AttentionMetadata
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.manager import FullGraph
 from ostinato.graphs.policy.descriptor import Choice
+from ostinato.graphs.policy.plan import PlanEntry
 from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.runner.autocast import without_autocast
@@ -78,9 +79,10 @@ class VerifiedExecution(StepExecution):
         else:
             super().sample(graph, req_indices)
 
-    def try_captured(self, captured: Sequence[ModelGraphs], set_batch: SetBatch) -> None:
+    def try_captured(
+        self, graphs: ModelGraphs, entries: Sequence[PlanEntry], set_batch: SetBatch
+    ) -> None:
         if self._shadow.policy.at_capture:
-            for graphs in captured:
-                self._memory.buffers.reset()
-                try_graphs(graphs, self._shadow, self._memory, set_batch)
+            self._memory.buffers.reset()
+            try_graphs(graphs, entries, self._shadow, self._memory, set_batch)
             self._memory.buffers.reset()
