@@ -330,7 +330,7 @@ def raises_at_start(path: str) -> tuple[type[BaseException], str]:
     capture = ModelGraphs.capture
     if dist.get_rank() == 1:
 
-        def fails(self: Any) -> Any:
+        def fails(self: Any, *_: Any) -> Any:
             raise ValueError("a fault of this rank")
 
         ModelGraphs.capture = fails  # type: ignore[method-assign]
