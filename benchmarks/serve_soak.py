@@ -2,10 +2,10 @@
 
 Starts ``ostinato serve`` in a process of its own, measures how many requests a second it answers
 when clients always wait, then sends ``--load`` times as many, at random times: streams and whole
-answers, of which a share leaves at a random moment. Requests beyond the queue get 429, as they
-should. Every answer is compared, token by token, with the one that ``LLM`` gives offline; what a
-client that left has read must be a prefix of it. How much the server can answer is measured again
-afterwards, as other work on the machine may change it.
+answers, of which a share leaves at a random moment. How much the server can answer changes with
+whatever else the machine does, so the rate follows what was answered of late. Requests beyond the
+queue get 429, as they should. Every answer is compared, token by token, with the one that ``LLM``
+gives offline; what a client that left has read must be a prefix of it.
 
 At the end nothing may be in flight, no KV block may be held, no more files and threads may be open
 than before, and the server's memory must not have grown: the mean of the last quarter is compared
@@ -49,7 +49,8 @@ MAX_WAITING = 48
 KV_CACHE_TOKENS = 1024  # fewer than MAX_NUM_SEQS requests may need, so that some are preempted
 CAPACITY_S = 20.0
 SAMPLE_S = 2.0
-SENT = 0.97  # of the requests that should be sent, at least
+RATE_S = 10.0  # between changes of the rate
+SENT = 0.97  # of --load, at least
 GROWTH = 0.03  # of the server's memory, between two quarters of the run
 DRAIN_S = 120.0
 SETTLE_S = 2.0
@@ -81,6 +82,11 @@ class Seen:
     counts: Counter[str] = field(default_factory=Counter)
     differences: list[str] = field(default_factory=list)
     rss: list[int] = field(default_factory=list)
+
+    @property
+    def num_taken(self) -> int:
+        """Requests that the server took, until they were answered or their clients left."""
+        return self.counts["200"] + self.counts["left"]
 
     @property
     def unexpected(self) -> dict[str, int]:
@@ -194,12 +200,16 @@ async def capacity(client: httpx.AsyncClient, all_asked: list[Asked], seen: Seen
 async def overload(
     client: httpx.AsyncClient, all_asked: list[Asked], seen: Seen, options: Any, rate: float
 ) -> int:
-    """Send requests at ``rate`` per second; returns how many."""
+    """Send requests, at first ``rate`` per second; returns how many."""
     chance = random.Random(options.seed + 1)
     running: set[asyncio.Task[None]] = set()
     longest_stay_s = options.load * 2 * MAX_NUM_SEQS / rate  # what an answer took before the load
     end, next_at, num_sent = time.monotonic() + 60 * options.minutes, time.monotonic(), 0
+    changed_at, num_taken = time.monotonic(), 0
     while time.monotonic() < end:
+        if (passed := time.monotonic() - changed_at) > RATE_S:
+            rate = options.load * max(1, seen.num_taken - num_taken) / passed
+            changed_at, num_taken = time.monotonic(), seen.num_taken
         next_at += chance.expovariate(rate)
         await asyncio.sleep(max(0.0, next_at - time.monotonic()))
         leaves = chance.random() < options.leaving
@@ -236,17 +246,15 @@ def held(pid: int) -> dict[str, int]:
 
 async def soak(url: str, pid: int, all_asked: list[Asked], options: Any) -> dict[str, Any]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-    warm, seen = Seen(), Seen()
+    before, seen = Seen(), Seen()
     async with httpx.AsyncClient(base_url=url, timeout=DRAIN_S, limits=limits) as client:
-        await capacity(client, all_asked, warm)  # fills the prefix cache, captures samplers
-        could = await capacity(client, all_asked, warm)
+        could = await capacity(client, all_asked, before)
     await asyncio.sleep(SETTLE_S)  # until the server has closed its connections
     held_before = held(pid)
     async with httpx.AsyncClient(base_url=url, timeout=DRAIN_S, limits=limits) as client:
         watching = asyncio.create_task(watch(pid, seen))
         sent = await overload(client, all_asked, seen, options, could * options.load)
         watching.cancel()
-        can = await capacity(client, all_asked, warm)
     await asyncio.sleep(SETTLE_S)
     held_after = held(pid)
     async with httpx.AsyncClient(base_url=url, timeout=DRAIN_S) as client:
@@ -254,14 +262,14 @@ async def soak(url: str, pid: int, all_asked: list[Asked], options: Any) -> dict
         healthy = (await client.get("/health")).status_code == 200
     quarter = max(1, len(seen.rss) // 4)
     early, late = mean(seen.rss[quarter : 2 * quarter]), mean(seen.rss[-quarter:])
-    differences = warm.differences + seen.differences
+    differences = before.differences + seen.differences
     return {
         "capacity_requests_per_s": round(could, 1),
-        "capacity_afterwards_requests_per_s": round(can, 1),
+        "taken_requests_per_s": round(seen.num_taken / (60 * options.minutes), 1),
         "sent_requests_per_s": round(sent / (60 * options.minutes), 1),
         "requests": sent,
         "seen": dict(seen.counts),
-        "unexpected": {**warm.unexpected, **seen.unexpected},
+        "unexpected": {**before.unexpected, **seen.unexpected},
         "held_before": held_before,
         "held_after": held_after,
         "preemptions": data["stats"]["num_preemptions"],
@@ -282,7 +290,7 @@ def faults(result: dict[str, Any]) -> list[str]:
     found = [f"{count} times {each}" for each, count in sorted(result["unexpected"].items())]
     if seen.get("stuck"):
         found.append(f"{seen['stuck']} requests got no answer")
-    if result["sent_requests_per_s"] < SENT * result["load"] * result["capacity_requests_per_s"]:
+    if result["sent_requests_per_s"] < SENT * result["load"] * result["taken_requests_per_s"]:
         found.append(f"the clients did not reach {result['load']} times what the server can answer")
     if not (seen.get("200") and seen.get("429") and seen.get("left")):
         found.append("the server was not overloaded, or no client left")

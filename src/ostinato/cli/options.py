@@ -21,7 +21,7 @@ OF_RANKS = ("tensor_parallel_size", "ulysses_sequence_parallel_size", "shift_par
 # What decides which graphs are captured.
 OF_PLANS = (
     *("device", "attention", "max_num_seqs", "max_num_batched_tokens", "enforce_eager"),
-    *("mode", "capture_sizes", "max_cudagraph_capture_size", "speculative"),
+    *("mode", "capture_sizes", "mixed_capture_sizes", "max_cudagraph_capture_size", "speculative"),
     *("enable_lora", "max_loras"),
     *OF_RANKS,
 )
