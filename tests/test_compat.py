@@ -198,7 +198,9 @@ def test_doctor_refuses_options_that_no_machine_takes() -> None:
     assert "capture size must be a positive integer, got 0" in str(answer.exception)
 
 
-def test_a_triton_of_another_version_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_triton_of_another_version_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     triton = pytest.importorskip("triton")
     monkeypatch.setattr(triton, "__version__", "3.7.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -218,3 +220,8 @@ def test_a_triton_of_another_version_is_said(monkeypatch: pytest.MonkeyPatch) ->
     assert not ahead["on"]
     assert "one after another" in ahead["why"]
     assert "takes about 20 us longer" in launch["why"]
+    hopper = paths["kernels written for Hopper"]
+    assert not hopper["on"]
+    assert "attend half as fast" in hopper["why"]
+    (logged,) = [text for text in caplog.messages if text.startswith("Triton 3.7.0: ")]
+    assert "torch 2.11 comes with it" in logged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import inspect
 import pickle
@@ -11,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ostinato import LLM, ConfigError, GraphConfig, SamplingParams, other_engines
+from ostinato import LLM, AsyncLLM, ConfigError, GraphConfig, SamplingParams, other_engines
 from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.cli.app import app
 from ostinato.config import EngineConfig
@@ -36,12 +37,13 @@ def test_an_llm_has_the_options_of_an_engine() -> None:
     [
         (lambda: SamplingParams(0.8), r"0\.8 was given without one; write .*temperature="),
         (lambda: SamplingParams(temprature=0.8), "did you mean temperature"),
-        (lambda: SamplingParams(best_of=3), r"best_of, which was 3: write n"),
+        (lambda: SamplingParams(best_of=3), r"best_of \(got 3\): write n"),
         (lambda: LLM("tiny", "cpu"), "takes its options by name, but 'cpu'"),
         (lambda: LLM(max_seqs=3), "LLM has no option 'max_seqs'; did you mean max_num_seqs"),
         (lambda: LLM(zzz=3), r"LLM has no option 'zzz'; help\(\) lists"),
-        (lambda: LLM(swap_space=4), "LLM has no option swap_space, which was 4: requests that do"),
+        (lambda: LLM(swap_space=4), r"LLM has no option swap_space \(got 4\): requests that do"),
         (lambda: LLM(trust_remote_code=True), "never executed"),
+        (lambda: LLM(enable_reasoning=True), "stays in the text"),  # no hint at another option
         (lambda: LLM(graphs={"mode": "FULL"}), "graphs must be a GraphConfig, got {'mode'"),
         (
             lambda: LLM(enforce_eager=True, graphs=GraphConfig(mode="FULL")),
@@ -94,6 +96,17 @@ def test_names_of_vllm_are_taken() -> None:
     ).graphs
     assert sizes == GraphConfig(mode="FULL", capture_sizes=[1, 2])
     assert EngineConfig(enforce_eager=True).graphs == GraphConfig(mode="NONE")
+    assert EngineConfig(cp_kv_cache_interleave_size=4).dcp_kv_cache_interleave_size == 4
+
+
+def test_calls_say_what_to_write_too() -> None:
+    generate: Any = AsyncLLM.generate
+    assert inspect.iscoroutinefunction(generate)
+    with pytest.raises(ConfigError, match=r"AsyncLLM\.generate has no option request_id \(got '1'"):
+        asyncio.run(generate(None, "prompt", request_id="1"))
+    stream: Any = AsyncLLM.stream
+    with pytest.raises(ConfigError, match="did you mean adapter"):
+        stream(None, "prompt", adaptor="sql")
 
 
 def test_the_ladder_ends_where_it_is_told_to() -> None:

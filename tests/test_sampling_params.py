@@ -70,8 +70,11 @@ def bad(field: str, values: list[Any], message: str) -> list[Any]:
             "min_tokens must be an integer of at least 0, got {}",
         ),
         *bad("seed", [-1, 2**63, 1.0, True, "7"], "seed must be an integer in [0, 2**63), got {}"),
-        *bad("logprobs", [-1, 1.0, True, "1"], "logprobs must be an integer of at least 0, got {}"),
-        *bad("logprobs", [MAX_LOGPROBS + 1], f"logprobs must be at most {MAX_LOGPROBS}, got {{}}"),
+        *bad(
+            "logprobs",
+            [-1, 1.0, True, "1", MAX_LOGPROBS + 1],
+            f"logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {{}}",
+        ),
         *bad("stop", ["", ["a", ""], ["a", 1]], "stop must be non-empty strings, got {}"),
         *bad(
             "stop_token_ids",

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from ostinato.version import __version__
 
 _HOME = {
+    "AsleepError": "errors",
     "AsyncLLM": "serving.async_llm",
     "AttentionBackend": "attention.base",
     "AttentionCGSupport": "graphs.policy.modes",
     "AttentionMetadata": "attention.base",
     "AttentionSpec": "attention.base",
     "BatchDescriptor": "graphs.policy.descriptor",
-    "AsleepError": "errors",
     "BatchError": "errors",
     "BatchShape": "graphs.policy.descriptor",
     "CaptureError": "errors",
@@ -42,8 +42,8 @@ _HOME = {
     "default_sizes": "graphs.policy.sizes",
     "Dispatcher": "graphs.policy.dispatch",
     "DraftModel": "speculative.options",
-    "EagleDrafts": "speculative.options",
     "eager_break": "graphs.capture.segments",
+    "EagleDrafts": "speculative.options",
     "EmbeddingOutput": "outputs",
     "EngineConfig": "config",
     "EngineFailedError": "errors",
@@ -56,6 +56,7 @@ _HOME = {
     "GraphedCallable": "graphs.graphed_callable",
     "GraphedModule": "graphs.graphed_module",
     "GraphedStats": "graphs.policy.stats",
+    "GraphMemoryReport": "graphs.policy.graph_memory",
     "GraphPool": "graphs.capture.pool",
     "inspect_graph": "graphs.trust.ledger.sources",
     "Ledger": "graphs.trust.ledger.ledger",
@@ -66,15 +67,16 @@ _HOME = {
     "NamedMemory": "graphs.trust.ledger.owners",
     "NgramDrafts": "speculative.options",
     "OffloadConfig": "offload.offload_config",
+    "open_weights": "loading.weight_handles",
     "OstinatoError": "errors",
     "OutOfBlocksError": "errors",
     "PlanEntry": "graphs.policy.plan",
     "pool_ledger": "graphs.trust.ledger.sources",
     "prepare_inputs_to_capture": "graphs.capture.capture_inputs",
-    "PreparedBatch": "graphs.manager",
-    "open_weights": "loading.weight_handles",
+    "PreparedBatch": "graphs.prepared_batch",
     "Proposer": "speculative.proposer",
     "ProposerContext": "speculative.proposer",
+    "RankFailedError": "errors",
     "read_report": "report.run_file",
     "Reason": "graphs.policy.descriptor",
     "ReplayedDrafts": "speculative.options",
@@ -90,14 +92,17 @@ _HOME = {
     "ScoreOutput": "outputs",
     "set_forward_context": "graphs.capture.context",
     "share_weights": "loading.weight_handles",
+    "SleepError": "errors",
     "Speculation": "speculative.speculation",
     "SpeculationStats": "scheduling.draft_steps",
-    "SleepError": "errors",
+    "StaleAddress": "graphs.trust.ledger.records",
     "StaleGraphError": "errors",
     "StructuredOutputsParams": "structured.params",
     "SuffixDrafts": "speculative.options",
     "TextDelta": "outputs",
+    "TextStream": "engine.text_stream",
     "TokenBuffers": "graphs.capture.capture_inputs",
+    "VerifyReport": "graphs.trust.shadow.report",
     "WeightGroup": "loading.weight_group",
     "WeightOffloader": "graphs.capture.pool",
     "write_report": "report.run_file",
@@ -112,6 +117,7 @@ if TYPE_CHECKING:
     from ostinato.attention.base import AttentionSpec as AttentionSpec
     from ostinato.config import EngineConfig as EngineConfig
     from ostinato.config import GraphConfig as GraphConfig
+    from ostinato.engine.text_stream import TextStream as TextStream
     from ostinato.errors import AsleepError as AsleepError
     from ostinato.errors import BatchError as BatchError
     from ostinato.errors import CaptureError as CaptureError
@@ -124,6 +130,7 @@ if TYPE_CHECKING:
     from ostinato.errors import ModelLoadError as ModelLoadError
     from ostinato.errors import OstinatoError as OstinatoError
     from ostinato.errors import OutOfBlocksError as OutOfBlocksError
+    from ostinato.errors import RankFailedError as RankFailedError
     from ostinato.errors import ReplayMismatchError as ReplayMismatchError
     from ostinato.errors import RequestError as RequestError
     from ostinato.errors import RequestFailedError as RequestFailedError
@@ -145,13 +152,13 @@ if TYPE_CHECKING:
     from ostinato.graphs.graphed_callable import GraphedCallable as GraphedCallable
     from ostinato.graphs.graphed_module import GraphedModule as GraphedModule
     from ostinato.graphs.manager import CudaGraphManager as CudaGraphManager
-    from ostinato.graphs.manager import PreparedBatch as PreparedBatch
     from ostinato.graphs.policy.counters import compilation_counter as compilation_counter
     from ostinato.graphs.policy.descriptor import BatchDescriptor as BatchDescriptor
     from ostinato.graphs.policy.descriptor import BatchShape as BatchShape
     from ostinato.graphs.policy.descriptor import Choice as Choice
     from ostinato.graphs.policy.descriptor import Reason as Reason
     from ostinato.graphs.policy.dispatch import Dispatcher as Dispatcher
+    from ostinato.graphs.policy.graph_memory import GraphMemoryReport as GraphMemoryReport
     from ostinato.graphs.policy.modes import AttentionCGSupport as AttentionCGSupport
     from ostinato.graphs.policy.modes import CUDAGraphMode as CUDAGraphMode
     from ostinato.graphs.policy.modes import ResolvedMode as ResolvedMode
@@ -161,11 +168,14 @@ if TYPE_CHECKING:
     from ostinato.graphs.policy.sizes import default_sizes as default_sizes
     from ostinato.graphs.policy.sizes import get_cudagraph_sizes as get_cudagraph_sizes
     from ostinato.graphs.policy.stats import GraphedStats as GraphedStats
+    from ostinato.graphs.prepared_batch import PreparedBatch as PreparedBatch
     from ostinato.graphs.trust.ledger.ledger import Ledger as Ledger
     from ostinato.graphs.trust.ledger.owners import MemoryKind as MemoryKind
     from ostinato.graphs.trust.ledger.owners import NamedMemory as NamedMemory
+    from ostinato.graphs.trust.ledger.records import StaleAddress as StaleAddress
     from ostinato.graphs.trust.ledger.sources import inspect_graph as inspect_graph
     from ostinato.graphs.trust.ledger.sources import pool_ledger as pool_ledger
+    from ostinato.graphs.trust.shadow.report import VerifyReport as VerifyReport
     from ostinato.graphs.wrapper import CUDAGraphEntry as CUDAGraphEntry
     from ostinato.graphs.wrapper import CUDAGraphOptions as CUDAGraphOptions
     from ostinato.graphs.wrapper import CUDAGraphWrapper as CUDAGraphWrapper

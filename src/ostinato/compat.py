@@ -8,6 +8,7 @@ breaks no import: its replacement is slower, does less, or raises when it is use
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from ostinato.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _TORCH = "torch 2.11 and 2.13"
 _TRITON = "3.6."  # prefix of the supported versions
@@ -99,7 +102,8 @@ else:
 
         def __init__(self) -> None:
             raise ConfigError(
-                f"torch {torch.__version__} has no dispatch modes, which captures need"
+                f"torch {torch.__version__} has no dispatch modes, which captures need; use a "
+                f"version that has them, such as {_TORCH}"
             )
 
     _operators = {
@@ -205,6 +209,35 @@ def replaceable(path: str) -> Any:
         without="reads that go through it are not refused",
     ).find()
     return object() if found is None else found
+
+
+_scriptable = _name(
+    "torch.jit._builtins._builtin_table",
+    purpose="TorchScript compiles calls of the torch functions that CPU recordings replace",
+    without="it takes those functions for Python functions, and may refuse code that calls them",
+)
+
+
+def keep_scriptable(original: Any, replacement: Any) -> None:
+    """Have TorchScript treat ``replacement`` as it treats ``original``.
+
+    It lists torch's functions when it is first used, and finds ``replacement`` there afterwards.
+    """
+    table = _scriptable.find()
+    if isinstance(table, dict) and id(original) in table:
+        table[id(replacement)] = table[id(original)]
+
+
+_parametrization_cache = _name(
+    "torch.nn.utils.parametrize._cache",
+    purpose="captures under torch.nn.utils.parametrize.cached() are refused",
+    without="such a graph keeps the weights that were cached, whatever their parts are later",
+)
+
+
+def parametrized_weights_are_cached() -> bool:
+    """Whether weights were computed and kept under ``torch.nn.utils.parametrize.cached()``."""
+    return bool(_parametrization_cache.find())
 
 
 forward_hooks: list[dict[int, Any]] = [
@@ -470,9 +503,22 @@ launch_settings = _name(
 
 @cache
 def triton_launches() -> Any:
-    """Triton's launch settings, or None for versions whose launcher is not supported."""
-    triton = importlib.import_module("triton")
-    return launch_settings.find() if triton.__version__.startswith(_TRITON) else None
+    """Triton's launch settings, or None for versions whose launcher is not supported.
+
+    Where there is a GPU, such a version is logged once.
+    """
+    version = importlib.import_module("triton").__version__
+    if version.startswith(_TRITON):
+        return launch_settings.find()
+    if torch.cuda.is_available():
+        logger.warning(
+            "Triton %s: every launch takes about 20 us longer, models start more slowly, and "
+            "kernels written for Hopper are off. Triton %sx has all of them; torch 2.11 comes "
+            "with it. `ostinato doctor` lists the fast paths",
+            version,
+            _TRITON,
+        )
+    return None
 
 
 gluon = _name(
@@ -513,9 +559,9 @@ def runs_gluon(device: torch.device) -> bool:
 
 
 def triton_compile_mode() -> Any:
-    """The context variable whose value gets each kernel to compile; None if there is none to get.
+    """Triton's context variable whose value receives each kernel to compile.
 
-    That is so in versions that are not supported, and where kernels are interpreted.
+    None in versions that are not supported, and where kernels are interpreted.
 
     Triton calls ``submit(key, compile, finish)`` of that value instead of compiling.
     ``compile()``, in any thread, returns the kernel, from Triton's cache on disk if it is there;

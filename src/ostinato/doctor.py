@@ -28,7 +28,7 @@ def examine(config: EngineConfig) -> dict[str, Any]:
 
 
 def _plan(config: EngineConfig) -> dict[str, Any]:
-    """What would be captured, or why that cannot be said: a broken machine is looked at, too."""
+    """What would be captured, or why that cannot be said: a broken machine has a report too."""
     try:
         return explain_plan(config)
     except OstinatoError:

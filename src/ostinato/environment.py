@@ -94,6 +94,19 @@ def fast_paths() -> Iterator[FastPath]:
         on=overlaps,
         why="" if overlaps else no_gpu if not on_cuda else "needs compute capability 9.0 or higher",
     )
+    on_hopper = on_cuda and torch.cuda.get_device_capability()[0] == 9
+    has_gluon = on_hopper and knows_triton and compat.gluon.find() is not None
+    yield FastPath(
+        name="kernels written for Hopper",
+        on=has_gluon,
+        why=""
+        if has_gluon
+        else no_gpu
+        if not on_cuda
+        else compat.gluon.without
+        if on_hopper
+        else "needs compute capability 9.x; the kernels for all GPUs run",
+    )
     has_guards = compat.tensor_guards.find() is not None
     yield FastPath(
         name="replay arguments checked in one call",

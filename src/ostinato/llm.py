@@ -1,20 +1,26 @@
-"""``LLM``: a model in a script. Prompts in; text, embeddings, scores or classes out."""
+"""``LLM``: a model in a script. Prompts in; text, embeddings, scores or classes out.
+
+Here: what it is, and generating. It takes its other calls from ``LifecycleCalls`` and
+``PoolingCalls``. What makes the module long is ``help(LLM)``, where users read.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from tqdm import tqdm
 
+from ostinato import other_engines
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine, Submission
+from ostinato.engine.lifecycle.calls import LifecycleCalls
+from ostinato.engine.lifecycle.lifecycle import EngineLifecycle
 from ostinato.engine.requests.checked_request import CheckedRequest
 from ostinato.engine.requests.prompt_reader import PromptReader
 from ostinato.engine.text_stream import TextStream
@@ -25,19 +31,15 @@ from ostinato.graphs.policy.graph_memory import GraphMemoryReport
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.shadow.report import VerifyReport
 from ostinato.loading.encoders.task import find_task
-from ostinato.models.given_tensors import NamedTensors
-from ostinato.options import described, same_options_as
-from ostinato.outputs import (
-    ClassificationOutput,
-    EmbeddingOutput,
-    RequestOutput,
-    ScoreOutput,
-)
+from ostinato.options import described, same_options_as, user_call
+from ostinato.outputs import RequestOutput
+from ostinato.pooling.calls import PoolingCalls
 from ostinato.report.collect import collect_report
 from ostinato.report.records import RunReport
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.draft_steps import SpeculationStats
 from ostinato.text.chat import Message, list_conversations
+from ostinato.text.chat_options import ChatOptions
 from ostinato.text.prompts import Prompt, list_adapters, list_params, list_prompts
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 _BAR_AFTER_SECONDS = 2.0  # a bar for a shorter call would only flicker
 
 
-class LLM(Owner):
+class LLM(LifecycleCalls, PoolingCalls, Owner):
     """A language model, ready to generate, embed or classify; graphs are captured in advance.
 
     Use it in ``with``, or ``close()`` it, to free the memory. Only one thread at a time may use it:
@@ -106,6 +108,10 @@ class LLM(Owner):
         )
 
     @property
+    def _lifecycle(self) -> EngineLifecycle:
+        return self.engine.lifecycle
+
+    @property
     def task(self) -> Literal["generate", "embed", "classify"]:
         """What the model was loaded for."""
         return "generate" if isinstance(self._running, Engine) else self._running.task
@@ -137,7 +143,7 @@ class LLM(Owner):
 
     @property
     def speculation(self) -> SpeculationStats:
-        """What became of drafts (``speculative``), on all replicas; under torchrun, on rank 0."""
+        """Counts of drafts (``speculative``) on all replicas; under torchrun, on rank 0 only."""
         return self.engine.scheduler.drafts.stats
 
     @property
@@ -152,7 +158,7 @@ class LLM(Owner):
     def graph_memory(self) -> GraphMemoryReport:
         """Memory of the graphs, estimated and taken, and what ``graph_memory`` left out.
 
-        Under ranks, that of rank 0.
+        With several ranks, rank 0's.
         """
         return self.engine.runner.graph_memory
 
@@ -181,6 +187,7 @@ class LLM(Owner):
 
     # --- generating ----------------------------------------------------------------------------
 
+    @user_call(other_engines.CALL_OPTIONS)
     @one_thread()
     def generate(
         self,
@@ -242,6 +249,7 @@ class LLM(Owner):
             output.outputs.sort(key=lambda completed: completed.index)
         return outputs
 
+    @user_call(other_engines.CALL_OPTIONS)
     @one_thread()
     def stream(
         self,
@@ -260,6 +268,7 @@ class LLM(Owner):
         )
         return TextStream(self.engine, requests)
 
+    @user_call(other_engines.CALL_OPTIONS)
     @one_thread()
     def chat(
         self,
@@ -267,27 +276,43 @@ class LLM(Owner):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         adapter: str | Sequence[str | None] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Answer one or several conversations, each a list of {"role": ..., "content": ...}.
 
         The content is text, or a list of text parts, which are joined as lines. For a model that
         takes images, parts may be images: {"type": "image", "image": ...}, as in ``generate``, or
-        {"type": "image_url", "image_url": {"url": "data:..."}}. ``sampling_params``,
-        ``adapter`` and ``use_tqdm`` are as in ``generate``.
+        {"type": "image_url", "image_url": {"url": "data:..."}}.
+
+        For all conversations, ``tools``: those that the model's chat template tells it about, in
+        OpenAI's form; calls of them are in the text of the answer. ``chat_template_kwargs``:
+        variables of the template, such as {"enable_thinking": False} for Qwen3; a name that it does
+        not read is refused. ``sampling_params``, ``adapter`` and ``use_tqdm`` are as in
+        ``generate``.
         """
+        options = ChatOptions(tools=tools, chat_template_kwargs=chat_template_kwargs)
+        reader = self._reader
         conversations = list_conversations(messages)
-        prompts = [(name, self._reader.conversation(name, each)) for name, each in conversations]
+        prompts = [(name, reader.conversation(name, each, options)) for name, each in conversations]
         prepared = self._prepare(prompts, sampling_params, adapter)
         return self._generate(*prepared, use_tqdm=use_tqdm)
 
     @one_thread()
-    def render_chat(self, messages: Sequence[Message]) -> list[int]:
+    def render_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """The token ids of a conversation, up to the start of the answer.
 
-        Each image is one placeholder.
+        Each image is one placeholder. ``tools`` and ``chat_template_kwargs`` are as in ``chat``.
         """
-        return self._reader.render("messages", messages)[0]
+        options = ChatOptions(tools=tools, chat_template_kwargs=chat_template_kwargs)
+        return self._reader.render("messages", messages, options)[0]
 
     # --- adapters ------------------------------------------------------------------------------
 
@@ -310,98 +335,7 @@ class LLM(Owner):
         """The names of the loaded adapters."""
         return self.engine.adapters.names
 
-    # --- lifecycle -----------------------------------------------------------------------------
-
-    @one_thread()
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, of all replicas; later prompts are computed from scratch.
-
-        Unfinished requests go on with their keys and values. Blocks that they complete from now on
-        may be reused.
-        """
-        self.engine.reset_prefix_cache()
-
-    @one_thread()
-    def update_weights(
-        self,
-        weights: str | PathLike[str] | NamedTensors,
-        *,
-        keep_prefix_cache: bool = False,
-    ) -> None:
-        """Overwrite weights of the model in place, all or some; graphs stay valid.
-
-        ``weights``: pairs of a checkpoint name and a tensor, on any device and in any float dtype;
-        a mapping from one to the other, such as a ``state_dict``; or the path of a safetensors file
-        or directory. Tensors of a mapping or a list are read where they are; those of any other
-        iterable are first copied to host memory, all of them, because it may reuse their memory.
-
-        Names, shapes, dtypes and values are checked as a checkpoint's are. If this raises
-        ``ModelLoadError``, ``ConfigError`` or ``RequestError``, or the iterable raises, nothing has
-        changed. If it is interrupted while it writes, requests are refused until the same weights
-        are written again.
-
-        No request may be unfinished. Cached prefixes are forgotten, unless ``keep_prefix_cache``:
-        keys and values of the old weights are then reused. Adapters stay as they are, and so do the
-        weights of draft models. All ranks and replicas are updated; under ``torchrun`` every rank
-        makes the call, and the weights of rank 0 are read.
-        """
-        self.engine.update_weights(weights, keep_prefix_cache=keep_prefix_cache)
-
-    @one_thread()
-    def sleep(self, level: Literal[1, 2] = 1) -> None:
-        """Release the memory of the KV cache and the weights; ``wake`` brings it back.
-
-        Level 1 keeps the weights in host memory, where they are anyway on the CPU. Level 2 discards
-        them: after ``wake``, requests are refused until ``update_weights`` has written all of them.
-        Cached prefixes are forgotten. Graphs, buffers, adapters and draft models keep their memory.
-
-        Needs ``enable_sleep_mode``. No request may be unfinished; until ``wake``, requests and
-        updates raise ``AsleepError``. Sleeping twice at the same level is harmless. If this raises
-        ``SleepError``, host memory has no room, and the engine is awake. On several ranks, all
-        sleep.
-        """
-        self.engine.sleep(level)
-
-    @one_thread()
-    def wake(self) -> None:
-        """Have the memory back at the same addresses, so that every graph stays valid.
-
-        The KV cache is empty. If this raises ``SleepError``, the device has no room: the engine is
-        still asleep, has lost nothing, and ``wake`` may be called again. Waking an engine that is
-        awake is harmless.
-        """
-        self.engine.wake()
-
-    @property
-    def sleep_level(self) -> int | None:
-        """1 or 2 while asleep; None while awake."""
-        return self.engine.sleep_level
-
-    @one_thread()
-    def clear_graphs(self) -> None:
-        """Drop all graphs and free their memory; every step runs eagerly until they are captured.
-
-        Unfinished requests go on.
-        """
-        self.engine.clear_graphs()
-
-    @one_thread()
-    def capture_graphs(self) -> int:
-        """Capture the graphs of the plan that do not exist; returns the bytes it took.
-
-        After ``clear_graphs``, all of them. No request may be unfinished.
-        """
-        return self.engine.capture_graphs()
-
-    @one_thread()
-    def capture_next(self) -> bool:
-        """Capture one missing graph, that for the most batches so far; whether there was one.
-
-        For ``GraphConfig(lazy_capture=True)``, whenever there is time. No request may be
-        unfinished. A graph that cannot be captured is logged, and its batches go on to run eagerly;
-        on several ranks it raises ``CaptureError``.
-        """
-        return self.engine.capture_next()
+    # --- what the graphs did -------------------------------------------------------------------
 
     @one_thread()
     def ledger(self) -> Ledger:
@@ -418,70 +352,10 @@ class LLM(Owner):
         """What the graphs did so far: plan, time, padding, eager steps, memory, and their nodes.
 
         ``write_report`` keeps it in a file, ``report_page`` turns it into a page. Reads the nodes
-        of all graphs, which takes up to a few seconds. Of several ranks: of this one.
+        of all graphs, which takes up to a few seconds. With several ranks, it covers
+        this one only.
         """
         return collect_report(self._running)
-
-    # --- pooling -------------------------------------------------------------------------------
-
-    @one_thread()
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        pooling: Literal["auto", "cls", "last", "mean"] = "auto",
-        normalize: bool = True,
-        dimensions: int | None = None,
-        truncate: bool = False,
-        use_tqdm: bool | None = None,
-    ) -> list[EmbeddingOutput]:
-        """Embed all prompts, and return the embeddings in the order of the prompts.
-
-        ``prompts``: as in ``generate``. ``pooling``: which token's state is the embedding: the
-        first (cls), the last, or the mean of all; auto: as the checkpoint says, else the last for
-        causal models and the mean for others. ``normalize``: to length 1. ``dimensions``: keep only
-        this many, before normalising, for models trained for it. ``truncate``: cut prompts that are
-        too long, instead of raising. ``use_tqdm``: as in ``generate``.
-        """
-        return self.pooling.embed(
-            prompts,
-            pooling=pooling,
-            normalize=normalize,
-            dimensions=dimensions,
-            truncate=truncate,
-            use_tqdm=use_tqdm,
-        )
-
-    @one_thread()
-    def score(
-        self,
-        query: Prompt | Sequence[Prompt],
-        documents: Prompt | Sequence[Prompt],
-        *,
-        truncate: bool = False,
-        use_tqdm: bool | None = None,
-    ) -> list[ScoreOutput]:
-        """How well each document matches the query, in the order of the documents.
-
-        ``query``: one for all documents, or a list with one for each. A cross-encoder (a classifier
-        with one label) reads both as one sequence; of a model that embeds, it is the cosine of the
-        angle between their embeddings. ``truncate``, ``use_tqdm``: as in ``embed``.
-        """
-        return self.pooling.score(query, documents, truncate=truncate, use_tqdm=use_tqdm)
-
-    @one_thread()
-    def classify(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        truncate: bool = False,
-        use_tqdm: bool | None = None,
-    ) -> list[ClassificationOutput]:
-        """The probabilities of the model's labels for each prompt, in the order of the prompts.
-
-        ``prompts``: as in ``generate``. ``truncate``, ``use_tqdm``: as in ``embed``.
-        """
-        return self.pooling.classify(prompts, truncate=truncate, use_tqdm=use_tqdm)
 
     # --- requests ------------------------------------------------------------------------------
 

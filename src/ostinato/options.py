@@ -14,7 +14,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields
 from textwrap import fill
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
 
 from ostinato.errors import ConfigError
 from ostinato.quoting import shown
@@ -77,10 +77,38 @@ def user_options(
     return decorate
 
 
+def user_call(
+    foreign: Mapping[str, Foreign], *, called: str | None = None
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorator for a function or method: check the names of its keywords as those of options.
+
+    Errors refer to ``called``, or to the qualified name if None.
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        name = called or function.__qualname__
+        names = frozenset(inspect.signature(function).parameters)
+
+        def known(options: dict[str, Any]) -> Any:
+            return options if options.keys() <= names else _known(name, names, options, {}, foreign)
+
+        @functools.wraps(function)
+        def checked(*args: P.args, **options: P.kwargs) -> T:
+            return function(*args, **known(options))
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **options: Any) -> Any:
+            return await cast(Any, function)(*args, **known(options))
+
+        return cast(Any, awaited) if inspect.iscoroutinefunction(function) else checked
+
+    return decorate
+
+
 def _known(
     name: str,
     names: frozenset[str],
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     aliases: Mapping[str, str],
     foreign: Mapping[str, Foreign],
 ) -> dict[str, Any]:
@@ -95,11 +123,10 @@ def _known(
         elif given in foreign:
             if not _is_one_of(value, foreign[given].harmless):
                 raise ConfigError(
-                    f"{name} has no option {given}, which was {shown(value)}: "
-                    f"{foreign[given].instead}"
+                    f"{name} has no option {given} (got {shown(value)}): {foreign[given].instead}"
                 )
         else:
-            nearest = difflib.get_close_matches(given, [*names, *aliases], n=1)
+            nearest = difflib.get_close_matches(given, [*names, *aliases], n=1, cutoff=0.7)
             hint = f"did you mean {nearest[0]}?" if nearest else "help() lists its options"
             raise ConfigError(f"{name} has no option {shown(given)}; {hint}")
     return known

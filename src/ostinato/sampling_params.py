@@ -102,12 +102,12 @@ class SamplingParams:
             )
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**63):
             raise ConfigError(f"seed must be an integer in [0, 2**63), got {shown(self.seed)}")
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, at_least=0)
-            if self.logprobs > MAX_LOGPROBS:
-                raise ConfigError(
-                    f"logprobs must be at most {MAX_LOGPROBS}, got {shown(self.logprobs)}"
-                )
+        if self.logprobs is not None and (
+            type(self.logprobs) is not int or not 0 <= self.logprobs <= MAX_LOGPROBS
+        ):
+            raise ConfigError(
+                f"logprobs must be an integer from 0 to {MAX_LOGPROBS}, got {shown(self.logprobs)}"
+            )
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {shown(getattr(self, name))}")

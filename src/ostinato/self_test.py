@@ -49,7 +49,7 @@ class PlantedFault:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultResult:
-    """What became of a planted fault.
+    """The outcome of one planted fault.
 
     ``mode``: of the graphs. ``mismatches``: what was reported. ``named``: every report names its
     cause. ``serves_on``: the requests ended, eagerly where a graph was quarantined.
@@ -78,7 +78,7 @@ def _move_parameter(llm: LLM) -> Kept:
 
 
 def _move_kv_cache(llm: LLM) -> Kept:
-    """The cache of one layer is allocated anew."""
+    """The cache of one layer is allocated again."""
     layers = llm.engine.runner.kv_cache.layers
     keys, values = layers[1]
     layers[1] = keys.clone(), values.clone()

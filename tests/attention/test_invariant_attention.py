@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from paged_batches import Layout, assert_same_bits, build, check, layouts
 
@@ -41,6 +41,9 @@ any_layout = layouts(
 @pytest.mark.slow
 @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(layout=any_layout, split=st.booleans())
+# Two segments of keys, which another kernel folds; one of them is behind a window.
+@example(layout=Layout(requests=((2, 260), (1, 3)), group=3, sinks=True), split=True)
+@example(layout=Layout(requests=((1, 520),), window=300, soft_cap=3.0), split=True)
 def test_any_batch_is_the_dense_softmax(layout: Layout, split: bool) -> None:
     check(build(layout), over_heads(attend_cpu))
     if torch.cuda.is_available():

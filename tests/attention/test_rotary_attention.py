@@ -189,7 +189,7 @@ def test_lengths_decide_whether_the_kernel_attends(
 
 
 def test_even_shares_are_for_batches_that_may_need_them() -> None:
-    qwen = BatchShape(256, 256, 32, 8, 256, 2, 16384, 132)
+    qwen = BatchShape(256, 256, 32, 8, 256, 2, 16384, 132, 227 << 10)
     assert stream_rule(qwen) == StreamRule(min_longest=512, min_spread=3)
     assert stream_rule(qwen._replace(max_keys=1024)) is None
     assert stream_rule(qwen._replace(num_reqs=64)) is None
@@ -283,7 +283,7 @@ def test_a_decode_batch_has_a_token_for_each_request() -> None:
 
 def decode_splits(num_reqs: int, **changed: int) -> int:
     given = {"num_heads": 32, "num_kv_heads": 8, "row_bytes": 128, "itemsize": 2}
-    given |= {"max_keys": 4096, "num_sms": 132}
+    given |= {"max_keys": 4096, "num_sms": 132, "shared_memory": 227 << 10}
     return decode_tile_config(BatchShape(num_reqs, num_reqs, **{**given, **changed})).num_splits
 
 
@@ -291,6 +291,22 @@ def test_keys_are_split_to_fill_the_gpu_and_no_further() -> None:
     assert decode_splits(1) == MAX_COMBINED_SPLITS
     assert decode_splits(1, max_keys=100) == 4
     assert decode_splits(256) == 1
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "row_bytes", "itemsize"),
+    [(8, 512, 2), (8, 1024, 2), (1, 1024, 2), (8, 1024, 4), (8, 2048, 4)],
+)
+@pytest.mark.parametrize("num_tokens", [4, 2048])
+def test_tiles_fit_the_shared_memory_of_small_gpus(
+    num_tokens: int, num_kv_heads: int, row_bytes: int, itemsize: int
+) -> None:
+    """Queries, keys and values of a tile, at least; the rest is below 2 KB."""
+    shape = BatchShape(num_tokens, 4, 32, num_kv_heads, row_bytes, itemsize, 4096, 128, 99 << 10)
+    config = tile_config(shape)
+    assert (config.block_m + 2 * config.block_n) * row_bytes + 2048 <= shape.shared_memory
+    if row_bytes == 256 * itemsize:
+        assert config == tile_config(shape._replace(shared_memory=227 << 10))
 
 
 # --- inside graphs --------------------------------------------------------------------------------

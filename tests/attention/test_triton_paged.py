@@ -226,7 +226,7 @@ def test_no_tokens_and_no_requests(device: torch.device) -> None:
 
 def shapes(num_tokens: int, num_reqs: int, **changed: int) -> TileConfig:
     given = {"num_heads": 32, "num_kv_heads": 8, "row_bytes": 128, "itemsize": 2}
-    given |= {"max_keys": 4096, "num_sms": 132}
+    given |= {"max_keys": 4096, "num_sms": 132, "shared_memory": 227 << 10}
     return tile_config(BatchShape(num_tokens, num_reqs, **{**given, **changed}))
 
 

@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -276,7 +277,7 @@ def test_weight_bytes(tmp_path: Path, tied: bool, native: bool) -> None:
 
 
 def test_weight_bytes_of_experts_are_unknown() -> None:
-    model: Any = torch.nn.Linear(4, 4)
+    model: Any = SimpleNamespace(module=torch.nn.Linear(4, 4))
     assert floor.weight_bytes(model, LlamaConfig(num_local_experts=8)) is None
     assert floor.weight_bytes(model, LlamaConfig()) == 20 * 4
 

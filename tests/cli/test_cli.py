@@ -229,6 +229,8 @@ def test_explain_a_graph(ostinato: Run) -> None:
     assert (answer["runs"], answer["padded_to"], answer["padding"]) == ("FULL graph", 8, 3)
     assert answer["reason"] == "uniform decode batch with a captured graph"
     assert answer["captured_sizes"] == [1, 8]
+    shown = ostinato("explain", "--tokens", "5", "--reqs", "5", "--device", "cpu").out
+    assert "│ sizes without decode graph │ - " in shown
 
 
 def test_explain_a_step_with_drafts(ostinato: Run) -> None:
@@ -328,7 +330,7 @@ ERRORS: list[tuple[list[str], str]] = [
     ),
     (
         ["bench", "serve", "--url", "http://192.0.2.1"],
-        "ConfigError: '192.0.2.1' is not this machine",
+        "ConfigError: '192.0.2.1' is a remote host",
     ),
     (["bench", "serve", *TINY, "--in-process"], "ConfigError: the mix 'chat' has sequences of up "),
     (["bench", "throughput", *TINY], "ConfigError: the mix 'chat' has sequences of up to 1408 "),

@@ -23,7 +23,10 @@ BAD_GRAPHS: list[tuple[dict[str, Any], str]] = [
         "unknown graph mode 'fullish'; choose one of NONE, PIECEWISE, FULL, FULL_DECODE_ONLY, "
         "FULL_AND_PIECEWISE, FULL_AND_FULL",
     ),
-    ({"mode": 1}, "graph mode must be text or CUDAGraphMode, got 1: NONE, PIECEWISE, FULL, "),
+    (
+        {"mode": 1},
+        "graph mode must be text or CUDAGraphMode, got 1; choose one of NONE, PIECEWISE, FULL, ",
+    ),
     ({"capture_sizes": []}, "capture sizes are empty; give at least one, or use graph mode NONE"),
     ({"compile": "nvcc"}, "compile must be True, False, 'inductor' or 'eager', got 'nvcc'"),
     ({"capture_sizes": "1,2"}, "capture sizes must be a list of positive integers, got '1,2'"),

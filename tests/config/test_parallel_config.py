@@ -53,8 +53,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
             "decode_context_parallel_size": 2,
             "ulysses_sequence_parallel_size": 2,
         },
-        "decode_context_parallel_size 2 must divide tensor_parallel_size, which is 2, and does not "
-        "work with ulysses_sequence_parallel_size",
+        "decode_context_parallel_size 2 does not work with ulysses_sequence_parallel_size 2; leave "
+        "one of them out",
     ),
     (
         {"tensor_parallel_size": 2, "decode_context_parallel_size": 2, "attention": "numba"},

@@ -551,8 +551,9 @@ def test_after_close(device: torch.device) -> None:
     llm = open_tiny(device)
     llm.close()
     llm.close()
-    with pytest.raises(ClosedError, match="closed"):
-        llm.generate([[1]], GREEDY)
+    for call in (lambda: llm.generate([[1]], GREEDY), llm.expert_load):
+        with pytest.raises(ClosedError, match="closed"):
+            call()
 
 
 # --- capture_model --------------------------------------------------------------------------------
@@ -639,8 +640,7 @@ def test_capture_returns_and_logs_what_it_took(
 ) -> None:
     with open_tiny(device) as llm, caplog.at_level(logging.INFO):
         runner = llm.engine.runner
-        runner.graphs.clear_graphs()
-        runner.pool.release_unused()
+        llm.clear_graphs()
         taken = runner.capture_model()
         assert taken == runner.capture_bytes > 0
         assert f"captured {runner.capture_report.num_graphs} graphs in" in caplog.text

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from spelling_models import save_spelling
 from tiny_models import save_talking
 
 from ostinato import LLM, GraphConfig, OstinatoError, RequestError, SamplingParams
@@ -25,7 +26,7 @@ IDS = [4, 5, 6]
 TEMPLATE = (
     "w7 {% for message in messages %}"
     "{% if message['role'] == 'system' %}{{ raise_exception('no system prompts') }}{% endif %}"
-    "{{ message['content'] }} {% endfor %}w9"
+    "{{ message['content'] }} {% endfor %}w9{{ style }}"
 )
 USER = {"role": "user", "content": "w4 w5"}
 
@@ -243,10 +244,20 @@ def test_integers_that_cannot_be_said_are_refused(
 
 
 def test_unknown_arguments_are_refused(llm: LLM) -> None:
-    with pytest.raises(TypeError, match="lora_request"):
+    with pytest.raises(ConfigError, match=r"no option lora_request \(got .* adapter=name"):
         llm.generate([IDS], lora_request=GREEDY)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="tools"):
-        llm.chat([USER], tools=[])  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"generate has no option tools \(got \[\]\): chat\(\)"):
+        llm.generate([IDS], tools=[])  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="did you mean sampling_params"):
+        llm.stream([IDS], sampling_param=GREEDY)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match=r"LLM\.embed has no option pooling_params"):
+        llm.embed([IDS], pooling_params={})  # type: ignore[call-arg]
+
+
+def test_arguments_that_ask_for_what_happens_are_taken(llm: LLM) -> None:
+    same = llm.generate([IDS], GREEDY)[0].outputs[0].token_ids
+    theirs: Any = {"lora_request": None, "priority": 0, "use_tqdm": False}
+    assert llm.generate([IDS], GREEDY, **theirs)[0].outputs[0].token_ids == same
 
 
 @pytest.mark.parametrize(
@@ -283,6 +294,20 @@ def test_a_tokenizer_with_more_tokens_than_the_model(tmp_path: Path) -> None:
                 llm.generate([1, odd])
 
 
+def test_more_stops_than_min_tokens_can_suppress_are_refused(tmp_path: Path) -> None:
+    """Before they start: an error in a step is that of all its requests."""
+    path = save_spelling(tmp_path)
+    ends = {"eos_token_id": list(range(200, 217))}
+    (path / "generation_config.json").write_text(json.dumps(ends))
+    stops = list(range(128))
+    params = [GREEDY, SamplingParams(stop_token_ids=stops, min_tokens=2)]
+    with open_llm(str(path)) as llm:
+        with pytest.raises(RequestError, match=r"^prompts\[1\] has min_tokens with 145 stop_token"):
+            llm.generate([IDS, IDS], params)
+        assert llm.generate(IDS, SamplingParams(stop_token_ids=stops))
+        assert llm.generate(IDS, SamplingParams(stop_token_ids=stops[1:], min_tokens=2))
+
+
 # --- conversations --------------------------------------------------------------------------------
 
 
@@ -311,6 +336,31 @@ def test_several_conversations(llm: LLM) -> None:
     other = {"role": "user", "content": "w6"}
     results = llm.chat([[USER], (USER, other)], GREEDY)
     assert [result.prompt_token_ids for result in results] == [[7, 4, 5, 9], [7, 4, 5, 6, 9]]
+
+
+def test_variables_of_the_template(llm: LLM) -> None:
+    talks: Any = [[USER], [{"role": "user", "content": "w6"}]]
+    variables = {"style": " w3"}
+    results = llm.chat(talks, GREEDY, chat_template_kwargs=variables)
+    expected = [[7, 4, 5, 9, 3], [7, 6, 9, 3]]
+    assert [result.prompt_token_ids for result in results] == expected
+    assert llm.render_chat(talks[0], chat_template_kwargs=variables) == expected[0]
+    alone = llm.generate(expected, GREEDY)
+    assert [each.outputs[0].token_ids for each in results] == [
+        each.outputs[0].token_ids for each in alone
+    ]
+    with pytest.raises(RequestError, match=r"has 'stile', .* did you mean style"):
+        llm.chat(talks, GREEDY, chat_template_kwargs={"stile": " w3"})
+
+
+def test_prefixes_are_reused_up_to_what_variables_change(llm: LLM) -> None:
+    talk: Any = [{"role": "user", "content": "w11 " * 18}]
+    llm.reset_prefix_cache()
+    cached = []
+    for style in (" w3", " w3", " w4"):
+        (result,) = llm.chat(talk, GREEDY, chat_template_kwargs={"style": style})
+        cached.append(result.num_cached_tokens)
+    assert cached == [0, 16, 16]
 
 
 def test_an_answer_that_only_calls_tools_needs_no_content(llm: LLM) -> None:

@@ -19,6 +19,7 @@ import pytest
 from tiny_models import TINY_GENERIC, save_talking, save_tiny
 
 from ostinato import LLM, ClosedError, ConcurrentUseError, GraphConfig, SamplingParams
+from ostinato.engine.thread_use import Hold
 from ostinato.graphs.policy.counters import compilation_counter
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -278,6 +279,22 @@ def test_a_stream_dropped_in_the_middle_of_a_step_ends_after_it(
     assert generated(llm, PROMPTS[1]) == expected[1]
     assert free[0] == free[1]
     check_unharmed(llm, expected)
+
+
+def test_errors_name_calls_as_users_write_them(llm: LLM) -> None:
+    """Those too that are defined in a base of ``LLM``."""
+    names = [name for name in dir(LLM) if hasattr(getattr(LLM, name), "__wrapped__")]
+    public = {name for name in names if not name.startswith("_") and name != "from_config"}
+    assert {"generate", "load_adapter", "sleep", "capture_next", "embed", "score"} <= public
+    inside = Hold("a callback")
+    llm.use.enter(inside)
+    try:
+        for name in public:
+            with pytest.raises(ConcurrentUseError, match=rf"^LLM\.{name} was called inside a call"):
+                getattr(llm, name)()
+    finally:
+        inside.done = True
+    assert len(generated(llm, PROMPTS[0])) == 8
 
 
 @pytest.mark.parametrize("second", ["LLM.generate", "LLM.close", "Engine.step"])

@@ -234,14 +234,31 @@ def test_two_threads_in_one_pool(pool: GraphPool) -> None:
         return y
 
     fast = graphed(lambda x: meanwhile(x * 2) + 1, sizes=[4], mode="piecewise", pool=pool)
-    assert torch.equal(fast(x), x * 2 + 1)
-    assert torch.equal(fast(x), x * 2 + 1)
+    for batch in (x, x + 1):
+        assert torch.equal(fast(batch), batch * 2 + 1)
     errors.clear()
     assert torch.equal(fast(x), x * 2 + 1)
     assert len(errors) == 1
     assert isinstance(errors[0], ConcurrentUseError)
     assert "thread 'other'" in str(errors[0])
     assert in_thread(lambda: fast(x)) is None  # one after the other is fine
+
+
+def test_threads_may_capture_at_the_same_time() -> None:
+    """Each in its pool. They share torch's random generator, which captures advance."""
+    x = torch.randn(2, 3)
+
+    def meanwhile() -> None:
+        with graphed(lambda x: x + 1, sizes=[2, 4]) as other:
+            assert torch.equal(other(x), x + 1)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        result = x * 2
+        assert in_thread(meanwhile) is None
+        return result
+
+    with graphed(function, sizes=[2]) as fast:
+        assert torch.equal(fast(x), x * 2)
 
 
 def test_contexts_of_threads_are_separate(pool: GraphPool) -> None:

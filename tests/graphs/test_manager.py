@@ -29,8 +29,8 @@ from ostinato import (
     set_forward_context,
 )
 from ostinato.errors import BatchError, CaptureError, CaptureOutOfMemoryError, ConfigError
-from ostinato.graphs.manager import PreparedBatch
 from ostinato.graphs.policy.plan import PlanEntry
+from ostinato.graphs.prepared_batch import PreparedBatch
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY

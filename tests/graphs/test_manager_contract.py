@@ -21,8 +21,8 @@ from ostinato import (
 )
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ClosedError
 from ostinato.graphs.capture.capture_loop import CaptureReport
-from ostinato.graphs.manager import PreparedBatch
 from ostinato.graphs.policy.plan import PlanEntry
+from ostinato.graphs.prepared_batch import PreparedBatch
 
 FULL, PIECEWISE, NONE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE
 BOTH, DECODE_ONLY = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.FULL_DECODE_ONLY
@@ -157,7 +157,8 @@ def test_prepare_must_return_a_prepared_batch(
     pool: GraphPool, mode: CUDAGraphMode, value: object
 ) -> None:
     engine = Engine(pool, mode, [4])
-    message = rf"num_tokens=4.*prepare returned a {type(value).__name__}; return PreparedBatch"
+    returned = f"prepare returned a {type(value).__name__}; return an ostinato.PreparedBatch"
+    message = rf"num_tokens=4.*{returned}"
     with pytest.raises(CaptureError, match=message):
         engine.capture(reads_metadata, lambda entry: value)
 

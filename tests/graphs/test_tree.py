@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +30,17 @@ class WithDerived:
 
     def __post_init__(self) -> None:
         self.doubled = self.ids * 2
+
+
+@dataclass
+class WithScale:
+    """Keeps an argument of its constructor that is not a field, under the same name."""
+
+    ids: torch.Tensor
+    scale: InitVar[Any] = None
+
+    def __post_init__(self, scale: Any) -> None:
+        self.scale = scale
 
 
 A, B, C = torch.tensor([1]), torch.tensor([2]), torch.tensor([3])
@@ -118,3 +129,11 @@ def test_map_leaves_the_original_alone() -> None:
     map_tensors(lambda tensor: tensor + 1, value)
     assert value["x"] is inner
     assert inner[0] is A
+
+
+def test_attributes_beside_the_fields_are_part_of_a_dataclass() -> None:
+    value = WithScale(A, scale=B)
+    assert list(leaves_with_path(value, "b")) == [("b.ids", A), ("b.scale", B)]
+    assert list(tensors_in(value)) == [A, B]
+    mapped = map_tensors(lambda tensor: tensor * 2, value)
+    assert (mapped.ids.item(), mapped.scale.item()) == (2, 4)

@@ -83,14 +83,8 @@ class Merged:
         self._model.generation_config.eos_token_id = None
         if adapter is None:
             return
-        config = json.loads((adapter / "adapter_config.json").read_text())
-        scale = config["lora_alpha"] / config["r"]
-        with safe_open(adapter / "adapter_model.safetensors", framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118  (not a mapping)
-                if ".lora_A." in name:
-                    a, b = (reader.get_tensor(name.replace("lora_A", each)) for each in _PAIR)
-                    module = name.removeprefix("base_model.model.").partition(".lora_A")[0]
-                    self._model.get_submodule(module).weight.data += scale * (b @ a)
+        for name, change in changes_of(adapter).items():
+            self._model.get_parameter(name).data += change
 
     def tokens(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Greedy tokens after ``prompt``."""
@@ -101,6 +95,19 @@ class Merged:
         with torch.no_grad():
             logits = self._model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
         return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def changes_of(adapter: Path) -> dict[str, torch.Tensor]:
+    """What an adapter adds to each weight, by the weight's name in the checkpoint."""
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    scale, changes = config["lora_alpha"] / config["r"], {}
+    with safe_open(adapter / "adapter_model.safetensors", framework="pt") as reader:
+        for name in reader.keys():  # noqa: SIM118  (not a mapping)
+            if ".lora_A." in name:
+                a, b = (reader.get_tensor(name.replace("lora_A", each)) for each in _PAIR)
+                module = name.removeprefix("base_model.model.").partition(".lora_A")[0]
+                changes[f"{module}.weight"] = scale * (b @ a)
+    return changes
 
 
 _PAIR = ("lora_A", "lora_B")

@@ -14,7 +14,10 @@ from tiny_models import save_talking
 
 from ostinato import GraphConfig
 
-TEMPLATE = "w7 {% for message in messages %}{{ message['content'] }} {% endfor %}w9"
+TEMPLATE = (
+    "w7 {% for message in messages %}{{ message['content'] }} {% endfor %}"
+    "{% if tools %}w{{ tools | length }} {% endif %}{{ style }} w9"
+)
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",

@@ -1,7 +1,10 @@
-"""Checkpoints of one config with different weights, and transformers' tokens with any of them."""
+"""Checkpoints of one config with different weights, transformers' tokens with any of them, and
+groups that send them."""
 
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ from safetensors.torch import load_file
 from tiny_models import save_tiny
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from ostinato import LLM, GraphConfig, SamplingParams
+from ostinato import LLM, GraphConfig, SamplingParams, WeightGroup
 
 NEW_TOKENS = 10
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
@@ -67,3 +70,22 @@ def open_llm(path: Path, device: Any = "cpu", **options: Any) -> LLM:
 
 def tokens_of(llm: LLM) -> list[list[int]]:
     return [each.outputs[0].token_ids for each in llm.generate(PROMPTS, GREEDY)]
+
+
+def free_address() -> str:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+def join(world_size: int = 2, **options: Any) -> list[WeightGroup]:
+    """All ranks of a group, in this process."""
+    address = free_address()
+    with ThreadPoolExecutor(world_size) as threads:
+        joining = [
+            threads.submit(
+                WeightGroup, address, rank=rank, world_size=world_size, timeout_s=20.0, **options
+            )
+            for rank in range(world_size)
+        ]
+        return [each.result() for each in joining]

@@ -333,7 +333,7 @@ def test_free_memory_is_known(device: torch.device) -> None:
 
 
 def test_dtype_must_be_one_of_floats(path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"torch.bfloat16.*, not torch.int8"):
+    with pytest.raises(ConfigError, match=r"dtype is torch.int8; choose one of .*torch.bfloat16"):
         load(path, dtype=torch.int8)
 
 
@@ -463,10 +463,12 @@ def test_a_config_that_states_everything_is_read_without_transformers(
         {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
         {"rope_parameters": {"rope_type": ["default"], "rope_theta": 1e4}},
         {"model_type": "qwen3", "sliding_window": 8},
+        {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"] * 2},
         {"model_type": "phi3", "sliding_window": None},  # RoPE of all or a part of a head?
         SHAPES["gemma-3-1b"] | {"layer_types": ["full_attention"] * 26},
         SHAPES["gemma-3-1b"] | {"rope_parameters": SHAPES["tiny"]["rope_parameters"]},
         {"model_type": "qwen2"},
+        SHAPES["llama-3.2-1b"] | {"original_max_position_embeddings": 4096},
         {"head_dim": None},
         {"auto_map": {"AutoConfig": "configuration.Config"}},
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import TINY_NATIVE
-from weight_sets import WeightSets, open_llm, tokens_of
+from weight_sets import WeightSets, free_address, join, open_llm, tokens_of
 
 from ostinato import (
     LLM,
@@ -33,25 +32,6 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> WeightSets:
 def llm(sets: WeightSets) -> Iterator[LLM]:
     with open_llm(sets.paths["a"]) as llm:
         yield llm
-
-
-def free_address() -> str:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{listening.getsockname()[1]}"
-
-
-def join(world_size: int = 2, **options: Any) -> list[WeightGroup]:
-    """All ranks of a group, in this process."""
-    address = free_address()
-    with ThreadPoolExecutor(world_size) as threads:
-        joining = [
-            threads.submit(
-                WeightGroup, address, rank=rank, world_size=world_size, timeout_s=20.0, **options
-            )
-            for rank in range(world_size)
-        ]
-        return [each.result() for each in joining]
 
 
 @pytest.mark.slow
@@ -117,9 +97,36 @@ def test_who_sends_and_who_receives() -> None:
 
 
 @pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({}, "no weights to send"),
+        ({"a": 3}, "weight a is 3, not a tensor"),
+        ([1, 2], "got 1 in place of a pair"),
+        (None, "got None"),
+        ({"a": torch.ones(2, device="meta")}, "on the device meta"),
+        ([("a", torch.ones(2))] * 2, "a occurs twice in the weights to send"),
+    ],
+)
+def test_refused_before_any_rank_is_told(weights: Any, message: str) -> None:
+    """Else the others would wait for tensors that never come."""
+    trainer, engine = join()
+    with pytest.raises(ConfigError, match=message):
+        trainer.send(weights)
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(trainer.send, {"b": torch.ones(3)})
+        assert list(dict(engine)) == ["b"]
+        sending.result()
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"rank": 2}, "numbered from 0; got rank 2 of 2"),
+        ({"rank": "0"}, "numbered from 0; got rank '0' of 2"),
+        ({"rank": 0, "address": "127.0.0.1:99999"}, "address must be host:port"),
+        ({"rank": 0, "address": None}, "address must be host:port"),
+        ({"rank": 0, "timeout_s": float("nan")}, "timeout_s must be a number of seconds above 0"),
+        ({"rank": 0, "timeout_s": -1}, "timeout_s must be a number of seconds above 0"),
         ({"rank": 0, "world_size": 1}, "at least 2 ranks"),
         ({"rank": 0, "address": "nowhere"}, "address must be host:port"),
     ],
@@ -148,9 +155,10 @@ def test_handles_are_of_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("message", "error"),
     [
-        ("x", "no weights of share_weights"),
-        (None, "no weights of share_weights"),
-        ("[]", "begin with ostinato-weights-1"),
+        ("x", "not one of share_weights"),
+        (None, "not one of share_weights"),
+        ("[" * 100_000, "not one of share_weights"),
+        ("[]", "whose format is ostinato-weights-1"),
         ('{"format": "ostinato-weights-1"}', "are damaged"),
         ('{"format": "ostinato-weights-1", "weights": {"w": {}}}', "are damaged"),
         (

@@ -247,7 +247,7 @@ def test_after_close(model: Path, tmp_path: Path) -> None:
     [
         ({"max_loras": 0}, "max_loras must be"),
         ({"max_lora_rank": -1}, "max_lora_rank must be"),
-        ({"max_lora_rank": 257}, "max_lora_rank is 257; the limit is 256"),
+        ({"max_lora_rank": 257}, "max_lora_rank is 257, above the limit of 256"),
         ({"enable_lora": False, "max_loras": 4}, "max_loras is 4, but enable_lora is off"),
         ({"enable_lora": False, "max_lora_rank": 4}, "max_lora_rank is 4, but enable_lora is off"),
         ({"graphs": GraphConfig(compile=True)}, "compile=True does not support adapters"),

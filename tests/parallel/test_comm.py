@@ -110,8 +110,8 @@ def test_disjoint_and_overlapping_groups() -> None:
         mine = torch.tensor([rank])
         rows = world.comm([(0, 1), (2, 3)][rank // 2], rank)
         columns = world.comm([(2, 0), (3, 1)][rank % 2], rank)
-        everybody = world.comm((3, 1, 0, 2), rank)
-        return torch.cat([comm.all_gather(mine) for comm in (rows, columns, everybody)]).tolist()
+        everyone = world.comm((3, 1, 0, 2), rank)
+        return torch.cat([comm.all_gather(mine) for comm in (rows, columns, everyone)]).tolist()
 
     assert world.run(rank_function) == [
         [0, 1, 2, 0, 3, 1, 0, 2],
@@ -474,7 +474,7 @@ def test_watchdog_sees_a_store_that_does_not_answer() -> None:
 
 
 @pytest.mark.slow
-def test_watchdog_forgives_a_pause_of_everybody() -> None:
+def test_watchdog_forgives_a_pause_of_all() -> None:
     store = MemoryStore()
     dogs = [Watchdog(TIMEOUT_S, rank, store, world_size=4) for rank in range(4)]
     store.answering.clear()

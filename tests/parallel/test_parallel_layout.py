@@ -152,7 +152,9 @@ def test_the_all_to_all_gives_each_rank_its_block(heads: HeadLayout, num_tokens:
         before: dict[int, Cells] = {}
         for rank in range(layout.world_size):
             s, t = layout.coordinates(rank)
-            before[rank] = [[(n, h) for h in base(t)] for n in layout.token_split(num_tokens, s)]
+            share = layout.padded_tokens(num_tokens) // layout.sp
+            tokens = range(s * share, (s + 1) * share)
+            before[rank] = [[(n, h) for h in base(t)] for n in tokens]
         after = trade(layout, before)
         for rank in range(layout.world_size):
             own = block(layout.shift_index(rank))
@@ -187,38 +189,15 @@ def test_a_single_kv_head_cannot_show_a_wrong_order() -> None:
 
 
 @given(layouts, st.integers(0, 100))
-def test_shares_of_tokens_are_equal_and_cover_the_padded_batch(
-    layout: ParallelLayout, num_tokens: int
-) -> None:
+def test_a_padded_batch_has_equal_shares(layout: ParallelLayout, num_tokens: int) -> None:
     padded = layout.padded_tokens(num_tokens)
     assert num_tokens <= padded < num_tokens + layout.sp
     assert padded % layout.sp == 0
-    shares = [layout.token_split(num_tokens, s) for s in range(layout.sp)]
-    assert [token for share in shares for token in share] == list(range(padded))
-    assert len({len(share) for share in shares}) == 1
 
 
 def test_token_counts_that_do_not_divide() -> None:
     layout = ParallelLayout(sp=4, tp=2)
-    assert layout.padded_tokens(10) == 12
-    assert [layout.token_split(10, s) for s in range(4)] == [
-        range(3),
-        range(3, 6),
-        range(6, 9),
-        range(9, 12),
-    ]
-
-
-def test_fewer_tokens_than_ranks() -> None:
-    layout = ParallelLayout(sp=4)
-    assert [layout.token_split(2, s) for s in range(4)] == [
-        range(1),
-        range(1, 2),
-        range(2, 3),
-        range(3, 4),
-    ]
-    assert layout.padded_tokens(0) == 0
-    assert len(layout.token_split(0, 3)) == 0
+    assert [layout.padded_tokens(num_tokens) for num_tokens in (0, 2, 10, 12)] == [0, 4, 12, 12]
 
 
 @given(st.integers(1, 300), st.integers(1, 9))
@@ -269,7 +248,7 @@ def test_coordinates_out_of_range_are_named() -> None:
     with pytest.raises(ConfigError, match=r"coordinate t must be an int from 0 to 2 .*got 3"):
         layout.rank_of(0, 3)
     with pytest.raises(ConfigError, match=r"coordinate s must be an int from 0 to 1 .*got -1"):
-        layout.token_split(8, -1)
+        layout.rank_of(-1, 0)
     for shard in (layout.heads(6, 6).base_query_heads, layout.heads(6, 6).base_kv_heads):
         with pytest.raises(ConfigError, match=r"coordinate t must be an int from 0 to 2 .*got 3"):
             shard(3)

@@ -35,7 +35,10 @@ ROOT_PAGES = {
     "CHANGELOG.md": "changelog.md",
 }
 PAGES = [*ROOT_PAGES, *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}w1{% endif %}"
+)
 
 _FENCE = re.compile(
     r"^(?:<!-- not run: (?P<why>.+?) -->\n+)?^```(?P<language>\w*)\n(?P<code>.*?)^```$",
@@ -317,6 +320,7 @@ def test_options_of_other_engines_are_mapped() -> None:
         other_engines.ENGINE_OPTIONS,
         other_engines.GRAPH_OPTIONS,
         other_engines.SAMPLING_OPTIONS,
+        other_engines.CALL_OPTIONS,
     )
     codes = [code for page in pages for code in in_code(_FENCE.sub("", read(page)))]
     named = {re.split(r"[(=]", code)[0].split(".")[-1] for code in codes}

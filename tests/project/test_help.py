@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import inspect
 import re
 from collections.abc import Iterator
@@ -17,14 +16,20 @@ import ostinato
 def public_classes() -> Iterator[str]:
     for name in ostinato.__all__:
         thing = getattr(ostinato, name)
-        if inspect.isclass(thing) and not issubclass(thing, (Exception, enum.Enum)):
+        if inspect.isclass(thing) and not issubclass(thing, Exception):
             yield name
+
+
+def members(owner: type) -> dict[str, Any]:
+    """Its own, and those of its bases here."""
+    bases = [each for each in owner.__mro__[1:] if each.__module__.startswith("ostinato.")]
+    return {name: each for base in (*reversed(bases), owner) for name, each in vars(base).items()}
 
 
 def problems(owner: type) -> list[str]:
     """What ``help(owner)`` leaves unsaid; a class may explain parameters for all its methods."""
     found = []
-    for name, member in vars(owner).items():
+    for name, member in members(owner).items():
         is_property = isinstance(member, (property, cached_property))
         if name.startswith("_") or not (is_property or inspect.isroutine(member)):
             continue

@@ -95,3 +95,5 @@ def test_help_explains_every_parameter(name: str) -> None:
     given = {each.name for each in parameters if each.kind not in variadic}
     unexplained = {each for each in given if not re.search(rf"\b{each}\b", thing.__doc__)}
     assert not unexplained
+    if any(each.default is None for each in parameters):
+        assert re.search(r"\bNone\b|\bnone\b|defaults to", thing.__doc__), "what None means"

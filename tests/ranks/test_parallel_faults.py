@@ -72,6 +72,32 @@ def test_one_world_at_a_time_on_this_machine_alone() -> None:
     assert listening_on(port) == set()
 
 
+def test_one_of_two_threads_gets_the_world() -> None:
+    barrier = threading.Barrier(2)
+
+    def start_and_generate(results: list[Any]) -> None:
+        barrier.wait()
+        try:
+            with LLM(**TWO) as llm:
+                results.append(llm.generate(PROMPTS, PARAMS)[0].outputs[0].token_ids)
+                ended.wait(60)  # the other must not take its place
+        except ConfigError as error:
+            results.append(error)
+            ended.set()
+
+    ended, results = threading.Event(), list[Any]()
+    threads = [threading.Thread(target=start_and_generate, args=(results,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (error,) = (each for each in results if isinstance(each, ConfigError))
+    assert "another LLM in this process runs on 2 ranks; close it first" in str(error)
+    (tokens,) = (each for each in results if each is not error)
+    with LLM(**TINY) as llm:
+        assert llm.generate(PROMPTS, PARAMS)[0].outputs[0].token_ids == tokens
+
+
 def processes_are_looked_at_once_a_step(llm: LLM) -> None:
     """Here because ranks take seconds to start."""
     runner: Any = llm.engine.runner

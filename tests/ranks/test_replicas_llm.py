@@ -198,9 +198,6 @@ def run_replicas(path: str, options: dict[str, Any]) -> Outcome:
         engine = llm.engine
         assert isinstance(engine, ReplicaEngine)
         poison(engine.runner)
-        preempted: list[Any] = []
-        for scheduler in engine.schedulers:
-            scheduler._preempt = _counted(scheduler._preempt, preempted)  # type: ignore[method-assign]
         modes: set[str] = set()
         record = engine.runner.stats.record
         engine.runner.stats.record = lambda choice, n: (  # type: ignore[assignment,method-assign]
@@ -219,14 +216,10 @@ def run_replicas(path: str, options: dict[str, Any]) -> Outcome:
         return Outcome(
             [completion.token_ids for completion in completions],
             [completion.finish_reason for completion in completions],
-            len(preempted),
+            sum(scheduler.num_preemptions for scheduler in engine.schedulers),
             modes,
             engine.replica_stats(),
         )
-
-
-def _counted(function: Any, calls: list[Any]) -> Any:
-    return lambda request: (calls.append(request), function(request))
 
 
 @pytest.fixture(scope="module")

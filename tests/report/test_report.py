@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +182,17 @@ def test_other_files_are_refused(
     write_report(report, path)
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     with pytest.raises(ConfigError, match=message):
+        read_report(path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_no_page_can_show_are_refused(
+    report: RunReport, tmp_path: Path, value: float
+) -> None:
+    """The page reads its data as JSON, which has no such numbers."""
+    path = tmp_path / "run.json"
+    write_report(replace(report, plan=replace(report.plan, capture_s=value)), path)
+    with pytest.raises(ConfigError, match=r"plan\.capture_s must be a finite number"):
         read_report(path)
 
 

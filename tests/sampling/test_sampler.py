@@ -6,9 +6,11 @@ Seeds are fixed and draws are a hash, so the statistical tests give the same ans
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -846,3 +848,43 @@ def test_more_stop_ids_than_fit() -> None:
         state.write(0, Row(everything(), torch.zeros(1), stop_ids=stops).request)
     # Without min_tokens nothing is suppressed, so any number is allowed.
     state.write(0, Row(GREEDY, torch.zeros(1), stop_ids=stops).request)
+
+
+def test_an_interrupted_write_leaves_nothing_behind() -> None:
+    """Interrupted at any line, the next requests of the row get what they ask for."""
+    masked = SamplingParams(logit_bias={3: 5.0}, structured_outputs={"regex": "a+"})
+    was_interrupted, after = True, 0
+    while was_interrupted:
+        state = SamplingState(1, CPU, vocab_size=40)
+        was_interrupted = _interrupt_write(state, masked, after)
+        state.write(0, Row(GREEDY, torch.zeros(1)).request)
+        assert (state.bias_ids == -1).all(), f"after {after} lines"
+        state.write(0, Row(masked, torch.zeros(1)).request)
+        assert state.bias_ids[0, 0] == 3
+        assert state.tables.masks.shape == (1, 2), f"after {after} lines"
+        after += 1
+    assert after > 20
+
+
+def _interrupt_write(state: SamplingState, params: SamplingParams, after: int) -> bool:
+    """Write ``params``, and interrupt that after ``after`` lines, if it runs more of them."""
+    num_lines = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal num_lines
+        if not frame.f_code.co_filename.endswith(("sampling_state.py", "token_masks.py")):
+            return None
+        num_lines += event == "line"
+        if num_lines > after:
+            raise KeyboardInterrupt
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        state.write(0, Row(params, torch.zeros(1)).request)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False

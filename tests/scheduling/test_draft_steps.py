@@ -7,7 +7,7 @@ it, and the next token a function of the last digest. A step runs when it is sch
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,12 +55,14 @@ class Device:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     computed: dict[int, int] = field(default_factory=dict)
     cache: dict[int, int] = field(default_factory=dict)
+    requests: set[Request] = field(default_factory=set)
 
     def run(self, plan: StepPlan) -> np.ndarray[Any, Any]:
         results: list[int] = []
         for row in plan.requests:
             index = row.req_index
             if row.is_new:
+                self.requests.add(row.request)
                 self.tables[index], self.tokens[index] = [], row.request.all_token_ids
                 self.computed[index] = row.start
             assert not row.new_blocks or row.first_new_block == len(self.tables[index])
@@ -102,10 +104,11 @@ class Device:
     def _write(self, index: int, start: int, tokens: list[int]) -> None:
         allocator = self.scheduler.allocator
         assert len(tokens) <= self.scheduler.max_model_len
+        holders = Counter(block for request in self.requests for block in request.block_ids)
         for position, digest in enumerate(digests(tokens)[start:], start):
             place = self._place(index, position)
             block = place // allocator.block_size
-            assert allocator.ref_count(block) == 1, "wrote to a shared block"
+            assert holders[block] == 1, "wrote to a shared block"
             assert allocator._name_of[block] is None, "wrote to a findable block"
             self.cache[place] = digest
 

@@ -26,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from ostinato.errors import ConfigError, SchedulingError
 from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.sampling_params import SamplingParams
-from ostinato.scheduling import block_allocator, scheduler, steady_decode
+from ostinato.scheduling import arrival_queue, block_allocator, scheduler, steady_decode
 from ostinato.scheduling.block_allocator import BlockAllocator, block_hashes, root_hash
 from ostinato.scheduling.request import FinishReason, Request, RequestStatus
 from ostinato.scheduling.scheduler import Scheduler
@@ -150,7 +150,6 @@ class Device:
             for position in range(start, end):
                 place = self._place(req_index, position)
                 block = place // self.allocator.block_size
-                assert self.allocator.ref_count(block) == 1, "wrote to a shared block"
                 assert self.allocator._name_of[block] is None, "wrote to a findable block"
                 self.cache[place] = chain[position]
                 written.append(place)
@@ -254,8 +253,9 @@ class World:
             self.computed[row.request] = row.start + row.num_tokens
             self.pending[row.request] += row.samples
         if rows:
-            self.flight.append(InFlight(plan, rows, *self.device.run(plan)))
-        assert self.scheduler.num_open_plans == len(self.flight)
+            sampled, written = self.device.run(plan)
+            self.flight.append(InFlight(plan, rows, sampled, written))
+            self.check_written(written)
         self.check_counts()
         return plan
 
@@ -273,7 +273,6 @@ class World:
             if self.num_commits % 3:  # the engine always does; commit does not rely on it
                 self.scheduler.prepare_commit(step.plan)
             events = self.scheduler.commit(step.plan, tokens)
-        assert self.scheduler.num_open_plans == len(self.flight)
         for request, token in zip(sampling, step.tokens, strict=True):
             if request in live:
                 before[request].append(token)
@@ -322,13 +321,18 @@ class World:
         self.computed.clear()
         self.pending.clear()
         self.scheduler.rollback()
-        assert (self.scheduler.num_running, self.scheduler.num_open_plans) == (0, 0)
+        assert self.scheduler.num_running == 0
         self.check_counts()
 
     # --- what must hold -------------------------------------------------------------------------
 
     def with_status(self, status: RequestStatus) -> list[Request]:
         return [request for request in self.arrivals if request.status is status]
+
+    def references(self) -> Counter[int]:
+        """How many requests hold each block."""
+        running = self.with_status(RequestStatus.RUNNING)
+        return Counter(block for request in running for block in request.block_ids)
 
     def expected(self, request: Request) -> int:
         return request.num_tokens + self.pending[request]
@@ -376,7 +380,7 @@ class World:
 
     def check_rows(self, in_order: list[ScheduledRequest], before: list[Request]) -> int:
         """Each row is as long as it can be; what is left of the budget."""
-        size, chunk = self.allocator.block_size, self.scheduler._chunk
+        size, chunk = self.allocator.block_size, self.scheduler.long_prefill_token_threshold
         budget = self.scheduler.max_num_batched_tokens
         for row in in_order:
             request, end = row.request, row.start + row.num_tokens
@@ -409,9 +413,14 @@ class World:
         names = hashes_of_blocks(tuple(request.all_token_ids), size)[:shareable]
         cached = self.allocator.match_prefix(names)
         free = self.allocator.num_free_blocks
-        free -= sum(self.allocator.ref_count(block) == 0 for block in cached)
+        free -= len(set(cached) - set(self.references()))
         promised = sum(max(-(-r.num_tokens // size) - len(r.block_ids), 0) for r in running)
         assert -(-request.num_tokens // size) - len(cached) + promised > free
+
+    def check_written(self, places: list[int]) -> None:
+        holders = self.references()
+        blocks = {place // self.allocator.block_size for place in places}
+        assert all(holders[block] == 1 for block in blocks), "wrote to a shared block"
 
     def check_layout(self, plan: StepPlan, rows: list[ScheduledRequest], num_tokens: int) -> None:
         assert plan.num_tokens == num_tokens == sum(row.num_tokens for row in rows)
@@ -460,13 +469,9 @@ class World:
         running = self.with_status(RequestStatus.RUNNING)
         waiting = self.with_status(RequestStatus.WAITING)
         allocator, scheduler = self.allocator, self.scheduler
-        refs = Counter(block for request in running for block in request.block_ids)
-        for block in range(1, allocator.num_blocks):
-            assert allocator.ref_count(block) == refs[block]
-        assert allocator.num_free_blocks == allocator.num_blocks - 1 - len(refs)
+        assert allocator.num_free_blocks == allocator.num_blocks - 1 - len(self.references())
         assert (scheduler.num_running, scheduler.num_waiting) == (len(running), len(waiting))
         assert scheduler.num_running <= scheduler.max_num_seqs
-        assert scheduler.num_open_plans == len(self.flight)
         req_indices = [request.req_index for request in running]
         assert len(set(req_indices)) == len(req_indices)
         assert set(req_indices) <= set(range(scheduler.max_num_seqs))
@@ -560,7 +565,9 @@ def interrupt_allocator(
 @contextmanager
 def interrupt_at_line(number: int) -> Iterator[None]:
     """Ctrl-C before the line that is executed as the ``number``-th in the scheduler's modules."""
-    files = {module.__file__ for module in (scheduler, steady_decode, block_allocator)}
+    files = {
+        module.__file__ for module in (scheduler, arrival_queue, steady_decode, block_allocator)
+    }
     left = [number]
 
     def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
@@ -753,8 +760,8 @@ def state_facts(world: World) -> tuple[Any, ...]:
     return requests, names, list(allocator._idle), allocator._free, allocator._refs
 
 
-class Twins:
-    """Two worlds to which the same happens; in the second there is no steady state."""
+class Pair:
+    """Two schedulers that get the same calls; the slow one, the reference, has no steady state."""
 
     def __init__(self, **limits: Any) -> None:
         self.fast, self.slow = make_world(**limits), make_world(**limits)
@@ -827,20 +834,20 @@ def test_the_steady_state_decides_as_the_scheduler_would_one_by_one(
     life: list[tuple[str, Any]],
     depth: int,
 ) -> None:
-    twins = Twins(**limits)
-    worlds = (twins.fast, twins.slow)
+    pair = Pair(**limits)
+    worlds = (pair.fast, pair.slow)
     for what, value in [("add", batch), *life]:
         if what == "add":
             for made in value:
-                twins.add(max_len=limits["max_model_len"], **made)
+                pair.add(max_len=limits["max_model_len"], **made)
         elif what == "advance":
             for _ in range(value[1]):
-                twins.advance(value[0])
-                twins.compare()
-        elif what == "schedule" and len(twins.fast.flight) < MAX_DEPTH:
-            twins.schedule()
-        elif what == "commit" and twins.fast.flight:
-            twins.commit()
+                pair.advance(value[0])
+                pair.compare()
+        elif what == "schedule" and len(pair.fast.flight) < MAX_DEPTH:
+            pair.schedule()
+        elif what == "commit" and pair.fast.flight:
+            pair.commit()
         elif what == "abort":
             for world in worlds:
                 world.abort(world.arrivals[value % len(world.arrivals)])
@@ -850,8 +857,8 @@ def test_the_steady_state_decides_as_the_scheduler_would_one_by_one(
         elif what == "forget":
             for world in worlds:
                 world.allocator.reset_prefix_cache()
-        twins.compare()
-    twins.drain(depth)
+        pair.compare()
+    pair.drain(depth)
 
 
 LONG = 80
@@ -860,17 +867,17 @@ LONG = 80
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_a_long_decode_is_steady(depth: int, enable_prefix_caching: bool) -> None:
-    twins = Twins(block_size=4, max_model_len=LONG, enable_prefix_caching=enable_prefix_caching)
+    pair = Pair(block_size=4, max_model_len=LONG, enable_prefix_caching=enable_prefix_caching)
     for number in range(3):
-        twins.add(prompt=[number] * (3 + number), max_tokens=30, max_len=LONG, watched=number == 1)
+        pair.add(prompt=[number] * (3 + number), max_tokens=30, max_len=LONG, watched=number == 1)
     kinds = []
     for _ in range(25):
-        twins.advance(depth)
-        kinds.append(twins.fast.scheduler._steady is not None)
-        twins.compare()
+        pair.advance(depth)
+        kinds.append(pair.fast.scheduler._steady is not None)
+        pair.compare()
     assert all(kinds[2:])
-    assert twins.num_decode_plans >= 22
-    twins.drain(depth)
+    assert pair.num_decode_plans >= 22
+    pair.drain(depth)
 
 
 def test_what_ends_the_steady_state_and_that_it_comes_back() -> None:
@@ -909,11 +916,11 @@ def test_what_ends_the_steady_state_and_that_it_comes_back() -> None:
 
 def test_a_stop_token_that_does_not_end_a_request_does_not_end_the_steady_state_for_long() -> None:
     for depth in (1, 2, 3):
-        twins = Twins(max_model_len=LONG)
-        twins.add(prompt=[0, 1], max_tokens=30, max_len=LONG, eos=0, min_tokens=30)
-        twins.add(prompt=[1, 1], max_tokens=30, max_len=LONG)
-        twins.drain(depth)
-        assert twins.num_decode_plans >= 8
+        pair = Pair(max_model_len=LONG)
+        pair.add(prompt=[0, 1], max_tokens=30, max_len=LONG, eos=0, min_tokens=30)
+        pair.add(prompt=[1, 1], max_tokens=30, max_len=LONG)
+        pair.drain(depth)
+        assert pair.num_decode_plans >= 8
 
 
 def test_in_the_steady_state_only_watched_requests_are_heard_of() -> None:
@@ -1021,7 +1028,7 @@ def test_a_stop_token_that_is_seen_late_leaks_nothing(depth: int) -> None:
     world.drain(depth)
     assert request.output_token_ids == free[:4]
     assert request.finish_reason is FinishReason.STOP
-    # The stop token itself was never needed by anybody, nor was what came after it.
+    # The stop token itself was never needed, nor was what came after it.
     names = hashes_of_blocks(tuple(prompt + free), 1)
     assert len(world.allocator.match_prefix(names)) == len(prompt) + 3
 
@@ -1046,10 +1053,8 @@ def test_nothing_to_do_before_the_next_commit() -> None:
     world.schedule()
     plan = world.schedule()
     assert (plan.num_tokens, plan.requests, plan.is_decode) == (0, [], False)
-    assert world.scheduler.num_open_plans == 1
     assert world.scheduler.commit(plan, []) == []
-    assert world.scheduler.num_open_plans == 1
-    world.drain()
+    world.drain()  # commits the step that is in flight
 
 
 def test_an_empty_plan_may_be_committed_at_any_time() -> None:
@@ -1058,7 +1063,6 @@ def test_an_empty_plan_may_be_committed_at_any_time() -> None:
     world.add(make_request("a", [0], max_tokens=6), make_request("b", [0], max_tokens=6))
     assert isinstance((world.schedule(), world.schedule())[1], DecodePlan)
     assert world.scheduler.commit(empty, []) == []
-    assert world.scheduler.num_open_plans == 2
     assert isinstance(world.schedule(), DecodePlan)
     world.drain(depth=3)
     world.check_outputs()
@@ -1137,7 +1141,7 @@ def test_plans_are_committed_once_and_in_order() -> None:
         scheduler.commit(first, [0, 0])
     with pytest.raises(SchedulingError, match="samples 1 tokens, but 0 came back"):
         scheduler.commit(first, np.array([], dtype=np.int64))
-    assert (request.output_token_ids, scheduler.num_open_plans) == (before, 3)
+    assert request.output_token_ids == before
     scheduler.commit(first, tokens[0])
     with pytest.raises(SchedulingError, match="commit plans in order"):
         scheduler.commit(first, tokens[0])
@@ -1467,6 +1471,23 @@ def test_abort_of_waiting_running_and_unknown_requests() -> None:
     assert running.finish_reason is FinishReason.ABORT
     assert not world.scheduler.has_unfinished
     world.check_state()
+
+
+def test_a_request_is_aborted_wherever_its_addition_was_interrupted() -> None:
+    line = 0
+    while True:
+        scheduler, request = make_scheduler(), make_request("a", [0, 1])
+        try:
+            with interrupt_at_line(line):
+                scheduler.add(request)
+            break
+        except KeyboardInterrupt:
+            pass
+        assert scheduler.abort("a") in (request, None)
+        assert (scheduler.has_unfinished, scheduler.num_waiting) == (False, 0)
+        line += 1
+    assert line > 5
+    assert (scheduler.has_unfinished, scheduler.num_waiting) == (True, 1)
 
 
 def test_rollback_loses_nothing_and_reuses_what_was_computed() -> None:

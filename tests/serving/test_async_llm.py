@@ -69,6 +69,30 @@ def free_blocks(served: AsyncLLM) -> Any:
     return served.call(lambda llm: llm.engine.scheduler.allocator.num_free_blocks)
 
 
+def test_variables_and_tools_of_the_template(llm: LLM, served: AsyncLLM) -> None:
+    variables = {"style": "w3"}
+    (wanted,) = llm.chat(TALK, GREEDY, chat_template_kwargs=variables)
+    assert wanted.prompt_token_ids == [7, 4, 5, 3, 9]
+    answer = run(served.generate(TALK, GREEDY, chat_template_kwargs=variables))
+    assert answer.prompt_token_ids == wanted.prompt_token_ids
+    stream = run(collected(served, TALK, GREEDY, chat_template_kwargs=variables))
+    assert plain(stream[0]) == plain(answer.outputs[0]) == plain(wanted.outputs[0])
+    both: Any = {"tools": [{}, {}], "chat_template_kwargs": variables}
+    answer = run(served.generate(TALK, GREEDY, **both))
+    assert answer.prompt_token_ids == [7, 4, 5, 2, 3, 9] == llm.render_chat(TALK, **both)
+    (same,) = llm.chat(TALK, GREEDY, **both)
+    assert plain(same.outputs[0]) == plain(answer.outputs[0])
+    assert llm.render_chat(TALK, tools=[]) == llm.render_chat(TALK)
+    for wrong in ("abc", [1], {"type": "function"}):
+        with pytest.raises(RequestError, match="tools must be a list of objects in OpenAI's form"):
+            llm.render_chat(TALK, tools=wrong)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="did you mean style"):
+        run(served.generate(TALK, chat_template_kwargs={"stile": "w3"}))
+    for name, value in (("tools", [{}]), ("chat_template_kwargs", variables)):
+        with pytest.raises(RequestError, match=f"{name} are for conversations; give messages"):
+            run(served.generate("w1", **{name: value}))
+
+
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_many_tasks_get_what_each_gets_alone(
     llm: LLM, served: AsyncLLM, params: SamplingParams
@@ -109,6 +133,17 @@ def test_thirty_two_streams(llm: LLM, served: AsyncLLM) -> None:
         return await asyncio.gather(*tasks)
 
     assert [plain(each) for (each,) in run(stream_all())] == expected
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2])
+def test_a_sequence_ends_once(served: AsyncLLM, num_tokens: int) -> None:
+    """Also with its first token, which goes out at once."""
+    params = SamplingParams(temperature=1, n=3, max_tokens=num_tokens, ignore_eos=True)
+
+    async def ends() -> list[int]:
+        return [d.index async for d in served.stream([1], params) if d.finish_reason is not None]
+
+    assert sorted(run(ends())) == [0, 1, 2]
 
 
 @pytest.mark.slow

@@ -127,5 +127,5 @@ def test_models_that_have_none(tmp_path: Path) -> None:
         vocab_size=64, n_positions=64, n_embd=16, n_layer=1, n_head=2, bos_token_id=0
     )
     checkpoint = save_tiny(config, tmp_path / "gpt2")
-    with pytest.raises(ConfigError, match="does not give out the hidden states of its layers"):
+    with pytest.raises(ConfigError, match="does not expose its layers' hidden states"):
         open_llm(checkpoint, device="cpu", speculative=Watching())

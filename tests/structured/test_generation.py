@@ -352,3 +352,19 @@ def test_the_embedded_model_writes_json_at_a_high_temperature() -> None:
     for (structure, _), output, is_whole in zip(asked, outputs, finished, strict=True):
         if is_whole:
             check(structure, output.outputs[0].text)
+
+
+def test_the_first_mask_leaves_earlier_graphs_valid(path: Path, device: torch.device) -> None:
+    """Masks are allocated when they are first needed, after other samplers were captured."""
+    filtered = SamplingParams(seed=1, max_tokens=6, top_k=5)
+    graphs = GraphConfig(mode="FULL_DECODE_ONLY", capture_sizes=[1])
+    with open_llm(path, device, graphs=graphs) as llm:
+        first, _ = (llm.generate(PROMPT, filtered)[0].outputs[0].token_ids for _ in range(2))
+        samplers = llm.engine.runner.samplers.stats
+        assert samplers.captures
+        llm.ledger().check()  # as load_adapter, update_weights and wake do
+        llm.generate(PROMPT, params_of({"choice": ["yes", "no"]}))
+        llm.ledger().check()
+        replays = samplers.replays
+        assert llm.generate(PROMPT, filtered)[0].outputs[0].token_ids == first
+        assert samplers.replays > replays

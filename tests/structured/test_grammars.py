@@ -118,6 +118,20 @@ def test_texts_that_are_added_tokens_can_be_spelled(grammars: Grammars, tokenize
     assert tokenizer.decode(tokens) == "é<tool_call>x"
 
 
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [({"choice": [f"x{n} é" for n in range(5000)]}, "x4999 é"), ({"json": True}, '["a"]')],
+    ids=["choice", "json"],
+)
+def test_many_choices_and_any_json(
+    grammars: Grammars, tokenizer: Any, params: dict[str, Any], text: str
+) -> None:
+    constraint = grammars.constraint(StructuredOutputsParams(**params), ignore_eos=False)
+    constraint.follow(tokenizer.encode(text))
+    assert constraint.failure is None
+    assert constraint.is_complete
+
+
 def test_a_token_that_the_grammar_forbids_is_a_failure(grammars: Grammars) -> None:
     constraint = grammars.constraint(StructuredOutputsParams(regex="x"), ignore_eos=False)
     constraint.follow([3])

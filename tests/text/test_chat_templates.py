@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny_models import save_talking
 
 from ostinato import LLM, GraphConfig
 from ostinato.errors import ClosedError, ModelLoadError, RequestError
 from ostinato.text import template_process
+from ostinato.text.chat import render_chat
+from ostinato.text.chat_options import ChatOptions
 from ostinato.text.template_process import TemplateProcess
 
 MESSAGES: list[Any] = [
@@ -37,6 +40,7 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def llm(talking: Path) -> Iterator[LLM]:
     with LLM(talking, device="cpu", show_progress=False, graphs=GraphConfig(mode="NONE")) as opened:
+        opened.tokenizer.bos_token = "w2"
         yield opened
 
 
@@ -49,6 +53,13 @@ def failure(llm: LLM, template: str) -> str:
     assert len(message) < 600
     assert "\n" not in message
     return message
+
+
+@pytest.fixture(scope="module")
+def templates() -> Iterator[TemplateProcess]:
+    opened = TemplateProcess()
+    yield opened
+    opened.close()
 
 
 FAITHFUL = {
@@ -83,6 +94,156 @@ def test_texts_are_those_of_transformers(
     assert texts == [expected]
 
 
+# As Qwen3's and Llama's: what is left out has a default.
+VARIABLES = """\
+{%- if date is not defined %}{% set date = 'w9' %}{% endif %}
+{%- macro said(text) %}{{ style | default('w8') }} {{ text }}{% endmacro %}
+{%- set fixed = 'w7' %}
+{%- for m in messages %}{{ said(m.content) }} {{ date }} {{ fixed }}{% endfor %}
+{%- if tools %} w6{% endif %}{% if documents %} {{ documents | tojson }}{% endif %}
+{%- if add_generation_prompt and enable_thinking is defined and enable_thinking is false %} w5
+{%- endif %}{{ eos_token }}"""
+ASKED: list[Any] = [{"role": "user", "content": "w1"}]
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"enable_thinking": False},
+        {"enable_thinking": True, "date": "w3", "style": None},
+        {"style": {"a": [1, 2.5, None, "Ünïcode \U0001f600"]}},
+        {"documents": [{"title": "w1"}]},
+    ],
+    ids=str,
+)
+def test_variables_are_those_of_transformers(
+    llm: LLM, variables: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = llm.tokenizer
+    tokenizer.chat_template = VARIABLES
+    expected = tokenizer.apply_chat_template(
+        ASKED, tokenize=False, add_generation_prompt=True, **variables
+    )
+    texts: list[str] = []
+    monkeypatch.setattr(type(tokenizer), "encode", lambda self, text, **_: texts.append(text) or [])
+    llm.render_chat(ASKED, chat_template_kwargs=variables)
+    assert texts == [expected]
+
+
+READ = {
+    "set in a branch": ("{% if x %}{% set a = 1 %}{% endif %}{{ a }}", ["a", "x"]),
+    "default": ("{% set a = a | default(1) %}{{ a }}", ["a"]),
+    "set first": ("{% set a = 1 %}{{ a }}", []),
+    "macro": (
+        "{% macro f(b) %}{% if c is not defined %}{% set c = b %}{% endif %}{{ c }}"
+        "{% endmacro %}{{ f(1) }}",
+        ["c"],
+    ),
+    "loop": (
+        "{% for a in b if a.c %}{{ loop.index }}{{ a }}{{ d[e] }}{% endfor %}",
+        ["b", "d", "e"],
+    ),
+    "namespace": ("{% set ns = namespace(a=b) %}{% set ns.a = c %}{{ ns.a }}", ["b", "c"]),
+    "block": (
+        "{% block f %}{{ a }}{% endblock %}{% generation %}{{ b }}{% endgeneration %}",
+        ["a", "b"],
+    ),
+    "never": ("{% if false %}{{ a }}{% endif %}{{ b if false else 1 }}", ["a", "b"]),
+    "functions": ("{{ strftime_now('%Y') }}{{ range(a) }}{{ raise_exception(b) }}", ["a", "b"]),
+}
+
+
+@pytest.mark.parametrize(("template", "names"), READ.values(), ids=READ.keys())
+def test_the_variables_that_a_template_reads(
+    templates: TemplateProcess, template: str, names: list[str]
+) -> None:
+    assert sorted(templates.variables_read(template, "messages")) == names
+
+
+def test_a_misspelt_variable_is_refused_and_the_others_are_listed(llm: LLM) -> None:
+    llm.tokenizer.chat_template = VARIABLES
+    for name in ("enable_thinkin", "fixed", "m", "namespace", "a b", "self", "x" * 9999):
+        with pytest.raises(RequestError, match="template does not read") as caught:
+            llm.render_chat(ASKED, chat_template_kwargs={"date": "w3", name: 1})
+        message = str(caught.value)
+        assert message.startswith(f"chat_template_kwargs has '{name[:20]}")
+        assert ("did you mean enable_thinking?" in message) is (name == "enable_thinkin")
+        assert (
+            "(variables that it reads: date, documents, enable_thinking, eos_token, st" in message
+        )
+        assert len(message) < 600
+
+
+def deep() -> Any:
+    value: Any = []
+    for _ in range(200):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ([], r"must be a dict of variables for the chat template, such as .*, got \[\]"),
+        ("date", "must be a dict .*got 'date'"),
+        ({3: 4}, "has the name 3; names are texts"),
+        ({"date": {"a": {3: 4}}}, r"\['date'\]\['a'\] has the name 3"),
+        ({"date": float("nan")}, r"\['date'\] must be text, a finite number, .*got nan"),
+        ({"date": float("inf")}, "got inf"),
+        ({"date": 10**5000}, "got an object of type int"),
+        ({"date": [1, b"x"]}, r"\['date'\]\[1\] must be .*got b'x'"),
+        ({"date": {1, 2}}, r"got {1, 2}"),
+        ({"date": torch.ones(2)}, r"got tensor\(\[1., 1.\]\)"),
+        ({"date": ["\ud800"]}, r"\['date'\]\[0\] has a lone surrogate"),
+        ({"\ud800": 1}, ": a name has a lone surrogate"),
+        ({"date": deep()}, "is nested too deeply, above 100 levels"),
+        ({"messages": []}, "cannot set 'messages': pass the conversation as messages"),
+        ({"tools": []}, "cannot set 'tools': pass them as tools"),
+        ({"add_generation_prompt": False}, "conversations are always answered"),
+        ({"continue_final_message": True}, r"render the messages yourself and use generate\(\)"),
+        ({"chat_template": "w1"}, "put it into the checkpoint's chat_template.jinja"),
+        ({"bos_token": "w1"}, "cannot set 'bos_token': it comes from the checkpoint's tokenizer"),
+    ],
+    ids=[
+        *("list", "text", "name", "inner name", "nan", "inf", "digits", "bytes", "set", "tensor"),
+        *(
+            "surrogate",
+            "name's surrogate",
+            "deep",
+            "messages",
+            "tools",
+            "prompt",
+            "continue",
+            "template",
+            "token",
+        ),
+    ],
+)
+def test_bad_variables_are_refused_before_anything_is_rendered(
+    llm: LLM, variables: Any, message: str
+) -> None:
+    llm.tokenizer.chat_template = "{{ raise_exception('rendered') }}{{ date }}{{ bos_token }}"
+    with pytest.raises(RequestError, match=f"^chat_template_kwargs.*{message}"):
+        llm.render_chat(ASKED, chat_template_kwargs=variables)
+
+
+def test_the_template_for_tools_has_variables_of_its_own(
+    llm: LLM, templates: TemplateProcess
+) -> None:
+    llm.tokenizer.chat_template = {"default": "{{ a }}", "tool_use": "{{ tools | length }} {{ b }}"}
+
+    def rendered(variables: dict[str, str], tools: Any = None) -> list[int]:
+        options = ChatOptions(tools=tools, chat_template_kwargs=variables)
+        return render_chat(templates, llm.tokenizer, ASKED, 64, options=options)
+
+    assert rendered({"a": "w3"}) == [3]
+    assert rendered({"b": "w4"}, tools=[{}, {}]) == [0, 4]
+    for wrong, tools in (("b", None), ("a", [{}])):
+        with pytest.raises(RequestError, match="does not read"):
+            rendered({wrong: "w3"}, tools)
+
+
 BAD = {
     "raises": ("{{ raise_exception('x' * 9999) }}", "cannot render messages: .*TemplateError: xxx"),
     "recursive": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
@@ -93,6 +254,17 @@ BAD = {
     "deep": ("{{ " + "(" * 5000 + ")" * 5000 + " }}", "chat template"),
     "control": ("{{ raise_exception('a\\x1b[31mb\\n\\ud800') }}", r"\\x1b\[31mb \\ud800"),
 }
+
+
+@pytest.mark.parametrize(
+    ("template", "role"), [("", "system"), ("{# developer #}", "developer")], ids=["old", "new"]
+)
+def test_developers_are_the_system_where_a_template_does_not_know_them(
+    llm: LLM, template: str, role: str
+) -> None:
+    llm.tokenizer.chat_template = template + "{{ 'w1' if messages[0].role == 'system' else 'w2' }}"
+    (token,) = llm.render_chat([{"role": "developer", "content": "w3"}])
+    assert llm.tokenizer.decode([token]) == {"system": "w1", "developer": "w2"}[role]
 
 
 @pytest.mark.parametrize(("template", "message"), BAD.values(), ids=BAD.keys())
@@ -138,6 +310,8 @@ BOMBED = """
 import json, resource, sys
 from ostinato.errors import RequestError
 from ostinato.text import template_process
+from ostinato.text.chat import render_chat
+from ostinato.text.chat_options import ChatOptions
 templates, told = template_process.TemplateProcess(), {}
 def peak(who):
     return resource.getrusage(who).ru_maxrss * 1024

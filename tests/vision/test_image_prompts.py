@@ -298,6 +298,20 @@ def test_chats_with_images(llm: LLM, saved: Callable[[str], Saved]) -> None:
     assert output.outputs[0].token_ids == reference(model, prompt, NUM_TOKENS)
 
 
+def test_chats_with_images_and_variables(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = llm.tokenizer.chat_template
+    monkeypatch.setattr(llm.tokenizer, "chat_template", template + "{{ style }}")
+    content = [{"type": "image", "image": SMALL}, {"type": "text", "text": "what ?"}]
+    messages = [{"role": "user", "content": content}]
+    plain = llm.render_chat(messages)
+    styled = llm.tokenizer.encode(" a cat", add_special_tokens=False)
+    variables = {"style": " a cat"}
+    assert llm.render_chat(messages, chat_template_kwargs=variables) == [*plain, *styled]
+    (output,) = llm.chat(messages, greedy(2), chat_template_kwargs=variables)
+    assert output.prompt_token_ids[-2:] == styled
+    assert output.prompt_token_ids.count(IMAGE_ID) == 6
+
+
 def test_images_side_by_side(llm: LLM, saved: Callable[[str], Saved]) -> None:
     """Without a token between them, which transformers does not take: the second then shifts."""
     tokens = [6, START_ID, IMAGE_ID, IMAGE_ID, END_ID, 7]

@@ -66,7 +66,7 @@ class AttentionMetadata:
     ``block_table`` [R, blocks] int32. ``slot_mapping`` [T] int64: where each token's key and value
     go (block * block_size + offset), -1 for padding tokens, which are never written.
     ``max_seq_len`` is an upper limit known to the host. ``max_query_len`` describes the batch, but
-    is no limit inside a graph: a graph of mixed batches is captured with equal query lengths, and
+    does not limit a graph: a graph of mixed batches is captured with equal query lengths, and
     replayed with any. ``uniform_decode``: request r has token r and no other, or none and no keys,
     in this batch and in every other that a graph of it is replayed with; as dispatch chose.
 

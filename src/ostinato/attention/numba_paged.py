@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ostinato.attention.base import AttentionMetadata, AttentionSpec
-from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.paged import (
     PagedBatch,
     PagedQkvAttention,
@@ -23,7 +21,7 @@ from ostinato.attention.paged import (
     over_qkv,
     qkv_schema,
 )
-from ostinato.attention.reference.latent_cpu import forward_latent_cpu
+from ostinato.attention.reference.latent_cpu import LatentCpuAttention
 from ostinato.attention.reference.paged_cpu import attend_requests, read_layout
 from ostinato.attention.reference.torch_paged import TorchPagedAttention
 from ostinato.attention.rope import RotaryEmbedding
@@ -36,7 +34,7 @@ from ostinato.ops.numba import load_kernels, runs_compiled
 MOST_KEYS = 512
 
 
-class NumbaPagedAttention(PagedQkvAttention):
+class NumbaPagedAttention(LatentCpuAttention, PagedQkvAttention):
     """The ``AttentionBackend`` for float32 on a CPU; anything else goes to the torch backend."""
 
     name = "numba"
@@ -71,19 +69,6 @@ class NumbaPagedAttention(PagedQkvAttention):
             rotary.eps,
             *_contiguous(batch),
         )
-
-    @torch.no_grad()
-    def forward_latent(
-        self,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        compressed: torch.Tensor,
-        embedding: LatentEmbedding,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
-        forward_latent_cpu(self, spec, query, compressed, embedding, positions, metadata, out)
 
 
 def _runs_compiled(batch: PagedBatch) -> bool:

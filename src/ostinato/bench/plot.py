@@ -25,10 +25,7 @@ _STYLES = {
 
 def draw_file(result: Path, out: Path) -> None:
     """Plot the result file of ``ostinato bench decode``, ``throughput`` or ``serve``."""
-    if out.suffix not in _SUFFIXES:
-        raise ConfigError(f"a plot must be one of {', '.join(_SUFFIXES)}, got {out.name!r}")
-    if not out.parent.is_dir():
-        raise ConfigError(f"the directory for the plot does not exist: {str(out.parent)!r}")
+    check_plot_file(out)
     try:
         results = json.loads(result.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -89,6 +86,14 @@ def draw_throughput(results: dict[str, Any]) -> Any:
     axes.set_title(_title(results), fontsize=11, loc="left")
     axes.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.02))
     return figure
+
+
+def check_plot_file(path: Path) -> None:
+    """Raise early if a plot cannot be written to ``path``."""
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"a plot must be one of {', '.join(_SUFFIXES)}, got {path.name!r}")
+    if not path.parent.is_dir():
+        raise ConfigError(f"the directory for the plot does not exist: {str(path.parent)!r}")
 
 
 def matplotlib_module(module: str) -> Any:

@@ -192,7 +192,7 @@ def _as_prompt(llm: LLM, prompt: str) -> Any:
 
 def _cell(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(str(item) for item in value)
+        return ", ".join(str(item) for item in value) or "-"
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int) else str(value)

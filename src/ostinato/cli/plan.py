@@ -55,7 +55,7 @@ def graphs(
     """Choose the sizes to capture: the fastest for observed requests within limits."""
     from ostinato.graphs.policy.choose_sizes import GraphLimits
     from ostinato.planner.graphs.observed import read_shapes, shapes_of_trace
-    from ostinato.planner.graphs.plan import plan_graphs
+    from ostinato.planner.graphs.plan import as_flags, plan_graphs
     from ostinato.planner.graphs.step_costs import StepCosts
     from ostinato.planner.graphs.trace import read_trace
 
@@ -87,16 +87,18 @@ def graphs(
         table.add_row(name.replace("_", " "), f"{planned[name]:,.4g}", f"{default[name]:,.4g}")
     console = Console()
     console.print(table)
-    console.print(f"{results['gain']:.2%} less time per step than with the default sizes")
-    flags = {"decode": "--sizes", "mixed": "--mixed-sizes"}
-    for kind, sizes in planned["sizes"].items():
-        console.print(f"{flags[kind]} {','.join(map(str, sizes))}", soft_wrap=True)
+    gain = results["gain"]
+    compared = f"{abs(gain):.2%} {'more' if gain < 0 else 'less'} time per step"
+    console.print(f"{compared} than with the default sizes")
+    for flag in as_flags(planned["sizes"]):
+        console.print(flag, soft_wrap=True)
 
 
 def _measured(config: EngineConfig) -> StepCosts:
     from ostinato.llm import LLM
-    from ostinato.planner.graphs.step_costs import measure
+    from ostinato.planner.graphs.step_costs import check_measurable, measure
 
+    check_measurable(config)  # before a model is loaded
     with LLM.from_config(replace(config, show_progress=False)) as llm:
         return measure(llm)
 
@@ -140,12 +142,13 @@ def parallel(
     output: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
 ) -> None:
     """Predict step times, thresholds and the best layout of TP, SP and shift on several GPUs."""
-    from ostinato.bench.layouts import plot as plot_parallel
+    from ostinato.bench.layouts.plot import draw_into
+    from ostinato.bench.plot import check_plot_file
     from ostinato.planner.forecast import Question, run
 
     drawn = parse_layouts(plot_layout, "--plot-layout")
     if plot is not None:
-        plot_parallel.check_picture(plot)
+        check_plot_file(plot)
     elif drawn:
         raise ConfigError("--plot-layout needs --plot, which says where to write the plot")
     results = run(
@@ -164,7 +167,7 @@ def parallel(
         )
     )
     if plot is not None:
-        plot_parallel.draw_into(results, plot, drawn[0] if drawn else None)
+        draw_into(results, plot, drawn[0] if drawn else None)
     if write_results(results, as_json=as_json, output=output):
         return
     console = Console()

@@ -43,7 +43,9 @@ def serve(
     num_replicas = _checked(replicas, ray)
     with needs_extra("serve", "serve"):
         from ostinato.serving.http.run import serve as run
-    key = server.api_key or os.environ.get("OSTINATO_API_KEY") or None
+    key = server.api_key
+    if key is None:
+        key = os.environ.get("OSTINATO_API_KEY")  # an empty one is refused: a secret was meant
     adapters = dict(_named(each) for each in adapter or ())
     extra: dict[str, Any] = {"task": task, "show_progress": not quiet}
     if adapters:

@@ -22,7 +22,7 @@ import torch
 from ostinato.compile.cache import CompileCache
 from ostinato.compile.pieces import CompiledPiece, Compiler, bind, compile_piece
 from ostinato.compile.split import Piece, SplitModel, split
-from ostinato.compile.trace import Trace, name_of, trace
+from ostinato.compile.tracing import Trace, name_of, trace
 from ostinato.errors import BatchError, CaptureError, ConfigError
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import is_recording

@@ -12,7 +12,7 @@ from torch import fx
 
 from ostinato import compat
 from ostinato.compile.split import Piece
-from ostinato.compile.trace import Conditions, any_size
+from ostinato.compile.tracing import Conditions, any_size
 from ostinato.errors import CaptureError
 from ostinato.graphs.capture.segments import is_recording
 from ostinato.graphs.policy.counters import compilation_counter

@@ -17,7 +17,7 @@ from torch.fx.passes.split_module import split_module
 
 from ostinato.compat import OpOverload, OpOverloadPacket
 from ostinato.compile.operators import function_of
-from ostinato.compile.trace import Argument, Trace
+from ostinato.compile.tracing import Argument, Trace
 
 
 @dataclass(kw_only=True, eq=False)

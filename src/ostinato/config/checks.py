@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ostinato.config.engine_options import EngineOptions
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.sizes import check_positive_int
@@ -11,14 +10,11 @@ from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.offload.offload_config import OffloadConfig
 from ostinato.quoting import shown
 
-if TYPE_CHECKING:
-    from ostinato.config.engine_config import EngineConfig
-
 MAX_LORA_RANK = 256
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "numba")
 
 
-def check_limits(config: EngineConfig) -> None:
+def check_limits(config: EngineOptions) -> None:
     """Numbers of requests, tokens and blocks, shares of memory, and the seed."""
     limits = (
         "max_num_seqs",
@@ -45,7 +41,7 @@ def check_limits(config: EngineConfig) -> None:
         raise ConfigError(f"seed must be an integer in [0, 2**63), got {config.seed!r}")
 
 
-def check_attention(config: EngineConfig) -> None:
+def check_attention(config: EngineOptions) -> None:
     """The name of a backend, or an object that is one."""
     if isinstance(config.attention, str):
         if config.attention not in ATTENTION_BACKENDS:
@@ -62,7 +58,7 @@ def check_attention(config: EngineConfig) -> None:
         )
 
 
-def check_lora(config: EngineConfig) -> None:
+def check_lora(config: EngineOptions) -> None:
     """Adapters."""
     for name, default in (("max_loras", 1), ("max_lora_rank", 16)):
         value = getattr(config, name)
@@ -70,7 +66,9 @@ def check_lora(config: EngineConfig) -> None:
         if not config.enable_lora and value != default:
             raise ConfigError(f"{name} is {value}, but enable_lora is off; turn it on")
     if config.max_lora_rank > MAX_LORA_RANK:
-        raise ConfigError(f"max_lora_rank is {config.max_lora_rank}; the limit is {MAX_LORA_RANK}")
+        raise ConfigError(
+            f"max_lora_rank is {config.max_lora_rank}, above the limit of {MAX_LORA_RANK}; lower it"
+        )
     if config.enable_lora and config.graphs.compile:
         raise ConfigError(
             f"compile={config.graphs.compile!r} does not support adapters; leave out one of "
@@ -78,7 +76,7 @@ def check_lora(config: EngineConfig) -> None:
         )
 
 
-def check_offload(config: EngineConfig) -> None:
+def check_offload(config: EngineOptions) -> None:
     """Weights in host memory."""
     if config.offload is None:
         return
@@ -95,7 +93,7 @@ def check_offload(config: EngineConfig) -> None:
         raise ConfigError("offload does not support SwiftKV; leave out one of them")
 
 
-def check_sleep_mode(config: EngineConfig) -> None:
+def check_sleep_mode(config: EngineOptions) -> None:
     """Memory that sleep() releases."""
     if config.enable_sleep_mode and config.offload is not None:
         raise ConfigError(
@@ -104,7 +102,7 @@ def check_sleep_mode(config: EngineConfig) -> None:
         )
 
 
-def check_verify(config: EngineConfig) -> None:
+def check_verify(config: EngineOptions) -> None:
     """Comparisons with eager, and what cannot be compared."""
     if not VerifyPolicy.parse(config.verify):
         return
@@ -128,7 +126,7 @@ def check_verify(config: EngineConfig) -> None:
         )
 
 
-def check_batch_invariant(config: EngineConfig) -> None:
+def check_batch_invariant(config: EngineOptions) -> None:
     """What a batch-invariant engine has no kernels for."""
     if not config.batch_invariant:
         return
@@ -154,7 +152,7 @@ def check_batch_invariant(config: EngineConfig) -> None:
             )
 
 
-def check_parallel(config: EngineConfig) -> None:
+def check_parallel(config: EngineOptions) -> None:
     """Several ranks, and what does not work on them."""
     check_positive_int("tensor_parallel_size", config.tensor_parallel_size)
     check_positive_int("ulysses_sequence_parallel_size", config.ulysses_sequence_parallel_size)
@@ -181,9 +179,11 @@ def check_parallel(config: EngineConfig) -> None:
     if config.enable_expert_parallel:
         _check_expert_parallel(config)
     _check_context_parallel(config)
-    if config.world_size == 1:
-        return
-    ranks = f"{config.world_size} ranks"
+    if config.world_size > 1:
+        _check_several_ranks(config, f"{config.world_size} ranks")
+
+
+def _check_several_ranks(config: EngineOptions, ranks: str) -> None:
     if not isinstance(config.attention, str):
         raise ConfigError(
             f"attention is an object, which cannot be sent to {ranks}; choose a backend by name"
@@ -199,7 +199,9 @@ def check_parallel(config: EngineConfig) -> None:
                 "'ngram' or 'suffix'"
             )
     if config.graphs.compile:
-        raise ConfigError(f"compile={config.graphs.compile!r} supports one device, not {ranks}")
+        raise ConfigError(
+            f"compile={config.graphs.compile!r} supports one device, not {ranks}; leave it out"
+        )
     if config.offload is not None:
         raise ConfigError(
             f"offload supports one device, not {ranks}; leave it out if the weights fit on "
@@ -213,7 +215,7 @@ def check_parallel(config: EngineConfig) -> None:
     if config.graphs.eager_fallback:
         raise ConfigError(
             f"eager_fallback supports one device, not {ranks}: a rank whose capture failed "
-            "would leave the others waiting in the middle of theirs"
+            "would leave the others waiting in the middle of theirs; leave it off"
         )
     if ":" in config.device:
         raise ConfigError(
@@ -222,7 +224,7 @@ def check_parallel(config: EngineConfig) -> None:
         )
 
 
-def _check_lockstep(config: EngineConfig) -> None:
+def _check_lockstep(config: EngineOptions) -> None:
     if config.data_parallel_size == 1:
         raise ConfigError(
             "data_parallel_lockstep is on, but data_parallel_size is 1; raise it, or leave "
@@ -240,7 +242,7 @@ def _check_lockstep(config: EngineConfig) -> None:
         )
 
 
-def _check_expert_parallel(config: EngineConfig) -> None:
+def _check_expert_parallel(config: EngineOptions) -> None:
     if config.world_size == 1:
         raise ConfigError(
             "enable_expert_parallel spreads experts over ranks, but there is only one; raise "
@@ -254,21 +256,27 @@ def _check_expert_parallel(config: EngineConfig) -> None:
         )
 
 
-def _check_context_parallel(config: EngineConfig) -> None:
+def _check_context_parallel(config: EngineOptions) -> None:
     dcp, turn = config.decode_context_parallel_size, config.dcp_kv_cache_interleave_size
     check_positive_int("decode_context_parallel_size", dcp)
     check_positive_int("dcp_kv_cache_interleave_size", turn)
     if config.block_size % turn:
         raise ConfigError(
-            f"dcp_kv_cache_interleave_size {turn} does not divide block_size {config.block_size}"
+            f"dcp_kv_cache_interleave_size {turn} does not divide block_size {config.block_size}; "
+            "choose a divisor of it"
         )
     if dcp == 1:
         return
-    if config.tensor_parallel_size % dcp or config.ulysses_sequence_parallel_size > 1:
+    if config.tensor_parallel_size % dcp:
         raise ConfigError(
             f"decode_context_parallel_size {dcp} must divide tensor_parallel_size, which is "
-            f"{config.tensor_parallel_size}, and does not work with "
-            "ulysses_sequence_parallel_size"
+            f"{config.tensor_parallel_size}; choose a divisor of it"
+        )
+    if config.ulysses_sequence_parallel_size > 1:
+        raise ConfigError(
+            f"decode_context_parallel_size {dcp} does not work with "
+            f"ulysses_sequence_parallel_size {config.ulysses_sequence_parallel_size}; leave one of "
+            "them out"
         )
     if config.attention not in ("auto", "torch"):
         raise ConfigError(

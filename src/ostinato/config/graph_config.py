@@ -41,8 +41,9 @@ class GraphConfig:
     )
     mixed_capture_sizes: Sequence[int] | None = option(
         None,
-        "Token counts for batches with prompts, where decode batches have graphs of their own: "
-        "capture_sizes are then for these alone. None: capture_sizes, or the default ladder.",
+        "Token counts for batches with prompts, where decode batches have graphs of their own; "
+        "capture_sizes then apply to decode batches alone. None: capture_sizes, or the default "
+        "ladder.",
         cli=str,
     )
     vision_capture_sizes: Sequence[int] | None = option(
@@ -67,8 +68,8 @@ class GraphConfig:
     lazy_capture: bool = option(
         False,
         "Capture nothing at start-up: batches run eagerly at first, and graphs are captured one at "
-        "a time while there are no requests, those that most batches would have used first. By "
-        "AsyncLLM and the server on their own, by LLM in capture_next().",
+        "a time while there are no requests, those that most batches would have used first. "
+        "AsyncLLM and the server do this themselves; with LLM, call capture_next().",
         cli=bool,
     )
     eager_fallback: bool = option(

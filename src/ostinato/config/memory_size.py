@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ostinato.errors import ConfigError
+from ostinato.quoting import shown
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
@@ -19,5 +20,7 @@ def parse_bytes(value: int | str) -> int:
     except (ValueError, OverflowError):
         count = 0
     if count <= 0:
-        raise ConfigError(f"not an amount of memory: {value!r}; write 1073741824, '1GiB' or '512M'")
+        raise ConfigError(
+            f"not an amount of memory: {shown(value)}; write 1073741824, '1GiB' or '512M'"
+        )
     return count

@@ -44,7 +44,7 @@ class Emitter:
             event, result = self.queued[0]
             name = event.request.request_id
             completion = self.completions.get(name)
-            if completion is not None:  # not aborted meanwhile
+            if completion is not None:  # not aborted in the meantime
                 try:
                     self._take_in(completion, event, result)
                 except Exception:

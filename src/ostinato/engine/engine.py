@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from os import PathLike
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, NoReturn
@@ -14,23 +13,21 @@ from weakref import WeakSet
 import torch
 
 from ostinato.config import EngineConfig
-from ostinato.engine.adapters import EngineAdapters
 from ostinato.engine.emitter import Emitter
+from ostinato.engine.lifecycle.adapters import EngineAdapters
+from ostinato.engine.lifecycle.lifecycle import EngineLifecycle
 from ostinato.engine.memory_samples import MemorySamples
 from ostinato.engine.replica_stats import ReplicaStats
 from ostinato.engine.requests.checked_request import CheckedRequest, RequestChecks
 from ostinato.engine.requests.completion import Completion
 from ostinato.engine.requests.images import EngineImages
 from ostinato.engine.requests.structured import end_complete, no_structure
-from ostinato.engine.sleep import EngineSleep
 from ostinato.engine.start import new_scheduler, start
 from ostinato.engine.thread_use import ThreadUse, one_thread
-from ostinato.engine.weights import EngineWeights
-from ostinato.errors import ClosedError, RequestError
+from ostinato.errors import ClosedError
 from ostinato.graphs.capture.closing import Owner, weakly
 from ostinato.graphs.policy.dispatch import RunTime
 from ostinato.loading.load import as_hf
-from ostinato.models.given_tensors import NamedTensors
 from ostinato.runner.step_result import StepResult
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.step_plan import StepPlan, TokenEvent
@@ -40,11 +37,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from ostinato.vision.prompt_images import PromptImages
-
-
-_BUSY_CAPTURE = (
-    "graphs cannot be captured while requests are unfinished: a capture uses their buffers"
-)
 
 
 class Engine(Owner):
@@ -92,13 +84,20 @@ class Engine(Owner):
             seed=config.seed,
             grammars=self.grammars,
         )
-        self._weights = EngineWeights(config, self.runner)
-        self._sleep = EngineSleep(config, self.runner, self._weights)
-        self._is_lazy = config.graphs.lazy_capture
+        self.lifecycle = EngineLifecycle(
+            config,
+            self.runner,
+            self.schedulers,
+            sharing=self.sharing,
+            use=self.use,
+            check_open=weakly(self._check_open),
+            is_busy=weakly(self._is_busy),
+        )
         self._closed = False
 
     def expert_load(self, *, reset: bool = False) -> dict[int, list[int]]:
         """``ModelRunner.expert_load``, on every rank that runs the script."""
+        self._check_open()
         return self.sharing.call(lambda: self.runner.expert_load(reset=reset))
 
     @property
@@ -144,8 +143,7 @@ class Engine(Owner):
         images: PromptImages | None,
     ) -> CheckedRequest:
         self._check_open()
-        self._sleep.check_awake()
-        self._weights.check_whole()
+        self.lifecycle.check_ready()
         return self._checks.check(
             list(prompt_token_ids),
             params,
@@ -183,7 +181,7 @@ class Engine(Owner):
 
     def _add(self, completion: Completion) -> None:
         self._check_open()
-        self._sleep.check_awake()
+        self.lifecycle.check_awake()
         self._emitter.completions[completion.request.request_id] = completion
         self.scheduler.add(completion.request)
 
@@ -199,6 +197,10 @@ class Engine(Owner):
     def has_unfinished(self) -> bool:
         return any(each.has_unfinished for each in self.schedulers) or bool(self._emitter.queued)
 
+    def _is_busy(self) -> bool:
+        """Whether a request is unfinished, of those too that wait outside the engine."""
+        return self.has_unfinished or any(each.num_left for each in self._submissions)
+
     def _num_to_start(self) -> int:
         """How many sequences to add now, of any number that wait outside the engine."""
         # A scheduler admits at most max_num_seqs at once. Every new request ends the steady
@@ -206,125 +208,6 @@ class Engine(Owner):
         most = sum(each.max_num_seqs for each in self.schedulers)
         num_waiting = sum(each.num_waiting for each in self.schedulers)
         return 0 if num_waiting >= most else 2 * most
-
-    @one_thread(is_part=True)
-    def reset_prefix_cache(self) -> None:
-        """Forget the cached prefixes of all replicas; requests go on."""
-        self._check_open()
-        self.sharing.call(self._forget_prefixes)
-
-    @one_thread(is_part=True)
-    def update_weights(
-        self, weights: str | PathLike[str] | NamedTensors, *, keep_prefix_cache: bool
-    ) -> None:
-        """Overwrite weights of the model in place, while no request is unfinished.
-
-        If all ranks run the script, only the ``weights`` of rank 0 are read.
-        """
-        self._check_open()
-        self._sleep.check_awake()
-        self._weights.check_supported()
-        names = self.sharing.call(lambda: self._update_weights(weights, keep_prefix_cache))
-        self._weights.note_written(names)
-
-    def _update_weights(
-        self, weights: str | PathLike[str] | NamedTensors, keep_prefix_cache: bool
-    ) -> list[str]:
-        self._check_idle(
-            "weights cannot change while requests are unfinished: their keys and values are those "
-            "of the old weights"
-        )
-        update = self._weights.prepare(weights)
-        if not keep_prefix_cache:
-            self._forget_prefixes()
-        self._weights.write(update)
-        self.runner.ledger.check()
-        return list(update.names)
-
-    def _check_idle(self, why: str) -> None:
-        """Raises RequestError, which begins with ``why``, while a request is unfinished."""
-        if self.has_unfinished or any(each.num_left for each in self._submissions):
-            raise RequestError(f"{why}; read open streams to their ends or close() them first")
-
-    @one_thread(is_part=True)
-    def sleep(self, level: int) -> None:
-        """Release the KV cache, and the weights, on all ranks."""
-        self._check_open()
-        self._sleep.check_level(level)
-        if self._sleep.level is None:
-            self.sharing.call(lambda: self._release(level))
-            self._sleep.note_asleep(level)
-
-    def _release(self, level: int) -> None:
-        self._check_idle(
-            "the engine cannot sleep while requests are unfinished: their keys and values would be "
-            "lost"
-        )
-        self._sleep.release(level)
-        self._forget_prefixes()
-
-    @one_thread(is_part=True)
-    def wake(self) -> None:
-        """Have the memory back, at the same addresses."""
-        self._check_open()
-        if self._sleep.level is not None:
-            self.sharing.call(self._sleep.restore)
-            self._sleep.note_awake()
-
-    @property
-    def sleep_level(self) -> int | None:
-        """1 or 2 while asleep; None while awake."""
-        return self._sleep.level
-
-    @one_thread(is_part=True)
-    def clear_graphs(self) -> None:
-        """Drop all graphs and their memory, on all ranks; unfinished requests go on eagerly."""
-        self._check_open()
-        self.sharing.call(self._clear_graphs)
-
-    def _clear_graphs(self) -> None:
-        self._is_lazy = False  # not to bring back what was just dropped
-        self.runner.clear_graphs()
-        self.runner.ledger.check()
-
-    @one_thread(is_part=True)
-    def capture_graphs(self) -> int:
-        """Capture the plan's missing graphs, on all ranks; returns the bytes it took on this."""
-        self._check_open()
-        self._sleep.check_awake()
-        return self.sharing.call(self._capture_graphs)
-
-    def _capture_graphs(self) -> int:
-        self._check_idle(_BUSY_CAPTURE)
-        self._is_lazy = self.config.graphs.lazy_capture
-        taken = self.runner.capture_model()
-        self.runner.ledger.check()
-        return taken
-
-    @one_thread(is_part=True)
-    def capture_next(self) -> bool:
-        """Capture the missing graph that most batches so far would have used, on all ranks.
-
-        Returns whether there was one.
-        """
-        self._check_open()
-        self._sleep.check_awake()
-        return self.sharing.call(self._capture_next)
-
-    def _capture_next(self) -> bool:
-        self._check_idle(_BUSY_CAPTURE)
-        found = self.runner.capture_next()
-        self.runner.ledger.check()
-        return found
-
-    @property
-    def captures_when_idle(self) -> bool:
-        """Whether there are graphs to capture now that no request waits for (``lazy_capture``)."""
-        return self._is_lazy and self._sleep.level is None and self.runner.needs_capture
-
-    def _forget_prefixes(self) -> None:
-        for scheduler in self.schedulers:
-            scheduler.reset_prefix_cache()
 
     @one_thread(is_part=True)
     def replica_stats(self) -> list[ReplicaStats]:
@@ -396,7 +279,7 @@ class Engine(Owner):
             self._commit_oldest()
 
     def _queue(self, events: Sequence[TokenEvent], result: StepResult) -> None:
-        """Keep the events that someone waits for until they are in the outputs."""
+        """Keep the events that a caller waits for until they are in the outputs."""
         for event in events:
             if event.is_heard:
                 self._emitter.queued.append((event, result))
@@ -498,7 +381,7 @@ class Submission:
             yield number, completion
 
     def abort(self) -> None:
-        """Abort unfinished sequences, and start no more."""
+        """Abort unfinished sequences, and start no others."""
         self._to_start = iter(())
         for completion in list(self._started):
             self._engine._abort(completion)

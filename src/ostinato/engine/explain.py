@@ -1,4 +1,4 @@
-"""How a batch would run, and why, without loading a model; of a local one, its config is read."""
+"""How a batch would run, and why, without loading a model; a local model's config is read."""
 
 from __future__ import annotations
 

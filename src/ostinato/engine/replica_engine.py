@@ -55,7 +55,7 @@ class ReplicaEngine(Engine):
 
     def _add(self, completion: Completion) -> None:
         self._check_open()
-        self._sleep.check_awake()
+        self.lifecycle.check_awake()
         request = completion.request
         request.replica = self._placement.choose(request)
         self._emitter.completions[request.request_id] = completion

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import torch
+
 from ostinato.config import EngineConfig
 from ostinato.engine.tune import tune_at_start
 from ostinato.models.base import CausalLM
 from ostinato.ranks.sharing import Started, Unshared
 from ostinato.runner import startup
-from ostinato.runner.autocast import without_autocast
+from ostinato.runner.ambient import without_autocast, without_default_device
 from ostinato.runner.model_runner import ModelRunner
 from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.scheduler import Scheduler
@@ -19,6 +21,8 @@ starting = threading.Lock()
 
 
 @without_autocast
+@without_default_device
+@torch.inference_mode(False)  # what is allocated here is written outside of it too
 def start(config: EngineConfig) -> Started:
     """Load, allocate and capture, on several ranks if the configuration says so.
 

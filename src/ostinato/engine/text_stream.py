@@ -15,10 +15,12 @@ from ostinato.engine.thread_use import Hold, OpenStream
 from ostinato.errors import ConcurrentUseError
 from ostinato.graphs.capture.closing import Owner
 from ostinato.outputs import CompletionOutput, TextDelta
+from ostinato.runner.ambient import without_default_device
 
 
 class TextStream(Owner, Iterator[TextDelta]):
-    """Yields the text that each step adds to the completions; returned by ``LLM.stream``.
+    """Yields the text that each step adds to the completions of ``requests``; ``LLM.stream`` makes
+    one from its ``engine``.
 
     The requests start with the first delta. The end of the stream, ``close()``, leaving its
     ``with`` block and dropping the last reference abort unfinished requests. From the first delta
@@ -34,6 +36,7 @@ class TextStream(Owner, Iterator[TextDelta]):
         # Holds no reference to this object, so that dropping the stream runs __del__.
         self._source = engine.sharing.iterate(_deltas(self._submission))
 
+    @without_default_device
     def __next__(self) -> TextDelta:
         use, hold, refused = self._engine.use, Hold("LLM.stream"), False
         try:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ostinato.errors import ConcurrentUseError
+from ostinato.runner.ambient import without_default_device
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -165,18 +166,19 @@ def one_thread(
     """Let one thread at a time into an engine's methods with this decorator.
 
     Errors call the method ``called``, or by its qualified name if None. ``is_part``: the method may
-    run inside a call of the same thread.
+    run inside a call of the same thread. Methods run without the caller's default device.
     """
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         name = called or method.__qualname__
+        run = without_default_device(method)
 
         @functools.wraps(method)
         def exclusive(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
             use, hold = self.use, Hold(name, is_part)
             try:
                 use.enter(hold)
-                return method(self, *args, **kwargs)
+                return run(self, *args, **kwargs)
             finally:
                 hold.done = True
                 use.settle()

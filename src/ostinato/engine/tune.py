@@ -15,9 +15,8 @@ import torch
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.models.base import CausalLM
-from ostinato.models.native.decoder import Decoder
 from ostinato.ops.gemm.linear import has_kernels
-from ostinato.ops.gemm.tile_config import ROW_CLASSES, LinearShape, gpu_of, row_class
+from ostinato.ops.gemm.tile_config import gpu_of, row_class
 from ostinato.ops.gemm.tune_linears import tune_linears
 from ostinato.ops.gemm.tuning import tuning
 from ostinato.ops.triton.launch import is_interpreted
@@ -41,7 +40,8 @@ def tune(config: EngineConfig) -> dict[str, str]:
             "GEMMs whose results are summed over ranks run in torch"
         )
     model = startup.load(config).model
-    if not isinstance(model, Decoder):
+    weights = model.tunable_gemms()
+    if not weights:
         raise ConfigError(
             "only models that run on the native decoder have kernels to tune; this one runs "
             "through transformers' modules"
@@ -57,7 +57,6 @@ def tune(config: EngineConfig) -> dict[str, str]:
         raise ConfigError(
             "there is nothing to tune where kernels are interpreted; unset TRITON_INTERPRET"
         )
-    weights = linear_weights(model)
     gpu = gpu_of(model.device)
     tune_linears(weights, gpu=gpu, again=True, show_progress=config.show_progress)
     return {(key := shape.key(gpu.name)): str(tuning().get(key)) for shape in weights}
@@ -73,14 +72,17 @@ def tune_at_start(config: EngineConfig, model: CausalLM) -> None:
     """
     if config.tune != "auto" or config.world_size > 1:
         return
-    if not isinstance(model, Decoder) or not has_kernels(model.device, model.dtype):
+    if not has_kernels(model.device, model.dtype):
         return
     if is_interpreted():  # the interpreter's times say nothing
+        return
+    gemms = model.tunable_gemms()
+    if not gemms:
         return
     most_rows = row_class(min(config.batch_limits(model.device)[0], _QUICK_ROWS))
     large = {
         shape: weights
-        for shape, weights in linear_weights(model).items()
+        for shape, weights in gemms.items()
         if shape.num_rows <= most_rows and weights[0].nbytes >= _LARGE
     }
     try:
@@ -96,33 +98,3 @@ def tune_at_start(config: EngineConfig, model: CausalLM) -> None:
             type(error).__name__,
             error,
         )
-
-
-def linear_weights(model: Decoder) -> dict[LinearShape, list[torch.Tensor]]:
-    """The weights of every GEMM shape in a small-M decode step."""
-    kinds: dict[LinearShape, list[torch.Tensor]] = {}
-
-    def add(
-        weight: torch.Tensor, *, norm: bool = False, gated: bool = False, residual: bool = False
-    ) -> None:
-        n, k = weight.shape
-        for num_rows in ROW_CLASSES:
-            shape = LinearShape(num_rows, n, k, model.dtype, norm, gated, residual)
-            kinds.setdefault(shape, []).append(weight)
-
-    # As ``SmallM`` fuses them. A norm after a sublayer, or a scale, prevents fusing the residual;
-    # a LayerNorm is a kernel of its own.
-    config, names = model.config, model.config.names
-    pre_norm = names.attention_norm is not None and names.attention_output_norm is None
-    fused = pre_norm and config.residual_scale == 1.0
-    for layer in model.decoder_layers():
-        add(layer.qkv_proj.weight, norm=fused and not config.layer_norm)
-        if layer.latent is not None and layer.latent.query_proj is not None:
-            add(layer.latent.query_proj.weight)
-        add(layer.o_proj.weight, residual=fused)
-        if layer.mixture is None:  # the GEMMs of experts have other kernels
-            norm = fused and not config.layer_norm
-            add(layer.gate_up_proj.weight, norm=norm, gated=config.gated)
-            add(layer.down_proj.weight, residual=fused)
-    add(model.head_weight, norm=not config.layer_norm)
-    return kinds

@@ -7,7 +7,6 @@ call once before its results are trusted; ``trial`` describes what that shows.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,8 @@ from typing import Any
 
 import torch
 
-from ostinato.errors import BatchError
+from ostinato.errors import BatchError, ReplayMismatchError
+from ostinato.graphs.backends.ambient import among_captures
 from ostinato.graphs.capture.buffers import storage_id
 from ostinato.graphs.capture.call_layout import CallLayout
 from ostinato.graphs.capture.capture_loop import CaptureLoop, CaptureReport
@@ -28,7 +28,8 @@ from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.tree import map_tensors
-from ostinato.graphs.trust.agreement import Agreement
+from ostinato.graphs.trust.argument_watch import ArgumentWatch
+from ostinato.graphs.trust.comparison import Agreement
 from ostinato.graphs.trust.ledger.ledger import HeldGraph
 from ostinato.graphs.trust.ledger.owners import (
     MemoryKind,
@@ -38,15 +39,13 @@ from ostinato.graphs.trust.ledger.owners import (
     state_memory,
 )
 from ostinato.graphs.trust.rehearsal import Rehearsal
-from ostinato.graphs.trust.trial import CapturedSize, Trial, differs
+from ostinato.graphs.trust.trial import CapturedSize, Trial
+from ostinato.graphs.trust.trial_record import TrialRecord
 from ostinato.graphs.trust.watched_state import WatchedState
 
 logger = logging.getLogger(__name__)
 
-# How often to retry a graph whose results are close to an eager call's but not equal.
-_MOST_UNCLEAR = 8
-# Trials of one number of rows after which it is trusted, even if all rows in each were alike.
-_ENOUGH_TRIALS = 3
+_MOST_ADDRESSES = 1000  # remembered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +85,13 @@ class GraphSet:
         self._written_state: dict[int, torch.Tensor] = {}
         self._read_state: frozenset[int] = frozenset()  # memory that it refers to
         self._owned: OwnedMemory | None = None  # where all of it was at the first capture
+        # Addresses of written arguments outside the pool, since this capture of the pool.
+        self._outside: set[int] = set()
+        self._outside_since = 0
         # Results of trials.
         self._outputs: OutputLayout | None = None
-        self._trusted: set[tuple[int, int]] = set()  # (size, rows)
+        self._trials = TrialRecord(layout)
         self._refused: dict[tuple[int, int], Choice] = {}
-        self._trials: Counter[tuple[int, int]] = Counter()
-        self._unclear: Counter[tuple[int, int]] = Counter()
         pool.register(self)
 
     # --- one call ------------------------------------------------------------------------------
@@ -107,15 +107,17 @@ class GraphSet:
         if self._watched is not None:
             self._watched.check()
 
-    def note_own_changes(self) -> Sequence[str]:
+    def changed_values(self) -> list[str]:
+        """Names of plain values that are other than at capture; called before a run."""
+        return [] if self._watched is None else self._watched.plain_changes()
+
+    def note_own_changes(self, before: Sequence[str]) -> list[str]:
         """After a run, stop watching the plain values that the callable sets itself.
 
-        Returns their names.
+        Returns their names. ``before``: what had been changed before it, by others.
         """
-        if self._watched is None:
-            return ()
-        changed = self._watched.plain_changes()
-        if changed:
+        changed = [name for name in self.changed_values() if name not in before]
+        if changed and self._watched is not None:
             self._watched = self._watched.without(changed)
         return changed
 
@@ -132,7 +134,7 @@ class GraphSet:
                 values, self._written, self._written_state, self._read_state
             )
         graph = self._graphs[choice.descriptor]
-        if (size, rows) not in self._trusted and self._needs_trial(rows, size):
+        if (size, rows) not in self._trials.trusted and self._needs_trial(rows, size):
             return self._try(graph, choice, rows, values, call)
         self._replay(graph, size, values)
         return self._cut(graph, rows, size), choice
@@ -145,7 +147,23 @@ class GraphSet:
         self._layout.fill(values, size)
         self._pool.replay(graph.tape)
         if self._written:
-            self._layout.write_back(values, size, self._written)
+            # Not to an earlier result of the pool: this replay may have put its own there.
+            written = [i for i in self._written if not self._is_in_pool(values[i])]
+            self._layout.write_back(values, size, written)
+
+    def _is_in_pool(self, value: torch.Tensor) -> bool:
+        """Whether an argument is in the pool's memory. Asks the backend once per address: on CUDA
+        the answer takes as long as a small replay, and changes only when the pool captures."""
+        if self._outside_since != self._pool.serial or len(self._outside) > _MOST_ADDRESSES:
+            self._outside_since = self._pool.serial
+            self._outside.clear()
+        address = value.data_ptr()
+        if address in self._outside:
+            return False
+        if self._pool.backend.owns(value):
+            return True
+        self._outside.add(address)
+        return False
 
     def _cut(self, graph: CapturedSize, rows: int, size: int) -> Any:
         if rows == size:
@@ -157,6 +175,7 @@ class GraphSet:
 
     # --- trials --------------------------------------------------------------------------------
 
+    @among_captures()
     def _try(
         self,
         graph: CapturedSize,
@@ -170,13 +189,17 @@ class GraphSet:
         The call takes effect once, or not at all if it is refused.
         """
         size = choice.padded_num_tokens
+        before = self.changed_values()
         trial = Trial(self._function, self._layout, self._pool, graph, call, rows=rows, size=size)
         try:
-            own_changes = self.note_own_changes()
+            own_changes = self.note_own_changes(before)
             agreement = self._compare(trial, own_changes, rows, size)
         except BaseException as error:
             trial.undo()
-            if not (isinstance(error, BatchError) and self._options.eager_fallback):
+            if not isinstance(error, BatchError):
+                raise
+            self._raise_if_replaced(error)
+            if not self._options.eager_fallback:
                 raise
             logger.warning("%s; batches of %d run eagerly", error, rows)
             eager = _eager_choice(rows, Reason.DIFFERS_FROM_EAGER)
@@ -187,6 +210,14 @@ class GraphSet:
         trial.undo()
         self._replay(graph, size, trial.values)
         return self._cut(graph, rows, size), choice
+
+    def _raise_if_replaced(self, error: BaseException) -> None:
+        """Raise what explains ``error``, if it is state that was replaced since the capture."""
+        if self._watched is not None:
+            try:
+                self._watched.raise_if_replaced()
+            except ReplayMismatchError as explanation:
+                raise explanation from error
 
     def _compare(self, trial: Trial, own_changes: Sequence[str], rows: int, size: int) -> Agreement:
         trial.replay(self._written)
@@ -199,40 +230,16 @@ class GraphSet:
                 )
             self._outputs = outputs
         if not self._options.verify:
-            self._trusted.add((size, rows))
+            self._trials.trusted.add((size, rows))
             return Agreement.SAME
         agreement = trial.compare(self._outputs, self._watched)
         if own_changes:
             trial.check_does_not_read(own_changes)
         if agreement is Agreement.SAME:
-            self._trust(rows, size, trial)
-            return agreement
-        self._unclear[size, rows] += 1
-        if self._unclear[size, rows] > _MOST_UNCLEAR:
-            raise differs("the result", f"as in {_MOST_UNCLEAR} calls before", rows, size)
+            self._trials.passed(rows, size, trial)
+        else:
+            self._trials.unclear(rows, size)
         return agreement
-
-    def _trust(self, rows: int, size: int, trial: Trial) -> None:
-        """Stop comparing batches of this size, if this one would have exposed a mix-up."""
-        key, values = (size, rows), trial.values
-        if rows < size and not self._layout.differs_from_padding(values):
-            if key not in self._trials:
-                logger.warning(
-                    "all rows in a batch of %d equal the padding, so comparing the batch with an "
-                    "eager call proves little; such batches are compared every time",
-                    rows,
-                )
-            self._trials.setdefault(key, 0)  # warn once
-            return
-        self._trials[key] += 1
-        often = self._trials[key] >= _ENOUGH_TRIALS
-        if (
-            rows == size
-            or often
-            or trial.draws_random_numbers
-            or self._layout.has_distinct_rows(values)
-        ):
-            self._trusted.add(key)
 
     # --- capture -------------------------------------------------------------------------------
 
@@ -265,11 +272,12 @@ class GraphSet:
                     loop.succeeded(entry)
         self.report.entries.extend(loop.report.entries)
 
+    @among_captures()
     def _capture_one(self, entry: PlanEntry, values: Sequence[Any]) -> None:
         size = entry.descriptor.num_tokens
         self._layout.fill_repeated(values, size)
-        args, kwargs = self._layout.static_call(size)
-        call = partial(self._function, *args, **kwargs)
+        call = partial(self._call_once, size)
+        before = self.changed_values()
         watch = self._watch if self._options.watch else None
         rehearsal = Rehearsal(self._function, call, watch=watch, generators=self._pool.generators)
         try:
@@ -292,16 +300,29 @@ class GraphSet:
         buffers = self._layout.storages
         self._written_state |= {key: written[key] for key in written.keys() - buffers}
         if self._watched is not None:
-            self.note_own_changes()
-            self._watched.check()  # one size may have replaced state that other graphs read
+            self.note_own_changes(before)
+            # One size may have replaced state that other graphs read.
+            self._watched.raise_if_replaced()
         elif self._options.watch:
             self._watched = self._watch()
             self._read_state = self._watched.storages
         if self._owned is None:
             watched = () if self._watched is None else self._watched.tensors()
             self._owned = OwnedMemory(self._named_memory, self._all_memory(watched))
+        if self._options.verify:
+            self._trials.captured(size, values)
         output = self._pool.weak(captured.output)
         self._graphs[entry.descriptor] = CapturedSize(tape=captured.tape, output=output)
+
+    def _call_once(self, size: int) -> Any:
+        args, kwargs = self._layout.static_call(size)
+        watch = ArgumentWatch(self._layout.named(args, kwargs))
+        result = self._function(*args, **kwargs)
+        try:
+            watch.check()
+        finally:
+            watch.put_back()  # static arguments are the caller's
+        return result
 
     def _apart_from_buffers(self, result: Any) -> Any:
         """Copy results that are arguments: the next call overwrites their buffers."""
@@ -365,10 +386,8 @@ class GraphSet:
         self._written, self._written_state = set(), {}
         self._read_state = frozenset()
         self._outputs = None
-        self._trusted.clear()
-        self._refused.clear()
         self._trials.clear()
-        self._unclear.clear()
+        self._refused.clear()
 
 
 def _eager_choice(rows: int, reason: Reason) -> Choice:

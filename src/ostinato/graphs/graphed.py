@@ -55,9 +55,9 @@ def graphed(
     needed: once or more to observe its effects, then ``num_warmups + 1`` times. In-place writes
     (to static arguments, or buffers of a module) are undone. The callable must not replace tensors
     or plain values that it refers to: a replay runs no Python, so this raises and names the value.
-    The first call with each number of rows also runs eagerly, and the two results are compared.
-    Padding rows are computed too, so row i of a result must depend on row i alone. Otherwise the
-    call raises and names the output.
+    The first call with each number of rows also runs eagerly, and the two results are compared; so
+    does the next, if the graph was captured with the same batch. Padding rows are computed too, so
+    row i of a result must depend on row i alone. Otherwise the call raises and names the output.
 
     Graphs depend on torch's settings (autocast, default dtype, deterministic algorithms, TF32, and
     so on): each combination gets separate graphs. Graphs read weights at their addresses at

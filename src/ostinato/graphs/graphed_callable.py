@@ -21,7 +21,7 @@ from ostinato.graphs.graphed_options import GraphedOptions, graph_set_options
 from ostinato.graphs.policy.descriptor import Choice, Reason
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
-from ostinato.graphs.policy.plan import CapturePlan
+from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.policy.sizes import default_sizes, validate_sizes
 from ostinato.graphs.policy.stats import GraphedStats
 from ostinato.graphs.tree import map_tensors, tensors_in
@@ -97,7 +97,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         self._generators = generators
         self._pool = pool
         self._owns_pool = pool is None
-        self._closed = False
+        self._closed = self._capturing = False
         self._exclusive_use = ExclusiveUse()
         self._stats = DispatchStats()
         # Known once the first call has shown its arguments.
@@ -113,6 +113,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         return cast(R, self._exclusive_use.run(self._call, args, kwargs))
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._check_not_capturing()
         try:
             if self._layout is None:
                 self._prepare(args, kwargs)
@@ -137,12 +138,13 @@ class GraphedCallable(Owner, Generic[P, R]):
             call = map_tensors(pool.kept, call)
             values = layout.values(*call)
             entries = [graphs.entry_for(rows)] if self._lazy else graphs.missing()
-            graphs.capture(entries, values, self._name)
+            self._capture_entries(graphs, entries, values)
             choice = graphs.choose(rows)
         if choice.mode is CUDAGraphMode.NONE:
             self._stats.record(choice, rows)
+            before = graphs.changed_values()
             result = self._function(*args, **kwargs)
-            graphs.note_own_changes()
+            graphs.note_own_changes(before)
             return result
         return self._run(graphs, choice, rows, values, call)
 
@@ -178,6 +180,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         return self._exclusive_use.run(self._capture, args, kwargs)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureReport:
+        self._check_not_capturing()
         try:
             if self._layout is None:
                 self._prepare(args, kwargs)
@@ -193,8 +196,17 @@ class GraphedCallable(Owner, Generic[P, R]):
     def _capture_in_pool(self, values: Sequence[Any]) -> CaptureReport:
         self._parts()[1].follow_stream()
         graphs = self._graph_set()
-        graphs.capture(graphs.missing(), values, self._name)
+        self._capture_entries(graphs, graphs.missing(), values)
         return graphs.report
+
+    def _capture_entries(
+        self, graphs: GraphSet, entries: Sequence[PlanEntry], values: Sequence[Any]
+    ) -> None:
+        self._capturing = True
+        try:
+            graphs.capture(entries, values, self._name)
+        finally:
+            self._capturing = False
 
     def _graph_set(self) -> GraphSet:
         """The graphs for torch's current settings."""
@@ -227,7 +239,9 @@ class GraphedCallable(Owner, Generic[P, R]):
         if self._pool is None:
             self._pool = GraphPool(device, generators=self._generators)
         elif self._pool.device != device:
-            raise ConfigError(f"the pool is on {self._pool.device}, the arguments on {device}")
+            raise ConfigError(
+                f"the pool is on {self._pool.device}, the arguments on {device}; pass one of theirs"
+            )
         self._plan = CapturePlan.build(
             self._options.mode, sizes, max_num_seqs=max(sizes), max_num_batched_tokens=max(sizes)
         )
@@ -268,7 +282,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         )
 
     def ledger(self) -> Ledger:
-        """Which memory the graphs hold, whose it is, and whether it is still there.
+        """Every address that the graphs hold, its owner, and whether it is still valid.
 
         Without graphs it is empty; it shows those captured later too.
         """
@@ -368,6 +382,10 @@ class GraphedCallable(Owner, Generic[P, R]):
                 "a graphed callable was called inside another capture; capture the plain function "
                 "there (unwrap()), and its work becomes part of that graph"
             )
+
+    def _check_not_capturing(self) -> None:
+        if self._capturing:
+            raise CaptureError("a graphed callable calls itself; call unwrap()'s result inside it")
 
     def _parts(self) -> tuple[CallLayout, GraphPool]:
         assert self._layout is not None

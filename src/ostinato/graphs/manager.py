@@ -9,14 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
-
-import torch
+from typing import Any, Generic, cast
 
 from ostinato.errors import BatchError, CaptureError, CaptureOutOfMemoryError, ClosedError
 from ostinato.graphs.capture.capture_loop import CaptureLoop, CaptureReport
 from ostinato.graphs.capture.closing import close_each
-from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.output_buffers import OutputBuffers
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
@@ -24,31 +21,11 @@ from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choic
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.prepared_batch import Inputs, Output, PreparedBatch, prepared, run_prepared
 from ostinato.graphs.tree import map_tensors
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.ledger.owners import MemoryKind, NamedMemory, NamesMemory
 from ostinato.graphs.trust.ledger.sources import pool_ledger
-
-Inputs = TypeVar("Inputs")
-Output = TypeVar("Output")  # of the forward: hidden states [num_tokens, ...], or a tree of those
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreparedBatch(Generic[Inputs]):
-    """The inputs of one captured shape, and the contents of its forward context.
-
-    ``inputs``: the forward's argument. ``attn_metadata``, ``slot_mapping`` and
-    ``num_tokens_across_dp`` go into the ``ForwardContext``.
-
-    ``output_in_place``: the output of a FULL graph stays in the graph's memory, valid until the
-    next replay in the pool, instead of being copied to a buffer; it may have any structure.
-    """
-
-    inputs: Inputs
-    attn_metadata: Any = None
-    slot_mapping: Any = None
-    num_tokens_across_dp: torch.Tensor | None = None
-    output_in_place: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,24 +242,24 @@ class CudaGraphManager(Generic[Inputs, Output]):
         num_warmups: int,
     ) -> None:
         scope, num_tokens = self.pool.backend.capture_scope, entry.descriptor.num_tokens
-        batch = _prepared(prepare, entry)
+        batch = prepared(prepare, entry)
         copies = entry.mode is CUDAGraphMode.FULL and not batch.output_in_place
         needs_buffers = copies and not self._outputs.allocated
         if num_warmups or needs_buffers:
             with scope():
                 for _ in range(max(num_warmups, 1)):
-                    output = _run(warm_up, batch, entry, CUDAGraphMode.NONE)
+                    output = run_prepared(warm_up, batch, entry, CUDAGraphMode.NONE)
                 if needs_buffers:
                     self._outputs.allocate(output, num_tokens)
             del output, batch  # free their memory before the capture allocates
-            batch = _prepared(prepare, entry)
+            batch = prepared(prepare, entry)
         if entry.mode is CUDAGraphMode.PIECEWISE:
             with scope():
-                _run(forward, batch, entry, CUDAGraphMode.PIECEWISE)
+                run_prepared(forward, batch, entry, CUDAGraphMode.PIECEWISE)
             return
 
         def full_forward() -> Any:
-            output = _run(forward, batch, entry, CUDAGraphMode.FULL)
+            output = run_prepared(forward, batch, entry, CUDAGraphMode.FULL)
             return self._outputs.copy_in(output, num_tokens) if copies else output
 
         captured = self.pool.capture(full_forward)
@@ -313,7 +290,10 @@ class CudaGraphManager(Generic[Inputs, Output]):
         key = self._key_of(descriptor) if isinstance(descriptor, int) else descriptor
         rows = key.num_tokens if num_tokens is None else num_tokens
         if not 1 <= rows <= key.num_tokens:
-            raise BatchError(f"{rows} rows were requested from a graph of {key.num_tokens}")
+            raise BatchError(
+                f"{rows} rows were requested from a graph of {key.num_tokens}; ask for 1 to "
+                f"{key.num_tokens}"
+            )
         graph = self.full_graph(key)
         self.pool.replay(graph.tape)
         output: Any = (
@@ -374,31 +354,3 @@ class CudaGraphManager(Generic[Inputs, Output]):
             self._captured.clear()
             self._outputs.clear()
             self.dispatcher.reset()
-
-
-def _prepared(
-    prepare: Callable[[PlanEntry], PreparedBatch[Inputs]], entry: PlanEntry
-) -> PreparedBatch[Inputs]:
-    batch = prepare(entry)
-    if not isinstance(batch, PreparedBatch):
-        raise CaptureError(
-            f"prepare returned a {type(batch).__name__}; return PreparedBatch(inputs=...) "
-            "(ostinato.graphs.manager) with the inputs of the forward"
-        )
-    return batch
-
-
-def _run(
-    forward: Callable[[Inputs], Output],
-    batch: PreparedBatch[Inputs],
-    entry: PlanEntry,
-    mode: CUDAGraphMode,
-) -> Output:
-    with set_forward_context(
-        mode,
-        entry.descriptor,
-        attn_metadata=batch.attn_metadata,
-        slot_mapping=batch.slot_mapping,
-        num_tokens_across_dp=batch.num_tokens_across_dp,
-    ):
-        return forward(batch.inputs)

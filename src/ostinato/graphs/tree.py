@@ -2,12 +2,16 @@
 
 torch's pytree does not enter dataclasses unless each is registered, and its names of leaves read
 badly in error messages.
+
+Attributes of a container, such as those that ``__post_init__`` sets, are part of it, after its
+fields or items. What a ``cached_property`` keeps is not: it is computed from the rest.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
@@ -16,7 +20,10 @@ import torch
 T = TypeVar("T")
 
 # Types that are leaves without further checks.
-_PLAIN: set[type] = {int, float, bool, str, type(None), torch.dtype, torch.device}
+_SCALARS: frozenset[type] = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device}
+)
+_PLAIN: set[type] = {*_SCALARS}
 
 _SEQUENCES = (list, tuple)
 
@@ -32,19 +39,56 @@ def holds_no_tensors(plain: type[T]) -> type[T]:
 
 def leaves_with_path(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Every leaf of ``value`` with the expression that reaches it, like ``batch['ids'][0]``."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
+    paths: list[str] = []
+    leaves: list[Any] = []
+    flatten(value, path, paths, leaves, [])
+    return zip(paths, leaves, strict=True)
+
+
+def flatten(
+    value: Any, path: str, paths: list[str], leaves: list[Any], containers: list[type]
+) -> None:
+    """Append every leaf of ``value`` and its path, and the type of every container.
+
+    What a container does may depend on its type.
+    """
+    # Not a generator, and the common types first: every call of a graphed callable comes here.
+    kind = type(value)
+    if isinstance(value, torch.Tensor) or kind in _SCALARS:
+        paths.append(path)
+        leaves.append(value)
+        return
+    containers.append(kind)
+    if kind in _SEQUENCES:
+        for index, item in enumerate(value):
+            flatten(item, f"{path}[{index}]", paths, leaves, containers)
+    elif kind is dict:
+        for key, item in value.items():
+            flatten(item, f"{path}[{key!r}]", paths, leaves, containers)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from leaves_with_path(getattr(value, field.name), f"{path}.{field.name}")
+            item = getattr(value, field.name)
+            flatten(item, f"{path}.{field.name}", paths, leaves, containers)
+        _flatten_attributes(value, path, paths, leaves, containers)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from leaves_with_path(item, f"{path}[{key!r}]")
+            flatten(item, f"{path}[{key!r}]", paths, leaves, containers)
+        _flatten_attributes(value, path, paths, leaves, containers)
     elif isinstance(value, (list, tuple)):
         for index, item in enumerate(value):
-            yield from leaves_with_path(item, f"{path}[{index}]")
+            flatten(item, f"{path}[{index}]", paths, leaves, containers)
+        _flatten_attributes(value, path, paths, leaves, containers)
     else:
-        yield path, value
+        containers.pop()
+        paths.append(path)
+        leaves.append(value)
+
+
+def _flatten_attributes(
+    value: Any, path: str, paths: list[str], leaves: list[Any], containers: list[type]
+) -> None:
+    for name, item in _attributes(value):
+        flatten(item, f"{path}.{name}", paths, leaves, containers)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -55,17 +99,61 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif type(value) in _SEQUENCES:  # the most common case, and slow to detect below
         for item in value:
             yield from tensors_in(item)
+    elif type(value) is dict:
+        for item in value.values():
+            yield from tensors_in(item)
     elif type(value) in _PLAIN:
         return
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+        yield from _tensors_in_attributes(value)
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from tensors_in(item)
+        yield from _tensors_in_attributes(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item)
+        yield from _tensors_in_attributes(value)
+
+
+def _tensors_in_attributes(value: Any) -> Iterator[torch.Tensor]:
+    for _, item in _attributes(value):
+        yield from tensors_in(item)
+
+
+def _attributes(value: Any) -> list[tuple[str, Any]]:
+    """Attributes of a dataclass beside its fields, or of a subclass of dict, list or tuple."""
+    found = _attributes_beside_fields(value)
+    if not found:
+        return []
+    if isinstance(value, Mapping) and (
+        dataclasses.is_dataclass(value) or not isinstance(value, dict)
+    ):
+        return []  # transformers' outputs have their items as attributes
+    return [(name, item) for name, item in found if not _is_cached_property(value, name)]
+
+
+def _attributes_beside_fields(value: Any) -> list[tuple[str, Any]]:
+    own = getattr(value, "__dict__", None)
+    if not own or own is value:
+        return []
+    kind: Any = type(value)
+    fields = _field_names(kind)
+    if own.keys() <= fields:  # most dataclasses
+        return []
+    return [(name, item) for name, item in own.items() if name not in fields]
+
+
+@functools.lru_cache(maxsize=256)
+def _field_names(kind: type) -> frozenset[str]:
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    return frozenset(field.name for field in fields)
+
+
+def _is_cached_property(value: Any, name: str) -> bool:
+    return isinstance(getattr(type(value), name, None), functools.cached_property)
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: T) -> T:
@@ -93,7 +181,7 @@ def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         rebuilt = copy.copy(value)
         for name, mapped in fields.items():
             object.__setattr__(rebuilt, name, mapped)  # frozen ones too
-        return rebuilt
+        return _with_attributes(function, value, rebuilt)
     if isinstance(value, Mapping):
         items = {key: _map(function, item) for key, item in value.items()}
         if type(value) is dict:
@@ -101,11 +189,21 @@ def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
         if isinstance(value, MutableMapping):
             copied = copy.copy(value)
             copied.update(items)
-            return copied
+            return _with_attributes(function, value, copied)
         return type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, (list, tuple)):
         parts = [_map(function, item) for item in value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*parts)
-        return parts if type(value) is list else type(value)(parts)
+        return _with_attributes(function, value, type(value)(parts))
     return value
+
+
+def _with_attributes(function: Callable[[torch.Tensor], Any], value: Any, rebuilt: Any) -> Any:
+    """``rebuilt``, a copy of ``value``, with its attributes mapped too, and its caches dropped."""
+    for name, item in _attributes(value):
+        object.__setattr__(rebuilt, name, _map(function, item))
+    for name, _ in _attributes_beside_fields(value):
+        if _is_cached_property(value, name):
+            rebuilt.__dict__.pop(name, None)
+    return rebuilt

@@ -96,7 +96,7 @@ def load_model(
     ``offload``: which layers keep their weights in host memory.
     """
     if dtype not in _DTYPES:
-        raise ConfigError(f"weights can be {', '.join(map(str, _DTYPES))}, not {dtype}")
+        raise ConfigError(f"dtype is {dtype}; choose one of {', '.join(map(str, _DTYPES))}")
     build = _Build(device, dtype, max_position, show_progress, free_memory, rank_context, offload)
     path: Path | None
     if random_weights:
@@ -157,7 +157,7 @@ def _check_can_offload(described: ModelDescription) -> None:
         reason = "it is a SwiftKV model"
     if reason is not None:
         raise ConfigError(
-            f"offload needs a dense model of the native decoder; this one is not: {reason}. Leave "
+            f"offload needs a model of the native decoder; this one is not: {reason}. Leave "
             "it out, and use a smaller dtype or a GPU with more memory if the model does not fit"
         )
 

@@ -25,7 +25,7 @@ def find_model(name: str | None, *, show_progress: bool) -> Path:
     if path.is_file():
         raise ModelLoadError(f"{path} is a file; name the directory that has its config.json")
     if name.startswith(("/", "~", ".")):
-        raise ModelLoadError(f"there is no directory {path} to load a model from")
+        raise ModelLoadError(f"there is no directory {path} to load a model from; check the path")
     return _fetch(name, show_progress)
 
 

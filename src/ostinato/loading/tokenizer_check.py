@@ -116,7 +116,7 @@ def _parts(text: str, name: str, hidden: bool) -> Iterator[Any]:
 
 
 def _steps(step: Any) -> list[Any]:
-    """Of a sequence. What a step is can be seen from its fields: its type may be left out."""
+    """The steps of a sequence. Fields tell what a step is, since its type may be left out."""
     if not isinstance(step, dict):
         return []
     return [each for name in _SEQUENCES if isinstance(step.get(name), list) for each in step[name]]

@@ -8,7 +8,8 @@ are neither encrypted nor signed, so the network between the ranks must be trust
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -18,9 +19,10 @@ import torch.distributed as dist
 
 from ostinato.errors import ClosedError, CollectiveError, ConfigError
 from ostinato.graphs.capture.closing import Owner
-from ostinato.models.given_tensors import NamedTensors
-from ostinato.quoting import said
+from ostinato.models.given_tensors import NamedTensors, named_tensors
+from ostinato.quoting import listed, said, shown
 
+_LONGEST_S = 10**6  # torch counts milliseconds in 32 bits
 _DTYPES = {
     str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 }
@@ -41,13 +43,21 @@ class WeightGroup(Owner):
     def __init__(
         self, address: str, *, rank: int, world_size: int, timeout_s: float = 300.0
     ) -> None:
-        if not 0 <= rank < world_size or world_size < 2:
+        if not (type(rank) is int is type(world_size) and 0 <= rank < world_size >= 2):
             raise ConfigError(
-                f"a group has at least 2 ranks, numbered from 0; got rank {rank} of {world_size}"
+                f"a group has at least 2 ranks, numbered from 0; got rank {shown(rank)} of "
+                f"{shown(world_size)}"
             )
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal():
-            raise ConfigError(f"address must be host:port, as in '10.0.0.1:29600'; got {address!r}")
+        host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
+        if not (host and port.isascii() and port.isdigit() and int(port) < 2**16):
+            raise ConfigError(
+                f"address must be host:port, as in '10.0.0.1:29600'; got {shown(address)}"
+            )
+        if type(timeout_s) not in (int, float) or not 0 < timeout_s <= _LONGEST_S:
+            raise ConfigError(
+                f"timeout_s must be a number of seconds above 0, at most {_LONGEST_S:,}; got "
+                f"{shown(timeout_s)}"
+            )
         self.rank, self.world_size = rank, world_size
         timeout = timedelta(seconds=timeout_s)
         with _failures_explained("the ranks did not meet"):
@@ -64,7 +74,12 @@ class WeightGroup(Owner):
         group = self._open()
         if self.rank:
             raise ConfigError(f"only rank 0 sends weights; this is rank {self.rank}")
-        pairs = list(weights.items() if isinstance(weights, Mapping) else weights)
+        pairs = list(named_tensors(weights))  # checked before any rank is told of them
+        if not pairs:
+            raise ConfigError("there are no weights to send; has the iterator been read before?")
+        twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+        if twice:
+            raise ConfigError(f"{listed(twice)} occurs twice in the weights to send")
         for name, tensor in pairs:
             if str(tensor.dtype) not in _DTYPES:
                 raise ConfigError(f"the weight {name} is {tensor.dtype}; send {_floats()}")

@@ -1,8 +1,8 @@
 """Weights that another process on the same GPU holds, by CUDA IPC handles: no value is copied.
 
 ``share_weights`` describes tensors as plain JSON, and ``open_weights`` maps their memory. Nothing
-is unpickled, and no function is called that the message names; but whoever writes a message chooses
-which memory of the GPU is read, so take messages only from a trainer that you trust.
+is unpickled, and no function is called that the message names; but the sender chooses which memory
+of the GPU is read, so take messages only from a trainer that you trust.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from ostinato.errors import ConfigError
-from ostinato.models.given_tensors import NamedTensors
+from ostinato.models.given_tensors import NamedTensors, named_tensors
 from ostinato.quoting import said, shown
 
 _FORMAT = "ostinato-weights-1"
@@ -43,7 +43,7 @@ def share_weights(weights: NamedTensors) -> str:
     Keep the tensors as they are until the other process has read them: it reads their own memory.
     """
     described = {}
-    for name, tensor in dict(weights).items():
+    for name, tensor in named_tensors(weights):
         if tensor.device.type != "cuda" or str(tensor.dtype) not in _DTYPES:
             raise ConfigError(
                 f"the weight {name} is {tensor.dtype} on {tensor.device}; share_weights takes "
@@ -87,14 +87,14 @@ def open_weights(message: str) -> dict[str, torch.Tensor]:
 def _read(message: str) -> Mapping[str, Any]:
     try:
         read = json.loads(message)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            f"these are no weights of share_weights ({said(error)}): {shown(message)}"
+            f"the message is not one of share_weights ({said(error)}): {shown(message)}"
         ) from error
     if not isinstance(read, dict) or read.get("format") != _FORMAT:
         raise ConfigError(
-            f"these are no weights of share_weights, which begin with {_FORMAT}: {shown(message)}; "
-            "both processes must run the same version"
+            f"the message is not one of share_weights, whose format is {_FORMAT}: "
+            f"{shown(message)}; both processes must run the same version"
         )
     weights: Mapping[str, Any] = read["weights"]
     return weights

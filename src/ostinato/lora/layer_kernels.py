@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ostinato.models.native.fused_kernels import PendingNorm, SmallM
-from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, LayerKernels, Linear
+from ostinato.models.native.layer_kernels import (
+    AnyKernels,
+    AnyNorm,
+    AttentionLayer,
+    LatentWeights,
+    LayerKernels,
+    Linear,
+)
 from ostinato.models.native.mixture import MixtureOfExperts
 from ostinato.ops.activation import Activation, activate_and_mul
 from ostinato.ops.gemm.lora import LoraRows, LoraWeights, expand, expand_gated, shrink
 from ostinato.ops.gemm.lora_linear import lora_linear
-
-if TYPE_CHECKING:
-    from ostinato.models.native.latent_attention import LatentAttention
-    from ostinato.models.native.layer import DecoderLayer
 
 AdaptedLinears = Mapping[int, LoraWeights]  # by the linear's id
 
@@ -94,13 +97,13 @@ class WithAdapters(LayerKernels[Tensor, Tensor]):
     def experts(self, experts: MixtureOfExperts, x: Tensor, shared: Tensor | None) -> Tensor:
         return self._run.add(self._run.experts(experts, x, shared), None)
 
-    def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
+    def attend(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         return self._run.attend(layer, qkv)
 
     def attend_latent(
         self,
-        layer: DecoderLayer,
-        latent: LatentAttention,
+        layer: AttentionLayer,
+        latent: LatentWeights,
         query: Tensor,
         compressed: Tensor,
     ) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -12,7 +12,15 @@ from torch import nn
 from ostinato.attention.base import AttentionSpec
 from ostinato.errors import ConfigError
 from ostinato.graphs.capture.pool import WeightOffloader
+from ostinato.ops.gemm.tile_config import LinearShape
 from ostinato.recurrent.base import RecurrentSpec
+
+
+class Adapters(Protocol):
+    """LoRA adapters of a model's linears."""
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All memory that layers read, by name."""
 
 
 class CausalLM(Protocol):
@@ -35,12 +43,17 @@ class CausalLM(Protocol):
         With M-RoPE, ``positions`` is [3, T].
         """
 
+    @property
+    def module(self) -> nn.Module:
+        """The module that has its weights: itself, or transformers' module inside it."""
+
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size], in float32 or the model's dtype, of states [B, hidden_size]."""
 
     # --- optional features ------------------------------------------------------------------------
 
     offloader: WeightOffloader | None = None  # copies weights to the device during a forward
+    adapters: Adapters | None = None  # what its linears add for some rows of a batch
     recurrent_specs: Sequence[RecurrentSpec] = ()  # of layers with a state per request
     batch_invariant: bool = False  # the bits of a row do not depend on the rows around it
     # Where torch.compile splits the forward: operators that read the forward context.
@@ -77,14 +90,21 @@ class CausalLM(Protocol):
         del reset
         return {}
 
+    def tunable_gemms(self) -> Mapping[LinearShape, Sequence[torch.Tensor]]:
+        """The weights of its small-M GEMMs, by what tile configs depend on.
+
+        In the order of a decode step. Empty if torch runs all of them.
+        """
+        return {}
+
     def set_aux_hidden_states(self, states: Mapping[int, torch.Tensor]) -> None:
         """From now on, copy the input of some layers to ``states``, by layer, in every forward.
 
         Each is [at least T, hidden_size]. Set before the first forward is captured.
         """
         raise ConfigError(
-            f"{type(self).__name__} does not give out the hidden states of its layers; models of "
-            "the native decoder do"
+            f"{type(self).__name__} does not expose its layers' hidden states; models of the "
+            "native decoder do"
         )
 
     def few_layers(self) -> AbstractContextManager[None]:
@@ -106,13 +126,11 @@ class Encoder(Protocol):
     device: torch.device
     first_position: int
 
+    @property
+    def module(self) -> nn.Module:
+        """The module that has its weights."""
+
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor
     ) -> torch.Tensor:
         """Hidden states [T, hidden_size] of a row of tokens; all arguments are [T]."""
-
-
-def module_of(model: CausalLM | Encoder) -> nn.Module:
-    """The module that has the model's weights: itself, or transformers' module inside it."""
-    inside = model if isinstance(model, nn.Module) else getattr(model, "model", None)
-    return inside if isinstance(inside, nn.Module) else nn.Module()

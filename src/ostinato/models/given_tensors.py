@@ -36,15 +36,11 @@ class GivenTensors(Checkpoint):
     """
 
     def __init__(self, weights: NamedTensors) -> None:
-        if not isinstance(weights, Iterable):
-            raise ConfigError(f"weights are {_KINDS}; got {shown(weights)}")
-        pairs = weights.items() if isinstance(weights, Mapping) else weights
         self.path = _SOURCE
         self.tensors = {}
         self._given: dict[str, torch.Tensor] = {}
         stays = isinstance(weights, Mapping | Sequence)
-        for pair in pairs:
-            name, tensor = _checked(pair)
+        for name, tensor in named_tensors(weights):
             if name in self._given:
                 raise ModelLoadError(f"{listed([name])} occurs twice in the given weights")
             dtype = _NAMES.get(tensor.dtype, str(tensor.dtype))
@@ -72,6 +68,14 @@ class GivenTensors(Checkpoint):
         yield {
             name: self._given[info.stored_as or name].cpu() for name, info in self.tensors.items()
         }
+
+
+def named_tensors(weights: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
+    """The pairs of ``weights``, one after another; raises ConfigError for what is none."""
+    if not isinstance(weights, Iterable):
+        raise ConfigError(f"weights are {_KINDS}; got {shown(weights)}")
+    for pair in weights.items() if isinstance(weights, Mapping) else weights:
+        yield _checked(pair)
 
 
 def _checked(pair: Any) -> tuple[str, torch.Tensor]:

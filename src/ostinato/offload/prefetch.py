@@ -20,7 +20,7 @@ On CUDA, copies run on a stream of their own. Three orders matter, and each is o
 
 *FULL.* In a capture the first wait makes the copy stream part of it (fork). Every copy is waited
 for by its layer, in the same capture, so the last wait is the join, and ``join_after_forward`` has
-nothing left to do. Events are recorded anew in every forward before they are waited for, so none
+nothing left to do. Events are recorded again in every forward before they are waited for, so none
 from inside a capture is waited for outside, nor the reverse. If a forward raises in a capture,
 ``over`` joins the streams, or CUDA would consider the capture broken.
 

@@ -23,7 +23,7 @@ def conv_step(
 
     Writes ``out`` [R, D] in float32, and moves the inputs into the windows. ``weight`` [D, W + 1]
     and ``bias`` [D] are contiguous, and so are ``windows`` and ``out``. Requests that are
-    ``is_fresh`` [R] start from zeros. Rows that several requests have become those of one of them.
+    ``is_fresh`` [R] start from zeros. A row that several requests share becomes that of one.
     """
     _step(inputs, weight, bias, windows, req_indices, is_fresh, out)
 

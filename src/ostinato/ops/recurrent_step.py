@@ -30,7 +30,7 @@ def recurrent_step(
     ``query`` and ``key`` [R, G, K]: H / G consecutive heads share each. ``value`` [R, H, V];
     ``log_decay`` and ``beta`` (None: no delta rule) [R, H]. All are float32 but ``out``, and
     contiguous but for the rows of the first three. Requests that are ``is_fresh`` [R] start from
-    zeros. Rows that several requests have become those of one of them.
+    zeros. A row that several requests share becomes that of one of them.
     """
     _step(query, key, value, log_decay, beta, states, req_indices, is_fresh, out)
 

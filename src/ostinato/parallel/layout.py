@@ -84,19 +84,13 @@ class ParallelLayout:
         return HeadLayout(layout=self, num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     def padded_tokens(self, num_tokens: int) -> int:
-        """``num_tokens`` rounded up to a multiple of SP, so that all shares are equal."""
+        """``num_tokens`` rounded up to a multiple of SP, so that all shares are equal.
+
+        Shares are contiguous: the last ones may contain padding, or only padding if there are fewer
+        tokens than ranks.
+        """
         _check_count("num_tokens", num_tokens, least=0)
         return -(-num_tokens // self.sp) * self.sp
-
-    def token_split(self, num_tokens: int, s: int) -> range:
-        """The share of the ranks at ``s``, in positions of the padded batch.
-
-        Shares are contiguous and equally long. Positions from ``num_tokens`` on are padding: the
-        last shares may contain some, or only padding if there are fewer tokens than ranks.
-        """
-        _check_index("sequence coordinate s", s, self.sp, self._words())
-        share = self.padded_tokens(num_tokens) // self.sp
-        return range(s * share, (s + 1) * share)
 
     def _words(self) -> str:
         return f"sp={self.sp}, tp={self.tp}"

@@ -117,7 +117,7 @@ def best_threshold(base: Sequence[float], shift: Sequence[float]) -> int:
     """Where to switch from shift to base, given seconds for 1, 2, 3, ... tokens.
 
     The threshold with the smallest sum over these batches: the crossing point, if there is just
-    one. Ties go to the smallest, since a model that is no faster is not worth its memory.
+    one. Ties go to the smallest, since a model that is not faster is not worth its memory.
     """
     lost = accumulate((s - b for b, s in zip(base, shift, strict=True)), initial=0.0)
     return min(enumerate(lost), key=lambda pair: pair[1])[0]

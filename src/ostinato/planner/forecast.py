@@ -124,7 +124,7 @@ def _spread(costs: Sequence[LayoutCost]) -> list[ExpertParallelCost]:
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read a result from {str(path)!r}: {error}") from error
 
 

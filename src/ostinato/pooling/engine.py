@@ -34,7 +34,7 @@ from ostinato.pooling.activation import label_names, probabilities
 from ostinato.pooling.inputs import Input, InputReader
 from ostinato.pooling.runner import PoolingRunner
 from ostinato.quoting import shown
-from ostinato.runner.autocast import without_autocast
+from ostinato.runner.ambient import without_autocast, without_default_device
 from ostinato.runner.startup.build import name_the_remedy
 
 _BAR_AFTER_SECONDS = 2.0  # a bar for a shorter call would only flicker
@@ -44,6 +44,8 @@ class PoolingEngine(Owner):
     """Owns the model and the runner. One thread at a time may use it (``use``)."""
 
     @without_autocast
+    @without_default_device
+    @torch.inference_mode(False)
     def __init__(self, config: EngineConfig, task: Literal["embed", "classify"]) -> None:
         _check_options(config)
         self.config = config
@@ -240,7 +242,7 @@ class PoolingEngine(Owner):
             if self.model.device.type == "cuda":
                 torch.cuda.current_stream(self.model.device).synchronize()
             sorted_rows = torch.cat(results)
-        rows = torch.empty(sorted_rows.shape)
+        rows = torch.empty(sorted_rows.shape, dtype=torch.float32)
         rows[torch.tensor(order)] = sorted_rows
         return rows
 
@@ -305,6 +307,8 @@ def _check_options(config: EngineConfig) -> None:
         raise ConfigError("speculative is for models that generate; leave it out")
     if config.offload is not None:
         raise ConfigError("offload is for models that generate; leave it out")
+    if config.enable_sleep_mode:
+        raise ConfigError("enable_sleep_mode is for models that generate; leave it out")
     if config.enable_lora:
         raise ConfigError(
             "enable_lora is for models that generate; merge the adapter into the checkpoint with "

@@ -18,18 +18,19 @@ from ostinato.config import GraphConfig
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.pool import GraphPool
-from ostinato.graphs.manager import CudaGraphManager, PreparedBatch
+from ostinato.graphs.manager import CudaGraphManager
 from ostinato.graphs.policy.descriptor import BatchShape
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.policy.verify import VerifyPolicy
+from ostinato.graphs.prepared_batch import PreparedBatch
 from ostinato.graphs.trust.ledger.sources import pool_ledger
 from ostinato.graphs.trust.shadow.report import VerifyReport
 from ostinato.graphs.wrapper import CUDAGraphWrapper
-from ostinato.models.base import Encoder, module_of
+from ostinato.models.base import Encoder
 from ostinato.pooling.shadow import PackedShadow
-from ostinato.runner.capture_run import measured_capture, warn_of_no_capture
+from ostinato.runner.capture.measured_capture import measured_capture, warn_of_no_capture
 from ostinato.runner.model_graphs import kernels_of
 
 
@@ -84,7 +85,7 @@ class PoolingRunner:
         self.stats = DispatchStats()
         self.capture_report = CaptureReport()
         self.capture_bytes = 0
-        self.ledger = pool_ledger(self.pool, {"inputs": self.inputs, "model": module_of(model)})
+        self.ledger = pool_ledger(self.pool, {"inputs": self.inputs, "model": model.module})
 
     def run(self, sequences: Sequence[Tokens]) -> tuple[torch.Tensor, PackedBatch]:
         """Enqueue one batch. Returns its hidden states [T, hidden_size] and where each sequence is.

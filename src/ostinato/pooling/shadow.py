@@ -27,7 +27,7 @@ from ostinato.graphs.trust.shadow.report import Mismatch, VerifyReport
 from ostinato.graphs.trust.shadow.schedule import ShadowSchedule
 from ostinato.graphs.trust.shadow.shadow import Shadow, ShadowedStep
 from ostinato.graphs.wrapper import CUDAGraphWrapper
-from ostinato.models.base import Encoder, module_of
+from ostinato.models.base import Encoder
 
 _SEED = 7
 _AT_CAPTURE = "at capture"
@@ -56,7 +56,7 @@ class PackedShadow:
         self._inputs = inputs
         self._vocab_size = vocab_size
         self._shadow = Shadow(
-            manager.pool, name_of=partial(_name_in, module_of(model)), report=self.report
+            manager.pool, name_of=partial(_name_in, model.module), report=self.report
         )
 
     def takes(self, choice: Choice) -> bool:
@@ -78,8 +78,10 @@ class PackedShadow:
             self._manager.dispatcher.mark_refused(entry, Reason.QUARANTINED)
 
     def _step(self, choice: Choice, batch: PackedBatch) -> tuple[ShadowedStep, list[torch.Tensor]]:
-        """A batch that can run both ways, and the hidden states of its last replay."""
-        padded, num_tokens, latest = choice.padded_num_tokens, batch.num_tokens, [self._inputs]
+        """A batch that can run both ways, and its hidden states: those of its first replay, where
+        ``Shadow.run`` leaves the right ones.
+        """
+        padded, num_tokens, first = choice.padded_num_tokens, batch.num_tokens, list[torch.Tensor]()
         inputs = self._inputs[:, :padded]
 
         def eager(
@@ -97,8 +99,10 @@ class PackedShadow:
 
         def replay() -> Mapping[str, torch.Tensor]:
             with set_forward_context(choice.mode, choice.descriptor, attn_metadata=batch):
-                latest[0] = self._forward(*inputs)[:num_tokens]
-            return {"the hidden states": latest[0]}
+                hidden = self._forward(*inputs)[:num_tokens]
+            if not first:
+                first.append(hidden)
+            return {"the hidden states": hidden}
 
         step = ShadowedStep(
             graph=f"{choice.mode.name} graph of {padded} tokens",
@@ -108,7 +112,7 @@ class PackedShadow:
             parts=[MemoryPart(name="the inputs", tensor=inputs, compared=False)],
             rows={padded: slice(num_tokens)},
         )
-        return step, latest
+        return step, first
 
     # --- at capture ----------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -33,10 +34,16 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 # The size of the world that this process started, while it is open: torch has one world a process.
 _started: list[int] = []
+_joining = threading.Lock()  # a second thread must not find torch's world half made
 
 
 def join_world(config: EngineConfig) -> World:
-    """Join the world of several ranks that ``config`` asks for."""
+    """Join the world of several ranks that ``config`` asks for. One thread at a time."""
+    with _joining:
+        return _join_world(config)
+
+
+def _join_world(config: EngineConfig) -> World:
     if _started:
         raise ConfigError(
             f"another LLM in this process runs on {_started[0]} ranks; close it first, because a "

@@ -119,7 +119,7 @@ class ResultReceiver:
             self._expected.append(result)
 
     def receive_up_to(self, step: int) -> None:
-        """Receive all results of steps up to ``step``, also those that were given up."""
+        """Receive all results of steps up to ``step``, even those that were given up."""
         while self._expected and self._expected[0].step <= step:
             self._expected[0].read(self._group, self._rank)
             self._expected.popleft()

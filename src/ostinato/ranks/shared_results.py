@@ -9,7 +9,8 @@ from typing import TypeVar
 from ostinato.ranks.plan_message import Kind, to_words
 from ostinato.ranks.result_message import decode_result, encode_error, encode_result
 from ostinato.ranks.steps import FollowingRunner
-from ostinato.ranks.world import World, uninterrupted
+from ostinato.ranks.watch.interrupts import uninterrupted
+from ostinato.ranks.world import World
 
 T = TypeVar("T")
 

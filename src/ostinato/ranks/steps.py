@@ -41,7 +41,8 @@ from ostinato.ranks.plan_message import (
     to_words,
 )
 from ostinato.ranks.replica_results import RemoteResult, ResultReceiver, ResultSender
-from ostinato.ranks.world import World, uninterrupted
+from ostinato.ranks.watch.interrupts import uninterrupted
+from ostinato.ranks.world import World
 from ostinato.runner.model_runner import ModelRunner
 from ostinato.runner.step_result import ResultRing, StepResult
 from ostinato.scheduling.step_plan import IntArray, StepPlan

@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -240,7 +236,7 @@ class World:
     def by_itself(self) -> Iterator[None]:
         """Inside ``together``: work of any length that waits for no other rank.
 
-        If a rank fails meanwhile, this process is not ended; the error is raised at the end.
+        If a rank fails in the meantime, this process is not ended; the error is raised at the end.
         """
         self._working = False
         yield
@@ -341,30 +337,3 @@ def _is_communication(error: BaseException) -> bool:
         return False
     text = str(error).lower()
     return any(word in text for word in _COMMUNICATION)
-
-
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C until the block is done, because the other ranks are in the middle of it too.
-
-    A second Ctrl-C is not deferred.
-    """
-    previous: Any = signal.getsignal(signal.SIGINT)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not (in_main_thread and callable(previous)):
-        yield
-        return
-    held: list[int] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if held:
-            raise KeyboardInterrupt
-        held.append(number)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)
-    if held:
-        previous(signal.SIGINT, sys._getframe())

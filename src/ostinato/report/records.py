@@ -25,7 +25,7 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphRow:
-    """One entry of the capture plan, and what became of it. ``name``: of its picture.
+    """One entry of the capture plan, and its graphs. ``name``: of its picture.
 
     ``replays``, and ``padding_tokens`` in these. ``run_s``: seconds of ``timed_runs`` steps that
     were timed from end to end. ``capture_s``: how long its capture took.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from os import PathLike
 from pathlib import Path
@@ -74,7 +75,11 @@ def _read(its_type: Any, value: Any, where: str) -> Any:
         return [_read(arguments[0], each, f"{where}[{n}]") for n, each in enumerate(value)]
     if origin is dict and type(value) is dict:
         return {key: _read(arguments[1], each, f"{where}.{key}") for key, each in value.items()}
-    if type(value) is its_type or (its_type is float and type(value) is int):
+    if its_type is float and type(value) in (int, float):
+        if not abs(value) <= sys.float_info.max:  # JSON has no such number, so no page shows it
+            raise _WrongValueError(f"{where} must be a finite number, got {shown(value)}")
+        return value
+    if type(value) is its_type:
         return value
     wanted = getattr(origin or its_type, "__name__", str(its_type))
     raise _WrongValueError(f"{where} must be {wanted}, got {shown(value)}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ostinato.graphs.trust.ledger.owners import MemoryKind, NamedMemory, module_memory
-from ostinato.lora.adapter_weights import AdapterWeights
-from ostinato.models.base import CausalLM, module_of
+from ostinato.models.base import CausalLM
 from ostinato.runner.step_memory import StepMemory
 
 
@@ -22,9 +21,8 @@ class RunnerMemory:
 
     def named_memory(self) -> Iterator[NamedMemory]:
         for number, model in enumerate(self._models):
-            yield from module_memory(module_of(model), "small-batch model: " if number else "")
-            adapters = getattr(model, "adapters", None)
-            if isinstance(adapters, AdapterWeights):
-                for name, tensor in adapters.named_tensors():
+            yield from module_memory(model.module, "small-batch model: " if number else "")
+            if model.adapters is not None:
+                for name, tensor in model.adapters.named_tensors():
                     yield NamedMemory(MemoryKind.STATE, f"adapters' {name}", tensor)
         yield from self._memory.named_memory()

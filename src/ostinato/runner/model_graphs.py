@@ -20,11 +20,12 @@ from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
-from ostinato.graphs.manager import CudaGraphManager, FullGraph, PreparedBatch
+from ostinato.graphs.manager import CudaGraphManager, FullGraph
 from ostinato.graphs.policy.descriptor import Choice, Reason
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.prepared_batch import PreparedBatch
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.models.base import CausalLM
 from ostinato.ops.gemm.split_k import MOST_ROWS

@@ -1,4 +1,4 @@
-"""A second form of the model for small batches, and which runners can have one."""
+"""A second form of the model for small batches: which runners can have one, the graphs of both."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 from ostinato.config import GraphConfig
 from ostinato.errors import ConfigError
+from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.plan import CapturePlan
 from ostinato.models.base import CausalLM
 from ostinato.parallel.agreement import Reducer
+from ostinato.runner.model_graphs import ModelGraphs
+from ostinato.runner.step_memory import StepMemory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,3 +46,36 @@ def check_can_agree(
             f"a {small.name} for small batches does not work with {ranks}: they would run "
             "different models"
         )
+
+
+def graphs_of_forms(
+    model: CausalLM,
+    plan: CapturePlan,
+    small: SmallBatchModel | None,
+    *,
+    memory: StepMemory,
+    pool: GraphPool,
+    graphs: GraphConfig,
+    show_progress: bool,
+    name: str,
+    num_ranks: int | None,
+) -> list[ModelGraphs]:
+    """By ``Choice.model``: the model's, then those of the small-batch model if there is one."""
+    forms = [(model, plan, name)]
+    if small is not None:
+        forms.append((small.model, small.plan, small.name))
+    return [
+        ModelGraphs(
+            form,
+            its_plan,
+            head=model,
+            memory=memory,
+            pool=pool,
+            graphs=graphs,
+            show_progress=show_progress,
+            name=its_name,
+            index=index,
+            num_ranks=num_ranks,
+        )
+        for index, (form, its_plan, its_name) in enumerate(forms)
+    ]

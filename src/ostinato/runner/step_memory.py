@@ -5,7 +5,7 @@ All models that serve the same requests share it, and their graphs hold its addr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from ostinato.runner.sleep.sleep_memory import SleepMemory
 from ostinato.speculative.proposer import Proposer, ProposerContext
 
 if TYPE_CHECKING:
+    from ostinato.sampling.sampling_state import SamplingState
     from ostinato.speculative.speculation import Speculation
 
 
@@ -83,34 +84,9 @@ class StepMemory:
 
         proposer = None
         if speculation is not None:
-            max_num_tokens = plan.padded_tokens(plan.max_num_batched_tokens)
-            aux = {
-                layer: torch.zeros(
-                    (max_num_tokens, model.hidden_size), dtype=model.dtype, device=device
-                )
-                for layer in speculation.aux_hidden_state_layers
-            }
-            if aux:
-                model.set_aux_hidden_states(aux)
-            proposer = speculation.build(
-                ProposerContext(
-                    device=device,
-                    num_rows=plan.max_num_seqs + 1,
-                    max_model_len=cache.max_model_len,
-                    blocks_per_request=cache.blocks_per_request,
-                    max_num_drafts=max_query_len - 1,
-                    vocab_size=model.vocab_size,
-                    sampling=state.sampling,
-                    backend=backend,
-                    new_kv_cache=lambda specs: new_kv_cache(specs).layers,
-                    aux_hidden_states=tuple(aux.values()),
-                )
+            proposer = _build_proposer(
+                speculation, model, plan, cache, backend, state.sampling, new_kv_cache
             )
-            if Proposer not in type(proposer).__mro__:
-                raise ConfigError(
-                    f"{type(speculation).__name__}.build() returned {shown(proposer)}, which is no "
-                    "proposer; return an object of a class that derives from ostinato.Proposer"
-                )
         return cls(
             state=state,
             buffers=InputBuffers(
@@ -209,9 +185,56 @@ class StepMemory:
             query_lens=query_lens,
         )
 
+    def close(self) -> None:
+        """Drop the KV cache, the recurrent states, and what proposes drafts."""
+        self.kv_cache.layers.clear()
+        if self.states is not None:
+            self.states.layers.clear()
+        if self.proposer is not None:
+            self.proposer.close()
+
 
 def _named_tensors(values: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in values.items():
         for path, leaf in leaves_with_path(value, name.removeprefix("_")):
             if isinstance(leaf, torch.Tensor):
                 yield path, leaf
+
+
+def _build_proposer(
+    speculation: Speculation,
+    model: CausalLM,
+    plan: CapturePlan,
+    cache: CacheSize,
+    backend: AttentionBackend,
+    sampling: SamplingState,
+    new_kv_cache: Callable[[Sequence[AttentionSpec]], KVCache],
+) -> Proposer:
+    """What ``speculation`` builds, with the hidden states that it asks for."""
+    num_rows = plan.padded_tokens(plan.max_num_batched_tokens)
+    aux = {
+        layer: torch.zeros((num_rows, model.hidden_size), dtype=model.dtype, device=model.device)
+        for layer in speculation.aux_hidden_state_layers
+    }
+    if aux:
+        model.set_aux_hidden_states(aux)
+    proposer = speculation.build(
+        ProposerContext(
+            device=model.device,
+            num_rows=plan.max_num_seqs + 1,
+            max_model_len=cache.max_model_len,
+            blocks_per_request=cache.blocks_per_request,
+            max_num_drafts=plan.decode_query_lens[-1] - 1,
+            vocab_size=model.vocab_size,
+            sampling=sampling,
+            backend=backend,
+            new_kv_cache=lambda specs: new_kv_cache(specs).layers,
+            aux_hidden_states=tuple(aux.values()),
+        )
+    )
+    if Proposer not in type(proposer).__mro__:
+        raise ConfigError(
+            f"{type(speculation).__name__}.build() returned {shown(proposer)}, which is not a "
+            "Proposer; return an object of a class that derives from ostinato.Proposer"
+        )
+    return proposer

@@ -118,7 +118,7 @@ class SamplingState:
     never written is greedy, and a stale row is harmless: requests read only their own.
 
     ``masks`` of constrained requests over a vocabulary of ``vocab_size`` (0: there are none) are
-    allocated when the first such request is written.
+    allocated when the first such request is written, and ``masked_tables`` then have them.
     """
 
     def __init__(
@@ -136,20 +136,28 @@ class SamplingState:
         self._floats.on_device.copy_(self._floats.staging)
         self._bits = [0] * max_num_seqs
 
-        self.tables = SamplingTables(
+        # For rows without masks. Graphs that were captured with these keep their addresses when
+        # masks are allocated.
+        self.unmasked_tables = SamplingTables(
             floats=self._floats.on_device,
             ints=self._ints.on_device,
             bias_ids=self._bias_ids.on_device,
             bias_values=self._bias_values.on_device,
             stop_ids=self._stop_ids.on_device,
-            masks=self.masks.on_device,
+            masks=self.masks.on_device,  # a placeholder
         )
+        self.masked_tables: SamplingTables | None = None
         # The columns by name, as views.
         floats, ints = self._floats.on_device.unbind(1), self._ints.on_device.unbind(1)
         self.temperature, self.top_p, self.min_p = floats[:3]
         self.presence, self.frequency, self.repetition = floats[3:]
         self.top_k, self.seed_key, self.prompt_len, self.min_tokens, self.num_reported = ints[:5]
-        self.bias_ids, self.bias_values, self.stop_ids = self.tables[2:5]
+        self.bias_ids, self.bias_values, self.stop_ids = self.unmasked_tables[2:5]
+
+    @property
+    def tables(self) -> SamplingTables:
+        """Those of all rows, with masks if there are any."""
+        return self.masked_tables or self.unmasked_tables
 
     def sample(
         self,
@@ -182,8 +190,9 @@ class SamplingState:
         num_reported = 0 if params.logprobs is None else 1 + params.logprobs
         seed_key, prompt_len = spread_seed(request.seed), len(request.prompt_token_ids)
         bits = feature_bits(params)
-        if bits & _MASK and self.masks.allocate():
-            self.tables = self.tables._replace(masks=self.masks.on_device)
+        if bits & _MASK and self.masked_tables is None:
+            self.masks.allocate()
+            self.masked_tables = self.unmasked_tables._replace(masks=self.masks.on_device)
         is_masked = int(bits & _MASK != 0)
         ints = (top_k, seed_key, prompt_len, min_tokens, num_reported, is_masked)
         self._floats.write(req_index, floats)
@@ -191,6 +200,7 @@ class SamplingState:
         if min_tokens:  # with 0 the row's stop ids are ignored
             self._write_stop_ids(req_index, request)
         if (bits | self._bits[req_index]) & _BIAS:
+            self._bits[req_index] |= _BIAS  # an interrupt must not leave a bias that is not known
             bias = params.logit_bias or {}
             self._bias_ids.write(req_index, tuple(bias.keys()))
             self._bias_values.write(req_index, tuple(bias.values()))

@@ -29,20 +29,19 @@ class TokenMasks:
         self._packed: torch.Tensor | None = None  # on the device
         self._staging = self._row_numbers = torch.empty(0)
 
-    def allocate(self) -> bool:
-        """Allocate, unless that was done before; returns whether it was done now."""
+    def allocate(self) -> None:
+        """Allocate, unless that was done before."""
         if self._packed is not None:
-            return False
+            return
         if not self._vocab_size:
             raise ConfigError("this sampling state has no masks; build it with vocab_size=...")
         shape = self._num_rows, -(-self._vocab_size // 32)
         pin = self._device.type == "cuda"
         with torch.inference_mode(False):
             self.on_device = torch.full(shape, -1, dtype=torch.int32, device=self._device)
-            self._packed = torch.empty_like(self.on_device)
             self._staging = torch.empty(shape, dtype=torch.int32, pin_memory=pin)
             self._row_numbers = torch.empty(shape[0], dtype=torch.int64, pin_memory=pin)
-        return True
+            self._packed = torch.empty_like(self.on_device)  # last: now all is there
 
     def write(
         self, req_indices: Sequence[int], fill: Callable[[npt.NDArray[np.int32]], None]

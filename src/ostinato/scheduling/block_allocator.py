@@ -81,9 +81,9 @@ class BlockAllocator:
         """The number of blocks ``allocate`` can hand out now, including idle ones."""
         return len(self._free) + len(self._idle)
 
-    def ref_count(self, block: int) -> int:
-        self._check_known(block)
-        return self._refs[block]
+    def blocks_for(self, num_tokens: int) -> int:
+        """The number of blocks that hold ``num_tokens`` of a request."""
+        return -(-num_tokens // self.block_size)
 
     def match_prefix(self, hashes: Iterable[bytes]) -> list[int]:
         """The blocks of the longest known prefix of ``hashes``.

@@ -4,23 +4,20 @@ Continuous batching, first come first served, with chunked prefill. It is bookke
 Python: it runs nothing and owns no device memory. Each step is ``schedule``, the model, then
 ``commit`` (or ``rollback``, if the model failed). Further steps may be scheduled before one is
 committed, since a step's start tells that a request gets a token, and only its end tells which. A
-request that turns out to have ended was in one step too many; that step's token is dropped. How
-many tokens a step with drafts yields is known at its end too (``draft_steps``).
-
-The main invariant: every running request arrived before every waiting one. Only the oldest waiting
-request is admitted and only the youngest running one is preempted, so ``_running`` is always in
-order of arrival, and the oldest request is never preempted.
+request that turns out to have ended ran one step too long; that step's token is dropped. How
+many tokens a step with drafts yields is known at its end too (``draft_steps``). Who runs next, in
+which row and blocks, is decided by ``ArrivalQueue``.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
-from heapq import heappop, heappush
 
 import numpy as np
 
 from ostinato.errors import ConfigError, SchedulingError
+from ostinato.scheduling.arrival_queue import ArrivalQueue
 from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.draft_steps import DraftSteps
 from ostinato.scheduling.prefix_cache import PrefixReuse
@@ -77,15 +74,18 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.num_preemptions = 0  # since the start
-        self._chunk = chunk
+        self.long_prefill_token_threshold = chunk
         self._requests: dict[str, Request] = {}  # unfinished, in order of arrival
-        self._waiting: OrderedDict[str, Request] = OrderedDict()
-        self._running: list[Request] = []
-        self._free_req_indices = list(range(max_num_seqs))  # a heap
         self._open: deque[StepPlan] = deque()  # scheduled but not committed, oldest first
         self._steady: SteadyDecode | None = None
         self._prefixes = PrefixReuse(allocator)
+        self._queue = ArrivalQueue(
+            allocator,
+            self._prefixes,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            chunk=chunk,
+        )
         self.drafts = DraftSteps(
             allocator,
             num_drafts or (0,) * (max_num_seqs + 1),
@@ -98,17 +98,17 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def num_open_plans(self) -> int:
-        """The number of steps scheduled but not yet committed."""
-        return len(self._open)
-
-    @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._queue.waiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._queue.running)
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request lost its row and blocks, since the start."""
+        return self._queue.num_preemptions
 
     @property
     def num_unfinished_tokens(self) -> int:
@@ -130,7 +130,7 @@ class Scheduler:
             )
         self._end_steady()
         self._requests[name] = request
-        self._waiting[name] = request
+        self._queue.add(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request now and return it; None if no unfinished request has this id."""
@@ -157,10 +157,9 @@ class Scheduler:
         if status is RequestStatus.FINISHED:
             return
         if status is RequestStatus.RUNNING:
-            self._running.remove(request)
-            self._vacate(request)
+            self._queue.remove_running(request)
         else:
-            del self._waiting[name]
+            self._queue.remove_waiting(request)
         del self._requests[name]  # last, so that rollback() finds a request half ended
 
     def schedule(self) -> StepPlan:
@@ -176,23 +175,10 @@ class Scheduler:
         self._end_steady()
         rows: list[ScheduledRequest] = []
         preempted: list[Request] = []
-        budget = self.max_num_batched_tokens
-        index = 0
-        while budget and index < len(self._running):
-            request = self._running[index]
-            index += 1
-            total = request.num_expected_tokens
-            if total >= request.max_total_tokens:
-                continue  # its last token is pending
-            if request.num_computed_tokens + request.num_pending_drafts >= self.max_model_len:
-                continue  # it may be
-            row = self._extend(request, total, budget, preempted)
-            if row is None:
-                break
-            rows.append(row)
-            budget -= row.num_tokens
-        if budget and self._waiting and not preempted:
-            budget = self._admit_waiting(rows, budget)
+        queue = self._queue
+        budget = queue.extend_running(rows, preempted, self.max_num_batched_tokens)
+        if budget and queue.waiting and not preempted:
+            budget = queue.admit_waiting(rows, budget)
         for row in rows:
             row.request.num_computed_tokens = row.start + row.num_tokens
             row.request.num_pending_tokens += row.samples
@@ -286,21 +272,22 @@ class Scheduler:
 
     def _begin_steady(self) -> None:
         """Enter the steady state, if all running requests are in the same open decode steps."""
-        if self._waiting and len(self._running) < self.max_num_seqs:
+        running = self._queue.running
+        if self._queue.waiting and len(running) < self.max_num_seqs:
             return
-        if self.drafts.num_drafts[len(self._running)]:
+        if self.drafts.num_drafts[len(running)]:
             return  # how many tokens a step yields is not known in advance
         for plan in self._open:
-            if not plan.is_decode or len(plan.requests) != len(self._running) or plan.num_drafts:
+            if not plan.is_decode or len(plan.requests) != len(running) or plan.num_drafts:
                 return
             # Rows are in order of arrival, as the running requests are.
-            for row, request in zip(plan.requests, self._running, strict=True):
+            for row, request in zip(plan.requests, running, strict=True):
                 if row.request is not request or not row.holds_its_blocks:
                     return
-        for request in self._running:
-            if len(request.block_ids) > self._blocks_for(request.num_computed_tokens):
+        for request in running:
+            if len(request.block_ids) > self.allocator.blocks_for(request.num_computed_tokens):
                 return  # it has blocks left that were for drafts
-        self._steady = SteadyDecode(list(self._running), self.allocator)
+        self._steady = SteadyDecode(list(running), self.allocator)
 
     def _end_steady(self) -> None:
         if self._steady is not None:
@@ -345,108 +332,12 @@ class Scheduler:
             request.num_computed_tokens = 0
             request.num_pending_tokens = 0
             request.num_pending_drafts = 0
-        self._waiting = OrderedDict(self._requests)
-        self._running = []
-        self._free_req_indices = list(range(self.max_num_seqs))
+        self._queue.restart(self._requests)
         self.allocator.release_all()
         self._open.clear()
         for request in list(self._requests.values()):
             if request.output_token_ids:  # commit may have stopped between token and end
                 self._end(request, request.output_token_ids[-1])
-
-    def _extend(
-        self, request: Request, total: int, budget: int, preempted: list[Request]
-    ) -> ScheduledRequest | None:
-        """Schedule more of the ``total`` tokens of a running request; None if it was preempted."""
-        start, held = request.num_computed_tokens, len(request.block_ids)
-        end = total
-        if total - start > 1:
-            end = min(total, start + budget, start + self._chunk)
-        blocks: Sequence[int] = ()
-        most = end + request.num_pending_drafts
-        if most > held * self.allocator.block_size:
-            needed = self._blocks_for(most) - held
-            while needed > self.allocator.num_free_blocks:
-                youngest = self._running.pop()
-                self._preempt(youngest)
-                preempted.append(youngest)
-                if youngest is request:
-                    return None
-            blocks = self.allocator.allocate(needed)
-            request.block_ids += blocks
-        req_index = request.req_index
-        assert req_index is not None, "a running request has a row"
-        times = request.num_preemptions
-        return ScheduledRequest(
-            request, req_index, start, end - start, blocks, held, False, end == total, times
-        )
-
-    def _admit_waiting(self, rows: list[ScheduledRequest], budget: int) -> int:
-        """Admit as many waiting requests as fit, oldest first; return the remaining budget."""
-        promised = 0  # blocks that running requests still need for the tokens they have now
-        for row in rows:
-            if not row.samples:
-                promised += self._blocks_for(row.request.num_tokens) - len(row.request.block_ids)
-        while budget and self._waiting and len(self._running) < self.max_num_seqs:
-            request = next(iter(self._waiting.values()))
-            admitted = self._admit(request, budget, promised)
-            if admitted is None:
-                break
-            rows.append(admitted)
-            budget -= admitted.num_tokens
-            promised += self._blocks_for(request.num_tokens) - len(request.block_ids)
-        return budget
-
-    def _admit(self, request: Request, budget: int, promised: int) -> ScheduledRequest | None:
-        """Start the oldest waiting request; None if it does not fit yet.
-
-        All its tokens must fit, not just the first chunk: otherwise long prompts would be admitted
-        only to preempt one another. And no token may be pending from a step before a preemption.
-        """
-        if request.num_pending_tokens:
-            return None
-        allocator, total = self.allocator, request.num_tokens
-        cached = self._prefixes.take(request)
-        if self._blocks_for(total) - len(cached) + promised > allocator.num_free_blocks:
-            allocator.release(cached)
-            return None
-        start = len(cached) * allocator.block_size
-        num_tokens = min(total - start, budget, self._chunk)
-        end = start + num_tokens
-        blocks = cached + allocator.allocate(self._blocks_for(end) - len(cached))
-        if not request.num_preemptions:
-            request.num_cached_tokens = start
-            allocator.stats.query_tokens += total
-            allocator.stats.hit_tokens += start
-        req_index = heappop(self._free_req_indices)
-        request.status = RequestStatus.RUNNING
-        request.req_index = req_index
-        request.num_computed_tokens = start
-        request.block_ids = list(blocks)
-        del self._waiting[request.request_id]
-        self._running.append(request)
-        times = request.num_preemptions
-        return ScheduledRequest(
-            request, req_index, start, num_tokens, blocks, 0, True, end == total, times
-        )
-
-    def _preempt(self, request: Request) -> None:
-        """Put a request removed from ``_running`` at the front of the queue."""
-        self._vacate(request)
-        request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
-        request.num_preemptions += 1
-        self.num_preemptions += 1
-        self._waiting[request.request_id] = request
-        self._waiting.move_to_end(request.request_id, last=False)
-
-    def _vacate(self, request: Request) -> None:
-        """Free the blocks and the row of a request."""
-        assert request.req_index is not None, "a running request has a row"
-        self.allocator.release(request.block_ids)
-        request.block_ids = []
-        heappush(self._free_req_indices, request.req_index)
-        request.req_index = None
 
     def _end(self, request: Request, token: int) -> bool:
         """End the request if the token just appended ends it; return whether it did."""
@@ -457,6 +348,3 @@ class Scheduler:
         elif request.num_tokens >= request.max_total_tokens:
             self.finish(request, FinishReason.LENGTH)
         return request.status is RequestStatus.FINISHED
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.allocator.block_size)

@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self, TypeVar
 
+from ostinato import other_engines
 from ostinato.config import EngineConfig
 from ostinato.engine.requests.prompt_reader import PromptReader, ReadPrompt
 from ostinato.errors import ConfigError, RequestError
@@ -21,7 +22,7 @@ from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.llm import LLM
 from ostinato.models.given_tensors import NamedTensors
-from ostinato.options import described, same_options_as
+from ostinato.options import described, same_options_as, user_call
 from ostinato.outputs import ClassificationOutput, EmbeddingOutput, RequestOutput, ScoreOutput
 from ostinato.ranks.sharing import Unshared
 from ostinato.report.records import RunReport
@@ -33,6 +34,7 @@ from ostinato.serving.overview import Overview, overview
 from ostinato.serving.records import EngineStats
 from ostinato.serving.running_request import RunningRequest
 from ostinato.text.chat import Message
+from ostinato.text.chat_options import ChatOptions
 from ostinato.text.prompts import Prompt, list_adapters, list_params
 
 T = TypeVar("T")
@@ -96,6 +98,7 @@ class AsyncLLM(Owner):
 
     # --- generating ----------------------------------------------------------------------------
 
+    @user_call(other_engines.CALL_OPTIONS)
     async def generate(
         self,
         prompt: Prompt | Sequence[Message],
@@ -103,17 +106,24 @@ class AsyncLLM(Owner):
         *,
         adapter: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """Complete one prompt, and return all of it.
 
         ``prompt``: text, token ids, or a dict with images, as in ``LLM.generate``; or a
         conversation, as in ``LLM.chat``. ``sampling_params``: None for the defaults. ``adapter``:
-        the name of a loaded LoRA adapter. ``tools``: those that a conversation's template tells the
-        model about, in OpenAI's form. For several prompts, use ``asyncio.gather``.
+        the name of a loaded LoRA adapter. For several prompts, use ``asyncio.gather``.
+
+        Of a conversation, ``tools``: those that its template tells the model about, in OpenAI's
+        form; ``chat_template_kwargs``: variables of the template, as in ``LLM.chat``.
         """
-        prepare = partial(self._prepare, prompt, sampling_params, adapter, tools, every_token=False)
+        options = ChatOptions(tools=tools, chat_template_kwargs=chat_template_kwargs)
+        prepare = partial(
+            self._prepare, prompt, sampling_params, adapter, options, every_token=False
+        )
         return await AsyncStream(self._thread, prepare).finish()
 
+    @user_call(other_engines.CALL_OPTIONS)
     def stream(
         self,
         prompt: Prompt | Sequence[Message],
@@ -121,19 +131,24 @@ class AsyncLLM(Owner):
         *,
         adapter: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncStream:
         """Complete one prompt, and yield the text of each step: ``async for delta in ...``.
 
-        ``prompt``, ``sampling_params``, ``adapter`` and ``tools`` are as in ``generate``.
+        ``prompt``, ``sampling_params``, ``adapter``, ``tools`` and ``chat_template_kwargs`` are as
+        in ``generate``.
         """
-        prepare = partial(self._prepare, prompt, sampling_params, adapter, tools, every_token=True)
+        options = ChatOptions(tools=tools, chat_template_kwargs=chat_template_kwargs)
+        prepare = partial(
+            self._prepare, prompt, sampling_params, adapter, options, every_token=True
+        )
         return AsyncStream(self._thread, prepare)
 
     async def _prepare(
-        self, prompt: Any, params: Any, adapter: Any, tools: Any, *, every_token: bool
+        self, prompt: Any, params: Any, adapter: Any, options: ChatOptions, *, every_token: bool
     ) -> RunningRequest:
         (its_params,), (its_adapter,) = list_params(params, 1), list_adapters(adapter, 1)
-        read = await self.read(partial(_read, prompt=prompt, tools=tools))
+        read = await self.read(partial(_read, prompt=prompt, options=options))
         most = self.max_prompt_tokens
         if most is not None and len(read.token_ids) > most:
             raise RequestError(
@@ -207,7 +222,7 @@ class AsyncLLM(Owner):
         ``LLM.update_weights``.
 
         Raises ``RequestError`` if requests are unfinished: wait for them, or cancel them, first.
-        Requests that come meanwhile wait. An iterable is read in the engine's thread.
+        Requests that come in the meantime wait. An iterable is read in the engine's thread.
         """
         await self.call(
             lambda llm: llm.update_weights(weights, keep_prefix_cache=keep_prefix_cache)
@@ -222,7 +237,7 @@ class AsyncLLM(Owner):
         await self.call(lambda llm: llm.sleep(level))
 
     async def wake(self) -> None:
-        """Have the memory back, as ``LLM.wake``."""
+        """Map the memory again, as ``LLM.wake`` does."""
         await self.call(lambda llm: llm.wake())
 
     async def clear_graphs(self) -> None:
@@ -300,12 +315,12 @@ def _build(config: EngineConfig) -> LLM:
     return llm
 
 
-def _read(reader: PromptReader, prompt: Any, tools: Any) -> ReadPrompt:
+def _read(reader: PromptReader, prompt: Any, options: ChatOptions) -> ReadPrompt:
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
     if is_list and prompt and all(isinstance(each, Mapping) for each in prompt):
-        return reader.read("messages", reader.conversation("messages", prompt, tools))
-    if tools is not None:
-        raise RequestError("tools are for conversations; give messages, or leave tools out")
+        return reader.read("messages", reader.conversation("messages", prompt, options))
+    for name in options.given:
+        raise RequestError(f"{name} are for conversations; give messages, or leave {name} out")
     return reader.read("the prompt", prompt)
 
 

@@ -148,13 +148,13 @@ class EngineThread:
             elif self.llm.task == "generate":
                 self.llm.engine.check()
                 if self._may_capture:  # one at a time: a request may have come
-                    self.llm.engine.capture_next()
+                    self.llm.engine.lifecycle.capture_next()
             self._flush()
 
     @property
     def _may_capture(self) -> bool:
         """Whether there is a graph to capture in the time that no request needs."""
-        return self.llm.task == "generate" and self.llm.engine.captures_when_idle
+        return self.llm.task == "generate" and self.llm.engine.lifecycle.captures_when_idle
 
     def _step(self) -> None:
         began = time.monotonic()
@@ -169,7 +169,7 @@ class EngineThread:
         self._note_starts(began, now)
         while self._news:
             completion = self._news.popleft()
-            if completion.finished and completion in self._of:  # not ended meanwhile
+            if completion.finished and completion in self._of:  # not ended in the meantime
                 self._end(completion, now)
         if self._streamed and now >= self._next_delivery:
             for completion in list(self._streamed):
@@ -191,8 +191,8 @@ class EngineThread:
         for request in started:
             del self._to_start[request]
             for completion in request.completions:
-                if completion in self._streamed:
-                    self._report(completion)
+                if completion in self._streamed and not completion.finished:
+                    self._report(completion)  # an end is reported once, as one
 
     def _report(self, completion: Completion) -> None:
         """Hand over what a sequence has beyond its last delta."""

@@ -42,7 +42,10 @@ class EagleHead:
                 f"{model.hidden_size}; it belongs to another model"
             )
         if config.rotary.num_fixed or config.rotary.interleaved:
-            raise ModelLoadError(f"the head in {path} has a RoPE other than Llama's")
+            raise ModelLoadError(
+                f"the head in {path} has a RoPE other than Llama's, which is not supported; choose "
+                "another head"
+            )
         self._read(path, model)
         self._eps = config.rms_norm_eps
         self._rotary = RotaryEmbedding(table=config.rotary.table(model.max_position, model.device))

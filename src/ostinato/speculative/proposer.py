@@ -58,7 +58,7 @@ class Proposer(Protocol):
     def drafts_are_valid(self) -> bool:
         """Whether every draft is sure to be a token id of the model.
 
-        If not, what is no token id is replaced by one, which takes a few operators more per step.
+        If not, what is not a token id is replaced by one, at a few more operators per step.
         """
         return False
 

@@ -145,7 +145,9 @@ def _grammar(params: StructuredOutputsParams) -> str:
             whitespace["whitespace_pattern"] = params.whitespace_pattern
         return LLMatcher.grammar_from_json_schema(params.schema, overrides=whitespace)
     if params.choice is not None:
-        return grammar_from("choice", json.dumps(params.choice))
+        # One terminal, which the lexer reads: a rule may have only 2,000 alternatives.
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in params.choice)
+        return grammar_from("grammar", f"start: CHOICE\nCHOICE: {texts}")
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     assert params.grammar is not None

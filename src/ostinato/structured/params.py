@@ -89,7 +89,7 @@ class StructuredOutputsParams:
         if self.json_object:
             return _ANY_OBJECT
         assert self.json is None or isinstance(self.json, str), "kept as text"
-        return self.json
+        return "{}" if self.json == "true" else self.json  # llguidance takes no other schema
 
     @property
     def kind(self) -> str:

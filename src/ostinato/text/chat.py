@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from ostinato.errors import RequestError
 from ostinato.quoting import said, shown
+from ostinato.text.chat_options import NO_CHAT_OPTIONS, ChatOptions, check_names
 from ostinato.text.image_parts import image_of, is_image_part
 from ostinato.text.prompts import check_text, encode
 from ostinato.text.template_process import TemplateProcess
@@ -32,23 +33,27 @@ def render_chat(
     max_model_len: int,
     name: str = "messages",
     images: list[Any] | None = None,
-    tools: Any = None,
+    options: ChatOptions = NO_CHAT_OPTIONS,
 ) -> list[int]:
     """The token ids of a conversation, up to the start of the answer.
 
     Its images are appended to ``images``, and the tokens have a placeholder for each; None: the
-    model takes none. ``tools``: what the template tells the model that it may call.
+    model takes none.
     """
     _check_list(name, messages)
+    tools, given = options.listed_tools(), options.variables()
     plain = [_plain(f"{name}[{number}]", each, images) for number, each in enumerate(messages)]
     if tokenizer is None or not getattr(tokenizer, "chat_template", None):
         raise RequestError(
             "this model has no chat template, so it cannot take messages; use generate()"
         )
-    tools = list(tools) if tools else None
-    text = templates.render(
-        chat_template(tokenizer, tools), _variables(tokenizer, plain, tools), name
-    )
+    template = chat_template(tokenizer, tools)
+    if "developer" not in template:  # many would drop the message without a word
+        plain = [_as_system(each) for each in plain]
+    ours = _variables(tokenizer, plain, tools)
+    if given:
+        check_names(given, ours, templates.variables_read(template, name))
+    text = templates.render(template, {"documents": None, **ours, **given}, name)
     # The template already includes the special tokens.
     return encode(name, text, tokenizer, max_model_len, add_special_tokens=False)
 
@@ -65,12 +70,11 @@ def chat_template(tokenizer: Any, tools: Any = None) -> str:
 
 
 def _variables(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> dict[str, Any]:
-    """The variables that transformers passes to a template."""
+    """The variables that transformers passes to a template, besides a user's."""
     return {
         **{name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         "messages": messages,
         "tools": tools,
-        "documents": None,
         "add_generation_prompt": True,
     }
 
@@ -118,6 +122,11 @@ def _plain(name: str, message: Any, images: list[Any] | None) -> dict[str, Any]:
         listed = [_shown_part(f"{name}[{number}]", part, images) for number, part in parts]
         return {**message, "content": listed}
     return {**message, "content": _text(name, content, "content" in message, images is not None)}
+
+
+def _as_system(message: dict[str, Any]) -> dict[str, Any]:
+    """The message, or if its role is OpenAI's newer name for the system, one with the older."""
+    return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
 def _calls(name: str, calls: Any) -> list[Any]:

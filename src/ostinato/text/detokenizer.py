@@ -121,7 +121,7 @@ class Detokenizer:
         text = self._decode_ids(tail)
         if num_waiting and len(text) < _LONGEST_CHARACTER:
             return  # garbage may be cut anywhere, as long as it ends in a character of its own
-        # Tokens without text (special ones) are no context; what stands before them stays it.
+        # Tokens without text (special ones) give no context; the text before them still does.
         self._window = tail if text else self._window[: self._cut]
         self._cut = len(self._window)
         self._taken = len(self._decode_ids(self._window)) - num_waiting

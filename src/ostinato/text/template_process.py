@@ -45,16 +45,37 @@ class TemplateProcess:
 
     def render(self, template: str, variables: Mapping[str, Any], name: str) -> str:
         """Render ``template`` with ``variables``, which errors call ``name``."""
+        kind, detail = self._answer(template, variables, name)
+        if kind == "too long":
+            raise RequestError(
+                f"the model's chat template turns {name} into {int(detail):,} characters, above "
+                f"the limit of {LONGEST_TEXT:,}; shorten the messages, or {_YOURSELF}"
+            )
+        assert kind == "text"
+        return str(detail)
+
+    def variables_read(self, template: str, name: str) -> frozenset[str]:
+        """The names of all variables that ``template`` may read from those it is given."""
+        kind, detail = self._answer(template, None, name)
+        assert kind == "names"
+        return frozenset(detail)
+
+    def close(self) -> None:
+        """End the process. Closing twice is harmless."""
+        self._closed = True
+        self._end()
+
+    def _answer(
+        self, template: str, variables: Mapping[str, Any] | None, name: str
+    ) -> tuple[str, Any]:
         if self._closed:
             raise ClosedError("the LLM is closed; build a new one")
         line = _as_json({"template": template, "variables": variables}, name)
         kind, detail = self._ask(line, name)
-        if kind == "text":
-            return detail
         if kind == "error":
             raise RequestError(
                 f"the model's chat template cannot render {name}: {said(detail)}; change the "
-                f"messages, or {_YOURSELF}"
+                f"messages or chat_template_kwargs, or {_YOURSELF}"
             )
         if kind == "memory":
             self._end()  # it may have kept some of it
@@ -62,18 +83,9 @@ class TemplateProcess:
                 f"the model's chat template takes more than {MOST_BYTES // 2**20} MiB of memory "
                 f"for {name}; {_YOURSELF}"
             )
-        assert kind == "too long"
-        raise RequestError(
-            f"the model's chat template turns {name} into {int(detail):,} characters, above the "
-            f"limit of {LONGEST_TEXT:,}; shorten the messages, or {_YOURSELF}"
-        )
+        return kind, detail
 
-    def close(self) -> None:
-        """End the process. Closing twice is harmless."""
-        self._closed = True
-        self._end()
-
-    def _ask(self, line: bytes, name: str) -> tuple[str, str]:
+    def _ask(self, line: bytes, name: str) -> tuple[str, Any]:
         running = self._start()
         try:
             return running.ask(line, TIME_LIMIT_S)
@@ -149,7 +161,7 @@ class _Running:
         """Whether it is alive and belongs to this process: a fork has to start its own."""
         return self._pid == os.getpid() and self._process.poll() is None
 
-    def ask(self, line: bytes, seconds: float) -> tuple[str, str]:
+    def ask(self, line: bytes, seconds: float) -> tuple[str, Any]:
         """The answer to a line: its kind, and a detail. TimeoutError after ``seconds``."""
         deadline = time.monotonic() + seconds
         self._connection.settimeout(seconds)

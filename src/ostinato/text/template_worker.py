@@ -1,8 +1,9 @@
 """The program of the process that renders chat templates; ``template_process.py`` starts it.
 
-It reads a JSON object per line and answers each with a line, ``[kind, detail]``. The kernel limits
-what a template may use. The environment is a copy of transformers' for chat templates, because
-importing theirs would import torch. Nothing else of this package is imported here.
+It reads a JSON object per line and answers each with a line, ``[kind, detail]``: a template is
+rendered with its variables, or where these are null, the names that it reads are listed. The kernel
+limits what a template may use. The environment is a copy of transformers' for chat templates,
+because importing theirs would import torch. Nothing else of this package is imported here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main() -> None:
 
     settings = json.loads(requests.readline())
     sys.path[:] = settings["path"]
-    from jinja2 import sandbox  # noqa: F401  before memory is counted
+    from jinja2 import meta, sandbox  # noqa: F401  before memory is counted
 
     used = _address_space()
     reply("ready", None)
@@ -38,7 +39,7 @@ def main() -> None:
         # This process does not outlive its limit, even if the one that waits has died.
         signal.alarm(int(settings["most_seconds"]) + 2)
         try:
-            kind, detail = _render(asked["template"], asked["variables"])
+            kind, detail = _answer(asked["template"], asked["variables"])
         except MemoryError:
             kind, detail = "memory", ""
         signal.alarm(0)
@@ -48,9 +49,11 @@ def main() -> None:
         reply(kind, detail)
 
 
-def _render(template: str, variables: dict[str, Any]) -> tuple[str, str]:
+def _answer(template: str, variables: dict[str, Any] | None) -> tuple[str, Any]:
     try:
-        return "text", _compiled(template).render(**variables)
+        if variables is None:
+            return "names", _names_read(template)
+        return "text", _compiled(template).render(variables)
     except MemoryError:
         raise
     except Exception as error:  # templates are programs, and may raise anything
@@ -60,6 +63,15 @@ def _render(template: str, variables: dict[str, Any]) -> tuple[str, str]:
 @lru_cache(maxsize=1)
 def _compiled(template: str) -> Any:
     return _environment().from_string(template)
+
+
+@lru_cache(maxsize=1)
+def _names_read(template: str) -> list[str]:
+    """Templates name the variables they read, so jinja's compiler sees all of them. There is no
+    loader, and so no other template that could read more."""
+    from jinja2 import meta
+
+    return sorted(meta.find_undeclared_variables(_environment().parse(template)))
 
 
 def _environment() -> Any:

@@ -17,10 +17,11 @@ from ostinato.config import GraphConfig
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.context import set_forward_context
 from ostinato.graphs.capture.pool import GraphPool
-from ostinato.graphs.manager import CudaGraphManager, PreparedBatch
+from ostinato.graphs.manager import CudaGraphManager
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import PlanEntry
+from ostinato.graphs.prepared_batch import PreparedBatch
 from ostinato.graphs.wrapper import CUDAGraphWrapper
 from ostinato.models.hf.vision.vision_encoder import HFVisionEncoder, VisionInputs
 from ostinato.vision.prompt_images import ImagePatches

@@ -169,8 +169,8 @@ def test_a_server_that_answers_nothing(url: str) -> None:
     [
         ("127.0.0.1:8000", "--url takes an address such as http://127.0.0.1:8000, got"),
         ("ftp://127.0.0.1", "--url takes an address such as"),
-        ("http://192.0.2.1:8000", r"'192\.0\.2\.1' is not this machine; .* --allow-remote"),
-        ("http://127.0.0.1.example.com", "is not this machine"),
+        ("http://192.0.2.1:8000", r"'192\.0\.2\.1' is a remote host; .* --allow-remote"),
+        ("http://127.0.0.1.example.com", "is a remote host"),
     ],
 )
 def test_other_addresses(url: str, message: str) -> None:

@@ -17,9 +17,9 @@ from ostinato import (
 )
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError
 from ostinato.graphs.capture.capture_loop import CaptureLoop, CaptureReport
-from ostinato.graphs.manager import PreparedBatch
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.plan import PlanEntry
+from ostinato.graphs.prepared_batch import PreparedBatch
 
 
 def walk(

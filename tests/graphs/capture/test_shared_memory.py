@@ -25,7 +25,7 @@ from ostinato import (
 )
 from ostinato.errors import CaptureError, ConcurrentUseError, ReplayMismatchError
 from ostinato.graphs.capture.segments import is_recording
-from ostinato.graphs.manager import PreparedBatch
+from ostinato.graphs.prepared_batch import PreparedBatch
 from ostinato.graphs.tree import map_tensors
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE

@@ -99,9 +99,16 @@ def test_thousands_of_shapes_take_seconds():
 
 
 @pytest.mark.parametrize("name", ["max_graphs", "max_bytes", "max_seconds"])
-def test_a_negative_limit_is_refused(name):
-    with pytest.raises(ConfigError, match=f"{name} must be a number of at least 0, got -1"):
-        GraphLimits(**{name: -1})
+@pytest.mark.parametrize("value", [-1, True, float("nan"), float("inf")])
+def test_an_impossible_limit_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"{name} must be an? (integer|number) of at least 0"):
+        GraphLimits(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["max_graphs", "max_bytes"])
+def test_a_limit_of_things_is_whole(name):
+    with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 0, got 2.5"):
+        GraphLimits(**{name: 2.5})
 
 
 def test_a_size_of_no_tokens_is_refused():

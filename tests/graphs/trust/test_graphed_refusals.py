@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -73,6 +75,43 @@ def test_what_rounding_could_explain_is_refused_in_the_end(
             assert torch.equal(fast(x), depends_on_rows(x))
         eager = {Reason.UNVERIFIED.value: 8, Reason.DIFFERS_FROM_EAGER.value: 2}
         assert fast.stats().eager_calls == eager
+
+
+def test_a_callable_that_calls_its_graphed_self_is_refused(device: torch.device) -> None:
+    fast = graphed(lambda x: fast(x) * 2, sizes=[4])
+    for call in (fast, fast.capture):
+        with pytest.raises(CaptureError, match=r"calls itself; call unwrap\(\)"):
+            call(torch.randn(3, 2, device=device))
+
+
+def test_a_large_batch_may_be_split_by_its_callable(device: torch.device) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if len(x) <= 4 else torch.cat([fast(x[:4]).clone(), fast(x[4:])])
+
+    fast = graphed(function, sizes=[4])
+    x = torch.randn(11, 2, device=device)
+    for _ in range(2):
+        assert torch.equal(fast(x), x * 2)
+    assert fast.stats().hits == 6
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_work_of_another_thread_is_found_out(device: torch.device, rows: int) -> None:
+    """No capture sees it. Its result is right for the batch of the capture, and for no other."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        done: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: done.append(x * 2))
+        thread.start()
+        thread.join()
+        return done[0] + 1
+
+    with graphed(function, sizes=[4]) as fast:
+        x = torch.randn(rows, 2, device=device)
+        for _ in range(2):
+            assert torch.equal(fast(x), x * 2 + 1)
+        with pytest.raises(BatchError, match=r"output.* differs from an eager call"):
+            fast(x + 1)
 
 
 def test_an_attribute_that_is_not_there_is_named() -> None:

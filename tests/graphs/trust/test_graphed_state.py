@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import array
 import collections
+import contextvars
 import dataclasses
 import logging
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,6 +120,56 @@ def a_set(patch: pytest.MonkeyPatch) -> Changing:
     return lambda x: x * sum(kept), lambda: kept.add(3)
 
 
+def items_of_a_set(patch: pytest.MonkeyPatch) -> Changing:
+    kept = {2}
+    return lambda x: x * sum(kept), lambda: (kept.clear(), kept.add(3))
+
+
+def object_in_a_set(patch: pytest.MonkeyPatch) -> Changing:
+    holder = types.SimpleNamespace
+    kept = Slotted()
+    both = frozenset({holder.__name__, types.MethodType(read_factor, kept)})
+    return lambda x: x * max(each() for each in both if callable(each)), lambda: kept.__init__(3.0)
+
+
+def read_factor(kept: Slotted) -> float:
+    return kept.factor
+
+
+def array_of_bytes(patch: pytest.MonkeyPatch) -> Changing:
+    kept = bytearray(b"\2")
+    return lambda x: x * kept[0], lambda: kept.__setitem__(0, 3)
+
+
+def array_of_numbers(patch: pytest.MonkeyPatch) -> Changing:
+    kept = array.array("d", [2.0])
+    return lambda x: x * kept[0], lambda: kept.__setitem__(0, 3.0)
+
+
+def mapping_proxy(patch: pytest.MonkeyPatch) -> Changing:
+    kept = {"factor": 2.0}
+    shown = types.MappingProxyType(kept)
+    return lambda x: x * shown["factor"], lambda: kept.update(factor=3.0)
+
+
+class Factor:
+    value = 2.0
+
+
+def weakly_referenced(patch: pytest.MonkeyPatch) -> Changing:
+    kept = Factor()
+    reference = weakref.ref(kept)
+    return lambda x: x * reference().value, lambda: setattr(kept, "value", 3.0)  # type: ignore[union-attr]
+
+
+CONTEXT_FACTOR: contextvars.ContextVar[float] = contextvars.ContextVar("factor")
+
+
+def context_variable(patch: pytest.MonkeyPatch) -> Changing:
+    CONTEXT_FACTOR.set(2.0)
+    return lambda x: x * CONTEXT_FACTOR.get(), lambda: CONTEXT_FACTOR.set(3.0)
+
+
 def function_attribute(patch: pytest.MonkeyPatch) -> Changing:
     def function(x: torch.Tensor) -> torch.Tensor:
         return x * function.factor  # type: ignore[attr-defined]
@@ -170,7 +223,8 @@ def variable_of_a_patched_forward(patch: pytest.MonkeyPatch) -> Changing:
         *(class_attribute, class_method, container_of_a_class, global_of_a_static_method),
         *(global_of_a_property, slots, named_tuple, a_deque, a_set, function_attribute),
         *(keyword_default, zero_of_another_sign, variable_of_a_hook, another_hook),
-        *(variable_of_a_patched_forward, attribute_dict),
+        *(variable_of_a_patched_forward, attribute_dict, items_of_a_set, object_in_a_set),
+        *(array_of_bytes, array_of_numbers, mapping_proxy, weakly_referenced, context_variable),
     ],
     ids=lambda make: make.__name__,
 )
@@ -250,6 +304,24 @@ def test_modules_and_functions_that_are_arguments_are_watched(device: torch.devi
         kept[0] = 3.0
         with pytest.raises(OstinatoError, match=r"kept\[0\] is 3.0"):
             fast(model, scale, x)
+
+
+def test_a_change_before_a_run_is_not_taken_for_the_runs_own(device: torch.device) -> None:
+    """The slope of torch's own module is looked at in turns; a run must not hide its change."""
+    model = nn.Sequential(nn.LeakyReLU(0.1), *(nn.Identity() for _ in range(40)))
+    with graphed(model, sizes=[4]) as fast:
+        x = torch.rand(4, 3, device=device)
+        fast(x)
+        model[0].negative_slope = 0.5
+        fast(x[:3])  # compared with an eager call; no number below 0 shows the slope
+        fast(torch.rand(5, 3, device=device))  # larger: runs eagerly
+
+        def several_calls() -> None:
+            for _ in range(100):
+                fast(-x)
+
+        with pytest.raises(OstinatoError, match=r"attribute '0\.negative_slope' is 0\.5"):
+            several_calls()
 
 
 def test_what_a_hook_keeps_of_each_call_is_refused(device: torch.device) -> None:
@@ -366,3 +438,22 @@ def test_a_special_first_call_is_refused_and_still_to_come(
         assert torch.equal(special(x), reference(x))
         for _ in range(2):
             assert torch.equal(fast(x), reference(x))
+
+
+# --- weights that torch computes ------------------------------------------------------------------
+
+
+def test_cached_parametrizations_are_not_captured(device: torch.device) -> None:
+    model = nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)).to(device)
+    x = torch.rand(2, 3, device=device)
+    with graphed(model, sizes=[2]) as fast, torch.no_grad():
+        with (
+            nn.utils.parametrize.cached(),
+            pytest.raises(CaptureError, match=r"inside torch\.nn\.utils\.parametrize\.cached\(\)"),
+        ):
+            fast(x)
+        for _ in range(2):
+            torch.testing.assert_close(fast(x), model(x))
+            model.parametrizations.weight.original0.mul_(3)
+        with nn.utils.parametrize.cached():
+            torch.testing.assert_close(fast(x), model(x))

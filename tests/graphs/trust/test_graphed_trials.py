@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,32 @@ def test_integers_that_mix_for_other_values_are_refused(device: torch.device, ca
             fast(x)
 
 
+# Padding of 0 shows only next to rows that are all on one side of 0.
+FLOAT_MIXERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all positive": lambda x: x * (x > 0).all(),
+    "all large": lambda x: x * (x > 5).all(),
+    "all negative": lambda x: x * (x < 0).all(),
+    "any zero": lambda x: x * (x == 0).any(),
+    "least size": lambda x: x - x.abs().amin(),
+    "least above 0": lambda x: x - x.relu().amin(0),
+    "product": lambda x: x + x.relu().prod(0),
+}
+
+
+@pytest.mark.parametrize("case", FLOAT_MIXERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_floats_that_mix_for_other_values_are_refused(
+    device: torch.device, case: str, dtype: torch.dtype
+) -> None:
+    x = rows_of(3, device).to(dtype)
+    x[0], x[1, 0] = 0, -1
+    with (
+        graphed(FLOAT_MIXERS[case], sizes=[4]) as fast,
+        pytest.raises(BatchError, match="output of 3 rows padded to 4 differs"),
+    ):
+        fast(x)
+
+
 INTEGER_KEEPERS: dict[str, Callable[..., Any]] = {
     "embedding": lambda ids, x: torch.arange(60.0, device=ids.device).view(10, 6)[ids] + x,
     "gather": lambda ids, x: x.gather(1, ids[:, None] % 6),
@@ -65,6 +92,17 @@ def test_integers_by_row_are_right(device: torch.device, case: str) -> None:
         for batch in ([3, 9, 0], [1, 1, 1], [7], [0], [2, 8], [4, 4, 4, 4], [9, 0, 5]):
             ids, x = torch.tensor(batch, device=device), rows_of(len(batch), device)
             torch.testing.assert_close(fast(ids, x), function(ids, x))
+
+
+def test_an_argument_whose_rows_are_alike_is_compared_again(device: torch.device) -> None:
+    """Other arguments have distinct rows, which shows nothing about results of this one."""
+    with graphed(lambda x, mask: (x * 2, torch.cat([mask, mask])), sizes=[4]) as fast:
+        x = rows_of(3, device)
+        mask = torch.zeros(3, dtype=torch.bool, device=device)
+        assert torch.equal(fast(x, mask)[1], torch.cat([mask, mask]))
+        mask[0] = True
+        with pytest.raises(BatchError, match=r"output\[1\] of 3 rows padded to 4 differs"):
+            fast(x, mask)
 
 
 def test_padding_that_means_something_must_be_named(device: torch.device) -> None:
@@ -97,6 +135,22 @@ def test_indices_are_not_driven_out_of_range(
         for batch in ([0, 7, 1], [8, 0, 0]):
             ids = torch.tensor(batch, device=device)
             assert torch.equal(fast(ids), table[combine(ids)])
+
+
+def test_positions_among_boundaries_stay_in_range() -> None:
+    """Numbers beyond the last boundary would be indices out of range: a crash on CUDA."""
+    seen: list[int] = []
+
+    @torch.library.custom_op("test_graphed_trials::look_up", mutates_args=())
+    def look_up(positions: torch.Tensor) -> torch.Tensor:
+        seen.extend(positions.tolist())
+        return positions.clone()
+
+    boundaries = torch.tensor([2.0, 4.0])
+    for positions in (torch.bucketize, lambda x, limits: torch.searchsorted(limits, x)):
+        with graphed(lambda x, of=positions: look_up(of(x, boundaries)), sizes=[4]) as fast:
+            fast(torch.rand(3))
+    assert {*seen} == {0}
 
 
 @pytest.mark.parametrize(
@@ -176,6 +230,47 @@ def test_rows_that_mix_and_draw_are_refused(device: torch.device, case: str) -> 
     fast = graphed(RANDOM_MIXERS[case], sizes=[4])
     with fast, pytest.raises(BatchError, match="3 rows padded to 4"):
         fast(rows_of(3, device))
+
+
+def test_integers_beside_draws_are_not_taken_for_equal(device: torch.device) -> None:
+    """Rounding could explain integers that differ, so these calls return eager results."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.isfinite().sum() + torch.randint(5, 6, x.shape[:1], device=x.device)
+
+    x = rows_of(3, device)
+    with graphed(function, sizes=[4]) as fast:
+        for _ in range(8):
+            assert torch.equal(fast(x), function(x))
+        with pytest.raises(BatchError, match="the result of 3 rows padded to 4 differs"):
+            fast(x)
+
+
+class OverRows(nn.Module):
+    """Attention within each row, then a mean over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)[:, None]
+        x = F.scaled_dot_product_attention(x, x, x)
+        return x - x.mean(0)
+
+
+def test_attention_that_draws_nothing_is_compared_in_full(
+    device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch says of the operator that it draws random numbers, and it does with dropout."""
+    ids = torch.tensor([[3, 7, 5]], device=device)  # no other row to try in its place
+    with (
+        caplog.at_level(logging.WARNING),
+        graphed(OverRows().to(device), sizes=[2]) as fast,
+        pytest.raises(BatchError, match="output of 1 rows padded to 2 differs"),
+    ):
+        fast(ids)
+    assert "draws random numbers" not in caplog.text
 
 
 def test_a_refused_batch_draws_nothing(device: torch.device) -> None:

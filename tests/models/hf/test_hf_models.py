@@ -201,6 +201,22 @@ def test_a_window_as_long_as_the_model_is_none() -> None:
     assert _random(config).attention_specs[0].window == 63
 
 
+def test_tokens_that_the_model_cannot_read_are_not_in_its_vocabulary() -> None:
+    config = transformers.Gemma3nTextConfig(
+        **{**_SMALL, "intermediate_size": [48, 48], "vocab_size": 128},
+        head_dim=16,
+        vocab_size_per_layer_input=120,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=0,
+        activation_sparsity_pattern=[0.0, 0.0],
+        altup_num_inputs=2,
+        laurel_rank=4,
+    )
+    model = _random(config)
+    assert model.vocab_size == 120
+    assert model.compute_logits(torch.ones(3, 32)).shape == (3, 120)
+
+
 def test_the_callers_config_is_left_alone(checkpoint: CheckpointFinder) -> None:
     config = transformers.AutoConfig.from_pretrained(checkpoint("mixtral"))
     before = copy.deepcopy(config)
@@ -235,6 +251,7 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_BERT = {name: value for name, value in _SMALL.items() if name != "num_key_value_heads"}
 
 
 def _random(config: PretrainedConfig, seed: int = 0, **options: Any) -> HFCausalLM:
@@ -408,6 +425,7 @@ def test_experts_of_odd_sizes_go_without_the_grouped_product() -> None:
         (transformers.MambaConfig(), "MambaForCausalLM has state-space.* can: bamba, falcon_h1"),
         (transformers.JambaConfig(), "JambaForCausalLM has state-space"),
         (transformers.RecurrentGemmaConfig(), "RecurrentGemmaForCausalLM has state-space"),
+        (transformers.BltConfig(), "BltForCausalLM has no num_hidden_layers"),
         (transformers.BartConfig(), "bart is an encoder-decoder model"),
         (transformers.T5Config(), "t5 is an encoder-decoder model"),
         (transformers.ViTConfig(), "no causal language model of type 'vit'"),
@@ -433,6 +451,16 @@ def test_refused_without_safetensors(tmp_path: Path) -> None:
         HFCausalLM.from_pretrained(
             tmp_path, config=TINY_NATIVE["olmo2"](), device=CPU, dtype=torch.float32
         )
+
+
+def test_refused_for_a_table_of_attention_classes(tmp_path: Path) -> None:
+    """In a module that uses the interface elsewhere, so that transformers offers to replace it."""
+    config = transformers.GitConfig(
+        **_BERT, vision_config={"hidden_size": 24, "intermediate_size": 8, "num_hidden_layers": 1}
+    )
+    save_tiny(config, tmp_path)
+    with pytest.raises(ConfigError, match="GitForCausalLM does not use transformers' Attention"):
+        HFCausalLM.from_pretrained(tmp_path, config=config, device=CPU, dtype=torch.float32)
 
 
 def test_refused_without_a_longest_sequence() -> None:
@@ -471,22 +499,36 @@ def _sparse() -> PretrainedConfig:
     )
 
 
-_BERT = {name: value for name, value in _SMALL.items() if name != "num_key_value_heads"}
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (transformers.BertConfig(**_BERT), "layer 0 of BertLMHeadModel is not causal"),
         (_chunked(), "layer 1 of Llama4ForCausalLM is not causal .*by chunks"),
         (transformers.DiffLlamaConfig(**_SMALL), "attention more than once in layer 0"),
+        (
+            transformers.GraniteMoeConfig(**_SMALL, attention_multiplier=-1.0),
+            r"attention in layer 0 the scaling -1.0, which must be a positive number",
+        ),
         (_sparse(), "DeepseekV32ForCausalLM cannot be run .*computes with its attention mask"),
         (
             transformers.RobertaConfig(**_BERT, is_decoder=True),
             "RobertaForCausalLM does not number the tokens of a sequence 0, 1, 2",
         ),
+        (
+            transformers.MarianConfig(
+                vocab_size=64,
+                d_model=32,
+                decoder_layers=1,
+                encoder_layers=1,
+                decoder_ffn_dim=48,
+                decoder_attention_heads=2,
+                pad_token_id=0,
+                is_encoder_decoder=False,
+            ),
+            "MarianForCausalLM depends on .* or ignores the positions it is given",
+        ),
     ],
-    ids=["bidirectional", "chunked", "twice", "sparse", "numbering"],
+    ids=["bidirectional", "chunked", "twice", "negative", "sparse", "numbering", "own positions"],
 )
 def test_refused_for_what_the_layers_do(config: PretrainedConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):

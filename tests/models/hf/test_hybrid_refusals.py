@@ -59,7 +59,7 @@ def open_llm(path: Path, **settings: Any) -> LLM:
         ({"swiftkv_layers": 2}, "swiftkv_layers=2 is for models of the native decoder"),
         (
             {"offload": OffloadConfig(group=2, offloaded=1, prefetch=1)},
-            "offload needs a dense model of the native decoder",
+            "offload needs a model of the native decoder",
         ),
         (
             {"kv_cache_memory_bytes": 1000},

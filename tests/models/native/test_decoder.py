@@ -25,6 +25,7 @@ from transformers import (
     Glm4MoeConfig,
     GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     NemotronConfig,
     Olmo2Config,
@@ -47,7 +48,7 @@ from ostinato.models.native import fused_kernels
 from ostinato.models.native.config.decoder_config import DecoderConfig, supports, unsupported_reason
 from ostinato.models.native.config.rotary import Rotary
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.rms_norm import RMSNorm
+from ostinato.models.native.norms.rms_norm import RMSNorm
 from ostinato.models.native.shapes import shape_config
 from ostinato.ops.gemm.split_k import in_parts
 
@@ -103,6 +104,7 @@ CONFIGS = {
     ),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mistral, window": MistralConfig(**SIZES, sliding_window=5),
+    "ministral": MinistralConfig(**SIZES, head_dim=16, sliding_window=5, layer_types=ALTERNATING),
     "qwen2": Qwen2Config(**SIZES),
     "qwen2, some windows": Qwen2Config(
         **SIZES, use_sliding_window=True, sliding_window=5, max_window_layers=1
@@ -214,7 +216,9 @@ CONFIGS = {
         mlp_bias=True,
     ),
     "smollm3, no windows": SmolLM3Config(**SIZES, pad_token_id=0, no_rope_layer_interval=2),
-    "smollm3, no rope": SmolLM3Config(**SIZES, pad_token_id=0, no_rope_layers=[0, 0, 0]),
+    "smollm3, layer types": SmolLM3Config(  # they decide, not use_sliding_window
+        **SIZES, pad_token_id=0, no_rope_layers=[0, 0, 0], sliding_window=4, layer_types=ALTERNATING
+    ),
     "seed_oss": SeedOssConfig(
         **SIZES, head_dim=16, attention_out_bias=True, mlp_bias=True, residual_dropout=0.0
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,23 @@ def test_a_graph_that_differs_is_quarantined_and_its_step_put_right(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["PIECEWISE", "FULL_AND_FULL"])
+def test_samplers_see_the_logits_that_were_put_right(
+    caplog: pytest.LogCaptureFixture, mode: ModeName
+) -> None:
+    """Not those of the replay that looked for the cause."""
+    quiet(caplog)
+    params = [SamplingParams(max_tokens=8, temperature=0, logprobs=2)] * len(PROMPT_IDS)
+    with open_llm("cpu", mode, verify="sample:1") as llm:
+        expected = tokens(llm, params)
+        weight = llm.engine.model.layers[1].qkv_proj.weight  # type: ignore[attr-defined]
+        old, weight.data = weight.data, weight.data.clone()
+        old.zero_()
+        assert tokens(llm, params) == expected
+        assert llm.verification.mismatches
+
+
+@pytest.mark.slow
 def test_after_a_mismatch_every_graph_is_suspect(caplog: pytest.LogCaptureFixture) -> None:
     """The first sampled step finds a moved weight; all other graphs are then compared at once."""
     quiet(caplog)
@@ -284,6 +302,21 @@ def test_encoders_are_compared(tmp_path: Any, caplog: pytest.LogCaptureFixture) 
         assert "encoder.layer.1.output.dense.weight" in str(llm.verification.mismatches[0])
         llm.embed(PROMPTS)
         assert llm.pooling.runner.stats.eager[Reason.QUARANTINED] > 0
+
+
+@pytest.mark.slow
+def test_an_encoders_batch_is_put_right(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
+    quiet(caplog)
+    save_encoder(tmp_path, "bert")
+    with open_encoder(tmp_path, verify="sample:1") as llm:
+        expected = [each.embedding for each in llm.embed(PROMPTS)]
+        weight = llm.pooling.model.model.encoder.layer[1].output.dense.weight  # type: ignore[attr-defined]
+        old, weight.data = weight.data, weight.data.clone()
+        old.zero_()
+        assert_same = partial(torch.testing.assert_close, expected=expected)
+        assert_same([each.embedding for each in llm.embed(PROMPTS)])
+        assert llm.verification.mismatches
+        assert_same([each.embedding for each in llm.embed(PROMPTS)])
 
 
 # --- refusals -------------------------------------------------------------------------------------

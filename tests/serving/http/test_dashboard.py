@@ -114,6 +114,7 @@ def test_a_key_is_asked_for(page: Any, engine: AsyncLLM) -> None:
         page.locator("#ask[open]").wait_for()
         page.keyboard.press("Escape")  # there is nothing to see without a key
         page.keyboard.press("Escape")
+        page.locator("#key:focus").wait_for()  # a browser may close the dialog, which opens again
         page.keyboard.type("wrong")
         page.keyboard.press("Enter")
         page.get_by_text("That key is wrong.").wait_for()

@@ -74,15 +74,44 @@ BAD: list[tuple[str, Any, int, str, str | None]] = [
     ("/v1/completions", {**ASK, "tempature": 1}, 400, "argument: 'tempature'", None),
     ("/v1/completions", b'{"prompt": "w1", "\\ud800": 1}', 400, "unicode", None),
     ("/v1/completions", {**ASK, "temperature": "0"}, 400, "temperature: Input", "temperature"),
+    ("/v1/completions", {**ASK, "stop": 1}, 400, "stop: .* valid string or a valid list", "stop"),
+    ("/v1/completions", {**ASK, "stop": ["w1", 2]}, 400, r"stop\.1: .* valid string$", "stop"),
+    ("/v1/responses", {"input": ["w1"]}, 400, r"input\.0: .* valid dictionary$", "input"),
     ("/v1/completions", {**ASK, "top_p": -1}, 400, "top_p must be", "top_p"),
     ("/v1/completions", {**ASK, "max_tokens": 0}, 400, "max_tokens must be", "max_tokens"),
     ("/v1/completions", {**ASK, "n": 1000}, 400, "1000 sequences, but a request may have", "n"),
     ("/v1/completions", {**ASK, "prompt": []}, 400, "no prompts", "prompt"),
     ("/v1/completions", {**ASK, "prompt": [[]]}, 400, "is empty", None),
+    ("/v1/completions", {**ASK, "prompt": ["w1", ""]}, 400, r"prompt\[1\] is empty", "prompt"),
+    (
+        "/v1/completions",
+        {**ASK, "prompt": [[1], [2], [-1]], "stream": True},
+        400,
+        r"prompt\[2\] contains -1; token ids are",
+        "prompt",
+    ),
     ("/v1/completions", {**ASK, "prompt": [-1]}, 400, "contains -1", None),
     ("/v1/completions", {**ASK, "prompt": {"prompt": "/etc/passwd"}}, 400, "prompt", "prompt"),
-    ("/v1/completions", {**ASK, "echo": True}, 400, "echo is not supported here", None),
-    ("/v1/completions", {**ASK, "suffix": "w3"}, 400, "suffix is not supported here", None),
+    ("/v1/completions", {**ASK, "echo": True}, 400, "echo is not supported here", "echo"),
+    ("/v1/completions", {**ASK, "suffix": "w3"}, 400, "suffix is not supported here", "suffix"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "w1"}], "max_completion_tokens": 0},
+        400,
+        "max_completion_tokens must be an integer of at least 1, got 0",
+        "max_completion_tokens",
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [{"role": "user", "content": "w1"}],
+            "logprobs": True,
+            "top_logprobs": 65,
+        },
+        400,
+        "top_logprobs must be an integer from 0 to 64, got 65",
+        "top_logprobs",
+    ),
     ("/v1/completions", {**ASK, "best_of": 3}, 400, "best_of is 3, but must equal n", None),
     ("/v1/completions", {**ASK, "logit_bias": {"w1": 1}}, 400, "token ids", "logit_bias"),
     ("/v1/completions", {**ASK, "logit_bias": {"99": 1}}, 400, "logit_bias names", "logit_bias"),
@@ -104,7 +133,7 @@ BAD: list[tuple[str, Any, int, str, str | None]] = [
         },
         400,
         "verbosity is not supported here, got 'low'",
-        None,
+        "verbosity",
     ),
     (
         "/v1/chat/completions",
@@ -187,6 +216,55 @@ def test_tokens_and_text(llm: LLM, client: httpx.Client) -> None:
     tokens = client.post("/tokenize", json={"messages": talk}).json()["tokens"]
     assert tokens == llm.render_chat(talk)
     assert client.post("/detokenize", json={"tokens": [5, 6]}).json() == {"prompt": "w5 w6"}
+
+
+def test_variables_of_the_template(llm: LLM, client: httpx.Client) -> None:
+    talk = [{"role": "user", "content": "w4"}]
+    asked: Any = {"messages": talk, "chat_template_kwargs": {"style": "w3 w5"}}
+    tokens = client.post("/tokenize", json=asked).json()["tokens"]
+    assert tokens == [7, 4, 3, 5, 9]
+    chat = {**asked, "max_tokens": 4, "temperature": 0}
+    answer = client.post("/v1/chat/completions", json=chat).json()
+    params = SamplingParams(temperature=0, max_tokens=4)
+    (wanted,) = llm.chat(talk, params, chat_template_kwargs=asked["chat_template_kwargs"])
+    assert answer["choices"][0]["message"]["content"] == wanted.outputs[0].text
+    assert answer["usage"]["prompt_tokens"] == len(tokens)
+    for nothing in ({}, None):
+        body = {"messages": talk, "chat_template_kwargs": nothing}
+        assert client.post("/tokenize", json=body).json()["tokens"] == [7, 4, 9]
+
+
+@pytest.mark.parametrize(
+    ("path", "given", "message"),
+    [
+        ("/v1/chat/completions", {"stile": "w3"}, "template does not read; did you mean style?"),
+        ("/v1/chat/completions", {"messages": []}, "cannot set 'messages'"),
+        ("/v1/chat/completions", [], "valid dictionary"),
+        ("/tokenize", {"stile": "w3"}, "did you mean style?"),
+    ],
+    ids=["misspelt", "ours", "list", "tokenize"],
+)
+def test_bad_variables_of_the_template(
+    client: httpx.Client, path: str, given: Any, message: str
+) -> None:
+    body = {"messages": [{"role": "user", "content": "w4"}], "chat_template_kwargs": given}
+    answer = client.post(path, json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert error["param"] == "chat_template_kwargs"
+    assert message in error["message"]
+
+
+def test_variables_are_for_conversations(client: httpx.Client) -> None:
+    body = {"prompt": "w1", "chat_template_kwargs": {}}
+    assert "are for messages" in client.post("/tokenize", json=body).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/nothing", "/v1/completions"])
+def test_head_is_get_without_the_body(client: httpx.Client, path: str) -> None:
+    head, got = client.head(path), client.get(path)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    assert head.headers["content-length"] == got.headers["content-length"]
 
 
 def test_health_version_and_no_cors(client: httpx.Client) -> None:
@@ -418,6 +496,61 @@ def test_shutting_down_aborts_what_does_not_end_in_time(engine: AsyncLLM) -> Non
     assert asyncio.run(engine.stats()).num_waiting == 0
 
 
+@pytest.mark.slow
+def test_streams_that_a_shutdown_aborts_end_with_an_error(
+    paths: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``listen`` runs here, in the main thread, and its client in another."""
+    lines: list[str] = []
+    servers: list[uvicorn.Server] = []
+    start = run_module._Server.startup
+
+    async def noted(server: uvicorn.Server, **options: Any) -> None:
+        await start(server, **options)
+        servers.append(server)
+
+    monkeypatch.setattr(run_module._Server, "startup", noted)
+
+    def ask() -> None:
+        wait_until(lambda: bool(servers))
+        port = servers[0].servers[0].sockets[0].getsockname()[1]
+        address = f"http://127.0.0.1:{port}/v1/completions"
+        with httpx.stream("POST", address, json={**LONG, "stream": True}, timeout=60) as response:
+            for line in response.iter_lines():
+                servers[0].should_exit = True
+                lines.append(line)
+
+    with AsyncLLM(paths[0], **OPTIONS) as engine:
+        run = asyncio.run(engine.call(lambda llm: llm.engine.runner.run))
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            time.sleep(0.05)
+            return run(*args, **options)
+
+        asyncio.run(engine.call(lambda llm: setattr(llm.engine.runner, "run", slowly)))
+        config = ServerConfig(port=0, served_model_name="tiny", shutdown_timeout_s=0)
+        asking = threading.Thread(target=ask)
+        asking.start()
+        run_module.listen(create_app(engine, config), config, abort=engine.aclose)
+        asking.join(60)
+    error, done = (line.removeprefix("data: ") for line in lines[-4::2])
+    assert json.loads(error)["error"]["code"] == "closing"
+    assert done == "[DONE]"
+
+
+def test_an_address_in_use_is_named_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = CliRunner().invoke(get_command(cli.app), ["serve", "--port", str(port)])
+    assert isinstance(result.exception, ConfigError)
+    assert f"cannot listen on '127.0.0.1', port {port}: Address already in use" in str(
+        result.exception
+    )
+    for host in ("\ud800", "256.1.1.1"):
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            run_module.check_address(host, 0)
+
+
 # --- metrics -----------------------------------------------------------------------------------
 
 
@@ -491,6 +624,25 @@ def test_a_failed_engine_is_not_healthy(paths: tuple[str, str]) -> None:
 # --- the command -------------------------------------------------------------------------------
 
 
+@contextmanager
+def killed_on_failure(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Leaving a process's own ``with`` would wait for its end."""
+    try:
+        yield
+    except BaseException:
+        process.kill()
+        raise
+
+
+def answer_to_large_headers(url: httpx.URL) -> bytes:
+    with socket.create_connection((url.host, url.port or 80), timeout=30) as connection:
+        try:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX: " + b"y" * 2_000_000)
+            return connection.recv(100)
+        except ConnectionError:  # it was closed before all was sent
+            return b" 400 "
+
+
 @pytest.mark.slow
 def test_the_command_finishes_its_requests_at_sigterm(llm: LLM, paths: tuple[str, str]) -> None:
     command = [
@@ -501,7 +653,10 @@ def test_the_command_finishes_its_requests_at_sigterm(llm: LLM, paths: tuple[str
     ]
     environment = {**os.environ, "OSTINATO_API_KEY": "opensesame"}
     wanted = llm.generate(["w1 w2"], SamplingParams(temperature=0, max_tokens=120))[0].outputs[0]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process,
+        killed_on_failure(process),
+    ):
         assert process.stderr is not None
         log = []
         for line in process.stderr:
@@ -515,6 +670,7 @@ def test_the_command_finishes_its_requests_at_sigterm(llm: LLM, paths: tuple[str
             assert [each["id"] for each in client.get("/v1/models").json()["data"]] == [
                 *("tiny", "poet")
             ]
+            assert b" 400 " in answer_to_large_headers(client.base_url)
             body = {**LONG, "stream": True}
             with client.stream("POST", "/v1/completions", json=body) as response:
                 lines = response.iter_lines()
@@ -536,7 +692,7 @@ def test_the_second_signal_ends_the_process_at_once(
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     app = create_app(engine, ServerConfig())
-    server = run_module._Server(uvicorn.Config(app))
+    server = run_module._Server(uvicorn.Config(app), limit_s=1, abort=None)
     server.handle_exit(signal.SIGTERM, None)
     assert (server.should_exit, ended) == (True, [])
     assert app.state.served.admission.is_closing
@@ -569,3 +725,13 @@ def test_the_command_refuses_bad_options() -> None:
         result = CliRunner().invoke(get_command(cli.app), ["serve", *arguments])
         assert isinstance(result.exception, ConfigError)
         assert message in str(result.exception)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--api-key", ""]])
+def test_an_empty_key_does_not_open_the_server(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setenv("OSTINATO_API_KEY", "")
+    result = CliRunner().invoke(get_command(cli.app), ["serve", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert "api_key, or OSTINATO_API_KEY, is empty" in str(result.exception)

@@ -84,6 +84,16 @@ def test_conversations_that_begin_alike_share_keys() -> None:
     assert one.keys[-1] != two.keys[-1]
 
 
+def test_variables_of_the_template_tell_conversations_apart() -> None:
+    def of(**more: Any) -> PromptPrefix:
+        return PromptPrefix.of("/v1/chat/completions", json.dumps({**CHAT, **more}).encode())
+
+    plain, quick = of(), of(chat_template_kwargs={"enable_thinking": False})
+    slow = of(chat_template_kwargs={"enable_thinking": True})
+    assert len({each.keys[0] for each in (plain, quick, slow)}) == 3
+    assert of(chat_template_kwargs=None) == plain
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -11,38 +11,44 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from ostinato.attention.base import AttentionBackend, AttentionMetadata, AttentionSpec
+from ostinato.attention.base import AttentionMetadata, AttentionSpec
 from ostinato.attention.latent_expansion import least_queries
 from ostinato.attention.latent_rope import LatentEmbedding
-from ostinato.attention.paged import PagedBatch, batch_schema
+from ostinato.attention.paged import PagedAttention, PagedBatch, batch_schema
 from ostinato.attention.reference.paged_cpu import attend_requests, read_layout
 from ostinato.ops.define import define_for_cpu
 
 
-def forward_latent_cpu(
-    backend: AttentionBackend,
-    spec: AttentionSpec,
-    query: torch.Tensor,
-    compressed: torch.Tensor,
-    embedding: LatentEmbedding,
-    positions: torch.Tensor,
-    metadata: AttentionMetadata,
-    out: torch.Tensor,
-) -> None:
-    """``AttentionBackend.forward_latent``; ``backend`` attends to what is absorbed."""
-    rope, value_dim = embedding.table.shape[1], out.shape[2]
-    least = least_queries(embedding.rank, query.shape[2], value_dim, rope)
-    query, row = embedding.apply(query, compressed, positions)
-    if metadata.uniform_decode or least is None or query.shape[0] < least:
-        backend.forward_absorbed(spec, query, row, embedding.up, metadata, out)
-        return
-    batch = PagedBatch.of(spec, metadata, out, None)
-    capacity = batch.block_table.shape[1] * batch.key_cache.shape[1]
-    query_lens = batch.query_start_loc.diff().minimum(batch.seq_lens.clamp(max=capacity))
-    # Requests without keys get no result, and their new rows are stored all the same.
-    rest = replace(metadata, seq_lens=batch.seq_lens.masked_fill(query_lens >= least, 0))
-    backend.forward_absorbed(spec, query, row, embedding.up, rest, out)
-    _attend_expanded(query, embedding.up, least, *batch)
+class LatentCpuAttention(PagedAttention):
+    """A ``PagedAttention`` whose long prompts attend to expanded keys, on the CPU."""
+
+    @torch.no_grad()
+    def forward_latent(
+        self,
+        spec: AttentionSpec,
+        query: torch.Tensor,
+        compressed: torch.Tensor,
+        embedding: LatentEmbedding,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        out: torch.Tensor,
+    ) -> None:
+        if query.is_cuda:
+            super().forward_latent(spec, query, compressed, embedding, positions, metadata, out)
+            return
+        rope, value_dim = embedding.table.shape[1], out.shape[2]
+        least = least_queries(embedding.rank, query.shape[2], value_dim, rope)
+        query, row = embedding.apply(query, compressed, positions)
+        if metadata.uniform_decode or least is None or query.shape[0] < least:
+            self.forward_absorbed(spec, query, row, embedding.up, metadata, out)
+            return
+        batch = PagedBatch.of(spec, metadata, out, None)
+        capacity = batch.block_table.shape[1] * batch.key_cache.shape[1]
+        query_lens = batch.query_start_loc.diff().minimum(batch.seq_lens.clamp(max=capacity))
+        # Requests without keys get no result, and their new rows are stored all the same.
+        rest = replace(metadata, seq_lens=batch.seq_lens.masked_fill(query_lens >= least, 0))
+        self.forward_absorbed(spec, query, row, embedding.up, rest, out)
+        _attend_expanded(query, embedding.up, least, *batch)
 
 
 def attend_expanded(query: torch.Tensor, up: torch.Tensor, least: int, batch: PagedBatch) -> None:

@@ -1,6 +1,6 @@
 """Paged attention on the CPU: request by request, over its actual keys.
 
-The body of the operator reads the lengths each time it runs, also when a graph replays it, so its
+The body of the operator reads the lengths each time it runs, even when a graph replays it, so its
 cost follows the lengths and not the limits. It touches no cache slot that a request cannot see, so
 what is in the others (padding, stale blocks) cannot matter.
 """

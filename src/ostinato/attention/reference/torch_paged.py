@@ -7,14 +7,10 @@ lengths as tensors and looks at them when it runs: on the CPU in ``paged_cpu``, 
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
-from ostinato.attention.base import AttentionMetadata, AttentionSpec
-from ostinato.attention.latent_rope import LatentEmbedding
-from ostinato.attention.paged import PagedAttention, PagedBatch, heads_schema, over_heads
-from ostinato.attention.reference.latent_cpu import forward_latent_cpu
+from ostinato.attention.paged import PagedBatch, heads_schema, over_heads
+from ostinato.attention.reference.latent_cpu import LatentCpuAttention
 from ostinato.attention.reference.paged_cpu import paged_attention_cpu
 from ostinato.attention.reference.paged_cuda import paged_attention_cuda
 from ostinato.graphs.policy.modes import AttentionCGSupport
@@ -27,7 +23,7 @@ _paged_attention = define(
 )
 
 
-class TorchPagedAttention(PagedAttention):
+class TorchPagedAttention(LatentCpuAttention):
     """The ``AttentionBackend`` that needs nothing but torch.
 
     A token's result is that of its own request: other requests, padding and ``max_seq_len`` do not
@@ -46,18 +42,3 @@ class TorchPagedAttention(PagedAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch
     ) -> None:
         _paged_attention(query, key, value, *batch)
-
-    @torch.no_grad()
-    def forward_latent(
-        self,
-        spec: AttentionSpec,
-        query: torch.Tensor,
-        compressed: torch.Tensor,
-        embedding: LatentEmbedding,
-        positions: torch.Tensor,
-        metadata: AttentionMetadata,
-        out: torch.Tensor,
-    ) -> None:
-        """On the CPU, long prompts attend to expanded keys."""
-        run = super().forward_latent if query.is_cuda else partial(forward_latent_cpu, self)
-        run(spec, query, compressed, embedding, positions, metadata, out)

@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ostinato.attention.paged import PagedBatch
+from ostinato.ops.gemm.tile_config import gpu_of
 from ostinato.ops.triton.launch import next_power_of_2
 
 # Keys are split among more programs until an SM has this many. Single queries make small programs.
@@ -24,6 +25,9 @@ MAX_COMBINED_SPLITS = 16
 _FEW_MAX_KEYS = 32768
 _MANY_MAX_KEYS = 2048
 _MANY_PAIRS = 8  # of a request and a KV head, per SM
+# Heads 512 wide take this much in ``attend_kernel``. Hopper and an A100 have it; many others have
+# 99 KB.
+_MEMORY_OF_WIDE_ROWS = 135_296
 # Rows of a program of the kernel for prompts: queries x heads of a group.
 PREFILL_ROWS = 128
 # Heads of a group, at most, in the kernel that shares all keys evenly among SMs.
@@ -46,6 +50,7 @@ class BatchShape(NamedTuple):
     itemsize: int
     max_keys: int  # room in a row of the block table
     num_sms: int
+    shared_memory: int  # bytes that a program can have
 
     @classmethod
     def of(cls, batch: PagedBatch, num_sms: int) -> BatchShape:
@@ -62,6 +67,7 @@ class BatchShape(NamedTuple):
             itemsize=itemsize,
             max_keys=batch.block_table.shape[1] * block_size,
             num_sms=num_sms,
+            shared_memory=gpu_of(out.device).shared_memory if out.is_cuda else 227 << 10,
         )
 
     @property
@@ -134,6 +140,9 @@ def tile_config(shape: BatchShape) -> TileConfig:
     block_n = 64 if shape.row_bytes <= 256 else 32
     if shape.itemsize == 4:  # no tensor cores: blocks are held in registers
         widest, block_n = 32, 32 if shape.row_bytes <= 256 else 16
+    wide = shape.row_bytes > 256 * shape.itemsize and shape.shared_memory < _MEMORY_OF_WIDE_ROWS
+    if wide:
+        widest, block_n = widest // 2, 16
     # Tiles are sized for prompts wherever there may be any: single tokens wait for memory anyway.
     average = -(-shape.num_tokens // shape.num_reqs)
     rows = group if average == 1 else max(64, next_power_of_2(average * group))
@@ -144,7 +153,8 @@ def tile_config(shape: BatchShape) -> TileConfig:
     num_warps = 8 if block_m >= 128 else 4
     programs = _PROGRAMS_PER_SM
     if average == 1 and shape.itemsize < 4:
-        block_n, num_warps, programs = 32, max(1, block_m // 16), _DECODE_PROGRAMS_PER_SM
+        block_n, num_warps = 16 if wide else 32, max(1, block_m // 16)
+        programs = _DECODE_PROGRAMS_PER_SM
     wanted = shape.num_sms * programs // max(1, num_tiles * shape.num_kv_heads)
     num_splits = max(1, min(wanted, -(-shape.max_keys // block_n), _MAX_SPLITS))
     num_splits = 1 << (num_splits.bit_length() - 1)  # combine_kernel takes a power of 2

@@ -14,16 +14,7 @@ from ostinato.bench.plot import matplotlib_module
 from ostinato.errors import ConfigError
 from ostinato.parallel.layout import ParallelLayout
 
-_SUFFIXES = (".png", ".svg", ".pdf")
 _KINDS = {"decode": "decode: one token per request", "prefill": "prefill: one prompt"}
-
-
-def check_picture(path: Path) -> None:
-    """Raise early if a plot cannot be written to ``path``."""
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(f"a plot must be one of {', '.join(_SUFFIXES)}, got {path.name!r}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"the directory for the plot does not exist: {str(path.parent)!r}")
 
 
 def draw_into(results: dict[str, Any], path: Path, layout: ParallelLayout | None) -> None:

@@ -1,1 +1,1 @@
-"""``ostinato bench serve``: what a server does with requests that come when they come."""
+"""``ostinato bench serve``: what a server does with requests at random times."""

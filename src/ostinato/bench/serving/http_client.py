@@ -30,8 +30,8 @@ def check_url(url: str, *, allow_remote: bool) -> str:
         raise ConfigError(f"--url takes an address such as http://127.0.0.1:8000, got {shown(url)}")
     if not (allow_remote or is_loopback(parts.hostname)):
         raise ConfigError(
-            f"{shown(parts.hostname)} is not this machine; a benchmark is a load that others may "
-            "not expect: give --allow-remote if it is yours to measure"
+            f"{shown(parts.hostname)} is a remote host; pass --allow-remote only if you may put it "
+            "under load"
         )
     return url.rstrip("/")
 
@@ -80,7 +80,7 @@ class Client:
                 name = answer.raise_for_status().json()["data"][0]["id"]
             except (*FAILURES, IndexError, TypeError) as error:
                 raise MeasurementError(
-                    f"the server does not say which models it has: {said(error)}"
+                    f"the server did not list its models: {said(error)}"
                 ) from error
         self._model = name
         return str(name)

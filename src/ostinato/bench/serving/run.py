@@ -137,9 +137,11 @@ def run_over_http(
         check_room([load.chosen_mix()], config.max_model_len)
 
     def measure(server: servers.Server, model: str | None) -> dict[str, Any]:
-        return asyncio.run(
+        row = asyncio.run(
             _measure(server.url, None, server.extra, model, load, server.name, show_progress)
         )
+        del row["model"]  # a directory of this machine; the result names the model once
+        return row
 
     def ours(log: Path) -> servers.Server:
         return servers.Ostinato(log, config, max_waiting=load.num_requests)

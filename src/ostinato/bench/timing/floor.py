@@ -17,6 +17,7 @@ from torch import nn
 
 from ostinato.attention.base import AttentionSpec
 from ostinato.models.base import CausalLM
+from ostinato.models.native.decoder import Decoder
 
 # Far larger than any cache. Reading 4 GiB takes a millisecond on a GPU.
 _CUDA_BYTES, _CPU_BYTES = 4 * 2**30, 256 * 2**20
@@ -69,13 +70,13 @@ def weight_bytes(model: CausalLM, config: Any) -> int | None:
     """
     if any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
         return None
-    module: Any = model if isinstance(model, nn.Module) else vars(model)["model"]  # in a wrapper
+    module: Any = model.module
     tables = {
         id(part.weight): part.weight for part in module.modules() if isinstance(part, nn.Embedding)
     }
     linear = {id(part.weight) for part in module.modules() if isinstance(part, nn.Linear)}
     skipped = set(tables) - linear
-    if getattr(module, "lm_head", skipped) is None:  # our decoder with a tied head
+    if isinstance(module, Decoder) and module.lm_head is None:  # the table is the head
         skipped = set()
     return sum(int(p.nbytes) for p in module.parameters() if id(p) not in skipped)
 

@@ -13,6 +13,7 @@ from ostinato.errors import RequestError
 from ostinato.lora.adapter_slots import LoadedAdapter
 from ostinato.outputs import CompletionOutput
 from ostinato.quoting import shown
+from ostinato.sampling.sampling_state import STOP_IDS_WIDTH
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.request import NO_LORA, Request
 from ostinato.structured.constraint import Constraint
@@ -66,13 +67,20 @@ class RequestChecks:
         if params.max_tokens is not None:
             limit = min(limit, len(prompt) + params.max_tokens)
         eos = frozenset() if params.ignore_eos else eos_token_ids
+        stops = frozenset(params.stop_token_ids) | eos
+        if params.min_tokens and len(stops) > STOP_IDS_WIDTH:
+            raise RequestError(
+                f"{name} has min_tokens with {len(stops)} stop_token_ids and end-of-sequence "
+                f"tokens, but at most {STOP_IDS_WIDTH} can be suppressed; give fewer "
+                "stop_token_ids, or leave min_tokens out"
+            )
         return CheckedRequest(
             request_id=f"request-{next(self._numbers)}",
             prompt_token_ids=prompt,
             params=params,
             max_total_tokens=limit,
             seed=self._seeds.randrange(_NUM_SEEDS) if params.seed is None else params.seed,
-            stop_token_ids=frozenset(params.stop_token_ids) | eos,
+            stop_token_ids=stops,
             tokenizer=self._tokenizer,
             adapter=adapter,
             images=images,

@@ -45,5 +45,7 @@ class EngineImages:
                 )
             return self._reader.place(name, prompt_token_ids, images, self._max_tokens)
         if images:
-            raise RequestError(f"{name} has {len(images)} images, but this model takes text only")
+            raise RequestError(
+                f"{name} has {len(images)} images, but this model takes text only; leave them out"
+            )
         return prompt_token_ids, None

@@ -14,6 +14,7 @@ from ostinato.engine.requests.images import EngineImages
 from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
 from ostinato.text.chat import render_chat
+from ostinato.text.chat_options import NO_CHAT_OPTIONS, ChatOptions
 from ostinato.text.image_parts import take_images
 from ostinato.text.prompts import Prompt, check_text, check_token_ids, encode, read_prompt
 from ostinato.text.template_process import TemplateProcess
@@ -51,16 +52,20 @@ class PromptReader(Owner):
         token_ids, placed = self._images.place(name, token_ids, images)
         return ReadPrompt(name=name, text=text, token_ids=token_ids, images=placed)
 
-    def conversation(self, name: str, messages: Any, tools: Any = None) -> Prompt:
-        """A conversation as a prompt that ``read`` takes; ``tools``: as in ``render_chat``."""
-        token_ids, images = self.render(name, messages, tools)
+    def conversation(
+        self, name: str, messages: Any, options: ChatOptions = NO_CHAT_OPTIONS
+    ) -> Prompt:
+        """A conversation as a prompt that ``read`` takes."""
+        token_ids, images = self.render(name, messages, options)
         return {"prompt_token_ids": token_ids, "images": images} if images else token_ids
 
-    def render(self, name: str, messages: Any, tools: Any = None) -> tuple[list[int], list[Any]]:
+    def render(
+        self, name: str, messages: Any, options: ChatOptions = NO_CHAT_OPTIONS
+    ) -> tuple[list[int], list[Any]]:
         """The token ids of a conversation, with a placeholder for each image, and its images."""
         images: list[Any] | None = [] if self._images.are_taken else None
         token_ids = render_chat(
-            self._templates, self._tokenizer, messages, self._max_model_len, name, images, tools
+            self._templates, self._tokenizer, messages, self._max_model_len, name, images, options
         )
         return token_ids, images or []
 

@@ -15,15 +15,61 @@ import torch
 from ostinato import compat
 from ostinato.errors import CaptureError
 
-_in_capture: ContextVar[bool] = ContextVar("ostinato_in_capture", default=False)
+
+class _Captures:
+    """Numbers the captures of all threads, so that one can tell whether it ran alone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self.newest = 0
+
+    def enter(self) -> int:
+        """A number for a capture that begins; 0 if others are in progress."""
+        with self._lock:
+            self._running += 1
+            self.newest += 1
+            return self.newest if self._running == 1 else 0
+
+    def leave(self) -> None:
+        with self._lock:
+            self._running -= 1
+
+
+_captures = _Captures()
+_in_capture: ContextVar[int | None] = ContextVar("ostinato_in_capture", default=None)
 
 
 def in_capture() -> bool:
-    """Whether this thread is inside a capture: recording, between recordings, or warming up.
+    """Whether this thread is inside a capture (recording, between recordings, or warming up), or
+    tries a graph that it captured.
 
-    On a GPU no other thread of the process can start a capture meanwhile.
+    On a GPU no other thread of the process can start a capture during one.
     """
-    return _in_capture.get()
+    return _in_capture.get() is not None
+
+
+def others_captured_meanwhile() -> bool:
+    """Whether captures of other threads overlap the one that this thread is inside.
+
+    They advance the default random generators and put them back, which are those of all threads.
+    """
+    number = _in_capture.get()
+    return number is not None and number != _captures.newest
+
+
+@contextmanager
+def among_captures() -> Iterator[None]:
+    """Count what runs inside as a capture, for captures of other threads."""
+    if in_capture():
+        yield
+        return
+    outer = _in_capture.set(_captures.enter())
+    try:
+        yield
+    finally:
+        _in_capture.reset(outer)
+        _captures.leave()
 
 
 @contextmanager
@@ -36,12 +82,10 @@ def capture_ambient() -> Iterator[None]:
     caching = torch.is_autocast_cache_enabled()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
-    outer = _in_capture.set(True)
     try:
-        with torch.no_grad():
+        with among_captures(), torch.no_grad():
             yield
     finally:
-        _in_capture.reset(outer)
         torch.set_autocast_cache_enabled(caching)
 
 

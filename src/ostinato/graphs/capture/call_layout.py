@@ -8,35 +8,22 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from ostinato.errors import BatchError, ConfigError
-from ostinato.graphs.capture.buffers import StaticBuffer, spanned_bytes, storage_id
+from ostinato.graphs.capture.buffers import (
+    StaticBuffer,
+    WholeBuffer,
+    fingerprint,
+    overlap,
+    span,
+    storage_id,
+    unsupported_kind,
+)
 from ostinato.graphs.capture.signature import TensorSpec, compare_leaf, fixed, positional_names
-from ostinato.graphs.tree import leaves_with_path, map_tensors
+from ostinato.graphs.tree import flatten, leaves_with_path, map_tensors
 
 # At most this many rows are tried in place of others.
 _MOST_ROWS = 4
 
 BatchDim: TypeAlias = int | Literal["static"] | None
-
-
-class _WholeBuffer:
-    """An argument without a batch dimension, copied whole on every call."""
-
-    def __init__(self, name: str, example: torch.Tensor) -> None:
-        with torch.inference_mode(False):
-            self.tensor = torch.empty_like(example).copy_(example)
-        self.name = name
-        self.num_bytes = self.tensor.nbytes
-        self.storage_id = storage_id(self.tensor)
-
-    def fill(self, value: torch.Tensor) -> None:
-        for what in ("shape", "dtype", "device"):
-            was, now = getattr(self.tensor, what), getattr(value, what)
-            if was != now:
-                raise BatchError(
-                    f"argument {self.name!r} has {what} {now}, but the graphs were captured with "
-                    f"{was}; convert it first, or use a separate graphed() for it"
-                )
-        self.tensor.copy_(value)
 
 
 class CallLayout:
@@ -59,14 +46,16 @@ class CallLayout:
         self._names = positional_names(function)
         self._num_args = len(args)
         self._keywords = tuple(kwargs)
-        self._arguments = self._named(args, kwargs)
+        self._arguments = self.named(args, kwargs)
         self._check_names("batch_dims", batch_dims)
         if isinstance(padding, Mapping):
             self._check_names("padding", padding)
         self._paths: list[str] = []
+        # The type of every container, by argument: what it does may depend on it.
+        self._types: list[tuple[str, list[type]]] = []
         # Buffers whose padding the caller chose, because it has meaning to the callable.
         self._chosen_padding: set[int] = set()
-        self._targets: list[StaticBuffer | _WholeBuffer | TensorSpec | Any] = []
+        self._targets: list[StaticBuffer | WholeBuffer | TensorSpec | Any] = []
         for name, value in self._arguments.items():
             batch_dim = batch_dims.get(name, 0)
             if batch_dim != "static" and batch_dim is not None and type(batch_dim) is not int:
@@ -74,11 +63,15 @@ class CallLayout:
                     f"batch_dims[{name!r}] must be a dimension, None or 'static', got {batch_dim!r}"
                 )
             pad = padding.get(name, 0) if isinstance(padding, Mapping) else padding
-            for path, leaf in leaves_with_path(value, name):
+            leaves: list[Any] = []
+            types: list[type] = []
+            flatten(value, name, self._paths, leaves, types)
+            if types:
+                self._types.append((name, types))
+            for index, leaf in enumerate(leaves, start=len(self._targets)):
                 if pad != 0 or (isinstance(padding, Mapping) and name in padding):
-                    self._chosen_padding.add(len(self._paths))
-                self._paths.append(path)
-                self._targets.append(_target(path, leaf, batch_dim, pad, max_rows))
+                    self._chosen_padding.add(index)
+                self._targets.append(_target(self._paths[index], leaf, batch_dim, pad, max_rows))
         # Copy the structure: the caller may change its containers and drop its tensors.
         self._arguments = {
             name: value
@@ -91,6 +84,11 @@ class CallLayout:
             for index, target in enumerate(self._targets)
             if isinstance(target, StaticBuffer)
         ]
+        self._whole = [
+            (index, target)
+            for index, target in enumerate(self._targets)
+            if isinstance(target, WholeBuffer)
+        ]
         if not self._buffers:
             raise ConfigError(
                 "no argument has a batch dimension (each is static or has batch_dims None), so "
@@ -101,27 +99,34 @@ class CallLayout:
 
     def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of a call, in the same order as the first call's."""
-        named = self._named(args, kwargs)
+        named = self.named(args, kwargs)
         if named.keys() != self._arguments.keys():
             raise BatchError(
                 f"called with arguments {list(named)}, but captured with {list(self._arguments)}; "
                 "pass the same arguments on every call"
             )
-        values = []
-        paths = []
+        values: list[Any] = []
+        paths: list[str] = []
+        types: list[tuple[str, list[type]]] = []
         for name in self._arguments:
             value = named[name]
             if isinstance(value, torch.Tensor):
-                values.append(value)
                 paths.append(name)
+                values.append(value)
             else:
-                for path, leaf in leaves_with_path(value, name):
-                    values.append(leaf)
-                    paths.append(path)
+                containers: list[type] = []
+                flatten(value, name, paths, values, containers)
+                if containers:
+                    types.append((name, containers))
         if paths != self._paths:
             raise BatchError(
                 f"the arguments have a different structure than at capture: {paths} instead of "
                 f"{self._paths}"
+            )
+        if types != self._types:
+            raise BatchError(
+                f"the arguments have other containers than at capture: {_shown(types)} instead of "
+                f"{_shown(self._types)}; pass the same types on every call"
             )
         return values
 
@@ -144,6 +149,8 @@ class CallLayout:
                     f"{buffer.batch_dim}, but {first!r} has {rows}; if it has no batch dimension, "
                     "say so in batch_dims"
                 )
+        for index, whole in self._whole:
+            whole.check(values[index])
         assert rows is not None
         if rows == 0:
             raise BatchError(f"the batch is empty: {first!r} has 0 rows; skip the call")
@@ -154,7 +161,7 @@ class CallLayout:
         for path, target, value in zip(self._paths, self._targets, values, strict=True):
             if isinstance(target, StaticBuffer):
                 target.fill(value, size)
-            elif isinstance(target, _WholeBuffer):
+            elif isinstance(target, WholeBuffer):
                 target.fill(value)
             else:
                 compare_leaf(path, target, value)
@@ -169,7 +176,7 @@ class CallLayout:
             if isinstance(target, StaticBuffer):
                 rows = value.shape[target.batch_dim]
                 value.copy_(target.view(size).narrow(target.batch_dim, 0, rows))
-            elif isinstance(target, _WholeBuffer):
+            elif isinstance(target, WholeBuffer):
                 value.copy_(target.tensor)
 
     def check_separate(
@@ -179,24 +186,23 @@ class CallLayout:
         written_state: Container[int],
         read_state: Container[int],
     ) -> None:
-        """Raise if arguments share memory with memory the callable writes, or are written and
-        share memory with memory it reads.
+        """Raise if an argument overlaps other memory of the call, and one of the two is written.
 
         A graph works on copies, which share no memory. ``written``: arguments, by position; the
         others: memory outside the arguments, by ``storage_id``.
         """
         writes = set(written)
-        spans = {i: _span(value) for i, value in enumerate(values) if _has_memory(value)}
+        spans = {i: span(value) for i, value in enumerate(values) if _has_memory(value)}
         for index, target in enumerate(self._targets):
-            if not isinstance(target, (StaticBuffer, _WholeBuffer)):
+            if not isinstance(target, (StaticBuffer, WholeBuffer)):
                 continue
             storage = storage_id(values[index])
             other = "memory" if storage in written_state else ""
             if index in writes and storage in read_state:
                 other = "memory"
-            for position, span in spans.items():
+            for position, other_span in spans.items():
                 one_is_written = position in writes or index in writes
-                if position != index and one_is_written and _overlap(spans[index], span):
+                if position != index and one_is_written and overlap(spans[index], other_span):
                     other = f"argument {self._paths[position]!r}"
             if other:
                 raise BatchError(
@@ -212,7 +218,7 @@ class CallLayout:
         for target, value in zip(self._targets, values, strict=True):
             if isinstance(target, StaticBuffer):
                 target.fill_repeated(value, size)
-            elif isinstance(target, _WholeBuffer):
+            elif isinstance(target, WholeBuffer):
                 target.fill(value)
 
     def varies(self, values: Sequence[Any], *, floats: bool) -> bool:
@@ -228,6 +234,15 @@ class CallLayout:
         for index, buffer in self._free_buffers:
             if values[index].is_floating_point():
                 buffer.vary_padding(values[index], size, noise)
+
+    def fill_far_off(
+        self, values: Sequence[Any], size: int, distance: float, *, padding: bool = False
+    ) -> None:
+        """Like ``fill``, with floating-point rows far from 0; ``padding``: padding rows too."""
+        self.fill(values, size)
+        for index, buffer in self._free_buffers:
+            if values[index].is_floating_point():
+                buffer.fill_far_off(values[index], size, distance, padding=padding)
 
     def fill_with_row(
         self, values: Sequence[Any], size: int, row: int, padding: int | None = None
@@ -256,13 +271,17 @@ class CallLayout:
     def has_chosen_padding(self) -> bool:
         return bool(self._chosen_padding)
 
+    def fingerprint(self, values: Sequence[Any]) -> tuple[int, ...]:
+        """Numbers that differ for most batches with other contents. Synchronises."""
+        return tuple(fingerprint(values[index]) for index, _ in self._buffers)
+
     def differs_from_padding(self, values: Sequence[Any]) -> bool:
         """Whether confusing a row of this batch with padding would show in the results."""
         return any(buffer.differs_from_padding(values[index]) for index, buffer in self._buffers)
 
     def has_distinct_rows(self, values: Sequence[Any]) -> bool:
-        """Whether confusing two rows of this batch would show in the results."""
-        return any(buffer.has_distinct_rows(values[index]) for index, buffer in self._buffers)
+        """Whether confusing two rows of this batch would show, whichever argument is read."""
+        return all(buffer.has_distinct_rows(values[index]) for index, buffer in self._buffers)
 
     def written_by(self, storages: Iterable[int]) -> tuple[int, ...]:
         """The leaves whose buffers are among ``storages`` (``storage_id`` numbers)."""
@@ -270,13 +289,13 @@ class CallLayout:
         return tuple(
             index
             for index, target in enumerate(self._targets)
-            if isinstance(target, (StaticBuffer, _WholeBuffer)) and target.storage_id in found
+            if isinstance(target, (StaticBuffer, WholeBuffer)) and target.storage_id in found
         )
 
     @property
     def storages(self) -> frozenset[int]:
         """The memory of all buffers."""
-        held = (StaticBuffer, _WholeBuffer)
+        held = (StaticBuffer, WholeBuffer)
         return frozenset(t.storage_id for t in self._targets if isinstance(t, held))
 
     def name_of(self, storage: int, values: Sequence[Any]) -> str | None:
@@ -287,19 +306,17 @@ class CallLayout:
         return None
 
     def static_call(self, size: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as graphs of ``size`` rows see them: views of static memory."""
-        return self._call(lambda buffer: buffer.view(size))
+        """The arguments as graphs of ``size`` rows see them: views of static memory.
 
-    def _call(
-        self, tensor_of: Callable[[StaticBuffer], torch.Tensor]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        Containers and views are new each time: a call may change them, or keep something in them.
+        """
         targets = iter([t for t in self._targets if not _is_constant(t)])
 
         def replace(original: torch.Tensor) -> torch.Tensor:
             target = next(targets)
             if isinstance(target, StaticBuffer):
-                return tensor_of(target)
-            return target.tensor if isinstance(target, _WholeBuffer) else original
+                return target.view(size).detach()
+            return target.tensor.detach() if isinstance(target, WholeBuffer) else original
 
         values = [map_tensors(replace, value) for value in self._arguments.values()]
         keywords = dict(zip(self._keywords, values[self._num_args :], strict=True))
@@ -322,10 +339,11 @@ class CallLayout:
 
     @property
     def num_bytes(self) -> int:
-        held = (StaticBuffer, _WholeBuffer)
+        held = (StaticBuffer, WholeBuffer)
         return sum(target.num_bytes for target in self._targets if isinstance(target, held))
 
-    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name."""
         named = {
             self._names[index] if index < len(self._names) else f"args[{index}]": value
             for index, value in enumerate(args)
@@ -341,22 +359,17 @@ class CallLayout:
 
 def _target(
     path: str, leaf: Any, batch_dim: BatchDim, padding: float, max_rows: int
-) -> StaticBuffer | _WholeBuffer | TensorSpec | Any:
+) -> StaticBuffer | WholeBuffer | TensorSpec | Any:
     if not isinstance(leaf, torch.Tensor):
         return fixed(path, leaf)
-    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
-        kind = "nested" if leaf.is_nested else str(leaf.layout)
-        kind = "quantized" if leaf.is_quantized else kind
-        raise ConfigError(
-            f"argument {path!r} is a {kind} tensor, which has no rows at fixed addresses; pass a "
-            "dense one (to_dense(), to_padded_tensor(), dequantize())"
-        )
+    if kind := unsupported_kind(leaf):
+        raise ConfigError(f"argument {path!r} is {kind}")
     if batch_dim == "static":
         return TensorSpec.of(leaf)
     if leaf.requires_grad and torch.is_grad_enabled():
         raise _autograd(path)
     if batch_dim is None:
-        return _WholeBuffer(path, leaf)
+        return WholeBuffer(path, leaf)
     if leaf.dim() == 0:
         raise ConfigError(
             f"argument {path!r} is a scalar tensor and has no batch dimension; set its "
@@ -369,18 +382,12 @@ def _has_memory(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 0
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The memory range of a tensor: its storage, first byte, and end (exclusive)."""
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    return storage_id(tensor), start, start + spanned_bytes(tensor)
-
-
-def _overlap(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
-    return a[0] == b[0] and a[1] < b[2] and b[1] < a[2]
+def _shown(types: Sequence[tuple[str, list[type]]]) -> str:
+    return ", ".join(f"{kind.__name__} in {name!r}" for name, kinds in types for kind in kinds)
 
 
 def _is_constant(target: Any) -> bool:
-    return not isinstance(target, (StaticBuffer, _WholeBuffer, TensorSpec))
+    return not isinstance(target, (StaticBuffer, WholeBuffer, TensorSpec))
 
 
 def _autograd(name: str) -> BatchError:

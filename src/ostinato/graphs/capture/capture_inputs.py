@@ -24,7 +24,7 @@ class TokenBuffers:
     ``query_start_loc`` [max_num_seqs + 1], ``seq_lens`` and ``dcp_local_seq_lens`` [max_num_seqs];
     ``block_tables`` one [max_num_seqs, blocks] each and ``slot_mappings`` [groups, max_tokens] per
     KV cache group; ``positions`` [max_tokens] or [3, max_tokens] (M-RoPE); tokens either as
-    ``input_ids`` [max_tokens] or as ``inputs_embeds`` [max_tokens, hidden].
+    ``input_ids`` [max_tokens] or as ``inputs_embeds`` [max_tokens, hidden]; the other is None.
     """
 
     query_start_loc: torch.Tensor
@@ -47,7 +47,7 @@ class CaptureInputs:
 
     ``num_reqs``, ``num_tokens``: padded. ``max_query_len``: tokens of each request; the last may
     have more. ``max_seq_len``: the model's limit. ``uniform_decode``: the shape is a decode batch.
-    ``attn_metadata``: the result of ``build_attn_metadata``.
+    ``attn_metadata``: the result of ``build_attn_metadata``; None without it.
 
     The tensors are ``query_start_loc``, ``seq_lens``, ``dcp_local_seq_lens``, ``block_tables``,
     ``slot_mappings``, ``positions``, and ``input_ids`` or ``inputs_embeds``.
@@ -80,7 +80,7 @@ def prepare_inputs_to_capture(
     """Lay out ``entry``'s padded batch in the buffers and slice them to its size.
 
     ``plan``: the plan of ``entry``. ``max_model_len``: becomes ``max_seq_len``.
-    ``build_attn_metadata``: builds attention's metadata from the result.
+    ``build_attn_metadata``: builds attention's metadata from the result; None: there is none.
     """
     num_tokens = entry.descriptor.num_tokens
     if entry.descriptor.uniform:

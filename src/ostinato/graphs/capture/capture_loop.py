@@ -141,7 +141,8 @@ class CaptureLoop:
                 entry,
                 CaptureError(
                     "the forward ran, but captured nothing: nothing in it is wrapped for "
-                    f"{entry.mode.name} (CUDAGraphWrapper), so this size would always run eagerly"
+                    f"{entry.mode.name}, so this size would always run eagerly; wrap the model or "
+                    f"its pieces in CUDAGraphWrapper(..., CUDAGraphMode.{entry.mode.name})"
                 ),
             )
             return

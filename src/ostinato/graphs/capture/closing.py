@@ -5,8 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 from weakref import WeakMethod
+
+R = TypeVar("R")
 
 
 class Owner:
@@ -28,14 +30,17 @@ class Owner:
         self.close()
 
 
-def weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """``method`` without a reference to its object, which is freed as soon as it is dropped."""
+def weakly(method: Callable[[], R]) -> Callable[[], R]:
+    """``method`` without a reference to its object, which is freed as soon as it is dropped.
+
+    For parts of that object, which are used while it is there.
+    """
     kept = WeakMethod(method)
 
-    def call() -> None:
+    def call() -> R:
         bound = kept()
-        assert bound is not None, "what calls back is inside a call of the object"
-        bound()
+        assert bound is not None, "a part is used while its object is there"
+        return bound()
 
     return call
 

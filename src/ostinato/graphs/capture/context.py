@@ -24,7 +24,8 @@ class ForwardContext:
 
     ``cudagraph_runtime_mode``: NONE, PIECEWISE or FULL. ``batch_descriptor``: the key of its graph;
     needed unless the mode is NONE. ``attn_metadata``, ``slot_mapping``: for attention, in any form.
-    ``num_tokens_across_dp``: padded tokens of each data-parallel rank, [ranks] on the CPU.
+    ``num_tokens_across_dp``: padded tokens of each data-parallel rank, [ranks] on the CPU. None:
+    the batch has no such thing.
     """
 
     cudagraph_runtime_mode: CUDAGraphMode

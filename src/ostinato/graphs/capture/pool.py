@@ -108,7 +108,7 @@ class GraphPool(Owner):
 
     ``lazy_capture``: graphs may be captured at any time, not only at start-up. ``generators``:
     random generators of the ``device`` that graphs draw from, besides its default one.
-    ``offloader``: called around captures and replays (``WeightOffloader``).
+    ``offloader``: called around captures and replays (``WeightOffloader``); None: there is none.
 
     A pool may be used on different CUDA streams in turn (``follow_stream``). Two pools may be used
     on two streams at the same time: they share no memory, not even library workspaces.

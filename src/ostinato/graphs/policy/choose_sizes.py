@@ -8,7 +8,7 @@ the observed batches into intervals, and each interval costs as much as its uppe
 
 With cumulative counts of steps this is the minimum of lines at ``replay(j)``, and their slopes fall
 with ``i``: the lower hull of the lines answers it in logarithmic time. The result is exact for any
-costs, also where a larger graph is faster than a smaller one.
+costs, even where a larger graph is faster than a smaller one.
 """
 
 from __future__ import annotations
@@ -70,10 +70,13 @@ class GraphLimits:
     max_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_graphs", "max_bytes", "max_seconds"):
+        for name in ("max_graphs", "max_bytes"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-                raise ConfigError(f"{name} must be a number of at least 0, got {value!r}")
+            if value is not None and (type(value) is not int or value < 0):
+                raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}")
+        seconds = self.max_seconds
+        if seconds is not None and not (type(seconds) in (int, float) and 0 <= seconds < math.inf):
+            raise ConfigError(f"max_seconds must be a number of at least 0, got {seconds!r}")
 
 
 def choose_sizes(kinds: Sequence[BatchKind], limits: GraphLimits) -> list[tuple[int, ...]]:

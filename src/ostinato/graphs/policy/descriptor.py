@@ -111,14 +111,15 @@ class Reason(Enum):
     NOT_CAPTURED = "the graph for this size is not captured yet"
     CAPTURE_FAILED = "the capture of this size failed and eager fallback was allowed"
     DISABLED = "the graph was disabled"
-    UNVERIFIED = "the graph was compared with this eager call, and the result is not clear yet"
-    DIFFERS_FROM_EAGER = "the graph gives another result than eager, and eager fallback was allowed"
+    UNVERIFIED = "the comparison of the graph with eager calls has no result yet"
+    DIFFERS_FROM_EAGER = "the graph's result differs from eager, and eager fallback was allowed"
     QUARANTINED = "a shadow run found that the graph differs from eager (verify)"
     EAGER_ON_ANOTHER_RANK = "another rank of the same step runs its batch eagerly"
     NO_COMMON_SIZE = "no size that all ranks have graphs for fits the largest of their batches"
 
     @property
     def is_eager(self) -> bool:
+        """Whether a batch with this reason runs without a graph."""
         return self not in (
             Reason.UNIFORM_DECODE,
             Reason.MIXED,

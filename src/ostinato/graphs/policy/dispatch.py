@@ -174,7 +174,7 @@ class Dispatcher:
             if entry in self._captured:
                 return self._graph_choice(entry, reason, query_len)
             if self._refused.get(entry) is Reason.QUARANTINED:
-                return Reason.QUARANTINED  # what is wrong with it may be wrong with the next, too
+                return Reason.QUARANTINED  # what is wrong with it may be wrong with the next too
             first_refusal = first_refusal or self._refused.get(entry, Reason.NOT_CAPTURED)
         return first_refusal or fallback
 

@@ -16,7 +16,7 @@ class GraphMemory:
     themselves, nodes and parameters. ``buffers``: outputs of FULL graphs. ``workspaces``: scratch
     memory of libraries that graphs call. ``communicator``: buffers for collectives, taken when the
     ranks connect. ``driver``: the rest, such as code of kernels that a capture loads. It is what
-    the device has less than before: what other processes take meanwhile is in it, too.
+    the device has less than before: it includes what other processes take in the meantime.
     """
 
     pool: int = 0
@@ -42,9 +42,9 @@ class GraphMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphMemoryReport:
-    """The memory of an engine's graphs: as estimated before their capture, and as it is.
+    """The memory of an engine's graphs: ``estimated`` before their capture, and ``taken`` since.
 
-    ``budget``: the most that was allowed (``graph_memory``), if it was limited. ``dropped_decode``
+    ``budget``: the most that was allowed (``graph_memory``); None: no limit. ``dropped_decode``
     and ``dropped_mixed``: sizes that were left out of the plan for it, in numbers of tokens.
     """
 
@@ -58,14 +58,14 @@ class GraphMemoryReport:
     def is_as_estimated(self) -> bool:
         """Whether both totals differ by at most 32 MiB or a tenth of what was taken.
 
-        Without ``driver``, which nobody can know before.
+        Leaves out ``driver``, which cannot be estimated.
         """
         return abs(self._more_than_estimated) <= self._most_off
 
     @property
     def is_within_estimate(self) -> bool:
-        """Whether the graphs took no more than that. Less is no harm, and usual in a process that
-        had graphs before: its libraries' workspaces exist, and CUDA's driver kept memory.
+        """Whether the graphs took no more than that. Taking less is normal in a process that
+        captured graphs before: its libraries' workspaces exist, and CUDA's driver kept memory.
         """
         return self._more_than_estimated <= self._most_off
 

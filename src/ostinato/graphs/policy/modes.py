@@ -53,12 +53,14 @@ class CUDAGraphMode(Enum):
 
     @classmethod
     def parse(cls, value: str | CUDAGraphMode) -> CUDAGraphMode:
-        """Parse a mode name, ignoring case. An unknown name raises and lists the known ones."""
+        """The mode that ``value`` names, ignoring case. An unknown name raises and lists them."""
         if isinstance(value, cls):
             return value
         known = ", ".join(mode.name for mode in cls)
         if not isinstance(value, str):
-            raise ConfigError(f"graph mode must be text or CUDAGraphMode, got {value!r}: {known}")
+            raise ConfigError(
+                f"graph mode must be text or CUDAGraphMode, got {value!r}; choose one of {known}"
+            )
         try:
             return cls(value.strip().lower())
         except ValueError:
@@ -82,18 +84,24 @@ class CUDAGraphMode(Enum):
         return frozenset({cls.NONE, cls.PIECEWISE, cls.FULL})
 
     def is_valid_runtime_mode(self) -> bool:
+        """Whether one batch can run under this mode: it is not a pair."""
         return not self.separate_routine()
 
     def has_mode(self, mode: CUDAGraphMode) -> bool:
         """Whether any batch can run under the runtime mode ``mode``."""
         if mode.separate_routine():
-            raise ConfigError(f"has_mode takes a runtime mode; {mode.name} is a pair of them")
+            raise ConfigError(
+                f"has_mode takes a runtime mode, and {mode.name} is a pair of them; ask for its "
+                "decode_mode() or mixed_mode()"
+            )
         return mode in (self.decode_mode(), self.mixed_mode())
 
     def has_full_cudagraphs(self) -> bool:
+        """Whether any batch runs as one graph."""
         return self.has_mode(CUDAGraphMode.FULL)
 
     def has_piecewise_cudagraphs(self) -> bool:
+        """Whether any batch runs as graphs around attention."""
         return self.has_mode(CUDAGraphMode.PIECEWISE)
 
     def requires_piecewise_compilation(self) -> bool:
@@ -114,7 +122,10 @@ class CUDAGraphMode(Enum):
     def rank(self) -> int:
         """Order of runtime modes: NONE < PIECEWISE < FULL."""
         if not self.is_valid_runtime_mode():
-            raise ConfigError(f"{self.name} is a pair of modes and has no rank")
+            raise ConfigError(
+                f"{self.name} is a pair of modes and has no rank; take its decode_mode() or "
+                "mixed_mode()"
+            )
         return (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL).index(self)
 
 
@@ -136,13 +147,13 @@ class AttentionCGSupport(IntEnum):
 
     @classmethod
     def weakest(cls, supports: Iterable[AttentionCGSupport]) -> AttentionCGSupport:
-        """The support of a model with several attention backends: the weakest one's."""
+        """The least of ``supports``: what a model with several attention backends has."""
         return min(supports, default=cls.ALWAYS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedMode:
-    """The ``mode`` in force, the one ``requested``, and the ``reason`` why they differ, if so."""
+    """The ``mode`` in force, the one ``requested``, and the ``reason`` why they differ, or None."""
 
     mode: CUDAGraphMode
     requested: CUDAGraphMode

@@ -158,7 +158,10 @@ class CapturePlan:
         mixed = sizes if mixed_sizes is None else mixed_sizes
         uneven = [size for size in sorted({*sizes, *mixed}) if size % token_multiple]
         if uneven:
-            raise ConfigError(f"sizes {uneven} are not multiples of {token_multiple}")
+            raise ConfigError(
+                f"sizes {uneven} are not multiples of {token_multiple}, the number of ranks that "
+                "share the tokens of a batch; round them up"
+            )
         draft = replace(
             self, sizes=sizes, mixed_sizes=mixed, token_multiple=token_multiple, entries=()
         )

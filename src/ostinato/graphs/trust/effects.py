@@ -15,10 +15,13 @@ import torch
 
 from ostinato.compat import OpOverload, TorchDispatchMode
 from ostinato.errors import CaptureError
+from ostinato.graphs.backends.ambient import others_captured_meanwhile
 from ostinato.graphs.capture.buffers import storage_id
 from ostinato.graphs.tree import tensors_in
 
 _CASTS = frozenset({torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default})
+# Positions among boundaries, which callables may use as indices.
+_TO_POSITIONS = frozenset(("bucketize", "searchsorted"))
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 # Declared as a write, but only autograd's view of the tensor changes. ``torch.tensor`` runs it.
 _WRITES_NO_MEMORY = frozenset({torch.ops.aten.detach_.default})
@@ -89,12 +92,12 @@ class EffectsProbe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        draw = _Draw.of(func, args, kwargs)
         if isinstance(func, OpOverload):
             for tensor in written_tensors(func, args, kwargs):
                 self._keep(tensor)
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                self.draws_random_numbers = True
-                self.keep_state_of(_generator(args, kwargs))
+            if draw is not None:
+                self.keep_state_of(draw.generator)
             if func in _CASTS:
                 target = args[0] if func is torch.ops.aten.copy_.default else kwargs.get("dtype")
                 source = args[-1] if func is torch.ops.aten.copy_.default else args[0]
@@ -103,6 +106,7 @@ class EffectsProbe(TorchDispatchMode):
             integers = [tensor for tensor in tensors_in(args) if _is_integer(tensor)]
             name = func._schema.name.removeprefix("aten::").rstrip("_")
             self._needs_probabilities |= name in _OF_PROBABILITIES
+            self._casts_to_integers |= name in _TO_POSITIONS
             # A custom operator may do anything with integers.
             indexes = name in _INDEXING or func.namespace != "aten"
             self._indexes |= indexes and bool(integers)
@@ -110,6 +114,7 @@ class EffectsProbe(TorchDispatchMode):
             self._computes_integers |= name in _SUMS and bool(together)
             self._computes_integers |= name in _ARITHMETIC and len(together) > 1
         result = func(*args, **kwargs)
+        self.draws_random_numbers |= draw is not None and draw.happened
         # What torch.tensor copied from a Python value is new; from_numpy's memory is the array's.
         fresh = func is _LIFT_FRESH and args[0].untyped_storage().resizable()
         given = {storage_id(tensor) for tensor in tensors_in((args, kwargs)) if not fresh}
@@ -232,7 +237,8 @@ class SeedingProbe(TorchDispatchMode):
 
     def _check(self) -> None:
         for generator, state in zip(self._generators, self._states, strict=True):
-            if not torch.equal(generator.get_state(), state):
+            same = torch.equal(generator.get_state(), state)
+            if not same and not others_captured_meanwhile():
                 raise CaptureError(
                     f"a random generator of {generator.device} is seeded, or its state set, inside "
                     "the call, which a replay would not repeat; seed it between calls"
@@ -256,15 +262,37 @@ class FixedDraws(TorchDispatchMode):
         return False  # as in EffectsProbe
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        draw = _Draw.of(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, OpOverload):
-            if func is torch.ops.aten.native_dropout.default:
-                result[0].copy_(args[0])
-                result[1].fill_(True)
-            elif torch.Tag.nondeterministic_seeded in func.tags:
-                for tensor in tensors_in(result):
-                    tensor.fill_(0.5 if tensor.is_floating_point() else 0)
+        if draw is None or not draw.happened:
+            return result
+        if func is torch.ops.aten.native_dropout.default:
+            result[0].copy_(args[0])
+            result[1].fill_(True)
+        else:
+            for tensor in tensors_in(result):
+                tensor.fill_(0.5 if tensor.is_floating_point() else 0)
         return result
+
+
+class _Draw:
+    """A call that may draw random numbers. Attention draws some only where it has dropout."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self._before = generator.get_state()
+
+    @classmethod
+    def of(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> _Draw | None:
+        """For a call that is about to run; None if its operator never draws."""
+        if not isinstance(func, OpOverload) or torch.Tag.nondeterministic_seeded not in func.tags:
+            return None
+        return cls(_generator(args, kwargs))
+
+    @property
+    def happened(self) -> bool:
+        """Whether the call, which has run, drew any."""
+        return not torch.equal(self._before, self.generator.get_state())
 
 
 def _is_integer(thing: Any) -> bool:

@@ -15,11 +15,14 @@ import torch
 
 from ostinato.errors import OstinatoError
 from ostinato.graphs.capture.call_layout import CallLayout
-from ostinato.graphs.trust.agreement import same_bits
+from ostinato.graphs.trust.comparison import same_bits
 
 # Spread of the noise in padding rows: none (rows of the batch), then to both sides, so that any
 # sort or comparison across rows changes for at least one of them.
 _NOISE = (0.0, 3.0, -3.0)
+# Distance of real rows from 0, to either side: next to these, padding rows of 0 are the smallest or
+# the largest rows, and the only ones to fail or to pass a test (``(x > 0).all()``).
+_FAR_OFF = (30.0, -30.0)
 
 
 class PaddingTrial:
@@ -49,15 +52,14 @@ class PaddingTrial:
         for as_captured, others in self._arrangements():
             first = self._result_of(as_captured)
             for other in others:
-                try:
-                    index = _first_difference(first, self._result_of(other))
-                except OstinatoError:
-                    raise
-                except (RuntimeError, IndexError):
-                    continue  # an operator rejects such numbers
+                result = self._result_of(other)
+                if first is None or result is None:
+                    continue
+                index = _first_difference(first, result)
                 if index is None:
                     continue
-                repeats = _first_difference(first, self._result_of(as_captured)) is None
+                again = self._result_of(as_captured)
+                repeats = again is not None and _first_difference(first, again) is None
                 return index if repeats else None  # a nondeterministic result proves nothing
         return None
 
@@ -68,15 +70,24 @@ class PaddingTrial:
             noises = _NOISE if self._with_noise else _NOISE[:1]
             vary = partial(layout.vary_padding, values, size)
             yield partial(layout.fill, values, size), [partial(vary, noise) for noise in noises]
+            for distance in _FAR_OFF if self._with_noise else ():
+                fill = partial(layout.fill_far_off, values, size, distance)
+                yield fill, [partial(fill, padding=True)]
         if self._with_other_rows and layout.varies(values, floats=False):
             extremes = layout.extreme_rows(values)
             for row in extremes:
                 fill = partial(layout.fill_with_row, values, size, row)
                 yield fill, [partial(fill, padding=other) for other in extremes]
 
-    def _result_of(self, arrange: Callable[[], Any]) -> list[torch.Tensor]:
+    def _result_of(self, arrange: Callable[[], Any]) -> list[torch.Tensor] | None:
+        """The result for rows like these; None if an operator rejects such numbers."""
         arrange()
-        return [tensor.clone() for tensor in self._replay()]
+        try:
+            return [tensor.clone() for tensor in self._replay()]
+        except OstinatoError:
+            raise
+        except (RuntimeError, IndexError):
+            return None
 
 
 def _first_difference(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> int | None:

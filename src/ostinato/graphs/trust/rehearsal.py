@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from ostinato.compat import parametrized_weights_are_cached
 from ostinato.errors import CaptureError
 from ostinato.graphs.capture.signature import is_fixed, same_value
 from ostinato.graphs.tree import leaves_with_path, map_tensors
-from ostinato.graphs.trust.agreement import Agreement, differences, same_bits
+from ostinato.graphs.trust.comparison import Agreement, differences, same_bits
 from ostinato.graphs.trust.effects import EffectsProbe, SeedingProbe
 from ostinato.graphs.trust.watched_state import WatchedState, show
 
@@ -53,6 +54,11 @@ class Rehearsal:
         if self._watch is not None:
             self._before = self._watch()
         first = self._run(self.effects)
+        if parametrized_weights_are_cached():
+            raise CaptureError(
+                "a capture was started inside torch.nn.utils.parametrize.cached(), so the graph "
+                "would keep the weights cached there; call it outside of cached() first"
+            )
         if self._watch is not None:
             # The first run may create state, such as a cache. Later runs must keep it.
             self._watched = self._watch()

@@ -7,9 +7,11 @@ bound objects and containers. It does not enter library functions or large conta
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import sys
 import types
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 # Packages whose objects are not entered. A logger's level, for one, affects nothing in a graph.
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "builtins", "logging", "ostinato"})
 _LIBRARIES_OF_FUNCTIONS = _LIBRARIES | sys.stdlib_module_names | {"transformers"}
+_CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque)
 _DEEPEST = 6
 _MOST_ITEMS = 1000  # larger containers are not entered
 
@@ -98,6 +101,30 @@ class _Slots(MutableMapping[str, Any]):
         return sum(1 for _ in self)
 
 
+class _Read(Mapping[str, Any]):
+    """What a call returns, as a mapping: what a weak reference refers to, a copy of a set, ..."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self._read = read
+        self._last: Any = None
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._read()
+        # A copy of unchanged contents is the same object each time: values are compared by id.
+        if type(value) not in (bytes, frozenset) or value != self._last:
+            self._last = value
+        return self._last
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Does nothing: what a run put there cannot be taken back."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("value",))
+
+    def __len__(self) -> int:
+        return 1
+
+
 class Length(Mapping[str, int]):
     """The length of a container, as a mapping."""
 
@@ -163,7 +190,7 @@ class StateWalk:
             yield from self._module(value, f"{path}." if path else "", depth)
         elif isinstance(value, types.FunctionType):
             yield from self._code(value, depth)
-        elif isinstance(value, (dict, list, tuple, deque)) and not isinstance(value, torch.Size):
+        elif isinstance(value, _CONTAINERS) and not isinstance(value, torch.Size):
             yield from self._items(value, path, depth)
         elif _is_bound_method(value):
             yield from self._enter(value.__self__, path or "self", depth)
@@ -172,8 +199,16 @@ class StateWalk:
             yield from self._enter(value.func, path, depth)
             yield from self._items(value.args, f"{path or 'partial'}.args", depth)
             yield from self._items(value.keywords, f"{path or 'partial'}.keywords", depth)
-        elif isinstance(value, set):
-            yield Slot(f"the number of items in {path}", Length(value), "length")
+        elif isinstance(value, (set, frozenset)):
+            yield from self._items_of_set(value, path, depth)
+        elif isinstance(value, weakref.ref):
+            yield from self._slot(f"what {path} refers to", _Read(value), "value", path, depth)
+        elif isinstance(value, contextvars.ContextVar):
+            read = functools.partial(value.get, None)
+            name = f"context variable {value.name!r}"
+            yield from self._slot(name, _Read(read), "value", value.name, depth)
+        elif (contents := _bytes_of(value)) is not None:
+            yield Slot(f"contents of {path}", _Read(contents), "value")
         elif isinstance(value, type):
             yield from self._class(value, depth)
         elif _is_object(value):
@@ -261,13 +296,24 @@ class StateWalk:
         yield Slot(f"the number of attributes{where}", Length(values), "length")
 
     def _items(self, container: Any, path: str, depth: int) -> Iterator[Slot]:
-        keys = list(container) if isinstance(container, dict) else range(len(container))
+        keyed = isinstance(container, (dict, types.MappingProxyType))
+        keys = list(container) if keyed else range(len(container))
         if len(keys) <= _MOST_ITEMS:
             for key in keys:
                 name = f"{path}[{key!r}]"
                 yield from self._slot(name, container, key, name, depth)
         if not isinstance(container, tuple):
             yield Slot(f"the number of items in {path}", Length(container), "length")
+
+    def _items_of_set(self, items: Any, path: str, depth: int) -> Iterator[Slot]:
+        if len(items) > _MOST_ITEMS:
+            yield Slot(f"the number of items in {path}", Length(items), "length")
+            return
+        if not isinstance(items, frozenset):
+            yield Slot(f"the set of items in {path}", _Read(lambda: frozenset(items)), "value")
+        for item in items:
+            if not isinstance(item, SCALARS):
+                yield from self._enter(item, f"an item of {path}", depth + 1)
 
     def _code(self, function: types.FunctionType, depth: int) -> Iterator[Slot]:
         """A function's closure, defaults, attributes, and the globals that its code names."""
@@ -295,6 +341,17 @@ class StateWalk:
                 yield from self._slot(f"global {path!r}", values, name, path, depth)
                 if _is_own_python_module(value) and depth < _DEEPEST:
                     yield from self._globals(vars(value), f"{path}.", names, depth + 1)
+
+
+def _bytes_of(value: Any) -> Callable[[], bytes] | None:
+    """Reads the bytes of a small array: NumPy's, ``array.array``, ``bytearray``."""
+    if isinstance(value, (bytes, torch.Tensor)):
+        return None
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return None
+    return (lambda: memoryview(value).tobytes()) if view.nbytes <= 8 * _MOST_ITEMS else None
 
 
 def _is_bound_method(value: Any) -> bool:

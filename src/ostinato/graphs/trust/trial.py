@@ -20,7 +20,8 @@ from ostinato.graphs.capture.output_layout import OutputLayout
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
 from ostinato.graphs.tree import leaves_with_path, map_tensors, tensors_in
-from ostinato.graphs.trust.agreement import Agreement, compare, differences
+from ostinato.graphs.trust.argument_watch import ArgumentWatch
+from ostinato.graphs.trust.comparison import Agreement, compare, differences
 from ostinato.graphs.trust.effects import EffectsProbe, FixedDraws
 from ostinato.graphs.trust.padding_trial import PaddingTrial
 from ostinato.graphs.trust.watched_state import WatchedState
@@ -55,11 +56,16 @@ class Trial:
         self._args, self._kwargs = map_tensors(pool.kept, call)
         self.values = layout.values(self._args, self._kwargs)
         self._effects = EffectsProbe()
+        watch = ArgumentWatch(layout.named(self._args, self._kwargs))
         with self._effects:
             result = function(*self._args, **self._kwargs)
         self._reference = map_tensors(torch.clone, result)
         self._after = self._effects.contents()
         self._effects.restore()
+        try:
+            watch.check()
+        finally:
+            watch.put_back()
 
     def undo(self) -> None:
         """Restore the state before the call."""
@@ -101,7 +107,7 @@ class Trial:
             outputs = None  # it may not apply: squeeze() drops a dimension for one row
         agreement = Agreement.SAME
         if self.draws_random_numbers:
-            self._compare_draws(outputs)
+            agreement = self._compare_draws(outputs)
         else:
             exact = not self._effects.sees_floats
             result = self._cut(self._graph.output, outputs)
@@ -137,8 +143,8 @@ class Trial:
             worst = max(worst, agreement)
         return worst
 
-    def _compare_draws(self, outputs: OutputLayout | None) -> None:
-        """Raise if the results of a call that draws random numbers differ.
+    def _compare_draws(self, outputs: OutputLayout | None) -> Agreement:
+        """Compare the results of a call that draws random numbers; raise if they differ.
 
         The numbers a row draws depend on the batch size. So the graph is compared with an eager
         call of the same padded size, and the two sizes are compared with draws held fixed.
@@ -147,11 +153,13 @@ class Trial:
         padded = self._run_eagerly(*static)
         self._layout.fill(self.values, self._size)
         self._pool.replay(self._graph.tape)
-        self._agreement(self._graph.output, padded, self._size, exact=False)
+        agreement = self._agreement(self._graph.output, padded, self._size, exact=False)
         if self._rows < self._size:
             real = self._run_eagerly(self._args, self._kwargs, draws=FixedDraws())
             padded = self._run_eagerly(*static, draws=FixedDraws())
-            self._agreement(self._cut(padded, outputs), real, self._rows, exact=False)
+            result = self._cut(padded, outputs)
+            agreement = max(agreement, self._agreement(result, real, self._rows, exact=False))
+        return agreement
 
     def _run_eagerly(self, args: Any, kwargs: Any, draws: FixedDraws | None = None) -> Any:
         self.undo()

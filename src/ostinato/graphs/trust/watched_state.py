@@ -91,6 +91,7 @@ class WatchedState:
         self._positions = list(range(len(self._tensors)))
         self._shapes = [tensor.shape for tensor in self._tensors]
         self._turn = -1
+        self._plain: _Plain | None = None
         self._remember()
 
     def _remember(self) -> None:
@@ -138,7 +139,10 @@ class WatchedState:
         The callable sets them itself, for example to the number of rows, so they do not make its
         graphs stale.
         """
-        return [item.slot.name for item in self.replaced() if _is_plain(item.was)]
+        if self._plain is None:
+            self._plain = _Plain(self._slots, self._values)
+        changed = [slot.name for slot, was in self._plain.others() if not self._stays(slot, was)]
+        return [*changed, *(item.slot.name for item in self._switched())]
 
     def without(self, names: Iterable[str]) -> WatchedState:
         """A new watch on the same callable that ignores these names."""
@@ -158,11 +162,15 @@ class WatchedState:
             for slot, was in zip(self._slots, self._values, strict=True)
             if not self._stays(slot, was)
         ]
-        for (name, module), was in zip(self._modules, self._training, strict=True):
-            if module["training"] != was:
-                slot = Slot(f"attribute '{name}training'", module, "training")
-                found.append(Replaced(slot, was, not was))
-        return found
+        return [*found, *self._switched()]
+
+    def _switched(self) -> Iterator[Replaced]:
+        """Modules that were switched between training and evaluation."""
+        if [*map(_training, self._module_dicts)] != self._training:
+            for (name, module), was in zip(self._modules, self._training, strict=True):
+                if module["training"] != was:
+                    slot = Slot(f"attribute '{name}training'", module, "training")
+                    yield Replaced(slot, was, not was)
 
     def raise_if_replaced(self) -> None:
         for slot, was, now in self.replaced():
@@ -225,6 +233,26 @@ class _Group:
 
     def read(self) -> list[Any]:
         return [*_chain([get(container) for get, container in self._getters])]
+
+
+class _Plain:
+    """The slots with plain values, to find those that changed: every eager call looks twice."""
+
+    def __init__(self, slots: Sequence[Slot], values: Sequence[Any]) -> None:
+        pairs = zip(slots, values, strict=True)
+        self._pairs = [(slot, was) for slot, was in pairs if _is_plain(was)]
+        self._containers = [slot.container for slot, _ in self._pairs]
+        self._keys = [slot.key for slot, _ in self._pairs]
+        self._ids = [id(was) for _, was in self._pairs]
+
+    def others(self) -> list[tuple[Slot, Any]]:
+        """Slots that may have other values, and what they had."""
+        try:
+            now = map(operator.getitem, self._containers, self._keys)
+            same = [*map(id, now)] == self._ids
+        except (KeyError, IndexError, TypeError, ValueError):
+            same = False  # something was removed
+        return [] if same else self._pairs
 
 
 class _Pinned:

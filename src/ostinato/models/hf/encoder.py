@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
@@ -133,6 +134,11 @@ class HFEncoder:
         )
         return cls(model, max_position=max_position)
 
+    @property
+    def module(self) -> nn.Module:
+        module: nn.Module = self.model
+        return module
+
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, token_types: torch.Tensor
     ) -> torch.Tensor:
@@ -182,7 +188,7 @@ class HFEncoder:
                 self._find_head_pooling(ids, expected)
 
     def _number_positions(self, ids: torch.Tensor, expected: torch.Tensor, offset: int) -> None:
-        """Set ``first_position`` to what gives the model's own states, also in another row."""
+        """Set ``first_position`` to what gives the model's own states, even in another row."""
         count, row = len(ids), torch.cat([ids.flip(0), ids])
         for first in dict.fromkeys((0, offset)):
             positions = first + torch.arange(count, device=self.device)

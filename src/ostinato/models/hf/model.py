@@ -16,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PretrainedConfig
 
 from ostinato.attention.base import AttentionSpec
@@ -42,6 +43,7 @@ from ostinato.models.hf.replaced.modules import (
     make_quiet,
     model_errors_explained,
     own_copy,
+    tables_noted,
 )
 from ostinato.models.hf.specs import bind_specs
 from ostinato.models.hf.support import (
@@ -70,6 +72,8 @@ class HFCausalLM(CausalLM):
     auto: ClassVar[Any] = AutoModelForCausalLM
     mapping: ClassVar[Any] = MODEL_FOR_CAUSAL_LM_MAPPING
     kind: ClassVar[str] = "causal language model"
+
+    _num_ids: int | None = None  # if it can read fewer ids than its head has rows
 
     def __init__(self, model: Any, *, max_position: int) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -177,6 +181,11 @@ class HFCausalLM(CausalLM):
         """What runs transformers' ``model``, on ``device``."""
         return cls(model, max_position=longest_sequence(config, max_model_len))
 
+    @property
+    def module(self) -> nn.Module:
+        module: nn.Module = self.model
+        return module
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden_size], after the final norm."""
         outputs = self._decoder(
@@ -190,7 +199,8 @@ class HFCausalLM(CausalLM):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, vocab_size] in float32, scaled and capped as the model does."""
         logits: torch.Tensor = self._head(inputs_embeds=hidden.unsqueeze(0), use_cache=False).logits
-        return logits.squeeze(0).float()
+        logits = logits.squeeze(0).float()
+        return logits if self._num_ids is None else logits[:, : self._num_ids].contiguous()
 
     # --- checks at loading ----------------------------------------------------------------------
 
@@ -204,14 +214,18 @@ class HFCausalLM(CausalLM):
         with model_errors_explained(self._name):
             check_mixers(self._mixers, self.dtype)
             with set_forward_context(attn_metadata=apart):
-                own_numbering = self._learn_specs(ids)
+                with tables_noted(self.model, ids) as tables:
+                    own_numbering = self._learn_specs(ids)
                 hidden = self.forward(ids, positions)
                 backwards = self.forward(ids.flip(0), positions.flip(0)).flip(0)
                 logits = self.compute_logits(hidden)
                 row = {"input_ids": ids[None], "position_ids": positions[None]}
                 expected = self.model(**row, use_cache=False).logits.squeeze(0)
         self.hidden_size = hidden.shape[-1]
-        self.vocab_size = logits.shape[-1]
+        # Gemma 3n has a second table, with fewer rows: it cannot read its last tokens.
+        self.vocab_size = min([logits.shape[-1], *(table.num_embeddings for table in tables)])
+        if self.vocab_size < logits.shape[-1]:
+            self._num_ids = self.vocab_size
         if not logits.isfinite().all():
             raise ConfigError(
                 f"{self._name} gives NaN or infinite logits for the first few tokens in "

@@ -1,4 +1,4 @@
-"""Keeps messages of transformers out of the log that mislead here."""
+"""Keeps misleading messages of transformers out of the log."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ results.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -79,6 +80,12 @@ def _spec_of(
             f"{name} passes {sorted(unknown)} to attention in layer {layer}, which is not "
             "supported; it cannot be run"
         )
+    for what, value in (("scaling", scale), ("softcap", soft_cap)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(
+                f"{name} gives attention in layer {layer} the {what} {value}, which must be a "
+                "positive number; it cannot be run"
+            )
     if id(call.mask) not in windows:  # layers share a few masks
         windows[id(call.mask)] = _window_of(name, call, layer, max_position)
     head_dim = call.query.shape[3]

@@ -71,10 +71,20 @@ def check_config(
                 f"such layers that can: {', '.join(sorted(_RECURRENT_TYPES))}"
             )
     if not compat.can_replace_attention(model_class):
+        raise without_interface(name)
+    if not hasattr(config.get_text_config(), "num_hidden_layers"):
         raise ConfigError(
-            f"{name} does not use transformers' AttentionInterface, through which its attention is "
-            "replaced; it cannot be run"
+            f"the config of {name} has no num_hidden_layers; a model whose layers are not one "
+            "stack cannot be run"
         )
+
+
+def without_interface(name: str) -> ConfigError:
+    """The error for a class of transformers whose attention is out of reach."""
+    return ConfigError(
+        f"{name} does not use transformers' AttentionInterface, through which its attention is "
+        "replaced; it cannot be run"
+    )
 
 
 def is_recurrent(config: PretrainedConfig, mapping: Any = MODEL_FOR_CAUSAL_LM_MAPPING) -> bool:

@@ -29,6 +29,7 @@ from ostinato.models.checkpoint import FLOAT_TYPES, Checkpoint
 from ostinato.models.finite_check import FiniteCheck
 from ostinato.models.hf.quiet import without_messages
 from ostinato.models.hf.replaced.modules import own_copy
+from ostinato.models.hf.support import without_interface
 from ostinato.quoting import listed, said, shown
 
 _PLAIN_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -92,6 +93,8 @@ def load_some_weights(checkpoint: Checkpoint, like: Any, **options: Any) -> dict
     with without_messages("transformers.modeling_utils", "seem corrupted"):  # so it calls a part
         model, info = _read(checkpoint, model_class, config, None, dtype=like.dtype, **options)
     _check_loaded(checkpoint, info)
+    if info["missing_keys"]:  # of a whole checkpoint the same is dropped as when it was loaded
+        _check_none_dropped(checkpoint, model)
     _check_types(checkpoint, model)
     patterns: Iterable[str] = model._keys_to_ignore_on_load_missing or ()
     found = {
@@ -135,6 +138,8 @@ def _read(
     except (OstinatoError, MemoryError):
         raise
     except Exception as error:  # any failure must name the checkpoint
+        if error.args == (options.get("attn_implementation"),):  # not in a table of its own
+            raise without_interface(model_class.__name__) from error
         raise ModelLoadError(
             f"transformers cannot load {checkpoint.path} as {model_class.__name__}: {said(error)}; "
             + _advice(error, method)
@@ -314,6 +319,25 @@ def _check_none_missing(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
         raise ModelLoadError(
             f"{checkpoint.path} lacks {listed(sorted(info['missing_keys']))}, which its "
             "config.json asks for; the checkpoint is incomplete or belongs to another config"
+        )
+
+
+def _check_none_dropped(checkpoint: Checkpoint, model: Any) -> None:
+    """Raise for names that transformers takes for old buffers of ``model``, and drops."""
+    patterns: Iterable[str] = model._keys_to_ignore_on_load_unexpected or ()
+    prefix = f"{model.base_model_prefix}."
+    known = {*model.state_dict(), *(name for name, _ in model.named_buffers())}
+    dropped = [
+        name
+        for name in checkpoint.tensors
+        if any(re.search(pattern, name) for pattern in patterns)
+        and known.isdisjoint((name, f"{prefix}{name}", name.removeprefix(prefix)))
+        and not _OLD_BUFFERS.search(name)
+    ]
+    if dropped:
+        raise ModelLoadError(
+            f"this model has no weight called {listed(dropped)}, as in {checkpoint.path}; use the "
+            "names of the checkpoint that it was loaded from"
         )
 
 

@@ -1,4 +1,4 @@
-"""The native decoder: one dense transformer for Llama, Mistral, Qwen2, Qwen3 and similar families.
+"""The native decoder: one transformer for Llama, Qwen3, Mixtral, DeepSeek-V3 and similar families.
 
 Inference only, over a flat row of tokens, with few operators per layer: queries, keys and values
 come from one GEMM, gate and up from another. ``layer.py`` defines what a layer computes; this
@@ -33,14 +33,15 @@ from ostinato.models.native.layer import (
     norm_slots,
     run_layers,
 )
-from ostinato.models.native.layer_kernels import Adapters, AnyKernels, Plain
-from ostinato.models.native.rms_norm import RMSNorm
+from ostinato.models.native.layer_kernels import AnyKernels, LayerAdapters, Plain
+from ostinato.models.native.norms.rms_norm import RMSNorm
 from ostinato.models.native.token_slots import TOKEN_SLOTS, token_slots
+from ostinato.models.native.tunable_gemms import tunable_gemms
 from ostinato.models.native.weight_rows import WeightRows
 from ostinato.models.weight_slot import WeightSlot
 from ostinato.ops.gemm.invariant import each_row, invariant_linear
 from ostinato.ops.gemm.linear import Gemm, linear
-from ostinato.ops.gemm.tile_config import MAX_ROWS
+from ostinato.ops.gemm.tile_config import MAX_ROWS, LinearShape
 from ostinato.ops.norm import Norm
 from ostinato.ops.numba import runs_compiled
 
@@ -70,7 +71,7 @@ class Decoder(nn.Module, CausalLM):
         self.config = config
         self._exchange = exchange
         self.offloader: LayerOffloader | None = offloader
-        self.adapters: Adapters | None = None
+        self.adapters: LayerAdapters | None = None
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.max_position = _checked_max_position(config, max_position)
@@ -129,6 +130,10 @@ class Decoder(nn.Module, CausalLM):
             return run_layers(layers, hidden, run, self._aux)
         with closing(self.offloader.over(layers)) as with_weights:
             return run_layers(with_weights, hidden, run, self._aux, weights_leave=True)
+
+    @property
+    def module(self) -> nn.Module:
+        return self
 
     @property
     def rotary_tables(self) -> list[torch.Tensor]:
@@ -196,6 +201,9 @@ class Decoder(nn.Module, CausalLM):
             for load in loads.values():
                 load.zero_()
         return dict(zip(loads, counts, strict=True))
+
+    def tunable_gemms(self) -> dict[LinearShape, list[torch.Tensor]]:
+        return tunable_gemms(self.config, self.decoder_layers(), self.head_weight)
 
     def _runs_fused(self, hidden: torch.Tensor) -> bool:
         # Compilers fuse by themselves.

@@ -7,7 +7,7 @@ strategy that made it consumes. See ``layer_kernels``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,25 +18,23 @@ from ostinato.attention.latent_rope import LatentEmbedding
 from ostinato.attention.rope import RotaryEmbedding
 from ostinato.models.native.layer_kernels import (
     AnyNorm,
+    AttentionLayer,
     Delta,
+    LatentWeights,
     LayerKernels,
     Linear,
     Normed,
     with_shared,
 )
-from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.mixture import MixtureOfExperts
-from ostinato.models.native.rms_norm import RMSNorm
+from ostinato.models.native.norms.layer_norm import LayerNorm
+from ostinato.models.native.norms.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate_and_mul
 from ostinato.ops.experts.expert_kernels import RoutedToken, down_row, expert_parts, gate_up_row
 from ostinato.ops.experts.experts import run_experts
 from ostinato.ops.gemm.linear import Gemm, run_linear
 from ostinato.ops.gemm.split_k import MOST_ROWS, split_k_gemm
 from ostinato.ops.norm import Norm, add_output_norm, rms_norm
-
-if TYPE_CHECKING:
-    from ostinato.models.native.latent_attention import LatentAttention
-    from ostinato.models.native.layer import DecoderLayer
 
 Tensor = torch.Tensor
 
@@ -59,7 +57,7 @@ class _Fused(LayerKernels[Normed, Delta]):
         """As they are: the next norm adds parts up."""
         return parts if shared is None else torch.cat((parts, shared.unsqueeze(0)))
 
-    def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
+    def attend(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         (num_heads, _), spec = layer.head_counts, layer.spec
         qkv = layer.exchange.qkv_for_heads(qkv, *layer.head_counts)
         qk_norm: Tensor | None = None if layer.qk_norm is None else layer.qk_norm.weight
@@ -74,8 +72,8 @@ class _Fused(LayerKernels[Normed, Delta]):
 
     def attend_latent(
         self,
-        layer: DecoderLayer,
-        latent: LatentAttention,
+        layer: AttentionLayer,
+        latent: LatentWeights,
         query: Tensor,
         compressed: Tensor,
     ) -> Tensor:
@@ -146,7 +144,7 @@ class SmallM(_Fused[PendingNorm | Tensor, Pending]):
         residual = self.add(x, residual)
         if norm is None:
             return residual, residual
-        if isinstance(norm, LayerNorm):  # its mean is no factor of the result
+        if isinstance(norm, LayerNorm):  # its mean is not a factor of the result
             return norm.fused(residual), residual
         return PendingNorm(residual, Norm(norm.weight, norm.eps)), residual
 

@@ -9,21 +9,17 @@ are computed. Ranks split the heads, and each has the rows of all tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ostinato.attention.base import AttentionSpec
 from ostinato.models.native.config.decoder_config import DecoderConfig
+from ostinato.models.native.layer_kernels import AnyKernels, AttentionLayer
 from ostinato.models.native.mixture import EmptyLinear
-from ostinato.models.native.rms_norm import RMSNorm
+from ostinato.models.native.norms.rms_norm import RMSNorm
 from ostinato.models.native.weight_rows import shifted
 from ostinato.models.weight_slot import WeightSlot
-
-if TYPE_CHECKING:
-    from ostinato.models.native.layer import DecoderLayer
-    from ostinato.models.native.layer_kernels import AnyKernels
 
 _EPS = 1e-6  # of the norms here, in every model
 
@@ -75,10 +71,9 @@ class LatentAttention(nn.Module):
         """Columns of the first GEMM that are the query's, or its latent vector."""
         return self.sizes.q_lora_rank or self._config.num_heads * self.sizes.query_dim
 
-    def forward(self, x: Any, layer: DecoderLayer, run: AnyKernels) -> torch.Tensor:
-        """[T, hidden] -> [T, heads * v_head_dim], as the last GEMM takes it."""
+    def forward(self, first: torch.Tensor, layer: AttentionLayer, run: AnyKernels) -> torch.Tensor:
+        """The first GEMM's result -> [T, heads * v_head_dim], as the last GEMM takes it."""
         sizes = self.sizes
-        first = run.project(layer.qkv_proj, x)
         query, compressed = first.split((self.first_width, sizes.row_dim), dim=1)
         if self.query_proj is not None and self.query_norm is not None:
             query = run.project(self.query_proj, run.output_norm(self.query_norm, query))

@@ -20,16 +20,16 @@ from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.latent_attention import LatentAttention
 from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, Linear
-from ostinato.models.native.layer_norm import LayerNorm
 from ostinato.models.native.mixture import MixtureOfExperts
-from ostinato.models.native.rms_norm import RMSNorm
+from ostinato.models.native.norms.layer_norm import LayerNorm
+from ostinato.models.native.norms.rms_norm import RMSNorm
 from ostinato.models.weight_slot import Role, WeightSlot
 
 
 class DecoderLayer(nn.Module):
     """Attention, then an MLP or a mixture of them, each added to the residual stream.
 
-    Or both, of one norm (parallel).
+    In a ``parallel`` family both read the same norm.
 
     There is a norm before each (pre-norm), after each (post-norm), or both, as the family's names
     say (``families.py``). A norm that does not exist is None. A layer with a ``mixture`` of experts
@@ -122,8 +122,10 @@ class DecoderLayer(nn.Module):
         return x, residual
 
     def attention(self, x: Any, run: AnyKernels) -> Any:
-        latent = self.latent
-        mixed = run.attend(self, self.qkv(x, run)) if latent is None else latent(x, self, run)
+        if self.latent is None:
+            mixed = run.attend(self, self.qkv(x, run))
+        else:
+            mixed = self.latent(run.project(self.qkv_proj, x), self, run)
         return self._output(self.o_proj, mixed, self.attention_output_norm, run)
 
     def mlp(self, x: Any, run: AnyKernels) -> Any:

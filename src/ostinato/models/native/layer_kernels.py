@@ -11,24 +11,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from ostinato.attention.base import attend
+from ostinato.attention.base import AttentionSpec, attend
 from ostinato.attention.latent_rope import absorbed_query, to_values
 from ostinato.attention.rope import angles_at, rotate
-from ostinato.models.native.layer_norm import LayerNorm
+from ostinato.models.base import Adapters
+from ostinato.models.native.config.latent_config import LatentConfig
+from ostinato.models.native.exchange import Exchange
 from ostinato.models.native.mixture import MixtureOfExperts
-from ostinato.models.native.rms_norm import RMSNorm
+from ostinato.models.native.norms.layer_norm import LayerNorm
+from ostinato.models.native.norms.rms_norm import RMSNorm
 from ostinato.ops.activation import Activation, activate
 from ostinato.ops.experts.experts import run_experts
 from ostinato.ops.experts.own_experts import run_own_experts
-
-if TYPE_CHECKING:
-    from ostinato.models.native.latent_attention import LatentAttention
-    from ostinato.models.native.layer import DecoderLayer
 
 Tensor = torch.Tensor
 AnyNorm = RMSNorm | LayerNorm
@@ -44,6 +44,29 @@ class Linear(Protocol):
 
     @property
     def bias(self) -> Tensor | None: ...
+
+
+class AttentionLayer(Protocol):
+    """What attention reads of a layer."""
+
+    spec: AttentionSpec
+    head_counts: tuple[int, int]  # of queries and of keys, as the QKV GEMM computes them
+    rotary_table: int  # the number of its RoPE table
+    qk_norm: RMSNorm | None  # of each head: one row per query head, then one per key head
+    rms_norm_eps: float
+    exchange: Exchange
+
+    @property
+    def own_sinks(self) -> Tensor | None:
+        """The sinks of the heads that attention has on this rank."""
+
+
+class LatentWeights(Protocol):
+    """What the kernels read of a layer's latent attention."""
+
+    sizes: LatentConfig
+    kv_norm: RMSNorm
+    up: nn.Parameter  # [heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]
 
 
 class LayerKernels(ABC, Generic[Normed, Delta]):
@@ -109,14 +132,14 @@ class LayerKernels(ABC, Generic[Normed, Delta]):
         return with_shared(shared, parts.sum(0))
 
     @abstractmethod
-    def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
+    def attend(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         """RoPE and attention: ``qkv`` [T, all heads * head_dim] -> [T, num_heads * head_dim]."""
 
     @abstractmethod
     def attend_latent(
         self,
-        layer: DecoderLayer,
-        latent: LatentAttention,
+        layer: AttentionLayer,
+        latent: LatentWeights,
         query: Tensor,
         compressed: Tensor,
     ) -> Tensor:
@@ -168,7 +191,7 @@ class Plain(LayerKernels[Tensor, Tensor]):
     def experts(self, experts: MixtureOfExperts, x: Tensor, shared: Tensor | None) -> Tensor:
         return with_shared(shared, run_experts(x, experts.weights, self.slots))
 
-    def attend(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
+    def attend(self, layer: AttentionLayer, qkv: Tensor) -> Tensor:
         num_heads, num_kv_heads = layer.head_counts
         heads = qkv.unflatten(-1, (-1, layer.spec.head_dim))
         queries_keys, value = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
@@ -179,8 +202,8 @@ class Plain(LayerKernels[Tensor, Tensor]):
 
     def attend_latent(
         self,
-        layer: DecoderLayer,
-        latent: LatentAttention,
+        layer: AttentionLayer,
+        latent: LatentWeights,
         query: Tensor,
         compressed: Tensor,
     ) -> Tensor:
@@ -195,7 +218,7 @@ class Plain(LayerKernels[Tensor, Tensor]):
         values = torch.bmm(mixed.transpose(0, 1), to_values(up, latent.sizes.v_head_dim))
         return layer.exchange.heads_for_tokens(values.transpose(0, 1).contiguous())
 
-    def rotated(self, layer: DecoderLayer, heads: Tensor, which: slice | None = None) -> Tensor:
+    def rotated(self, layer: AttentionLayer, heads: Tensor, which: slice | None = None) -> Tensor:
         """Apply the norm, if any, and RoPE to ``heads``.
 
         ``which`` of the queries and keys they are; None: all.
@@ -216,8 +239,8 @@ def with_shared(shared: Tensor | None, x: Tensor) -> Tensor:
 AnyKernels = LayerKernels[Any, Any]
 
 
-class Adapters(Protocol):
-    """Adapters of a decoder's linears, for some rows of a batch."""
+class LayerAdapters(Adapters, Protocol):
+    """Adapters that change the kernels of a layer."""
 
     def adapted(self, run: AnyKernels, num_rows: int) -> AnyKernels:
         """The kernels of the running batch: ``run`` itself if none of its rows has an adapter."""

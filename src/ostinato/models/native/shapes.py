@@ -14,8 +14,8 @@ from torch import nn
 from ostinato.errors import ConfigError
 from ostinato.models.native.config.raw_config import RawConfig, raw_config
 from ostinato.models.native.decoder import Decoder
-from ostinato.models.native.layer_norm import LayerNorm
-from ostinato.models.native.rms_norm import RMSNorm
+from ostinato.models.native.norms.layer_norm import LayerNorm
+from ostinato.models.native.norms.rms_norm import RMSNorm
 
 _STANDARD_DEVIATION = 0.02
 

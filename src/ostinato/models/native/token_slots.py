@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ostinato.attention.base import AttentionMetadata
 from ostinato.compile.operators import splitting_operator
 from ostinato.graphs.capture.context import get_forward_context
 from ostinato.graphs.capture.segments import eager_break
@@ -25,8 +26,8 @@ def token_slots(hidden: torch.Tensor) -> torch.Tensor | None:
 
 
 def _current_slots() -> torch.Tensor | None:
-    slots: torch.Tensor | None = getattr(get_forward_context().attn_metadata, "slot_mapping", None)
-    return slots
+    metadata = get_forward_context().attn_metadata
+    return metadata.slot_mapping if isinstance(metadata, AttentionMetadata) else None
 
 
 @eager_break

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 _GROUP = 8  # tiles of the weight that stay in the L2 cache while all rows pass
 
-# Tiles take this many inputs at a time, or half as many. Triton turns the sum of a single product
-# and a bias or residual into a product that begins with the latter, which rounds differently: so
-# all tiles of a weight take several products, or all take a single one.
+# Tiles take this many inputs at a time, or half as many. Triton turns the sum of a single dot
+# and a bias or residual into a dot that begins with the latter, which rounds differently: so
+# all tiles of a weight take several dots, or all take a single one.
 _MOST_BLOCK_K = 128
 
 

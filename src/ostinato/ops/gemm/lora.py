@@ -137,7 +137,7 @@ def triton_shrink(x: torch.Tensor, weights: LoraWeights, rows: LoraRows) -> torc
 
 
 def num_splits(num_rows: int, inner: int, rank: int) -> int:
-    """Of split-K in ``shrink``. Readers of its results read all partial sums, so there are few."""
+    """The splits of ``shrink``'s split-K. Its readers read all partial sums, so there are few."""
     if num_rows > _MOST_ROWS_SPLIT:
         return 1
     splits = min(_MOST_SPLITS, next_power_of_2(-(-inner // _SPLIT_LENGTH)))

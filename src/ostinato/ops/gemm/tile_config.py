@@ -149,8 +149,8 @@ def _register_configs(shape: LinearShape, gpu: Gpu) -> list[TileConfig]:
 
     Few programs need many warps with long pieces of a row, so that enough is in flight on every SM.
     Many need none of that, and where they queue, programs of twice the results read x half as
-    often. A tile config for shared memory is no candidate: between kernels that start as early as
-    these, it took half as long again.
+    often. Tile configs for shared memory are not candidates: between kernels that start as early as
+    these, they took half as long again.
     """
     deep, light, wide, even, long = (
         (16, 128, 8),

@@ -88,7 +88,8 @@ def write_requested_logprobs_cpu(
     if rows.numel() == 0:
         return
     shape = rows.numel(), min(int(num_reported.max()), out_logprobs.shape[1])
-    logprobs, token_ids = torch.empty(shape), torch.empty(shape, dtype=torch.int64)
+    logprobs = torch.empty(shape, dtype=torch.float32)
+    token_ids = torch.empty(shape, dtype=torch.int64)
     write_logprobs_cpu(logits[rows], chosen[rows], logprobs, token_ids)
     out_logprobs[rows, : shape[1]] = logprobs
     out_token_ids[rows, : shape[1]] = token_ids

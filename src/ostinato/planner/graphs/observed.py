@@ -1,4 +1,4 @@
-"""Which batches an engine runs: by a trace through the scheduler, or as a running engine counted.
+"""Which batches an engine runs: from a trace through the scheduler, or a running engine's counts.
 
 The trace runs through the engine's own scheduler, without a model: every step takes as long as a
 replay of its exact size, and samples the tokens that the trace says.
@@ -17,12 +17,14 @@ import numpy as np
 from ostinato.errors import ConfigError
 from ostinato.planner.graphs.step_costs import StepCosts, curve
 from ostinato.planner.graphs.trace import TracedRequest
+from ostinato.quoting import shown
 from ostinato.sampling_params import SamplingParams
 from ostinato.scheduling.block_allocator import BlockAllocator
 from ostinato.scheduling.request import Request
 from ostinato.scheduling.scheduler import Scheduler
 
 _BLOCK_SIZE = 16
+_MOST_STEPS = 2**53  # floats count no further
 
 # How many steps had each number of tokens, of decode batches and of mixed ones.
 StepShapes = dict[str, Counter[int]]
@@ -30,8 +32,9 @@ StepShapes = dict[str, Counter[int]]
 
 def shapes_of_trace(requests: Sequence[TracedRequest], costs: StepCosts) -> StepShapes:
     """The steps that run ``requests``, with room for all of them in the KV cache."""
-    longest = max(each.prompt_tokens + each.output_tokens for each in requests)
-    num_blocks = costs.max_num_seqs * -(-longest // _BLOCK_SIZE) + 1
+    lengths = sorted(each.prompt_tokens + each.output_tokens for each in requests)
+    longest, together = lengths[-1], lengths[-costs.max_num_seqs :]
+    num_blocks = sum(-(-length // _BLOCK_SIZE) for length in together) + 1
     scheduler = Scheduler(
         BlockAllocator(num_blocks, _BLOCK_SIZE, enable_prefix_caching=False),
         max_num_seqs=costs.max_num_seqs,
@@ -70,11 +73,17 @@ def read_shapes(path: Path) -> StepShapes:
     try:
         fields: Any = json.loads(path.read_text(encoding="utf-8"))
         return {
-            kind: Counter({int(size): int(count) for size, count in fields[kind].items()})
+            kind: Counter({int(size): _checked(count) for size, count in fields[kind].items()})
             for kind in ("decode", "mixed")
         }
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"cannot read step shapes from {str(path)!r}: {error!r}; write LLM.step_shapes() there "
             "as JSON"
         ) from error
+
+
+def _checked(count: Any) -> int:
+    if type(count) is not int or not 0 <= count <= _MOST_STEPS:
+        raise ValueError(f"a number of steps is from 0 to {_MOST_STEPS}, not {shown(count)}")
+    return count

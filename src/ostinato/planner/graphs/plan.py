@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ostinato.errors import ConfigError
@@ -37,6 +38,19 @@ def plan_graphs(shapes: StepShapes, costs: StepCosts, limits: GraphLimits) -> di
         "eager_ms_per_step": eager * 1e3,
         "gain": 1 - planned / default,
     }
+
+
+def as_flags(sizes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Options of ``serve`` and ``generate`` that capture the planned ``sizes`` and no others.
+
+    Where mixed batches alone have graphs, decode batches run through them too.
+    """
+    decode, mixed = (",".join(map(str, sizes.get(name, ()))) for name in ("decode", "mixed"))
+    if decode and mixed:
+        return [f"--sizes {decode}", f"--mixed-sizes {mixed}"]
+    if decode:
+        return ["--mode FULL_DECODE_ONLY", f"--sizes {decode}"]
+    return ["--mode FULL", f"--sizes {mixed}"] if mixed else ["--mode NONE"]
 
 
 def _kind(name: str, shapes: StepShapes, kind: KindCosts, costs: StepCosts) -> BatchKind:

@@ -15,10 +15,16 @@ import torch
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.descriptor import BatchDescriptor, Choice, Reason
 from ostinato.graphs.policy.modes import CUDAGraphMode
+from ostinato.graphs.policy.sizes import check_positive_int
+from ostinato.planner.communication import check_number
+from ostinato.quoting import shown
 
 if TYPE_CHECKING:
+    from ostinato.config import EngineConfig
     from ostinato.llm import LLM
     from ostinato.runner.model_runner import ModelRunner
+
+_UNREADABLE = (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError)
 
 Points = tuple[tuple[int, float], ...]  # numbers of tokens, and seconds
 
@@ -34,6 +40,19 @@ class KindCosts:
     eager: Points
     graph_seconds: float
     graph_bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("replay", "eager"):
+            points = getattr(self, name)
+            sizes = [size for size, _ in points]
+            if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+                raise ConfigError(
+                    f"{name} needs measured sizes from 1 up, in ascending order; got {shown(sizes)}"
+                )
+            for _, seconds in points:
+                check_number(f"seconds of {name}", seconds, above_zero=True)
+        check_number("graph_seconds", self.graph_seconds)
+        check_number("graph_bytes", self.graph_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +71,11 @@ class StepCosts:
     decode: KindCosts
     mixed: KindCosts
 
+    def __post_init__(self) -> None:
+        check_positive_int("max_num_seqs", self.max_num_seqs)
+        check_positive_int("max_num_batched_tokens", self.max_num_batched_tokens)
+        check_number("pool_bytes_per_token", self.pool_bytes_per_token)
+
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
@@ -66,7 +90,7 @@ class StepCosts:
                     costs[curve] = tuple((int(n), float(seconds)) for n, seconds in costs[curve])
                 fields[kind] = KindCosts(**costs)
             return cls(**fields)
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except _UNREADABLE as error:
             raise ConfigError(
                 f"cannot read step costs from {str(path)!r}: {error!r}; measure them with "
                 "`ostinato plan graphs --save-costs`"
@@ -87,19 +111,33 @@ def curve(points: Points) -> Callable[[int], float]:
     return seconds
 
 
+def check_measurable(config: EngineConfig) -> None:
+    """Raises ConfigError if an engine of ``config`` cannot run padding batches on its own."""
+    if config.layout.world_size > 1 or config.data_parallel_lockstep:
+        raise ConfigError(
+            "the costs of steps are measured on one rank; measure without tensor_parallel_size, "
+            "ulysses_sequence_parallel_size, decode_context_parallel_size and "
+            "data_parallel_lockstep"
+        )
+
+
 @torch.inference_mode()
 def measure(llm: LLM, *, repeats: int = 5) -> StepCosts:
     """Time padding batches of every captured size, and eager ones at powers of two.
 
     Attention of real tokens takes the same time in every size that holds them, so it is left out.
+    Graphs of the plan that are not captured yet (``lazy_capture``) are captured first.
     """
+    check_measurable(llm.config)
     runner = llm.engine.runner
     plan = runner.plan
     if not plan.mode.separate_routine() or plan.mode.mixed_mode() is CUDAGraphMode.NONE:
         raise ConfigError(
-            f"costs are measured of decode and mixed graphs, but graph mode {plan.mode.name} has "
-            "not both; choose FULL_AND_PIECEWISE or FULL_AND_FULL"
+            "costs are measured for decode and mixed graphs, but graph mode "
+            f"{plan.mode.name} does not have both; choose FULL_AND_PIECEWISE or FULL_AND_FULL"
         )
+    if runner.needs_capture:
+        llm.capture_graphs()
     replay: dict[bool, list[tuple[int, float]]] = {True: [], False: []}
     for entry in plan.entries:
         key = entry.descriptor
@@ -112,6 +150,12 @@ def measure(llm: LLM, *, repeats: int = 5) -> StepCosts:
                 padded_num_reqs=key.num_reqs,
             )
             replay[key.uniform].append((key.num_tokens, _seconds(runner, choice, repeats)))
+    for uniform, name in ((True, "decode"), (False, "mixed")):
+        if not replay[uniform]:
+            raise ConfigError(
+                f"no sizes of {name} batches are captured, so their costs cannot be measured; "
+                "leave capture_sizes and mixed_capture_sizes at their defaults"
+            )
     eager = {
         uniform: tuple(
             (size, _seconds(runner, _eager_choice(size, uniform), repeats))

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ostinato.errors import ConfigError
-from ostinato.quoting import shown
+from ostinato.quoting import said, shown
+
+_MOST_TOKENS = 2**24  # of a prompt or an output; above it is a mistake that would run for hours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +82,11 @@ def _draw(source: random.Random, shape: tuple[float, float], most: int) -> int:
     return max(1, min(most, round(drawn)))
 
 
-def write_trace(requests: Sequence[TracedRequest], path: Path) -> None:
-    """Write a trace, one request a line."""
-    path.write_text("".join(f"{json.dumps(asdict(each))}\n" for each in requests))
-
-
 def read_trace(path: Path) -> list[TracedRequest]:
     """Read a trace; raises ``ConfigError`` with the line that is not a request."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read a trace from {str(path)!r}: {error}") from error
     requests = [
         _request(line, f"line {number} of {str(path)!r}")
@@ -104,17 +101,24 @@ def read_trace(path: Path) -> list[TracedRequest]:
 def _request(line: str, where: str) -> TracedRequest:
     try:
         fields: Any = json.loads(line)
+        if not isinstance(fields, dict):
+            raise TypeError(f"{shown(fields)} is not an object")
         request = TracedRequest(**fields)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
-            f"{where} is not a request: {error}; write "
+            f"{where} is not a request: {said(error)}; write "
             '{"arrival_s": 0.25, "prompt_tokens": 812, "output_tokens": 96}'
         ) from error
     for name in ("prompt_tokens", "output_tokens"):
         value = getattr(request, name)
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"{where}: {name} must be a positive integer, got {shown(value)}")
+        if type(value) is not int or not 1 <= value <= _MOST_TOKENS:
+            raise ConfigError(
+                f"{where}: {name} must be a positive integer of at most {_MOST_TOKENS}, got "
+                f"{shown(value)}"
+            )
     arrival = request.arrival_s
-    if not isinstance(arrival, (int, float)) or not arrival >= 0:
-        raise ConfigError(f"{where}: arrival_s must be a number of at least 0, got {arrival!r}")
+    if type(arrival) not in (int, float) or not 0 <= arrival <= sys.float_info.max:
+        raise ConfigError(
+            f"{where}: arrival_s must be a finite number of at least 0, got {shown(arrival)}"
+        )
     return request

@@ -1,1 +1,1 @@
-"""Noticing ranks that died or hang, and ending the others."""
+"""Noticing ranks that died or hang, and ending the others; Ctrl-C on a rank."""

@@ -128,7 +128,7 @@ export function showEager(eager) {
     node("b", { text: count(each.steps) }),
     bar(each.steps, all, `${each.reason}, share of the eager steps`),
     node("span", { text: each.timed_runs ? `${each.explanation}; ${milliseconds(1000 * each.run_s / each.timed_runs)} each` : each.explanation, className: "fine" })));
-  byId("eager").replaceChildren(...(items.length ? items : [node("li", {}, node("span", { text: "Every step so far ran through a graph.", className: "fine" }))]));
+  byId("eager").replaceChildren(...(items.length ? items : [node("li", {}, node("span", { text: "No step has run eagerly.", className: "fine" }))]));
 }
 
 // What is known of a plan, then `more`: pairs of a term and a text.

@@ -37,7 +37,7 @@ def decode_rows(
 def propose_drafts(memory: StepMemory, rows: DecodeState, vocab_size: int) -> None:
     """Write drafts into the state, behind the last token of each row.
 
-    What is no token id is replaced by one, unless what proposes drafts is sure that all are.
+    What is not a token id is replaced by one, unless the proposer promises that all are.
     """
     assert memory.proposer is not None, "a step with drafts has been scheduled"
     memory.proposer.propose(rows)

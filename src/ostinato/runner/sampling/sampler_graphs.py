@@ -34,7 +34,7 @@ from ostinato.graphs.trust.ledger.owners import MemoryKind, NamedMemory
 from ostinato.ops.sampling.logprobs import write_requested_logprobs
 from ostinato.ops.sampling.resampling import resample_rows
 from ostinato.ops.triton.launch import next_power_of_2
-from ostinato.runner.autocast import without_autocast
+from ostinato.runner.ambient import without_autocast
 from ostinato.runner.sampling.draft_sampling import accept_again, decode_rows, restore_drafts
 from ostinato.runner.step_memory import StepMemory
 from ostinato.sampling.sampler import SamplingFeatures
@@ -170,7 +170,8 @@ class SamplerGraphs:
             device = self._memory.device
             with torch.inference_mode(False):
                 tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-                self._logprobs = tokens, torch.zeros(shape, device=device)
+                values = torch.zeros(shape, dtype=torch.float32, device=device)
+            self._logprobs = tokens, values
         tokens, values = self._logprobs
         return tokens[:num_rows], values[:num_rows]
 
@@ -232,7 +233,9 @@ class SamplerGraphs:
         logits, kind = graph.logits, graph.kind
         num_rows, memory = logits.shape[0], self._memory
         state, buffers = memory.state, memory.buffers
-        tables, tokens = state.sampling.tables, buffers.sampled[:num_rows]
+        sampling, tokens = state.sampling, buffers.sampled[:num_rows]
+        # A graph without masks must not hold memory that only the first mask allocates.
+        tables = sampling.tables if kind.masks else sampling.unmasked_tables
         rows = decode_rows(state, buffers, num_rows // graph.query_len, graph.query_len)
         if graph.query_len == 1:
             req_indices, lengths = rows.req_indices, buffers.tokens.seq_lens[:num_rows]

@@ -14,7 +14,7 @@ import torch
 
 from ostinato.models.base import CausalLM
 from ostinato.ops.decode_state import DecodeState
-from ostinato.runner.autocast import without_autocast
+from ostinato.runner.ambient import without_autocast
 from ostinato.runner.sampling import draft_sampling
 from ostinato.runner.sampling.filtered_rows import FilteredRows
 from ostinato.runner.sampling.sampler_graphs import SamplerLaunch, SamplerStats

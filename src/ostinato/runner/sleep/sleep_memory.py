@@ -6,14 +6,15 @@ are moved there once, after loading and before anything is captured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
 
 import torch
 from torch import nn
 
 from ostinato.graphs.tree import tensors_in
-from ostinato.models.base import CausalLM, module_of
+from ostinato.models.base import CausalLM
 from ostinato.runner.sleep.mapped_memory import MappedHostMemory, MappedMemory
 
 _CHUNK = 256 * 2**20  # weights are moved, and kept in host memory, in pieces of about this size
@@ -21,10 +22,11 @@ _ALIGNMENT = 512  # as torch's CUDA allocator aligns
 
 
 class SleepMemory:
-    """Memory on ``device`` that is released and comes back in two phases, so that either can fail.
+    """Memory on ``device`` that is released and comes back, each on all ranks or on none.
 
-    ``prepare_release`` and ``map`` may raise MemoryError and then change nothing; ``release`` and
-    ``refill`` do not. Between ``release`` and ``refill`` the memory must not be used.
+    Both have two phases, of which only the first can fail. ``sleep`` and ``wake`` take a function
+    that tells whether all ranks have succeeded, by whether this one has. In between, the memory
+    must not be used.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +56,7 @@ class SleepMemory:
 
         Every tensor object stays the same, and so do strides and sharing.
         """
-        modules = [module_of(model) for model in models]
+        modules = [model.module for model in models]
         owned = {
             _storage_key(each)
             for module in modules
@@ -86,8 +88,24 @@ class SleepMemory:
 
     # --- sleep ---------------------------------------------------------------------------------
 
-    def prepare_release(self, *, keep_weights: bool) -> None:
-        """Copy the weights to host memory if they are kept, unless they are in host memory."""
+    def sleep(
+        self, *, keep_weights: bool, on_all_ranks: Callable[[bool], bool]
+    ) -> MemoryError | None:
+        """Release all of it; the weights are kept in host memory or discarded.
+
+        Returns an error if the host memory of a rank has no room, and has then released nothing.
+        """
+        prepare = partial(self._prepare_release, keep_weights=keep_weights)
+        error = _all_or_none(prepare, undo=self._forget_kept, on_all_ranks=on_all_ranks)
+        if error is None:
+            self._release(keep_weights=keep_weights)
+        return error
+
+    def _prepare_release(self, *, keep_weights: bool) -> None:
+        """Copy the weights to host memory if they are kept, unless they are in host memory.
+
+        May raise MemoryError, and then changes nothing.
+        """
         kept: dict[MappedMemory, torch.Tensor] = {}
         if keep_weights and self._device.type == "cuda":
             try:
@@ -98,11 +116,11 @@ class SleepMemory:
                 raise MemoryError(f"host memory has no room for the weights: {error}") from error
         self._kept = kept
 
-    def forget_kept(self) -> None:
-        """Drop what ``prepare_release`` copied."""
+    def _forget_kept(self) -> None:
+        """Drop what ``_prepare_release`` copied."""
         self._kept = {}
 
-    def release(self, *, keep_weights: bool) -> None:
+    def _release(self, *, keep_weights: bool) -> None:
         """Give the memory back, when all work on the device is done."""
         in_place = keep_weights and self._device.type != "cuda"
         released = [*self._caches, *(() if in_place else self._weights)]
@@ -112,8 +130,18 @@ class SleepMemory:
 
     # --- wake ----------------------------------------------------------------------------------
 
-    def map(self) -> None:
-        """Have all memory again, or none of it."""
+    def wake(self, *, on_all_ranks: Callable[[bool], bool]) -> MemoryError | None:
+        """Have all memory again, with zeros where nothing was kept.
+
+        Returns an error if the device of a rank has no room, and has then changed nothing.
+        """
+        error = _all_or_none(self._map, undo=self._unmap, on_all_ranks=on_all_ranks)
+        if error is None:
+            self._refill()
+        return error
+
+    def _map(self) -> None:
+        """Have all memory again, or none of it, if there is no room: MemoryError."""
         mapped: list[MappedMemory] = []
         try:
             for memory in self._released:
@@ -124,16 +152,34 @@ class SleepMemory:
                 memory.unmap()
             raise
 
-    def unmap(self) -> None:
-        """Undo ``map``."""
+    def _unmap(self) -> None:
+        """Undo ``_map``."""
         for memory in self._released:
             memory.unmap()
 
-    def refill(self) -> None:
+    def _refill(self) -> None:
         """Write what was kept, behind all work on the current stream; elsewhere are zeros."""
         for memory, kept in self._kept.items():
             memory.bytes.copy_(kept, non_blocking=True)
         self._released, self._kept = [], {}  # torch reuses pinned memory when it was read
+
+
+def _all_or_none(
+    allocate: Callable[[], None],
+    *,
+    undo: Callable[[], None],
+    on_all_ranks: Callable[[bool], bool],
+) -> MemoryError | None:
+    """Allocate on all ranks. If one has no room, ``undo`` it on the others."""
+    error: MemoryError | None = None
+    try:
+        allocate()
+    except MemoryError as raised:
+        error = raised
+    if not on_all_ranks(error is None) and error is None:
+        undo()
+        return MemoryError("another rank has no room")
+    return error
 
 
 def _map_memory(num_bytes: int, device: torch.device) -> MappedMemory:

@@ -27,15 +27,15 @@ from ostinato.models.base import CausalLM
 from ostinato.models.native.decoder import Decoder
 from ostinato.ops.triton.compile_ahead import triton_starting
 from ostinato.parallel.context.context_parallel import ContextParallelAttention, part_of
-from ostinato.runner.capture_run import compare_with_estimate
-from ostinato.runner.kv_cache import bytes_per_block, size_cache
+from ostinato.runner.capture.measured_capture import compare_with_estimate
+from ostinato.runner.kv_cache import CacheSize, bytes_per_block, size_cache
 from ostinato.runner.model_runner import ModelRunner
 from ostinato.runner.sleep.sleep_memory import SleepMemory
 from ostinato.runner.small_batch_model import SmallBatchModel
 from ostinato.runner.startup import recurrent_models
 from ostinato.runner.startup.batch_invariant import make_batch_invariant
 from ostinato.runner.startup.compile_kernels import compile_kernels
-from ostinato.runner.startup.graph_memory import GraphEstimate
+from ostinato.runner.startup.graph_memory_estimate import GraphEstimate
 from ostinato.runner.startup.graph_plans import GraphPlans, plan_graphs
 from ostinato.runner.startup.kv_budget import kv_cache_budget
 from ostinato.runner.verify.verified_execution import VerifiedExecution
@@ -109,30 +109,17 @@ def build_runner(
             show_progress=config.show_progress,
             speculation=speculation,
         )
-    specs = [*model.attention_specs, *(speculation.attention_specs if speculation else ())]
-    per_block = bytes_per_block(specs, config.block_size, model.dtype)
-    reserved = 0 if images is None else images.reserved_bytes
     plans, memory = _within_memory(config, model, plans, backend, rank_context)
     plan = plans.model
-    budget = kv_cache_budget(
+    cache = _cache_size(
         config,
         model,
         plan,
         backend,
         graphs=memory.estimated.total - memory.estimated.communicator,
-        reserved=reserved,
+        reserved=0 if images is None else images.reserved_bytes,
         speculation=speculation,
-    )
-    budget = recurrent_models.without_states(budget, model, plan.max_num_seqs)
-    cache = size_cache(
-        budget if rank_context is None else rank_context.least(budget),
-        bytes_per_block=per_block,
-        block_size=config.block_size,
-        model_limit=model.max_position,
-        max_model_len=config.max_model_len,
-        max_num_seqs=plan.max_num_seqs,
-        max_tokens=config.kv_cache_tokens,
-        part=part_of(backend),
+        rank_context=rank_context,
     )
     runner = make(
         model,
@@ -147,8 +134,8 @@ def build_runner(
         **({} if speculation is None else {"speculation": speculation}),
         **_verified(config, rank_context),
         **({} if sleeping is None else {"sleeping": sleeping}),
+        graph_memory=memory,
     )
-    runner.graph_memory = memory
     try:
         runner.compile_model()
         if config.graphs.lazy_capture:
@@ -162,6 +149,35 @@ def build_runner(
         name_the_remedy(error)
         raise
     return runner, plans.resolved
+
+
+def _cache_size(
+    config: EngineConfig,
+    model: CausalLM,
+    plan: CapturePlan,
+    backend: AttentionBackend,
+    *,
+    graphs: int,
+    reserved: int,
+    speculation: Speculation | None,
+    rank_context: RankContext | None,
+) -> CacheSize:
+    """The KV cache that fits beside ``graphs`` and ``reserved`` bytes, the same on all ranks."""
+    specs = [*model.attention_specs, *(speculation.attention_specs if speculation else ())]
+    budget = kv_cache_budget(
+        config, model, plan, backend, graphs=graphs, reserved=reserved, speculation=speculation
+    )
+    budget = recurrent_models.without_states(budget, model, plan.max_num_seqs)
+    return size_cache(
+        budget if rank_context is None else rank_context.least(budget),
+        bytes_per_block=bytes_per_block(specs, config.block_size, model.dtype),
+        block_size=config.block_size,
+        model_limit=model.max_position,
+        max_model_len=config.max_model_len,
+        max_num_seqs=plan.max_num_seqs,
+        max_tokens=config.kv_cache_tokens,
+        part=part_of(backend),
+    )
 
 
 def _within_memory(

@@ -8,6 +8,7 @@ import torch
 
 from ostinato.graphs.manager import FullGraph
 from ostinato.graphs.policy.descriptor import Choice
+from ostinato.lora.adapter_weights import AdapterWeights
 from ostinato.runner.sampling.filtered_rows import FilteredRows
 from ostinato.runner.sampling.sampler_graphs import SamplerGraph, SamplerGraphs
 from ostinato.runner.step_memory import StepMemory
@@ -50,17 +51,17 @@ class DecodeMembers:
     @classmethod
     def place(
         cls,
-        rows: list[int] | IntArray,
-        query_len: int,
+        plan: StepPlan,
         choice: Choice,
         graph: FullGraph | None,
         memory: StepMemory,
         samplers: SamplerGraphs,
+        adapters: AdapterWeights | None,
     ) -> DecodeMembers:
-        """Write the requests in ``rows`` to the buffers, padded as chosen.
-
-        Each of them has ``query_len`` tokens in the step.
+        """Write the rows of the plan's requests to the buffers, padded as chosen, and their
+        adapters, if the graph has some.
         """
+        rows, query_len = plan.req_indices, plan.max_query_len
         req_indices = rows if isinstance(rows, list) else rows.tolist()
         buffers, parameters = memory.buffers, memory.state.sampling
         num_reqs = len(req_indices)
@@ -77,6 +78,9 @@ class DecodeMembers:
         sampled = buffers.sampled[:num_reqs]
         if query_len > 1:
             sampled = buffers.accepted[: num_reqs * (query_len + 1)]
+        if adapters is not None and choice.descriptor.has_lora:
+            slots = plan.lora_slots
+            adapters.set_rows(slots, [query_len] * len(slots) if query_len > 1 else None)
         return cls(
             req_indices=rows,
             choice=choice,

@@ -14,7 +14,7 @@ from ostinato.graphs.policy.descriptor import Choice
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.trust.shadow.call_log import CallLogging
 from ostinato.graphs.trust.shadow.shadow import ShadowedStep
-from ostinato.models.base import CausalLM, module_of
+from ostinato.models.base import CausalLM
 from ostinato.runner.model_graphs import Forward, ModelGraphs
 from ostinato.runner.sampling.sampler_graphs import SamplerGraph, SamplerGraphs
 from ostinato.runner.step_memory import StepMemory
@@ -38,12 +38,14 @@ class BothWays:
     def decode_step(
         self, plan: StepPlan, choice: Choice, across: torch.Tensor | None
     ) -> tuple[ShadowedStep, list[torch.Tensor]]:
-        """A decode step whose rows are in the buffers, and the logits of its last replay."""
+        """A decode step whose rows are in the buffers, and its logits: those of its first replay,
+        where ``Shadow.run`` leaves the right ones.
+        """
         graphs, memory = self._all_graphs[choice.model], self._memory
         req_indices = [int(row) for row in plan.req_indices]
         query_len, num_reqs = plan.max_query_len, len(req_indices)
         num_tokens = num_reqs * query_len
-        full, latest = choice.mode is CUDAGraphMode.FULL, list[torch.Tensor]()
+        full, first = choice.mode is CUDAGraphMode.FULL, list[torch.Tensor]()
 
         def run_eagerly(forward: Forward) -> Mapping[str, torch.Tensor]:
             logits = graphs.decode(choice, across, eager_forward=forward).logits
@@ -57,7 +59,8 @@ class BothWays:
                 logits = graph.output.logits
             else:
                 logits = graphs.decode(choice, across).logits
-            latest[:] = [logits]
+            if not first:
+                first.append(logits)
             return {"the logits": logits[:num_tokens]}
 
         def alone() -> Mapping[str, torch.Tensor]:
@@ -87,7 +90,7 @@ class BothWays:
             exact=graphs.model.batch_invariant,
             alone=alone,
         )
-        return step, latest
+        return step, first
 
     def mixed_step(
         self,
@@ -96,10 +99,12 @@ class BothWays:
         metadata: AttentionMetadata | None,
         across: torch.Tensor | None,
     ) -> tuple[ShadowedStep, list[torch.Tensor]]:
-        """The forward of a mixed batch, which is set in the buffers; and its last hidden states."""
+        """The forward of a mixed batch, which is set in the buffers; and its hidden states, as
+        ``decode_step``.
+        """
         graphs, memory = self._all_graphs[choice.model], self._memory
         num_tokens = plan.num_tokens
-        full, latest = choice.mode is CUDAGraphMode.FULL, list[torch.Tensor]()
+        full, first = choice.mode is CUDAGraphMode.FULL, list[torch.Tensor]()
 
         def run_eagerly(forward: Forward) -> Mapping[str, torch.Tensor]:
             hidden = graphs.eager_hidden_states(choice, metadata, num_tokens, across, forward)
@@ -107,7 +112,8 @@ class BothWays:
 
         def replay() -> Mapping[str, torch.Tensor]:
             hidden = graphs.hidden_states(choice, metadata, num_tokens, across)
-            latest[:] = [hidden]
+            if not first:
+                first.append(hidden)
             return {"the hidden states": hidden}
 
         query_lens = [item.num_tokens for item in plan.requests]
@@ -129,7 +135,7 @@ class BothWays:
             num_grouping_layers=_num_mixtures(graphs.model),
             exact=graphs.model.batch_invariant,
         )
-        return step, latest
+        return step, first
 
     def sampler_step(
         self, samplers: SamplerGraphs, graph: SamplerGraph, req_indices: Sequence[int]
@@ -164,7 +170,7 @@ class BothWays:
 
 def _num_mixtures(model: CausalLM) -> int:
     """Layers with a mixture of experts."""
-    names = (name for name, _ in module_of(model).named_modules())
+    names = (name for name, _ in model.module.named_modules())
     return sum(name.rpartition(".")[2] in ("mixture", "experts") for name in names)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from ostinato.graphs.trust.shadow.memory_part import MemoryPart
-from ostinato.models.base import CausalLM, module_of
+from ostinato.models.base import CausalLM
 from ostinato.runner.sampling.sampler_graphs import SamplerGraph, SamplerGraphs
 from ostinato.runner.step_memory import StepMemory
 
@@ -48,7 +48,7 @@ def forward_parts(
     ids = memory.buffers.input_ids
     yield MemoryPart(name="the inputs", tensor=ids, index=(slice(padded),), compared=False)
     for model in models:
-        for name, tensor in module_of(model).named_buffers():
+        for name, tensor in model.module.named_buffers():
             if not tensor.is_floating_point():
                 yield MemoryPart(name=f"{name} of model {models.index(model)}", tensor=tensor)
 

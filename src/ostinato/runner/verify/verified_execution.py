@@ -13,7 +13,7 @@ from ostinato.graphs.policy.descriptor import Choice
 from ostinato.graphs.policy.plan import PlanEntry
 from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.graphs.trust.ledger.ledger import Ledger
-from ostinato.runner.autocast import without_autocast
+from ostinato.runner.ambient import without_autocast
 from ostinato.runner.model_graphs import ModelGraphs
 from ostinato.runner.sampling.sampler_graphs import SamplerGraph, SamplerGraphs
 from ostinato.runner.step_memory import StepMemory

@@ -7,16 +7,17 @@ import hmac
 from collections.abc import Callable
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ostinato.errors import ClosedError
-from ostinato.serving.http.errors import ApiError, api_error
+from ostinato.serving.http.errors import ApiError, BodyError, api_error
 from ostinato.serving.http.page import PAGE_PATHS
 
 # Load balancers have no key, and the page that asks for one needs none itself.
 OPEN_PATHS = frozenset({"/health", *PAGE_PATHS})
+
+_TOO_LARGE = "body_too_large"
 
 Count = Callable[[str, int], None]
 
@@ -55,6 +56,8 @@ class Guard:
                 status = message["status"]
             await send(message)
 
+        if scope["method"] == "HEAD":  # the same without the body, which the server leaves out
+            scope = {**scope, "method": "GET"}
         try:
             self._check(scope)
             await self._app(scope, self._limited(receive), counted)
@@ -106,16 +109,15 @@ class Guard:
                 async with asyncio.timeout_at(None if is_whole else deadline):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(
+                raise BodyError(
                     408,
                     f"the body did not come within {self._seconds:g} s (--request-timeout-s)",
-                    {"Connection": "close"},
+                    code="timeout",
                 ) from None
             is_whole = not message.get("more_body", False)
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._most:
-                # FastAPI passes on this kind of error only.
-                raise HTTPException(413, str(self._too_large()), {"Connection": "close"})
+                raise BodyError(413, str(self._too_large()), code=_TOO_LARGE)
             return message
 
         return limited
@@ -124,7 +126,7 @@ class Guard:
         return ApiError(
             413,
             f"the body exceeds the limit of {self._most:,} bytes (--max-body-bytes)",
-            code="body_too_large",
+            code=_TOO_LARGE,
             headers={"Connection": "close"},
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import traceback
 from dataclasses import fields
 from typing import Any
@@ -37,7 +38,17 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-_PARAMS = {field.name for field in fields(SamplingParams)}
+_PARAMS = {"chat_template_kwargs", "dimensions", *(field.name for field in fields(SamplingParams))}
+_TRIED = re.compile(r"(str|list\[.*\]|dict\[.*\])")  # a type of a union, as pydantic shows it
+
+
+class BodyError(HTTPException):
+    """An error of reading a body: FastAPI passes on this kind only."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None) -> None:
+        headers = {"Connection": "close"} if status in (408, 413) else None  # it is still coming
+        super().__init__(status, message, headers)
+        self.code = code
 
 
 class ApiError(Exception):
@@ -88,7 +99,9 @@ def api_error(error: BaseException) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _validation_error(error.errors())
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        code = error.code if isinstance(error, BodyError) else None
+        headers = dict(error.headers or {})
+        return ApiError(error.status_code, str(error.detail), code=code, headers=headers)
     log_failure(error)
     return ApiError(500, f"the server failed ({type(error).__name__}); see its log")
 
@@ -103,20 +116,36 @@ def _validation_error(found: Any) -> ApiError:
     """The first thing that pydantic found wrong."""
     first = found[0]
     parts = [part for part in first["loc"] if part != "body"]
-    # A union says which of its types it tried, after the name of the field.
+    if len(parts) > 1 and _TRIED.fullmatch(str(parts[1])):
+        return _union_error(str(parts[0]), found)
     name = str(parts[0]) if parts else None
+    where = ".".join(str(part) for part in parts) or "the body"
     if first["type"] == "extra_forbidden":
         return ApiError(
-            400, f"unrecognized request argument: {shown(name)}", code="unknown_parameter"
+            400, f"unrecognized request argument: {shown(where)}", code="unknown_parameter"
         )
     if first["type"] == "missing":
         return ApiError(400, f"{name or 'the body'} is required", param=name)
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json")
     message = first["msg"].removeprefix("Value error, ")
-    where = ".".join(str(part) for part in parts) or "the body"
     shows = first["type"] != "value_error"
     return ApiError(400, f"{where}: {message}" if shows else message, param=name)
+
+
+def _union_error(name: str, found: Any) -> ApiError:
+    """What is wrong with a field of several types, each of which pydantic has tried."""
+    of_field = [each for each in found if name in each["loc"][:2]]
+    nearest = max(of_field, key=lambda each: len(each["loc"]))
+    within = nearest["loc"][nearest["loc"].index(name) + 2 :]
+    if within:  # this type fits, but for one element
+        where, messages = ".".join(map(str, (name, *within))), [nearest["msg"]]
+    else:
+        where, messages = name, list(dict.fromkeys(each["msg"] for each in of_field))
+    what = " or ".join(
+        [messages[0], *(each.removeprefix("Input should be ") for each in messages[1:])]
+    )
+    return ApiError(400, f"{where}: {what}", param=name)
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -9,8 +9,9 @@ from typing import Any, NoReturn
 
 from fastapi import Request
 from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
+
+from ostinato.serving.http.errors import BodyError
 
 
 class JsonRoute(APIRoute):
@@ -59,6 +60,5 @@ def _finite(text: str) -> float:
     return value
 
 
-def _invalid(why: str) -> HTTPException:
-    # FastAPI passes on this kind of error only.
-    return HTTPException(400, f"the body is not valid JSON: {why}")
+def _invalid(why: str) -> BodyError:
+    return BodyError(400, f"the body is not valid JSON: {why}", code="invalid_json")

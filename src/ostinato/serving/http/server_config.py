@@ -68,7 +68,10 @@ class ServerConfig:
         if key is not None and not (isinstance(key, str) and key.isascii() and key.isprintable()):
             raise ConfigError("api_key must be printable ASCII text; it is not shown here")
         if key is not None and (not key or key != key.strip()):
-            raise ConfigError("api_key is empty, or begins or ends with a space; leave it out")
+            raise ConfigError(
+                "api_key, or OSTINATO_API_KEY, is empty or begins or ends with a space; leave it "
+                "out to serve without a key"
+            )
         if self.served_model_name == "":
             raise ConfigError("served_model_name is empty; leave it out, or give a name")
         for name in ("max_waiting", "max_sequences", "max_prompt_tokens", "max_body_bytes"):

@@ -95,7 +95,8 @@ async def _forward(
             return await _begin(start)
 
     answer, head, first = await unless_gone(request, begin())
-    response = OwnedStream(_rest(answer, head, first, request.url.path), resources)
+    rest = _rest(answer, head, first, request.url.path)
+    response = OwnedStream(rest, resources, deadline=deadline)
     response.status_code = head["status"]
     response.raw_headers = [tuple(each) for each in head["headers"]]
     return response

@@ -1,4 +1,4 @@
-"""``PrefixRouter``: a request router of Ray Serve's that asks ``PrefixPlacement``.
+"""``PrefixRouter``: a Ray Serve request router that asks ``PrefixPlacement``.
 
 Ray creates it beside the handle, in the server's process, and calls it in one loop.
 """

@@ -1,4 +1,4 @@
-"""``PromptPrefix``: what of a request decides which replica has its prefix in the KV cache."""
+"""``PromptPrefix``: the part of a request that tells which replica has its prefix cached."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_BLOCKS = 64
 # The fields that prompts begin with, in this order, by route. Keys and values of adapters differ.
 _FIELDS = {
     "/v1/completions": ("model", "prompt"),
-    "/v1/chat/completions": ("model", "tools", "messages"),
+    "/v1/chat/completions": ("model", "tools", "chat_template_kwargs", "messages"),
     "/v1/responses": ("model", "instructions", "input"),
 }
 

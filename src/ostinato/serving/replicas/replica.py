@@ -1,4 +1,4 @@
-"""``Replica``: one engine with its routes, in an actor of Ray Serve's."""
+"""``Replica``: one engine with its routes, in a Ray Serve actor."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Replica:
                     raise ReplicaFailedError(failure, self._name)
                 yield message
             await answering
-        finally:  # also if the client has left: that aborts the request
+        finally:  # even if the client has left: that aborts the request
             answering.cancel()
             await asyncio.gather(answering, return_exceptions=True)
 

@@ -15,7 +15,7 @@ from ray.serve.handle import DeploymentHandle
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError, ModelLoadError
 from ostinato.quoting import said
-from ostinato.serving.http.run import listen
+from ostinato.serving.http.run import check_address, listen
 from ostinato.serving.http.server_config import ServerConfig
 from ostinato.serving.replicas.gateway import create_gateway
 from ostinato.serving.replicas.replica import Replica
@@ -37,6 +37,7 @@ def serve_replicas(
 
     Uses the Ray cluster that RAY_ADDRESS names, or else starts one on this machine.
     """
+    check_address(config.host, config.port)
     with deployed(engine, config, adapters, num_replicas=num_replicas) as handle:
         ask = handle.options(stream=True).answer.remote
         listen(create_gateway(ask, count_running, config), config)

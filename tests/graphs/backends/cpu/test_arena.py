@@ -260,6 +260,14 @@ def test_outputs_stay_readable_after_the_pool_is_closed() -> None:
     assert torch.equal(output, x * 2)
 
 
+def test_a_closed_pool_holds_no_memory() -> None:
+    pool = GraphPool("cpu", lazy_capture=True)
+    pool.capture(lambda: torch.ones(1000) + 1)
+    assert pool.num_bytes > 0
+    pool.close()
+    assert pool.num_bytes == 0
+
+
 def test_a_graph_that_is_closed_gives_its_memory_back() -> None:
     x = torch.randn(64, 64)
     with GraphPool("cpu", lazy_capture=True) as pool:

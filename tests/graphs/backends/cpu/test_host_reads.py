@@ -412,3 +412,19 @@ def test_tables_of_torch_functions_still_match(pool: GraphPool, device: torch.de
         assert (x.tolist(), x.numpy()) == ("tolist", "numpy")
     assert torch.Tensor.tolist.__name__ == "tolist"
     assert torch.Tensor.tolist(torch.ones(2)) == [1.0, 1.0]
+
+
+def split_in_two(x: torch.Tensor) -> list[torch.Tensor]:
+    return torch.tensor_split(x, 2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_knows_functions_that_are_watched(
+    pool: GraphPool, device: torch.device
+) -> None:
+    x = torch.arange(4.0, device=device)
+    torch.jit.script(split_in_two)  # it lists torch's functions on first use
+    pool.capture(lambda: x * 2)
+    graph = str(torch.jit.script(split_in_two).graph)
+    assert "aten::tensor_split" in graph
+    assert "^" not in graph  # a call of a Python function

@@ -1,7 +1,7 @@
 """SwiftKV against a plain statement of it over transformers' parts, and against plain decoders.
 
 The statement knows no pages, no batches and no selection: it runs every token of one request
-through all layers. Tokens that skip the late layers must not show in anybody's logits.
+through all layers. Tokens that skip the late layers must not show in any logits.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ pytest.importorskip("llguidance")
 # As Qwen's, in short: tools in the system message, calls and their results in the conversation.
 TEMPLATE = """\
 {%- if tools %}{{ 'Tools:' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}
-{{- ' Write <tool_call>{"name": ..., "arguments": ...}</tool_call>' }}{% endif %}
+{{- ' Write <tool_call>{"name": ..., "arguments": ...}</tool_call>' }}{% endif %}{{ style }}
 {%- for message in messages %}{{ message.role }}:{{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}<tool_call>
 {"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
@@ -209,6 +209,17 @@ def test_required_calls_always_parse(seed: int, client: Any) -> None:
     assert calls[0].function.model_dump() == expected.model_dump()
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_variables_of_the_template_go_with_tools(client: Any, choice: str) -> None:
+    counts = []
+    for extra in ({}, {"chat_template_kwargs": {"style": "brief"}}):
+        answer = client.chat.completions.create(
+            messages=TALK, tools=TOOLS, tool_choice=choice, max_tokens=1, extra_body=extra, **FIXED
+        )
+        counts.append(answer.usage.prompt_tokens)
+    assert counts[1] - counts[0] == len("brief")
+
+
 @pytest.mark.slow
 def test_calls_and_their_results_go_through_the_template(client: Any, url: str) -> None:
     called = client.chat.completions.create(
@@ -251,6 +262,11 @@ def test_a_response_is_the_answer_of_a_chat(client: Any) -> None:
         assert answer.status == "incomplete"
         assert answer.incomplete_details.reason == "max_output_tokens"
         assert answer.output[0].status == "incomplete"
+    parts: Any = [{"type": "text", "text": "a"}, {"type": "text", "text": "pet"}]
+    talk: Any = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}]
+    expected = client.chat.completions.create(messages=talk, max_tokens=9, **options)
+    answer = client.responses.create(input=talk, max_output_tokens=9, **options)
+    assert answer.output_text == expected.choices[0].message.content
 
 
 @pytest.mark.slow
@@ -316,8 +332,8 @@ def test_the_asynchronous_client_gets_responses_too(url: str) -> None:
         ({"store": True}, "store", "answers are not stored here"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"conversation": "c"}, "conversation", "not stored"),
-        ({"tools": [{"type": "web_search"}]}, None, "tools is not supported"),
-        ({"background": True}, None, "background is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools is not supported"),
+        ({"background": True}, "background", "background is not supported"),
         ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
         (
             {"text": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
@@ -327,7 +343,14 @@ def test_the_asynchronous_client_gets_responses_too(url: str) -> None:
         ({"text": {"verbosity": "low"}}, "text", "verbosity is not supported"),
         ({"input": [{"type": "reasoning"}]}, "input", r"input\[0\] must be a message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "text here"),
-        ({"max_output_tokens": 0}, "max_tokens", "at least 1"),
+        ({"input": []}, "input", "input is empty"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens must be .* at least 1"),
+        (
+            {"max_output_tokens": 1, "min_tokens": 2},
+            "min_tokens",
+            "min_tokens 2 is above max_output_tokens 1; lower it, or raise max_output_tokens",
+        ),
+        ({"stream_options": {"includes_usage": True}}, None, "'stream_options.includes_usage'"),
         ({"inputs": "a"}, None, "unrecognized"),
     ],
     ids=str,

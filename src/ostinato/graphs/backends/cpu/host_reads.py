@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from ostinato.compat import replaceable
+from ostinato.compat import keep_scriptable, replaceable
 from ostinato.graphs.backends.guard import HOST_COPY, HOST_NUMBER, HOST_READ, forbidden
 
 _Refuses = Callable[..., bool]
@@ -159,4 +159,6 @@ def _watch() -> None:
     for owner, attribute, name, problem, refuses in _READERS:
         if hasattr(owner, attribute):
             original = getattr(owner, attribute)
-            setattr(owner, attribute, _Watched(original, name, problem, refuses))
+            watched = _Watched(original, name, problem, refuses)
+            setattr(owner, attribute, watched)
+            keep_scriptable(original, watched)

@@ -1,4 +1,4 @@
-"""``Ledger``: which memory a set of graphs holds, whose it is, and whether it is still there."""
+"""``Ledger``: the addresses that graphs hold, their owners, and whether they are still valid."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HeldGraph:
 class Ledger:
     """The memory that graphs hold, by graph, node and owner; ``print(ledger)`` shows a summary.
 
-    It shows the graphs that exist at the moment, and looks memory up anew every time, so one ledger
+    It shows the graphs that exist at the moment, and looks memory up every time, so one ledger
     serves as long as the graphs do. It keeps no graph alive, and no memory but that of owners it
     was given; it reads no memory of the device. Use it from the thread that uses the graphs.
 

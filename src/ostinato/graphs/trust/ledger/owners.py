@@ -21,7 +21,7 @@ from ostinato.graphs.trust.state_walk import is_tensor
 
 
 class MemoryKind(Enum):
-    """What memory is for."""
+    """What the memory that a graph holds is for."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"

@@ -54,7 +54,7 @@ class Resolver:
         return self._owned.find(address)
 
     def word(self, word: Word) -> HeldAddress | None:
-        """What a node's eight bytes refer to; None if they are no address, as far as known."""
+        """What a node's eight bytes refer to; None if they are not a known address."""
         found = self._named(word.value, word.where)
         if found is not None:
             return found

@@ -88,7 +88,7 @@ def inspect_graph(
     Args:
         graph: Captured with ``torch.cuda.CUDAGraph(keep_graph=True)``.
         owners: By name: modules, tensors, containers of tensors, or objects with
-            ``named_memory()``.
+            ``named_memory()``. None: addresses are shown without an owner.
         name: What messages call the graph.
     """
     if not isinstance(graph, torch.cuda.CUDAGraph):

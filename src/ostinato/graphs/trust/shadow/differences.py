@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.graphs.trust.agreement import describe, same_bits
+from ostinato.graphs.trust.comparison import describe, same_bits
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ostinato.graphs.trust.agreement import same_bits
+from ostinato.graphs.trust.comparison import same_bits
 from ostinato.graphs.trust.shadow.differences import max_difference
 
 _LARGEST_COPY = 2**20  # bytes; a step calls hundreds of operators

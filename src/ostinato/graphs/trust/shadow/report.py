@@ -67,7 +67,7 @@ class VerifyReport:
     ``num_compared``: graphs and steps that ran both ways. ``num_inexact``: those of them in which
     eager runs differ among themselves, or a mixture rounds rows differently beside other rows, so
     that only larger differences count; ``inexact`` names the first operator of each that does it.
-    ``num_skipped``: steps for which there was no memory to run them eagerly, too. ``mismatches``:
+    ``num_skipped``: steps that could not run eagerly as well, for lack of memory. ``mismatches``:
     quarantined graphs.
     """
 

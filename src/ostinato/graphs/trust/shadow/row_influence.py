@@ -25,7 +25,7 @@ def first_influence(one: CallLog, other: CallLog) -> Influence | None:
 
     Memory from outside the runs does not count: it also holds what was given differently.
     """
-    # By call: how much it varies, also where its rows are not those of the batch.
+    # By call: how much it varies, even where its rows are not those of the batch.
     varies: list[float | None] = []
     of_rows: list[bool] = []
     for number, (mine, its) in enumerate(zip(one.calls, other.calls, strict=False)):

@@ -1,4 +1,4 @@
-"""The two differences that are no mismatch: of eager runs among themselves, and of rounding."""
+"""The two differences that are not mismatches: between eager runs themselves, and by rounding."""
 
 from __future__ import annotations
 

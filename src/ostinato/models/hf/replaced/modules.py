@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -51,6 +51,28 @@ def attention_implementation(model: nn.Module, name: str) -> Iterator[None]:
     finally:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation
+
+
+@contextmanager
+def tables_noted(model: nn.Module, ids: torch.Tensor) -> Iterator[list[nn.Embedding]]:
+    """Inside, list the tables of ``model`` in which it looks up ``ids``, and nothing else."""
+    tables: list[nn.Embedding] = []
+
+    def note(module: nn.Module, args: tuple[object, ...]) -> None:
+        looked_up = args[0] if args else None  # some take a shape, and number the tokens themselves
+        if isinstance(looked_up, torch.Tensor) and torch.equal(looked_up.flatten(), ids):
+            tables.append(cast(nn.Embedding, module))
+
+    hooks = [
+        module.register_forward_pre_hook(note)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+    ]
+    try:
+        yield tables
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

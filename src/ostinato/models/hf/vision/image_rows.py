@@ -20,7 +20,7 @@ class ImageRows:
         device = encoder.device
         self.rows = torch.zeros((max_num_tokens, encoder.width), dtype=encoder.dtype, device=device)
         self.is_image = torch.zeros((max_num_tokens, 1), dtype=torch.bool, device=device)
-        self.angles = torch.zeros((max_num_tokens, head_dim), device=device)
+        self.angles = torch.zeros((max_num_tokens, head_dim), dtype=torch.float32, device=device)
         self.numbers = torch.arange(max_num_tokens, device=device)
 
 

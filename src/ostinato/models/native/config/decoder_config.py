@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ostinato.errors import ConfigError
 from ostinato.models.native.config.experts_config import ExpertsConfig
-from ostinato.models.native.config.families import FAMILIES, LLAMA_NAMES, Family, WeightNames
+from ostinato.models.native.config.families import FAMILIES
+from ostinato.models.native.config.family import LLAMA_NAMES, Family, WeightNames
 from ostinato.models.native.config.latent_config import LatentConfig
 from ostinato.models.native.config.rotary import (
     LONGEST_SEQUENCE,
@@ -22,6 +23,7 @@ from ostinato.models.native.config.rotary import (
     rope_kinds,
     rotary_unsupported_reason,
 )
+from ostinato.models.native.config.size_check import check_size
 from ostinato.ops.activation import Activation
 from ostinato.quoting import said, shown
 
@@ -237,10 +239,7 @@ def _check_sizes(config: PretrainedConfig | RawConfig) -> None:
         value = getattr(config, name, None)
         if name == "head_dim" and value is None:
             continue
-        if type(value) is not int or not 1 <= value <= largest:
-            raise ConfigError(
-                f"{name} must be an integer from 1 to {largest:,}, not {shown(value)}"
-            )
+        check_size(name, value, largest)
 
 
 def unsupported_reason(config: PretrainedConfig | RawConfig) -> str | None:
@@ -299,6 +298,6 @@ def _max_position(config: PretrainedConfig | RawConfig, rope: dict[str, Any]) ->
         # Such configs often state the length of pretraining, which the factor then extends.
         return max(stated, int(rope["original_max_position_embeddings"] * rope["factor"]))
     if rope["rope_type"] == "longrope":
-        # Beyond this length all frequencies would change, also those of cached keys.
+        # Beyond this length all frequencies would change, those of cached keys included.
         return min(stated, int(rope["original_max_position_embeddings"]))
     return stated

@@ -76,7 +76,7 @@ def glm_experts(config: Any) -> dict[str, Any]:
 
 
 def deepseek_v2_experts(config: Any) -> dict[str, Any]:
-    """DeepSeek-V2: softmax scores as they are; transformers ignores norm_topk_prob, too."""
+    """DeepSeek-V2: softmax scores as they are; transformers ignores norm_topk_prob too."""
     groups: dict[str, Any] = {}
     if config.topk_method == "group_limited_greedy":
         groups = {"num_groups": config.n_group, "top_groups": config.topk_group, "group_best": 1}

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ostinato.errors import ConfigError
+from ostinato.models.native.config.size_check import check_size
 from ostinato.ops.experts.mixture import ExpertActivation
 from ostinato.ops.experts.routing import RouterOptions
-from ostinato.quoting import shown
 
 _MOST_EXPERTS = 1 << 14
 _WIDEST = 1 << 22
@@ -98,15 +98,9 @@ class ExpertsConfig:
             ("n_group", options.num_groups, self.num_experts),
             ("topk_group", options.top_groups, options.num_groups),
         ):
-            if type(value) is not int or not 1 <= value <= most:
-                raise ConfigError(
-                    f"{what} must be an integer from 1 to {most:,}, not {shown(value)}"
-                )
-        shared = self.shared_width
-        if shared is not None and (type(shared) is not int or not 1 <= shared <= _WIDEST):
-            raise ConfigError(
-                f"the width of the shared expert must be an integer from 1, not {shown(shared)}"
-            )
+            check_size(what, value, most)
+        if self.shared_width is not None:
+            check_size("the width of the shared expert", self.shared_width, _WIDEST)
         if self.num_experts % options.num_groups:
             raise ConfigError(
                 f"{self.num_experts} experts cannot be divided into {options.num_groups} equal "

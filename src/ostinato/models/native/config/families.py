@@ -1,15 +1,9 @@
 """The families of models that the native decoder runs: a table of options and names each.
 
-A family lists the options of ``DecoderConfig`` in which its models differ from Llama, and the names
-of the weights in their checkpoints. The names determine the norms of a layer: before attention and
-before the MLP (pre-norm, as in Llama), after each (post-norm, as in OLMo 2), or both.
+What an entry can say, and options that several of them share, are in ``family.py``.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from ostinato.models.native.config.expert_options import (
     deepseek_v2_experts,
@@ -20,99 +14,20 @@ from ostinato.models.native.config.expert_options import (
     olmoe_experts,
     qwen_experts,
 )
+from ostinato.models.native.config.family import (
+    Family,
+    WeightNames,
+    attention_bias,
+    bidirectional_unsupported_reason,
+    rotated_where_windowed,
+    use_bias,
+    window_by_layer,
+    window_everywhere,
+)
 from ostinato.models.native.config.latent_config import (
     latent_options,
     latent_unsupported_reason,
 )
-
-Types = tuple[type, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightNames:
-    """The checkpoint names of a layer's weights. A norm without a name does not exist.
-
-    Weights with the same name are one tensor, in this order: a fused projection.
-    """
-
-    query: str = "self_attn.q_proj"
-    key: str = "self_attn.k_proj"
-    value: str = "self_attn.v_proj"
-    output: str = "self_attn.o_proj"
-    sinks: str = "self_attn.sinks"
-    gate: str = "mlp.gate_proj"
-    up: str = "mlp.up_proj"
-    down: str = "mlp.down_proj"
-    query_norm: str = "self_attn.q_norm"
-    key_norm: str = "self_attn.k_norm"
-    attention_norm: str | None = "input_layernorm"
-    attention_output_norm: str | None = None
-    mlp_norm: str | None = "post_attention_layernorm"
-    mlp_output_norm: str | None = None
-
-    @property
-    def num_norms(self) -> int:
-        """Of a layer, those of queries and keys apart."""
-        norms = (self.attention_norm, self.attention_output_norm)
-        return sum(name is not None for name in (*norms, self.mlp_norm, self.mlp_output_norm))
-
-
-LLAMA_NAMES = WeightNames()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """``options``: fields of ``DecoderConfig``, from a model's config, that differ from Llama's.
-
-    ``activation``: the config field with the name of the activation; ``eps``: that with the norms'
-    eps. ``interleaved``: RoPE pairs neighbours (2i, 2i + 1) instead of halves. ``partial_rotary``:
-    it uses partial_rotary_factor. ``rotary_by_layer_type``: rope_parameters has an entry for each
-    type of layer. ``rotated``: which layers have RoPE. ``experts``: it has a mixture of experts.
-    ``refuses``: why a model of the family cannot run, None if it can. ``fields``: further fields
-    that a config.json must state to be read without transformers; None: transformers reads it.
-    """
-
-    options: Callable[[Any], dict[str, Any]] = lambda config: {}
-    names: WeightNames = LLAMA_NAMES
-    activation: str = "hidden_act"
-    interleaved: bool = False
-    partial_rotary: bool = False
-    eps: str = "rms_norm_eps"
-    rotary_by_layer_type: bool = False
-    rotated: Callable[[Any], Sequence[bool]] = lambda config: (True,) * config.num_hidden_layers
-    experts: bool = False
-    refuses: Callable[[Any], str | None] = lambda config: None
-    fields: Mapping[str, Types] | None = field(default=None, hash=False)
-
-
-# --- options that several families share --------------------------------------------------------
-
-
-def attention_bias(config: Any) -> dict[str, Any]:
-    """On all projections of attention, if the config says so."""
-    return {"qkv_bias": bool(config.attention_bias), "output_bias": bool(config.attention_bias)}
-
-
-def window_everywhere(config: Any) -> dict[str, Any]:
-    """The same window in every layer."""
-    return {"windows": (config.sliding_window,) * config.num_hidden_layers}
-
-
-def window_by_layer(config: Any) -> dict[str, Any]:
-    """A window in the layers whose type says so. transformers derives the types."""
-    window = config.sliding_window
-    if window is None:
-        return {}
-    kinds = config.layer_types
-    return {"windows": tuple(window if kind == "sliding_attention" else None for kind in kinds)}
-
-
-def _bidirectional(config: Any) -> str | None:
-    """Gemma's option for embedding models."""
-    if getattr(config, "use_bidirectional_attention", None):
-        return "its attention is bidirectional (use_bidirectional_attention)"
-    return None
-
 
 _GEMMA_NAMES = WeightNames(
     attention_output_norm="post_attention_layernorm",
@@ -126,21 +41,6 @@ _OLMO_NAMES = WeightNames(
     mlp_output_norm="post_feedforward_layernorm",
 )
 
-
-def _windowed(config: Any) -> list[bool]:
-    """RoPE in the layers that have a window, of models in which some have one."""
-    if config.sliding_window is None:
-        return [True] * config.num_hidden_layers
-    return [kind == "sliding_attention" for kind in config.layer_types]
-
-
-def _use_bias(config: Any) -> dict[str, Any]:
-    """On all projections, if the config says so."""
-    return dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias"), bool(config.use_bias))
-
-
-# --- the families -------------------------------------------------------------------------------
-
 FAMILIES: dict[str, Family] = {
     "llama": Family(
         options=lambda config: {**attention_bias(config), "mlp_bias": bool(config.mlp_bias)},
@@ -149,7 +49,9 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family(
         options=window_everywhere,
         fields={"head_dim": (int,), "sliding_window": (int, type(None))},
+        foreign=frozenset({"layer_types"}),  # of Ministral, whose published config is a Mistral's
     ),
+    "ministral": Family(options=window_by_layer),
     "qwen2": Family(
         options=lambda config: {"qkv_bias": True, **window_by_layer(config)},
         # With a window, transformers' rule decides which layers have it.
@@ -189,7 +91,7 @@ FAMILIES: dict[str, Family] = {
         },
         names=_GEMMA_NAMES,
         activation="hidden_activation",
-        refuses=_bidirectional,
+        refuses=bidirectional_unsupported_reason,
     ),
     "gemma": Family(
         options=lambda config: {
@@ -197,7 +99,7 @@ FAMILIES: dict[str, Family] = {
             "embedding_scale": config.hidden_size**0.5,
             **attention_bias(config),
         },
-        refuses=_bidirectional,
+        refuses=bidirectional_unsupported_reason,
     ),
     "gemma3_text": Family(  # its attn_logit_softcapping is not used by transformers either
         options=lambda config: {
@@ -212,7 +114,7 @@ FAMILIES: dict[str, Family] = {
         names=_GEMMA_NAMES,
         activation="hidden_activation",
         rotary_by_layer_type=True,
-        refuses=_bidirectional,
+        refuses=bidirectional_unsupported_reason,
         fields={
             "head_dim": (int,),
             "query_pre_attn_scalar": (int, float),
@@ -359,7 +261,7 @@ FAMILIES: dict[str, Family] = {
         options=lambda config: {
             "mlp_bias": bool(config.mlp_bias),
             **attention_bias(config),
-            **(window_by_layer(config) if config.use_sliding_window else {}),
+            **window_by_layer(config),  # use_sliding_window only fills in layer_types
         },
         rotated=lambda config: [bool(each) for each in config.no_rope_layers],
     ),
@@ -370,11 +272,11 @@ FAMILIES: dict[str, Family] = {
             "mlp_bias": bool(config.mlp_bias),
         },
     ),
-    "ernie4_5": Family(options=_use_bias, interleaved=True),
+    "ernie4_5": Family(options=use_bias, interleaved=True),
     "exaone4": Family(
         options=lambda config: {"qk_norm": "head", **window_by_layer(config)},
         names=_OLMO_NAMES,
-        rotated=_windowed,
+        rotated=rotated_where_windowed,
     ),
     "cohere2": Family(
         options=lambda config: {
@@ -397,7 +299,7 @@ FAMILIES: dict[str, Family] = {
             "gated": False,
             "layer_norm": True,
             "norm_bias": True,
-            **_use_bias(config),
+            **use_bias(config),
             **window_everywhere(config),
         },
         names=WeightNames(up="mlp.c_fc", down="mlp.c_proj"),

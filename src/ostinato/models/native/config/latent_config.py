@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ostinato.errors import ConfigError
+from ostinato.models.native.config.size_check import check_size
 from ostinato.quoting import shown
 
 _LARGEST = 1 << 16
@@ -35,10 +35,7 @@ class LatentConfig:
             value = getattr(self, field.name)
             if value is None and field.name == "q_lora_rank":
                 continue
-            if type(value) is not int or not 1 <= value <= _LARGEST:
-                raise ConfigError(
-                    f"{field.name} must be an integer from 1 to {_LARGEST:,}, not {shown(value)}"
-                )
+            check_size(field.name, value, _LARGEST)
 
     @property
     def query_dim(self) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ostinato.models.native.config.families import FAMILIES, Family
+from ostinato.models.native.config.families import FAMILIES
+from ostinato.models.native.config.family import Family
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -46,6 +47,7 @@ _ROPE = {
     },
 }
 _DOUBTFUL = ("quantization_config", "rope_scaling", "rope_theta", "auto_map")
+_CONTEXT = "original_max_position_embeddings"
 
 
 class RawConfig:
@@ -76,13 +78,15 @@ def raw_config(fields: Any) -> RawConfig | None:
     family = FAMILIES.get(fields.get("model_type", "")) if isinstance(fields, dict) else None
     if family is None or family.fields is None:
         return None
-    if any(fields.get(name) is not None for name in _DOUBTFUL):
+    if any(fields.get(name) is not None for name in _DOUBTFUL) or family.foreign & fields.keys():
         return None
     own = {family.activation: (str,), family.eps: (float,), **family.fields}
     for name, types in {**_COMMON, **own}.items():
         if name not in fields or type(fields[name]) not in types:
             return None
     rope, layer_types = fields["rope_parameters"], fields.get("layer_types") or []
+    if _CONTEXT in rope and _CONTEXT in fields:  # which transformers prefers
+        return None
     if family.rotary_by_layer_type:
         if {each for each in layer_types if isinstance(each, str)} != rope.keys():
             return None

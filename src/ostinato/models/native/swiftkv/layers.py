@@ -20,7 +20,7 @@ from ostinato.models.native.config.decoder_config import DecoderConfig
 from ostinato.models.native.exchange import ALONE, Exchange
 from ostinato.models.native.fused_kernels import SmallM
 from ostinato.models.native.layer import DecoderLayer, empty_norm, norm_slots, run_layers
-from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, Plain
+from ostinato.models.native.layer_kernels import AnyKernels, AnyNorm, AttentionLayer, Plain
 from ostinato.models.native.swiftkv.config import SwiftKVConfig
 from ostinato.models.weight_slot import WeightSlot
 
@@ -72,7 +72,7 @@ class _Selected(Plain):
         self._angles = [(selected.of(cos), selected.of(sin)) for cos, sin in every._angles]
         self._selected = selected
 
-    def attend(self, layer: DecoderLayer, qkv: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: AttentionLayer, qkv: torch.Tensor) -> torch.Tensor:
         heads = qkv.unflatten(-1, (-1, layer.spec.head_dim))  # of queries alone
         query = self.rotated(layer, heads, slice(layer.head_counts[0]))
         return attend_selected(layer.spec, query, self._selected).flatten(1)

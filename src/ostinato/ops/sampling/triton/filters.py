@@ -134,7 +134,7 @@ def _row_range(ranges, row, num_chunks, CHUNKS_PAD: tl.constexpr):
 @triton.jit
 def _bins_per_logit(highest, lowest, temperature):
     """The scale of the bins, and their width in temperatures. Monotonic in the logits."""
-    span = tl.minimum(REACH * temperature, highest - lowest)
+    span = tl.minimum(temperature * REACH, highest - lowest)
     is_wide = span > 1e-30
     scale = tl.where(is_wide, BINS / tl.where(is_wide, span, 1.0), 0.0)
     return scale, tl.where(is_wide, span / temperature, BINS * REACH) / BINS

@@ -86,7 +86,10 @@ class TextChoices:
             text = _text(token_id, row[token_id])
             tokens.append(text)
             values.append(row[token_id].logprob)
-            tops.append({_text(each, value): value.logprob for each, value in row.items()})
+            likely: dict[str, float] = {}
+            for each, value in row.items():  # the sampled token comes first
+                likely.setdefault(_text(each, value), value.logprob)
+            tops.append(likely)
             offsets.append(offset)
             offset += len(text)
         self._offsets[index] = offset

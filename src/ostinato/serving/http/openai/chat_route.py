@@ -10,6 +10,7 @@ from ostinato.serving.http.openai.structure import Structure, structure_of
 from ostinato.serving.http.openai.tools.tool_choices import ToolChoices
 from ostinato.serving.http.openai.tools.tool_request import tool_request
 from ostinato.serving.http.state import Served
+from ostinato.text.chat_options import ChatOptions
 
 
 def chat_task(served: Served, body: ChatRequest) -> generation.Task:
@@ -36,5 +37,12 @@ def chat_task(served: Served, body: ChatRequest) -> generation.Task:
         max_tokens=older if most is None else most,
         logprobs=num_top if body.logprobs else None,
         structure=structure,
-        tools=None if calls is None else calls.tools,
+        names={
+            "max_tokens": "max_tokens" if most is None else "max_completion_tokens",
+            "logprobs": "top_logprobs",
+        },
+        chat=ChatOptions(
+            tools=None if calls is None else calls.tools,
+            chat_template_kwargs=body.chat_template_kwargs,
+        ),
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from typing import Any, TypeVar
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from ostinato.errors import RequestError
+from ostinato.errors import ConfigError, RequestError
 from ostinato.outputs import CompletionOutput, RequestOutput, TextDelta
 from ostinato.sampling_params import SamplingParams
 from ostinato.serving.async_stream import AsyncStream
@@ -21,6 +22,7 @@ from ostinato.serving.http.openai.answers import Choices, Envelope, Usage
 from ostinato.serving.http.openai.sse import EventStream
 from ostinato.serving.http.openai.structure import Structure
 from ostinato.serving.http.state import Served
+from ostinato.text.chat_options import NO_CHAT_OPTIONS, ChatOptions
 
 T = TypeVar("T")
 
@@ -36,8 +38,13 @@ class Task:
     choices: Choices
     model: str | None
     deadline: float  # a time of the loop
-    tools: list[dict[str, Any]] | None = None
+    chat: ChatOptions = NO_CHAT_OPTIONS
     structure: Structure | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of ``AsyncLLM.generate`` and ``stream``."""
+        return {"adapter": self.adapter, **vars(self.chat)}
 
     @property
     def num_sequences(self) -> int:
@@ -67,23 +74,35 @@ def task(
     max_tokens: int | None,
     logprobs: int | None,
     structure: Structure | None = None,
-    tools: list[dict[str, Any]] | None = None,
+    chat: ChatOptions = NO_CHAT_OPTIONS,
+    names: Mapping[str, str] | None = None,
 ) -> Task:
     """Check a request as far as possible without the engine.
 
-    ``tools``: those that a conversation tells the model about.
+    ``chat``: those of a conversation. ``names``: how the client calls parameters that have other
+    names in ``SamplingParams``.
     """
     served.check_task("generate")
-    return Task(
-        served=served,
-        prompts=prompts,
-        params=served.params(
+    try:
+        params = served.params(
             body,
             max_tokens=max_tokens,
             logprobs=logprobs,
             structure=None if structure is None else structure.params,
-        ),
-        tools=tools,
+        )
+    except ConfigError as error:
+        message = str(error)
+        for ours, theirs in (names or {}).items():
+            message = re.sub(rf"\b{ours}\b", theirs, message)
+        param = message.partition(" ")[0].partition("[")[0].rstrip(":")
+        raise ApiError(
+            400, message, param=param if param in type(body).model_fields else None
+        ) from None
+    return Task(
+        served=served,
+        prompts=prompts,
+        params=params,
+        chat=chat,
         structure=structure,
         adapter=served.adapter(body.model),
         choices=choices,
@@ -97,10 +116,10 @@ async def whole_answer(request: Request, task: Task) -> Response:
     llm = task.served.llm
 
     def start(prompt: Any) -> Coroutine[Any, Any, RequestOutput]:
-        return llm.generate(prompt, task.params, adapter=task.adapter, tools=task.tools)
+        return llm.generate(prompt, task.params, **task.options)
 
     with task.served.admission.enter(task.num_sequences):
-        work = _all([start(prompt) for prompt in task.prompts])
+        work = _all(_numbered([start(prompt) for prompt in task.prompts]))
         outputs = await unless_gone(request, task.limited(work))
     usage, choices = Usage(), []
     for number, output in enumerate(outputs):
@@ -123,7 +142,7 @@ def check_end(output: CompletionOutput | TextDelta) -> None:
 async def streamed_answer(request: Request, task: Task, *, includes_usage: bool) -> Response:
     """Start the requests, then stream."""
     streams, resources = await start_streams(request, task)
-    return EventStream(_events(task, streams, includes_usage), resources)
+    return EventStream(_events(task, streams, includes_usage), resources, deadline=task.deadline)
 
 
 async def start_streams(request: Request, task: Task) -> tuple[list[AsyncStream], AsyncExitStack]:
@@ -135,13 +154,10 @@ async def start_streams(request: Request, task: Task) -> tuple[list[AsyncStream]
     resources = AsyncExitStack()
     try:
         resources.enter_context(task.served.admission.enter(task.num_sequences))
-        streams = [
-            llm.stream(each, task.params, adapter=task.adapter, tools=task.tools)
-            for each in task.prompts
-        ]
+        streams = [llm.stream(each, task.params, **task.options) for each in task.prompts]
         for stream in streams:
             resources.push_async_callback(stream.aclose)
-        starts = _all([stream.start() for stream in streams])
+        starts = _all(_numbered([stream.start() for stream in streams]))
         await unless_gone(request, task.limited(starts))
     except BaseException:
         await resources.aclose()
@@ -207,6 +223,23 @@ async def merged(
 
 async def _next(stream: AsyncStream) -> TextDelta | None:
     return await anext(stream, None)
+
+
+def _numbered(work: list[Coroutine[Any, Any, T]]) -> list[Coroutine[Any, Any, T]]:
+    """``work`` for each prompt, whose errors say which if there are several."""
+    if len(work) == 1:
+        return work
+
+    async def named(number: int, each: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await each
+        except RequestError as error:
+            its_own, is_about_it, what = str(error).partition("the prompt ")
+            if its_own or not is_about_it:
+                raise
+            raise ApiError(400, f"prompt[{number}] {what}", param="prompt") from None
+
+    return [named(number, each) for number, each in enumerate(work)]
 
 
 async def _all(work: list[Coroutine[Any, Any, T]]) -> list[T]:

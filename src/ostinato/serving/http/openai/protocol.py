@@ -7,19 +7,32 @@ refused if it would change the answer, and accepted otherwise.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     field_validator,
     model_validator,
 )
 
 from ostinato.quoting import shown
+from ostinato.sampling_params import MAX_LOGIT_BIAS, MAX_N
+
+T = TypeVar("T")
+
+
+class _FailFast(FailFast):
+    __hash__ = object.__hash__  # in a union, which pydantic's own cannot be
+
+
+# A body may have millions of elements. An error for each would take minutes, in the event loop.
+Many: TypeAlias = Annotated[list[T], _FailFast()]
 
 NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
 
@@ -30,13 +43,24 @@ class Body(BaseModel):
     # What is refused, with the values that ask for nothing.
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
-    @model_validator(mode="after")
-    def _refuse(self) -> Self:
-        for name, harmless in self.refused.items():
-            value = getattr(self, name)
-            if not any(value == each and type(value) is type(each) for each in harmless):
-                raise ValueError(f"{name} is not supported here, got {shown(value)}; leave it out")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_unknown(cls, value: Any) -> Any:
+        """Leave out all fields that do not exist but the first, which is the one to be named."""
+        if not isinstance(value, dict) or len(value) <= len(cls.model_fields):
+            return value
+        known = {name: value[name] for name in cls.model_fields if name in value}
+        unknown = next(name for name in value if name not in cls.model_fields)
+        return {**known, unknown: None}
+
+    @field_validator("*")
+    @classmethod
+    def _refuse(cls, value: Any, info: ValidationInfo) -> Any:
+        name = info.field_name or ""
+        harmless = cls.refused.get(name, (value,))
+        if not any(value == each and type(value) is type(each) for each in harmless):
+            raise ValueError(f"{name} is not supported here, got {shown(value)}; leave it out")
+        return value
 
 
 class StreamOptions(Body):
@@ -53,7 +77,7 @@ class _Sampled(Body):
     n: int | None = None
     presence_penalty: float | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Many[str] | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -64,7 +88,7 @@ class _Sampled(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Many[int] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
@@ -73,8 +97,17 @@ class _Sampled(Body):
     structured_outputs: dict[str, Any] | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _check_bias(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_LOGIT_BIAS:
+            raise ValueError(
+                f"logit_bias may have at most {MAX_LOGIT_BIAS} tokens, got {len(value)}"
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
@@ -92,7 +125,7 @@ class CompletionRequest(_Sampled):
 
     refused = {"echo": NOTHING, "suffix": NOTHING}
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     max_tokens: int | None = 16
     logprobs: int | None = None
     best_of: int | None = None
@@ -102,6 +135,11 @@ class CompletionRequest(_Sampled):
     @field_validator("prompt", mode="wrap")
     @classmethod
     def _check_prompt(cls, value: Any, check: ValidatorFunctionWrapHandler) -> Any:
+        if isinstance(value, list) and len(value) > MAX_N and not isinstance(value[0], int):
+            raise ValueError(
+                f"there are {len(value)} prompts, but a request may have at most {MAX_N}; split it "
+                "into several requests"
+            )
         try:
             return check(value)
         except ValidationError:
@@ -118,7 +156,7 @@ class CompletionRequest(_Sampled):
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts, also if it is one."""
+        """The prompts, as a list even if there is one."""
         prompt: Any = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
             return [prompt]
@@ -139,7 +177,7 @@ class ChatRequest(_Sampled):
         "web_search_options": (None,),
     }
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: Annotated[Many[dict[str, Any]], Field(min_length=1)]
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
@@ -155,6 +193,7 @@ class ChatRequest(_Sampled):
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
     # These change no answer.
     metadata: Any = None
     prediction: Any = None
@@ -170,14 +209,26 @@ class ChatRequest(_Sampled):
         return self
 
 
+_MOST_INPUTS = 2048  # of one request for embeddings, as OpenAI has it
+
+
 class EmbeddingRequest(Body):
     """The body of ``/v1/embeddings``."""
 
     model: str | None = None
-    input: str | list[str] | list[int] | list[list[int]]
+    input: str | Many[str] | Many[int] | Many[Many[int]]
     dimensions: int | None = None
     encoding_format: Literal["float", "base64"] | None = "float"
     user: str | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _check_input(cls, value: Any) -> Any:
+        if isinstance(value, list) and value and isinstance(value[0], int):
+            return value
+        if isinstance(value, list) and not 0 < len(value) <= _MOST_INPUTS:
+            raise ValueError(f"input has {len(value)} texts; give 1 to {_MOST_INPUTS} of them")
+        return value
 
 
 class TokenizeRequest(Body):
@@ -185,13 +236,16 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Many[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _check_one(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.prompt is not None and self.chat_template_kwargs is not None:
+            raise ValueError("chat_template_kwargs are for messages; leave them out")
         return self
 
 
@@ -199,4 +253,4 @@ class DetokenizeRequest(Body):
     """The body of ``/detokenize``."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Many[int]

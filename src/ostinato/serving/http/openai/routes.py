@@ -11,7 +11,6 @@ from starlette.responses import JSONResponse, Response
 
 from ostinato.engine.requests.prompt_reader import PromptReader
 from ostinato.outputs import EmbeddingOutput
-from ostinato.serving.http.errors import ApiError
 from ostinato.serving.http.json_body import JsonRoute
 from ostinato.serving.http.limits import time_limit, unless_gone
 from ostinato.serving.http.openai import generation
@@ -36,8 +35,7 @@ from ostinato.serving.http.openapi.answer_schemas import (
     TokenizeAnswer,
 )
 from ostinato.serving.http.state import Served
-
-_MOST_INPUTS = 2048  # of one request for embeddings, as OpenAI has it
+from ostinato.text.chat_options import ChatOptions
 
 
 def create_router(served: Served) -> APIRouter:
@@ -84,11 +82,13 @@ def create_router(served: Served) -> APIRouter:
     @router.post("/tokenize", responses=document.asked(TokenizeAnswer))
     async def tokenize(body: TokenizeRequest) -> Response:
         """The tokens of a text or a conversation."""
+        served.check_task("generate")
         served.adapter(body.model)
 
         def read(reader: PromptReader) -> list[int]:
             if body.messages is not None:
-                return reader.render("messages", body.messages)[0]
+                options = ChatOptions(chat_template_kwargs=body.chat_template_kwargs)
+                return reader.render("messages", body.messages, options)[0]
             return reader.encode("prompt", body.prompt or "", body.add_special_tokens)
 
         tokens = await served.llm.read(read)
@@ -98,6 +98,7 @@ def create_router(served: Served) -> APIRouter:
     @router.post("/detokenize", responses=document.asked(DetokenizeAnswer))
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of tokens."""
+        served.check_task("generate")
         served.adapter(body.model)
         text = await served.llm.read(lambda reader: reader.decode("tokens", body.tokens))
         return JSONResponse({"prompt": text})
@@ -128,19 +129,12 @@ def _model(served: Served, name: str) -> dict[str, Any]:
 async def _embed(served: Served, request: Request, body: EmbeddingRequest) -> Response:
     served.check_task("embed")
     served.adapter(body.model)
-    inputs: Any = body.input
-    one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
-    count = 1 if one else len(inputs)
-    if not 0 < count <= _MOST_INPUTS:
-        raise ApiError(
-            400, f"input has {count} texts; give 1 to {_MOST_INPUTS} of them", param="input"
-        )
     seconds = served.config.request_timeout_s
     deadline = asyncio.get_running_loop().time() + seconds
 
     async def embed() -> list[EmbeddingOutput]:
         async with time_limit(deadline, seconds):
-            return await served.llm.embed(inputs, dimensions=body.dimensions)
+            return await served.llm.embed(body.input, dimensions=body.dimensions)
 
     with served.admission.enter(1):
         outputs = await unless_gone(request, embed())

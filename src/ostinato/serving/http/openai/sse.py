@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -13,24 +15,46 @@ from starlette.types import Receive, Scope, Send
 from ostinato.serving.http.errors import api_error
 
 _DONE = b"data: [DONE]\n\n"
+_LAST_WORDS_S = 5.0  # beyond the deadline, for the event that says that it has passed
+
+_log = logging.getLogger("ostinato.serving")
 
 
 class OwnedStream(StreamingResponse):
-    """Sends ``content``, and closes ``resources`` however the response ends."""
+    """Sends ``content``, and closes ``resources`` however the response ends.
+
+    It ends soon after ``deadline``, a time of the loop, also if the client no longer reads: sending
+    waits for that, and would hold the resources as long as the connection lasts.
+    """
 
     def __init__(
-        self, content: AsyncIterator[bytes], resources: AsyncExitStack, **options: Any
+        self,
+        content: AsyncIterator[bytes],
+        resources: AsyncExitStack,
+        *,
+        deadline: float,
+        **options: Any,
     ) -> None:
         super().__init__(content, **options)
         self._resources = resources
+        self._deadline = deadline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._resources:
-            await super().__call__(scope, receive, send)
+            limit = asyncio.timeout_at(self._deadline + _LAST_WORDS_S)
+            try:
+                async with limit:
+                    await super().__call__(scope, receive, send)
+            except TimeoutError:
+                if not limit.expired():
+                    raise
+                _log.warning(
+                    "broke off an answer whose client did not read it in time (--request-timeout-s)"
+                )
 
 
 class EventStream(OwnedStream):
-    """Sends ``events``, and closes ``resources`` however the response ends.
+    """An ``OwnedStream`` of ``events``.
 
     An error after the start becomes the last event, since the status has been sent. ``lines``
     writes the events, if not as most routes do.
@@ -41,11 +65,13 @@ class EventStream(OwnedStream):
         events: AsyncIterator[dict[str, Any]],
         resources: AsyncExitStack,
         *,
+        deadline: float,
         lines: Callable[[AsyncIterator[dict[str, Any]]], AsyncIterator[bytes]] | None = None,
     ) -> None:
         super().__init__(
             (lines or _lines)(events),
             resources,
+            deadline=deadline,
             media_type="text/event-stream",
             # Proxies must not collect the events.
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},

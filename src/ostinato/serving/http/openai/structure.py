@@ -25,10 +25,8 @@ class Structure(NamedTuple):
 
     def explain(self, error: RequestError) -> ApiError | RequestError:
         """An error of the engine's that may be about the structure, under the client's name."""
-        about, colon, what = str(error).partition(": ")
-        if about != _ENGINES_NAME or not colon:
-            return error
-        return ApiError(400, f"{self.field}: {what}", param=self.field)
+        message = _under(self.field, error)
+        return error if message is None else ApiError(400, message, param=self.field)
 
 
 def structure_of(body: Any) -> Structure | None:
@@ -87,4 +85,10 @@ def _read(name: str, value: Any) -> StructuredOutputsParams | None:
             return StructuredOutputsParams(**{_GUIDED[name]: value})
         return structured_outputs(value)
     except ConfigError as error:
-        raise ApiError(400, str(error), param=name) from None
+        raise ApiError(400, _under(name, error) or str(error), param=name) from None
+
+
+def _under(field: str, error: Exception) -> str | None:
+    """The text of an error about the structure, under the client's name; None: about another."""
+    about, colon, what = str(error).partition(": ")
+    return f"{field}: {what}" if about == _ENGINES_NAME and colon else None

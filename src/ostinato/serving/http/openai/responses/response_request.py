@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import field_validator
+
 from ostinato.quoting import shown
 from ostinato.serving.http.errors import ApiError
-from ostinato.serving.http.openai.protocol import NOTHING, Body
+from ostinato.serving.http.openai.protocol import NOTHING, Body, Many, StreamOptions
 
 _STATELESS = "answers are not stored here; send the whole conversation as input"
+_MOST_METADATA = 16  # as OpenAI has it
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
@@ -31,13 +34,13 @@ class ResponseRequest(Body):
     }
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | Many[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stream: bool | None = False
-    stream_options: dict[str, Any] | None = None
+    stream_options: StreamOptions | None = None
     text: dict[str, Any] | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
@@ -70,11 +73,20 @@ class ResponseRequest(Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Many[str] | None = None
+    stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = None
+
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _check_metadata(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MOST_METADATA:
+            raise ValueError(
+                f"metadata may have at most {_MOST_METADATA} entries, got {len(value)}"
+            )
+        return value
 
     def check_stateless(self) -> None:
         """Refuse what would need an answer that was stored, or storing this one."""
@@ -91,6 +103,8 @@ class ResponseRequest(Body):
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation, as a chat has it; the instructions come first."""
+        if not self.input and not isinstance(self.input, str):
+            raise ApiError(400, "input is empty; give a text, or messages", param="input")
         first = []
         if self.instructions is not None:
             first.append({"role": "system", "content": self.instructions})
@@ -121,9 +135,8 @@ def _message(number: int, item: dict[str, Any]) -> dict[str, Any]:
             f"{shown(item)}",
             param="input",
         )
-    role = "system" if role == "developer" else role
     if isinstance(content, list):
-        content = "".join(_text(f"{name}.content[{n}]", part) for n, part in enumerate(content))
+        content = "\n".join(_text(f"{name}.content[{n}]", part) for n, part in enumerate(content))
     if not isinstance(content, str):
         raise ApiError(
             400,

@@ -39,11 +39,13 @@ def create_responses_router(served: Served) -> APIRouter:
             max_tokens=body.max_output_tokens,
             logprobs=None,
             structure=_structure(body),
+            names={"max_tokens": "max_output_tokens"},
         )
         answer = ResponseBody(task.envelope.model, body)
         if body.stream:
             streams, resources = await generation.start_streams(request, task)
-            return EventStream(_events(task, streams[0], answer), resources, lines=named_lines)
+            events = _events(task, streams[0], answer)
+            return EventStream(events, resources, deadline=task.deadline, lines=named_lines)
         return await _whole(request, task, answer)
 
     return router

@@ -79,6 +79,6 @@ class ToolChoices(ChatChoices):
         return content, calls
 
     def _reason(self, index: int, reason: str | None) -> str | None:
-        """As OpenAI has it: a call that was chosen by name is no reason to end."""
+        """As OpenAI has it: a call that was chosen by name is not a reason to end."""
         calls = self._num_calls.get(index, 0) and not self._request.is_named
         return "tool_calls" if calls and reason == "stop" else reason

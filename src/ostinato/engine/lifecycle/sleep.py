@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ostinato.config import EngineConfig
-from ostinato.engine.weights import EngineWeights
+from ostinato.engine.lifecycle.weights import EngineWeights
 from ostinato.errors import AsleepError, ConfigError, SleepError
 from ostinato.quoting import said, shown
 from ostinato.runner.model_runner import ModelRunner
@@ -43,8 +43,10 @@ class EngineSleep:
 
     def release(self, level: int) -> None:
         """Release the memory, on all ranks."""
+        self.note_asleep(level)  # before any of it is gone
         error = self._runner.sleep(keep_weights=level == 1)
         if error is not None:
+            self.note_awake()
             raise SleepError(
                 f"the engine cannot sleep: {said(error)}; it stays awake. Free host memory, or "
                 "use sleep(level=2), which keeps no copy of the weights"
@@ -57,7 +59,7 @@ class EngineSleep:
             self._weights.discard()
 
     def restore(self) -> None:
-        """Have the memory back, on all ranks."""
+        """Map the memory again, on all ranks."""
         error = self._runner.wake()
         if error is not None:
             raise SleepError(

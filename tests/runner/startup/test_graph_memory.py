@@ -69,7 +69,7 @@ def test_no_size_is_left_out_of_a_large_budget():
 
 
 def test_a_budget_below_the_smallest_graph_is_refused():
-    with pytest.raises(ConfigError, match=r"graph_memory 1\.0 KiB holds no graph of this model"):
+    with pytest.raises(ConfigError, match=r"graph_memory 1\.0 KiB is too small for any graph"):
         tiny(graph_memory="1K")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from adapters import save_adapter
+from tiny_encoders import save_encoder
 from tiny_hybrid import TINY_HYBRID
 from tiny_models import TINY_GENERIC, TINY_MIXTURES, TINY_NATIVE, TINY_WITH_OPTIONS
 from weight_sets import GREEDY, PROMPTS, WeightSets, open_llm, tokens_of
@@ -168,6 +170,35 @@ def test_nothing_runs_asleep(llm: LLM, sets: WeightSets) -> None:
     assert tokens_of(llm) == sets.tokens("a")
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_ctrl_c_in_the_middle(
+    llm: LLM, sets: WeightSets, monkeypatch: pytest.MonkeyPatch, level: Any
+) -> None:
+    """What is released and what the engine knows are the same afterwards."""
+    if llm.engine.model.device.type != "cpu":
+        pytest.skip("interrupts the CPU's memory")
+    tokens_of(llm)
+    with monkeypatch.context() as patch:
+        unmap = MappedHostMemory.unmap
+
+        def interrupted(memory: MappedHostMemory) -> None:
+            signal.raise_signal(signal.SIGINT)
+            unmap(memory)
+
+        patch.setattr(MappedHostMemory, "unmap", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.sleep(level)
+    assert llm.sleep_level == level
+    with pytest.raises(AsleepError):
+        tokens_of(llm)
+    llm.wake()
+    if level == 2:
+        with pytest.raises(ModelLoadError, match="discarded the weights"):
+            tokens_of(llm)
+        llm.update_weights(sets.paths["a"])
+    assert tokens_of(llm) == sets.tokens("a")
+
+
 def test_closing_an_engine_that_sleeps(sets: WeightSets, device: torch.device) -> None:
     llm = open_sleeper(sets.paths["a"], device)
     llm.sleep(level=2)
@@ -280,6 +311,13 @@ def test_levels(sets: WeightSets, shared: LLM, level: Any) -> None:
 def shared(sets: WeightSets) -> Iterator[LLM]:
     with open_sleeper(sets.paths["a"]) as llm:
         yield llm
+
+
+@pytest.mark.slow
+def test_not_for_models_that_embed(tmp_path: Path) -> None:
+    save_encoder(tmp_path)
+    with pytest.raises(ConfigError, match="enable_sleep_mode is for models that generate"):
+        LLM(tmp_path, device="cpu", enable_sleep_mode=True)
 
 
 def test_not_with_offload(sets: WeightSets) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,18 @@ def test_refused_for_transformers_modules(generic: tuple[LLM, WeightSets], case:
     change, kind, message = CHANGES[case]
     with pytest.raises(kind, match=message):
         llm.update_weights(change(sets.of("b"), "transformer.h.1.mlp.c_proj.bias"))
+    assert tokens_of(llm) == sets.tokens("a")
+
+
+def test_names_that_transformers_would_drop(generic: tuple[LLM, WeightSets]) -> None:
+    """It takes names like those of GPT-2's old masks, attn.bias, for them."""
+    llm, sets = generic
+    bias = sets.of("b")["transformer.h.0.attn.c_attn.bias"]
+    for name in ("transformer.h.9.attn.c_attn.bias", "h.0.attn.c_attn.biases"):
+        with pytest.raises(ModelLoadError, match=f"no weight called {name}"):
+            llm.update_weights({name: bias})
+    mask = torch.ones(1, 1, 256, 256)
+    llm.update_weights({**sets.of("a"), "transformer.h.0.attn.bias": mask})
     assert tokens_of(llm) == sets.tokens("a")
 
 
@@ -187,12 +200,14 @@ def test_a_closed_model(sets: WeightSets) -> None:
     assert model() is None
     with pytest.raises(ClosedError):
         closed.update_weights(sets.paths["b"])
+    with pytest.raises(ClosedError):
+        closed.expert_load()
 
 
 def test_an_async_llm_between_requests(llm: LLM, sets: WeightSets) -> None:
     async def ask() -> None:
         async with AsyncLLM.from_config(llm.config) as served:
-            async with served.stream(PROMPTS[0], GREEDY) as stream:
+            async with served.stream(PROMPTS[0], replace(GREEDY, max_tokens=100)) as stream:
                 await anext(stream)
                 with pytest.raises(RequestError, match="unfinished"):
                     await served.update_weights(sets.paths["b"])

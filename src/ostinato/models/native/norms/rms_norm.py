@@ -25,7 +25,9 @@ class RMSNorm(nn.Module):
             torch.empty(shape, device=device, dtype=dtype), requires_grad=False
         )
         # A tensor, because addcmul requires one.
-        self.register_buffer("_eps", torch.full((1,), eps, device=device), persistent=False)
+        self.register_buffer(
+            "_eps", torch.full((1,), eps, dtype=torch.float32, device=device), persistent=False
+        )
         self._eps: torch.Tensor
 
     def forward(self, x: torch.Tensor, heads: slice | None = None) -> torch.Tensor:

@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 def measured_capture(capture: Callable[[], CaptureReport], pool: GraphPool) -> GraphMemory:
     """Run ``capture``, which captures into ``pool``; log and return the memory it took.
 
-    On CUDA the total is of the whole device: another process there may change it meanwhile.
+    On CUDA the total is of the whole device: another process there may change it in the meantime.
     """
     compilation_counter.num_gpu_runner_capture_triggers += 1
-    pool.release_unused()  # of earlier work, which the capture would free, too
+    pool.release_unused()  # of earlier work, which the capture would free as well
     backend = pool.backend
     start, used = time.perf_counter(), _used_bytes(pool)
     in_pool, workspaces = pool.num_bytes, backend.workspace_bytes()

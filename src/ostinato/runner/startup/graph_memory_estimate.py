@@ -23,7 +23,7 @@ from ostinato.graphs.policy.graph_memory import GraphMemory, in_words
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.models.base import CausalLM
-from ostinato.runner.model_runner import BESIDE_LOGITS
+from ostinato.runner.capture.planned_capture import BESIDE_LOGITS
 from ostinato.runner.startup import kv_budget
 from ostinato.runner.startup.graph_plans import GraphPlans
 
@@ -94,7 +94,7 @@ class GraphEstimate:
                 )
             except (MemoryError, torch.OutOfMemoryError) as error:
                 raise CaptureOutOfMemoryError(
-                    f"no memory for a step of {padded} tokens, as many as the largest graph has: "
+                    f"out of memory in a step of {padded} tokens, the size of the largest graph: "
                     f"{error}. Lower the capture sizes, or take a smaller or quantized model"
                 ) from error
         return cls(model=model, largest=largest, activations=activations)
@@ -126,7 +126,7 @@ class GraphEstimate:
     def _pool(self, largest: int, decode: int, *, beside_mixed: bool) -> int:
         """The pool of graphs of up to ``largest`` tokens, and ``decode`` in a decode step.
 
-        ``beside_mixed``: whether mixed batches have graphs in it, too.
+        ``beside_mixed``: whether mixed batches have graphs in it as well.
         """
         logits = decode * self.model.vocab_size * self.model.dtype.itemsize
         if self.model.device.type == "cpu":
@@ -185,7 +185,8 @@ class GraphEstimate:
             least = min(self._least(kind) for kind in kinds.values()) + memory.workspaces
             least = int(least / (1 - _MARGIN))
             raise ConfigError(
-                f"graph_memory {in_words(budget)} holds no graph of this model: the smallest needs "
+                f"graph_memory {in_words(budget)} is too small for any graph of this model: the "
+                f"smallest needs "
                 f"{in_words(least)}; raise it, or turn graphs off with GraphConfig(mode='NONE')"
             )
         within = replace(plans, model=kept)

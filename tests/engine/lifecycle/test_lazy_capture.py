@@ -100,17 +100,28 @@ def test_memory_is_as_estimated_and_adds_up(lazy: LLM, device: torch.device) -> 
 
 
 def test_explicit_captures_and_clearing(lazy: LLM) -> None:
-    assert lazy.engine.captures_when_idle
+    assert lazy.engine.lifecycle.captures_when_idle
     lazy.capture_next()
     lazy.capture_graphs()
+    assert_all_are_counted(lazy)
     assert not lazy.capture_next()
     lazy.clear_graphs()
-    assert not lazy.engine.captures_when_idle  # they were dropped on purpose
+    assert captured(lazy) == [] == lazy.report().graphs
+    assert not lazy.engine.lifecycle.captures_when_idle  # they were dropped on purpose
     assert lazy.graph_memory.taken.total == 0
     expected = tokens_of(lazy)
     assert lazy.capture_next()  # asked for
     lazy.capture_graphs()
+    assert_all_are_counted(lazy)
     assert tokens_of(lazy) == expected
+
+
+def assert_all_are_counted(lazy: LLM) -> None:
+    """The graphs of several captures, each once, in reports and in the memory they took."""
+    entries = lazy.engine.runner.capture_report.entries
+    assert len(captured(lazy)) == len(set(captured(lazy))) == len(lazy.engine.runner.plan.entries)
+    assert lazy.graph_memory.taken.executable == sum(each.executable_bytes for each in entries)
+    assert lazy.engine.runner.capture_bytes == lazy.graph_memory.taken.total
 
 
 def test_not_while_a_request_is_unfinished(lazy: LLM) -> None:
@@ -159,7 +170,7 @@ def test_verified_as_they_come(device: torch.device) -> None:
 async def settled(served: AsyncLLM) -> int:
     """How many graphs there are once there is nothing left to capture."""
     limit = time.monotonic() + 60
-    while await served.call(lambda llm: llm.engine.captures_when_idle):
+    while await served.call(lambda llm: llm.engine.lifecycle.captures_when_idle):
         assert time.monotonic() < limit
         await asyncio.sleep(0.01)
     return await served.call(lambda llm: len(captured(llm)))

@@ -1,0 +1,1 @@
+"""What an engine does between requests: sleep and wake, new weights, adapters, graphs."""
