@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -109,21 +108,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     """The device under test: every test that takes it runs on both backends."""
     torch.manual_seed(0)
     return torch.device("cuda", 0) if request.param == "cuda" else torch.device("cpu")
-
-
-_entered: list[Any] = []
-
-
-@pytest.fixture
-def after_interrupts() -> Iterator[None]:
-    """For tests whose signal handlers raise anywhere, even inside torch's context managers, which
-    would then leave their switches changed for all later tests."""
-    yield
-    gc.collect()  # some guards restore their switch when they are destroyed
-    torch.set_grad_enabled(True)
-    if torch.is_inference_mode_enabled():
-        _entered.append(torch.inference_mode(False))
-        _entered[-1].__enter__()
 
 
 @pytest.fixture

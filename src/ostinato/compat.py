@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.overrides import enable_reentrant_dispatch
 
 from ostinato.errors import ConfigError
 
@@ -164,6 +165,21 @@ has_kernel_for_key: Callable[[str, str], bool] = _private(
     without="composite operators cannot be captured",
 )
 
+# Both are left in C++, where Ctrl-C cannot keep them from being left. Such a guard restores all
+# layers that operators pass; ending late, it would turn them off, or end the process.
+inference_mode: Callable[[bool], AbstractContextManager[object]] = _private(
+    "torch._C._InferenceMode",
+    torch.inference_mode,
+    purpose="switches inference mode around tensors that are made in a capture",
+    without="the public class takes a microsecond longer, and an interrupt may keep it on",
+)
+layers_above_modes: Callable[[], AbstractContextManager[object]] = _private(
+    "torch._C._RestorePythonTLSSnapshot",
+    enable_reentrant_dispatch,
+    purpose="parts of composite operators pass autocast and views, as in eager code",
+    without="the public function does the same, but an interrupt may end the process",
+)
+
 inside_functorch_transform: Callable[[], Any] = _private(
     "torch._C._functorch.peek_interpreter_stack",
     lambda: None,
@@ -182,6 +198,33 @@ function_mode_at: Callable[[int], Any] = _private(
     purpose="the settings of a function mode are part of the key too",
     without="calls under a function mode are refused",
 )
+
+_modes = {
+    "purpose": "torch's modes that an interrupt left on are left when a call ends",
+    "without": "they stay on, and may refuse every later operator of the thread",
+}
+_dispatch_stack_depth: Callable[[], int] = _private(
+    "torch._C._len_torch_dispatch_stack", lambda: 0, **_modes
+)
+_dispatch_mode_at: Callable[[int], Any] = _private("torch._C._get_dispatch_stack_at", **_modes)
+_pop_dispatch_mode: Callable[[Any], Any] = _private("torch._C._pop_torch_dispatch_stack", **_modes)
+pop_function_mode: Callable[[], Any] = _private("torch._C._pop_torch_function_stack", **_modes)
+
+
+def dispatch_modes() -> list[Any]:
+    """The dispatch modes of this thread, innermost last."""
+    return [_dispatch_mode_at(index) for index in range(_dispatch_stack_depth())]
+
+
+def function_modes() -> list[Any]:
+    """The function modes of this thread, innermost last."""
+    return [function_mode_at(index) for index in range(function_stack_depth())]
+
+
+def pop_dispatch_mode() -> None:
+    """Take the innermost dispatch mode off this thread's stack, and do no more."""
+    _pop_dispatch_mode(None)
+
 
 generated_functions: list[Any] = [
     _private(

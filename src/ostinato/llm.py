@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
-from tqdm import tqdm
 
 from ostinato import other_engines
 from ostinato.config import EngineConfig
@@ -28,12 +27,14 @@ from ostinato.engine.thread_use import ThreadUse, one_thread
 from ostinato.errors import RequestError
 from ostinato.graphs.capture.closing import Owner
 from ostinato.graphs.policy.graph_memory import GraphMemoryReport
+from ostinato.graphs.thread_state import leaving_as_found
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.shadow.report import VerifyReport
 from ostinato.loading.encoders.task import find_task
 from ostinato.options import described, same_options_as, user_call
 from ostinato.outputs import RequestOutput
 from ostinato.pooling.calls import PoolingCalls
+from ostinato.progress import ProgressBar
 from ostinato.report.collect import collect_report
 from ostinato.report.records import RunReport
 from ostinato.sampling_params import SamplingParams
@@ -417,6 +418,7 @@ class LLM(LifecycleCalls, PoolingCalls, Owner):
         )
 
 
+@leaving_as_found
 def _start(config: EngineConfig) -> Engine | PoolingEngine:
     """The engine for the model's task."""
     task = config.task
@@ -438,7 +440,7 @@ def _start(config: EngineConfig) -> Engine | PoolingEngine:
 
 
 def _bar(total: int) -> Any:
-    return tqdm(total=total, desc="generating", delay=_BAR_AFTER_SECONDS)
+    return ProgressBar(total=total, desc="generating", delay=_BAR_AFTER_SECONDS)
 
 
 LLM.__doc__ = f"{inspect.cleandoc(LLM.__doc__ or '')}\n\n{described(list(fields(EngineConfig)))}"

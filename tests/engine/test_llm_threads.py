@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from interrupts import thread_state
 from tiny_models import TINY_GENERIC, save_talking, save_tiny
 
 from ostinato import LLM, ClosedError, ConcurrentUseError, GraphConfig, SamplingParams
@@ -327,14 +328,13 @@ def test_a_call_inside_a_step_is_refused(llm: LLM, expected: list[list[int]], se
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finaliser
-@pytest.mark.usefixtures("after_interrupts")
 def test_an_interrupt_anywhere_leaves_the_llm_usable(llm: LLM, expected: list[list[int]]) -> None:
     """Alarms go off at points of their own; wherever that is, what follows is right."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    delays, num_interrupted = random.Random(0), 0
+    delays, num_interrupted, before = random.Random(0), 0, thread_state()
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         for number in range(40):
@@ -351,6 +351,7 @@ def test_an_interrupt_anywhere_leaves_the_llm_usable(llm: LLM, expected: list[li
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     assert num_interrupted > 20
+    assert thread_state() == before
     check_unharmed(llm, expected)
 
 

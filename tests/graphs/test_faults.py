@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from interrupts import thread_state
 
 from ostinato import (
     BatchDescriptor,
@@ -295,14 +296,13 @@ def test_batch_of_nothing(pool: GraphPool) -> None:
         fast(torch.ones(0, device=pool.device))
 
 
-@pytest.mark.usefixtures("after_interrupts")
 def test_interrupts_leave_graphs_to_other_threads() -> None:
     """A signal handler may raise between any two instructions, those of a lock included."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    x = torch.ones(2)
+    x, before = torch.ones(2), thread_state()
     delays, num_interrupted = random.Random(0), 0
     previous = signal.signal(signal.SIGALRM, interrupt)
     with graphed(lambda x: x + 1, sizes=[2], copy_outputs=True) as fast:
@@ -321,3 +321,4 @@ def test_interrupts_leave_graphs_to_other_threads() -> None:
         with ThreadPoolExecutor(1) as other:
             assert torch.equal(other.submit(fast, x).result(60), x + 1)
     assert num_interrupted == 600
+    assert thread_state() == before

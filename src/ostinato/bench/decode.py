@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ostinato.bench.timing.baselines import (
     Generate,
@@ -37,6 +36,7 @@ from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.llm import LLM
+from ostinato.progress import ProgressBar
 
 SHORT = 17
 CUDA_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -110,7 +110,7 @@ def run(
         others, failed = open_baselines(llm, baselines, stack, longest=longest)
         subjects = {OURS: from_engine(llm), **others}
         vocab_size, runs = llm.engine.model.vocab_size, len(subjects) * (repeats + 1)
-        with tqdm(total=len(batches) * runs, disable=not show_progress) as bar:
+        with ProgressBar(total=len(batches) * runs, disable=not show_progress) as bar:
             rows = [measure_batch(subjects, vocab_size, batch, window, bar) for batch in batches]
         if checkpoint(llm) is None:  # transformers' model has other weights
             for row in rows:

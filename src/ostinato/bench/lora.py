@@ -13,7 +13,6 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ostinato.bench.decode import OURS, Window, check_counts, measure_batch
 from ostinato.bench.timing.baselines import Generate, from_engine
@@ -21,6 +20,7 @@ from ostinato.bench.timing.measure import about
 from ostinato.bench.timing.room import with_kv_cache_for, with_room
 from ostinato.config import EngineConfig
 from ostinato.llm import LLM
+from ostinato.progress import ProgressBar
 from ostinato.sampling_params import SamplingParams
 
 
@@ -58,7 +58,7 @@ def run(
             f"{adapters} adapters": _with_adapters(llm),
         }
         total = len(batches) * len(subjects) * (repeats + 1)
-        with tqdm(total=total, disable=not show_progress) as bar:
+        with ProgressBar(total=total, disable=not show_progress) as bar:
             vocab_size = llm.engine.model.vocab_size
             rows = [measure_batch(subjects, vocab_size, batch, window, bar) for batch in batches]
         return {

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ostinato.bench.decode import OURS, Window, check_counts, measure_batch
 from ostinato.bench.timing.baselines import from_engine
@@ -25,6 +24,7 @@ from ostinato.llm import LLM
 from ostinato.models.native.decoder import Decoder
 from ostinato.offload.offload_config import OffloadConfig
 from ostinato.offload.prefetch import PrefetchOffloader
+from ostinato.progress import ProgressBar
 
 PLAIN = "no offload"
 
@@ -54,7 +54,7 @@ def run(
         assert isinstance(model, Decoder), "offload needs one"
         assert isinstance(model.offloader, PrefetchOffloader)
         copies_ms = _copies_ms(model, model.offloader, repeats)
-        with tqdm(
+        with ProgressBar(
             total=len(batches) * len(subjects) * (repeats + 1), disable=not show_progress
         ) as bar:
             rows = [

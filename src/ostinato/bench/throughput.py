@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tqdm import tqdm
-
 from ostinato.bench.mixes import (
     TimedRequest,
     check_arrival,
@@ -29,6 +27,7 @@ from ostinato.engine.engine import Engine
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.llm import LLM
+from ostinato.progress import ProgressBar
 from ostinato.runner.sampling.sampler_graphs import SamplerStats
 from ostinato.sampling_params import SamplingParams
 from ostinato.serving.percentiles import percentiles
@@ -84,7 +83,7 @@ def run(
     with LLM.from_config(config) as llm:
         engine = llm.engine
         check_room(chosen, engine.max_model_len)
-        with tqdm(total=len(chosen) * (repeats + 1), disable=not show_progress) as bar:
+        with ProgressBar(total=len(chosen) * (repeats + 1), disable=not show_progress) as bar:
             for mix in chosen:
                 bar.set_description(mix.name)
                 requests = draw_requests(

@@ -14,6 +14,7 @@ from ostinato.engine.requests.completion import Completion
 from ostinato.engine.thread_use import Hold, OpenStream
 from ostinato.errors import ConcurrentUseError
 from ostinato.graphs.capture.closing import Owner
+from ostinato.graphs.thread_state import leaving_as_found
 from ostinato.outputs import CompletionOutput, TextDelta
 from ostinato.runner.ambient import without_default_device
 
@@ -28,14 +29,16 @@ class TextStream(Owner, Iterator[TextDelta]):
     another thread.
     """
 
+    _ended = True  # nothing to end yet, and nothing if ``__init__`` is interrupted
+
     def __init__(self, engine: Engine, requests: Sequence[CheckedRequest]) -> None:
-        self._ended = True  # nothing to end yet
         self._engine = engine
         self._submission = Submission(engine, requests, every_token=True)
         self._open = OpenStream()
         # Holds no reference to this object, so that dropping the stream runs __del__.
         self._source = engine.sharing.iterate(_deltas(self._submission))
 
+    @leaving_as_found
     @without_default_device
     def __next__(self) -> TextDelta:
         use, hold, refused = self._engine.use, Hold("LLM.stream"), False

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ostinato.errors import ConcurrentUseError
+from ostinato.graphs.thread_state import leaving_as_found
 from ostinato.runner.ambient import without_default_device
 
 P = ParamSpec("P")
@@ -166,12 +167,15 @@ def one_thread(
     """Let one thread at a time into an engine's methods with this decorator.
 
     Errors call the method ``called``, or by its qualified name if None. ``is_part``: the method may
-    run inside a call of the same thread. Methods run without the caller's default device.
+    run inside a call of the same thread. Methods run without the caller's default device, and
+    calls that raise leave their thread as they found it.
     """
 
     def decorate(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
         name = called or method.__qualname__
         run = without_default_device(method)
+        if not is_part:
+            run = leaving_as_found(run)
 
         @functools.wraps(method)
         def exclusive(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:

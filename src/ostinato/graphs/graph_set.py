@@ -27,6 +27,7 @@ from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choic
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
+from ostinato.graphs.thread_state import leaving_as_found
 from ostinato.graphs.tree import map_tensors
 from ostinato.graphs.trust.argument_watch import ArgumentWatch
 from ostinato.graphs.trust.comparison import Agreement
@@ -175,6 +176,7 @@ class GraphSet:
 
     # --- trials --------------------------------------------------------------------------------
 
+    @leaving_as_found
     @among_captures()
     def _try(
         self,

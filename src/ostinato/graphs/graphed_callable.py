@@ -9,22 +9,24 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
 import torch
 
 from ostinato.compat import inside_functorch_transform
-from ostinato.errors import BatchError, CaptureError, ClosedError, ConfigError
+from ostinato.errors import CaptureError, ClosedError, ConfigError
 from ostinato.graphs.capture.call_layout import BatchDim, CallLayout
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.closing import Owner, close_each
-from ostinato.graphs.capture.pool import ExclusiveUse, GraphPool
+from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import is_recording
+from ostinato.graphs.exclusive_use import ExclusiveUse
 from ostinato.graphs.graph_set import GraphSet
 from ostinato.graphs.graphed_method import BoundMethods
-from ostinato.graphs.graphed_options import GraphedOptions, graph_set_options
+from ostinato.graphs.graphed_options import GraphedOptions, common_device, graph_set_options
 from ostinato.graphs.policy.descriptor import Choice, Reason
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.policy.sizes import default_sizes, validate_sizes
 from ostinato.graphs.policy.stats import GraphedStats
-from ostinato.graphs.tree import map_tensors, tensors_in
+from ostinato.graphs.thread_state import AutogradState, leaving_as_found
+from ostinato.graphs.tree import map_tensors
 from ostinato.graphs.trust.ambient_state import AmbientState
 from ostinato.graphs.trust.ledger.ledger import HeldGraph, Ledger
 
@@ -114,6 +116,7 @@ class GraphedCallable(Owner, Generic[P, R]):
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._check_not_capturing()
+        found = AutogradState()
         try:
             if self._layout is None:
                 self._prepare(args, kwargs)
@@ -121,7 +124,8 @@ class GraphedCallable(Owner, Generic[P, R]):
             values = layout.values(args, kwargs)
             rows = layout.batch_size(values)
             return pool.exclusive_use.run(self._call_in_pool, rows, values, (args, kwargs))
-        except BaseException:
+        except BaseException as error:
+            found.restore(error)
             self._forget_if_nothing_captured()
             raise
 
@@ -179,6 +183,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         self._check_usable()
         return self._exclusive_use.run(self._capture, args, kwargs)
 
+    @leaving_as_found
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CaptureReport:
         self._check_not_capturing()
         try:
@@ -199,6 +204,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         self._capture_entries(graphs, graphs.missing(), values)
         return graphs.report
 
+    @leaving_as_found
     def _capture_entries(
         self, graphs: GraphSet, entries: Sequence[PlanEntry], values: Sequence[Any]
     ) -> None:
@@ -222,7 +228,7 @@ class GraphedCallable(Owner, Generic[P, R]):
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Create buffers, plan and pool for arguments like these."""
-        device = self._common_device(args, kwargs)
+        device = common_device(self._function, (args, kwargs))
         sizes = self._sizes or default_sizes(
             max_num_seqs=_DEFAULT_LARGEST // 2,
             max_num_batched_tokens=_DEFAULT_LARGEST,
@@ -247,23 +253,6 @@ class GraphedCallable(Owner, Generic[P, R]):
         )
         self._ambient = AmbientState(device.type)
         self._layout = layout
-
-    def _common_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-        tensors = list(tensors_in((args, kwargs)))
-        if not tensors:
-            raise BatchError(
-                "graphed() found no tensor among the arguments, so it cannot find the batch size; "
-                "pass the batch as a tensor"
-            )
-        if isinstance(self._function, torch.nn.Module):
-            tensors += [*self._function.parameters(), *self._function.buffers()]
-        devices = sorted({str(tensor.device) for tensor in tensors})
-        if len(devices) > 1:
-            raise ConfigError(
-                f"graphed() works on one device, but the model and its arguments are on "
-                f"{', '.join(devices)}; move them to one, or use one graphed() per device"
-            )
-        return tensors[0].device
 
     # --- statistics and closing ----------------------------------------------------------------
 

@@ -1,17 +1,18 @@
-"""The options of ``graphed()``: their names, and which values are refused."""
+"""What ``graphed()`` is given: the names of its options, and which values are refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypedDict
 
 import torch
 
-from ostinato.errors import ConfigError
+from ostinato.errors import BatchError, ConfigError
 from ostinato.graphs.capture.call_layout import BatchDim
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.graph_set import GraphSetOptions
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
+from ostinato.graphs.tree import tensors_in
 
 
 class GraphedOptions(TypedDict, total=False):
@@ -59,3 +60,22 @@ def graph_set_options(
         watch=check_state_every > 0,
         show_progress=show_progress,
     )
+
+
+def common_device(function: Callable[..., Any], arguments: Any) -> torch.device:
+    """The device of all tensors among the arguments, and of those of a module."""
+    tensors = list(tensors_in(arguments))
+    if not tensors:
+        raise BatchError(
+            "graphed() found no tensor among the arguments, so it cannot find the batch size; "
+            "pass the batch as a tensor"
+        )
+    if isinstance(function, torch.nn.Module):
+        tensors += [*function.parameters(), *function.buffers()]
+    devices = sorted({str(tensor.device) for tensor in tensors})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"graphed() works on one device, but the model and its arguments are on "
+            f"{', '.join(devices)}; move them to one, or use one graphed() per device"
+        )
+    return tensors[0].device

@@ -22,6 +22,7 @@ from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.prepared_batch import Inputs, Output, PreparedBatch, prepared, run_prepared
+from ostinato.graphs.thread_state import leaving_as_found
 from ostinato.graphs.tree import map_tensors
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.ledger.owners import MemoryKind, NamedMemory, NamesMemory
@@ -172,6 +173,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
         entries = [entry] if self.dispatcher.is_open(entry) else []
         return self._capture_each(entries, forward, prepare, warm_up or forward)
 
+    @leaving_as_found
     def _capture_each(
         self,
         entries: list[PlanEntry],

@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ostinato.errors import ModelLoadError
 from ostinato.loading.default_model.embedded import embedded_model_path
 from ostinato.models.native.shapes import SHAPES
+from ostinato.progress import ProgressBar
 
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt"]
 _HUB_UNUSED = ["original/*", "consolidated*", "onnx/*"]
@@ -56,7 +55,7 @@ def _fetch(name: str, show_progress: bool) -> Path:
         ) from error
 
 
-class _Silent(tqdm):  # type: ignore[misc]  # tqdm has no types
+class _Silent(ProgressBar):
     """A progress bar that shows nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

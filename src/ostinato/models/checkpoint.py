@@ -17,12 +17,12 @@ from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from ostinato.errors import ModelLoadError
 from ostinato.models.finite_check import FiniteCheck
 from ostinato.models.json_file import read_object
 from ostinato.models.weight_slot import WeightSlot
+from ostinato.progress import ProgressBar
 from ostinato.quoting import listed, said, shown
 
 _INDEX = "model.safetensors.index.json"
@@ -230,7 +230,7 @@ class Checkpoint:
         parts = {slot.name: (slot.parts, slot.dim) for slot in slots if slot.parts is not None}
         tensors = self.read(targets, device, parts)
         finite = FiniteCheck()
-        for name, tensor in tqdm(
+        for name, tensor in ProgressBar(
             tensors,
             desc="loading weights",
             unit="tensor",

@@ -13,7 +13,6 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from ostinato.config import EngineConfig
 from ostinato.engine.start import starting
@@ -33,6 +32,7 @@ from ostinato.outputs import ClassificationOutput, EmbeddingOutput, ScoreOutput
 from ostinato.pooling.activation import label_names, probabilities
 from ostinato.pooling.inputs import Input, InputReader
 from ostinato.pooling.runner import PoolingRunner
+from ostinato.progress import ProgressBar
 from ostinato.quoting import shown
 from ostinato.runner.ambient import without_autocast, without_default_device
 from ostinato.runner.startup.build import name_the_remedy
@@ -332,4 +332,4 @@ def _check_switches(**switches: object) -> None:
 
 
 def _bar(total: int) -> Any:
-    return tqdm(total=total, desc="texts", delay=_BAR_AFTER_SECONDS)
+    return ProgressBar(total=total, desc="texts", delay=_BAR_AFTER_SECONDS)

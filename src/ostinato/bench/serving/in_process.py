@@ -12,8 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from tqdm import tqdm
-
 from ostinato.bench import throughput
 from ostinato.bench.mixes import TimedRequest
 from ostinato.bench.serving.answer import Answer, Limits, summarize
@@ -21,6 +19,7 @@ from ostinato.bench.serving.open_loop import Clock, run_open_loop
 from ostinato.bench.timing.measure import synchronize
 from ostinato.errors import MeasurementError
 from ostinato.llm import LLM
+from ostinato.progress import ProgressBar
 from ostinato.sampling_params import SamplingParams
 from ostinato.serving.async_llm import AsyncLLM
 
@@ -38,7 +37,7 @@ async def measure(
     limits: Limits,
     max_seconds: float,
     repeats: int,
-    bar: tqdm[None],
+    bar: ProgressBar,
 ) -> list[dict[str, Any]]:
     """One row per subject: its median run by duration, and the durations of all."""
 

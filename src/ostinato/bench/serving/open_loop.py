@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from tqdm import tqdm
-
 from ostinato.bench.mixes import TimedRequest
 from ostinato.bench.serving.answer import Answer
 from ostinato.bench.timing.baselines import reason
 from ostinato.errors import OstinatoError
+from ostinato.progress import ProgressBar
 
 TIME_IS_UP = "time is up"
 
@@ -25,7 +24,7 @@ async def run_open_loop(
     *,
     max_seconds: float,
     failures: tuple[type[Exception], ...] = (),
-    bar: tqdm[None] | None = None,
+    bar: ProgressBar | None = None,
 ) -> list[Answer]:
     """Send every request at its ``arrival_s``; the answers, in the same order.
 

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from ostinato.bench.mixes import (
     Mix,
     TimedRequest,
@@ -36,6 +34,7 @@ from ostinato.bench.timing.measure import machine, model_name
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError, MeasurementError
 from ostinato.graphs.policy.sizes import check_positive_int
+from ostinato.progress import ProgressBar
 from ostinato.serving.async_llm import AsyncLLM
 from ostinato.serving.switch_interval import short_switch_interval
 
@@ -94,7 +93,7 @@ def run_in_process(
             raise ConfigError(f"this model was loaded to {llm.task}, and has no streams")
         check_room([load.chosen_mix()], llm.max_model_len)
         vocab_size = asyncio.run(llm.call(lambda llm: llm.engine.model.vocab_size))
-        with tqdm(total=3 * (repeats + 1), disable=not show_progress) as bar:
+        with ProgressBar(total=3 * (repeats + 1), disable=not show_progress) as bar:
             measuring = in_process.measure(
                 llm,
                 load.draw(vocab_size),
@@ -192,7 +191,7 @@ async def _measure(
             raise MeasurementError(f"no server answers at {url}/health")
         chosen = await client.choose_model(model)
         await _warm_up(client, requests, load, FAILURES)
-        with tqdm(total=len(requests), desc=name, disable=not show_progress) as bar:
+        with ProgressBar(total=len(requests), desc=name, disable=not show_progress) as bar:
             answers = await run_open_loop(
                 requests, client.send, max_seconds=load.max_seconds, failures=FAILURES, bar=bar
             )

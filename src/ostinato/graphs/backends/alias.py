@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ostinato import compat
 from ostinato.compat import neg_view
 
 
@@ -15,7 +16,7 @@ def alias_of(tensor: torch.Tensor, storage: Any, offset: int) -> torch.Tensor:
     The alias also copies lazy conjugation and negation, which belong to a tensor, not its memory.
     """
     if torch.is_inference_mode_enabled():  # the alias must be usable outside inference mode too
-        with torch.inference_mode(False):
+        with compat.inference_mode(False):
             return alias_of(tensor, storage, offset)
     alias = torch.empty(0, dtype=tensor.dtype, device=storage.device)
     alias.set_(storage, offset, tensor.shape, tensor.stride())

@@ -14,6 +14,7 @@ import torch
 
 from ostinato import compat
 from ostinato.errors import CaptureError
+from ostinato.graphs.thread_state import SharedSwitch, thread_variable
 
 
 class _Captures:
@@ -21,23 +22,18 @@ class _Captures:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running = 0
         self.newest = 0
+        self.in_progress = SharedSwitch()
 
-    def enter(self) -> int:
-        """A number for a capture that begins; 0 if others are in progress."""
+    def next_number(self) -> int:
+        """A number for a capture in progress that begins; 0 if there are others."""
         with self._lock:
-            self._running += 1
             self.newest += 1
-            return self.newest if self._running == 1 else 0
-
-    def leave(self) -> None:
-        with self._lock:
-            self._running -= 1
+            return self.newest if self.in_progress.num_holds == 1 else 0
 
 
 _captures = _Captures()
-_in_capture: ContextVar[int | None] = ContextVar("ostinato_in_capture", default=None)
+_in_capture: ContextVar[int | None] = thread_variable("in_capture", None)
 
 
 def in_capture() -> bool:
@@ -64,12 +60,12 @@ def among_captures() -> Iterator[None]:
     if in_capture():
         yield
         return
-    outer = _in_capture.set(_captures.enter())
-    try:
-        yield
-    finally:
-        _in_capture.reset(outer)
-        _captures.leave()
+    with _captures.in_progress.held():
+        outer = _in_capture.set(_captures.next_number())
+        try:
+            yield
+        finally:
+            _in_capture.reset(outer)
 
 
 @contextmanager
@@ -89,11 +85,7 @@ def capture_ambient() -> Iterator[None]:
         torch.set_autocast_cache_enabled(caching)
 
 
-class _ThisThread(threading.local):
-    recording = False
-
-
-_this_thread = _ThisThread()
+_recording: ContextVar[bool] = thread_variable("recording", False)
 
 
 @contextmanager
@@ -103,42 +95,33 @@ def answering_as_a_capture() -> Iterator[None]:
     Libraries ask it before they read values on the host; transformers does so for attention masks.
     """
     _teach_torch_to_answer()
-    outer, _this_thread.recording = _this_thread.recording, True
+    outer = _recording.set(True)
     try:
         yield
     finally:
-        _this_thread.recording = outer
+        _recording.reset(outer)
 
 
 @cache
 def _teach_torch_to_answer() -> None:
-    compat.answer_for_captures(lambda: _this_thread.recording)
+    compat.answer_for_captures(_recording.get)
 
 
 class _ForceEager:
-    """torch's stance on compiled functions, which is global to all threads.
-
-    Captures of several threads may overlap in any order (ranks that take turns do), so the first
-    one sets the stance and the last one restores it.
-    """
+    """torch's stance on compiled functions, which is global to all threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._depth = 0
         self._stance: Any = None
 
     def enter(self) -> None:
-        with self._lock:
-            if self._depth == 0:
-                self._stance = _eager_stance()
-                self._stance.__enter__()
-            self._depth += 1
+        stance = _eager_stance()
+        stance.__enter__()
+        self._stance = stance
 
     def leave(self) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0:
-                self._stance.__exit__(None, None, None)
+        if self._stance is not None:
+            self._stance.__exit__(None, None, None)
+            self._stance = None
 
 
 def _eager_stance() -> Any:
@@ -152,7 +135,8 @@ def _eager_stance() -> Any:
         ) from error
 
 
-_force_eager = _ForceEager()
+_stance = _ForceEager()
+_force_eager = SharedSwitch(_stance.enter, _stance.leave)
 
 
 @contextmanager
@@ -164,8 +148,5 @@ def compiled_functions_run_eagerly() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it is slow
         yield
         return
-    _force_eager.enter()
-    try:
+    with _force_eager.held():
         yield
-    finally:
-        _force_eager.leave()

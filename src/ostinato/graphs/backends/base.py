@@ -16,6 +16,7 @@ import torch
 from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.backends.graph_node import GraphNode, MemoryRange
 from ostinato.graphs.backends.operator_log import OperatorLog
+from ostinato.graphs.thread_state import thread_variable
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ class OperatorObserver(Protocol):
         """Another recording of the same capture begins."""
 
 
-_unobserved: ContextVar[bool] = ContextVar("ostinato_unobserved", default=False)
+_unobserved: ContextVar[bool] = thread_variable("unobserved", False)
 is_unobserved = _unobserved.get
 
 

@@ -18,7 +18,6 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
-from torch.overrides import enable_reentrant_dispatch
 
 from ostinato.compat import (
     OpOverload,
@@ -26,6 +25,7 @@ from ostinato.compat import (
     call_composite,
     generator_number,
     has_kernel_for_key,
+    layers_above_modes,
 )
 from ostinato.errors import CaptureError
 from ostinato.graphs.backends.base import OperatorObserver, is_unobserved
@@ -232,7 +232,7 @@ class CaptureGuard(TorchDispatchMode):
             raise forbidden(str(func), HOST_READ)
         # The kernel's calls must pass the layers above a mode (autocast, views), as in eager
         # code; inside a mode those layers are disabled.
-        with enable_reentrant_dispatch(), self._autocast_inside(func), self:
+        with layers_above_modes(), self._autocast_inside(func), self:
             return call_composite(func, args, kwargs)
 
     def _autocast_inside(self, func: OpOverload) -> AbstractContextManager[object]:
@@ -252,7 +252,7 @@ class CaptureGuard(TorchDispatchMode):
         """
         if func.namespace == "aten" and func not in _CALL_CAST_OPERATORS:
             return None
-        with enable_reentrant_dispatch():
+        with layers_above_modes():
             enabled = torch.is_autocast_enabled(self._device_type)
         return torch.get_autocast_dtype(self._device_type) if enabled else None
 

@@ -20,6 +20,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ostinato.compat import storage_number
+from ostinato.graphs.thread_state import thread_variable
 from ostinato.graphs.tree import tensors_in
 
 
@@ -129,7 +130,7 @@ class OperatorLog:
         return any(memory.expired() for memory in self._memory.values())
 
 
-_open_log: ContextVar[OperatorLog | None] = ContextVar("ostinato_operator_log", default=None)
+_open_log: ContextVar[OperatorLog | None] = thread_variable("operator_log", None)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ostinato import compat
 from ostinato.compat import storage_number
 from ostinato.errors import BatchError, ConfigError
 
@@ -48,7 +49,7 @@ class StaticBuffer:
         self._dtype = example.dtype
         self._device = example.device
         row_elements = math.prod(n for d, n in enumerate(self._shape) if d != self.batch_dim)
-        with torch.inference_mode(False):
+        with compat.inference_mode(False):
             self._memory = torch.full(
                 (max_rows * row_elements,), padding, dtype=example.dtype, device=example.device
             )
@@ -62,7 +63,7 @@ class StaticBuffer:
             shape = self._shape.copy()
             shape[self.batch_dim] = size
             stride = _dense_strides(shape, self._order)
-            with torch.inference_mode(False):
+            with compat.inference_mode(False):
                 self._views[size] = self._memory.as_strided(shape, stride)
         return self._views[size]
 
@@ -194,7 +195,7 @@ class WholeBuffer:
     """An argument without a batch dimension, copied whole on every call."""
 
     def __init__(self, name: str, example: torch.Tensor) -> None:
-        with torch.inference_mode(False):
+        with compat.inference_mode(False):
             self.tensor = torch.empty_like(example).copy_(example)
         self.name = name
         self.num_bytes = self.tensor.nbytes

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ostinato.errors import CaptureError, CaptureOutOfMemoryError, OstinatoError
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.policy.descriptor import Reason
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.plan import PlanEntry
+from ostinato.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class CaptureLoop:
         """The entries in order, with a progress bar for each phase."""
         disable = not _shown(self._show_progress)
         for phase, group in itertools.groupby(entries, key=lambda entry: entry.phase):
-            for entry in tqdm(list(group), desc=f"{self._name}: {phase}", disable=disable):
+            for entry in ProgressBar(list(group), desc=f"{self._name}: {phase}", disable=disable):
                 pool = self._pool
                 self._outer_error = sys.exception()
                 self._start, self._serial_before = time.perf_counter(), pool.serial

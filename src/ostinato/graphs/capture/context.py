@@ -16,6 +16,7 @@ import torch
 from ostinato.errors import ConfigError, ContextError
 from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
+from ostinato.graphs.thread_state import thread_variable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +47,7 @@ class ForwardContext:
             )
 
 
-_current: ContextVar[ForwardContext | None] = ContextVar("ostinato_forward_context", default=None)
+_current: ContextVar[ForwardContext | None] = thread_variable("forward_context", None)
 
 # Bound once: the wrapper reads the context on every call. None if no context is set.
 current_forward_context = _current.get

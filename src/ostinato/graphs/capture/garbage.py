@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ostinato.graphs.thread_state import SharedSwitch
 
-class _PausedCollection:
-    """Keeps Python's garbage collector, shared by all threads, off while any of them captures."""
+
+class _Collector:
+    """Python's garbage collector, which all threads share."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._depth = 0
         self._was_enabled = False
 
-    def enter(self) -> None:
-        with self._lock:
-            if self._depth == 0:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._depth += 1
+    def pause(self) -> None:
+        self._was_enabled = gc.isenabled()
+        gc.disable()
 
-    def leave(self) -> None:
-        with self._lock:
-            self._depth -= 1
-            if self._depth == 0 and self._was_enabled:
-                gc.enable()
+    def resume(self) -> None:
+        if self._was_enabled:
+            gc.enable()
 
 
-_paused_collection = _PausedCollection()
+_collector = _Collector()
+_paused = SharedSwitch(_collector.pause, _collector.resume)
 
 
 @contextmanager
@@ -38,8 +33,5 @@ def garbage_collection_paused(*, generation: int | None) -> Iterator[None]:
     """Collect garbage up to ``generation``, then keep the collector off inside."""
     if generation is not None:
         gc.collect(generation)
-    _paused_collection.enter()
-    try:
+    with _paused.held():
         yield
-    finally:
-        _paused_collection.leave()

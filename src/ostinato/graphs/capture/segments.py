@@ -29,6 +29,7 @@ from ostinato.graphs.backends.base import OperatorObserver, replay_closed
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.signature import TensorSpec, same_value
 from ostinato.graphs.policy.counters import compilation_counter
+from ostinato.graphs.thread_state import thread_variable
 from ostinato.graphs.tree import leaves_with_path, map_tensors, tensors_in
 
 P = ParamSpec("P")
@@ -39,9 +40,9 @@ _breaks: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 # Runs the breaks of an eager forward, if set: called with a break's function and arguments.
 BreakWatch = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-_break_watch: ContextVar[BreakWatch | None] = ContextVar("ostinato_break_watch", default=None)
+_break_watch: ContextVar[BreakWatch | None] = thread_variable("break_watch", None)
 
-_open_recording: ContextVar[Recording | None] = ContextVar("ostinato_recording", default=None)
+_open_recording: ContextVar[Recording | None] = thread_variable("open_recording", None)
 
 
 def eager_break(function: Callable[P, R]) -> Callable[P, R]:
@@ -211,7 +212,7 @@ def _raise_stale(reasons: list[str]) -> None:
 
 
 class Recording:
-    """The capture in progress. Used as ``with Recording(...).open() as recording``."""
+    """The capture in progress."""
 
     def __init__(self, backend: GraphBackend, *, split_at_breaks: bool) -> None:
         self.split_at_breaks = split_at_breaks
@@ -231,14 +232,15 @@ class Recording:
         kept: T = self._kept_things[key]
         return kept
 
-    @contextmanager
-    def open(self) -> Iterator[Recording]:
-        """Record the block. If it raises, the recording is dropped."""
+    def record(self, run: Callable[[], T]) -> T:
+        """Record one call of ``run``. If it raises, the recording is dropped."""
+        # No `with` block: a signal handler can keep one from being left, and the capture open.
         token = _open_recording.set(self)
         try:
             self._backend.begin()
-            yield self
+            output = run()
             self._close_segment(last=True)
+            return output
         except BaseException as error:
             raised = self._backend.abort(error)
             for graph in Tape(self._steps).graphs:

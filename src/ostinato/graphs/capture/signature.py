@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ostinato import compat
 from ostinato.compat import tensor_guards
 from ostinato.errors import CaptureError, ReplayMismatchError
 from ostinato.graphs.tree import leaves_with_path
@@ -128,7 +129,7 @@ class CallSignature:
 
 def _layout_guards(tensors: tuple[torch.Tensor, ...], *, inference: bool) -> Callable[..., bool]:
     """A check that others have the same types, shapes and strides, in or out of inference mode."""
-    with torch.inference_mode(inference):
+    with compat.inference_mode(inference):
         check: Callable[..., bool] = TensorGuards(
             *tensors,
             dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ostinato import compat
 from ostinato.compat import OpOverload, TorchDispatchMode
 from ostinato.errors import CaptureError
 from ostinato.graphs.backends.ambient import others_captured_meanwhile
@@ -128,7 +129,7 @@ class EffectsProbe(TorchDispatchMode):
         storage = storage_id(tensor)
         if storage in self._created or storage in self._before or tensor.numel() == 0:
             return
-        with torch.inference_mode(False), torch.no_grad():
+        with compat.inference_mode(False), torch.no_grad():
             everything = _whole(tensor)
             self._before[storage] = (everything, everything.clone())
 
@@ -190,7 +191,7 @@ class EffectsProbe(TorchDispatchMode):
 
     def write(self, contents: Contents) -> None:
         """Restore what ``contents()`` returned."""
-        with torch.inference_mode(False), torch.no_grad():
+        with compat.inference_mode(False), torch.no_grad():
             for storage, memory in contents.memory.items():
                 self.in_place(storage).copy_(memory)
         for generator, state in contents.generators.items():

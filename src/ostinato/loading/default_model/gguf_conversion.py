@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 from ostinato.errors import ModelLoadError
+from ostinato.progress import ProgressBar
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,7 +45,9 @@ def convert_gguf(source: Path, target: Path, *, show_progress: bool) -> None:
     """Write config, generation config, tokenizer and weights of ``source`` into ``target``."""
     from gguf import GGUFReader
 
-    bar = tqdm(desc=f"preparing {source.stem} (once)", unit="tensor", disable=not show_progress)
+    bar = ProgressBar(
+        desc=f"preparing {source.stem} (once)", unit="tensor", disable=not show_progress
+    )
     with bar:
         reader = GGUFReader(source)
         settings = _Settings(reader, source)

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from tqdm import tqdm
 
 from ostinato.ops.gemm import measuring
 from ostinato.ops.gemm.measuring import StepGemm
@@ -23,6 +22,7 @@ from ostinato.ops.gemm.tile_config import (
     gpu_of,
 )
 from ostinato.ops.gemm.tuning import Tuning, tuning
+from ostinato.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +68,11 @@ def tune_linears(
         measure, compile_all = measuring.measure_step, measuring.compile_all
     every = [each for gemms in options.values() for each in gemms]
     compiled = compile_all(every)
-    for _ in tqdm(compiled, "compiling GEMMs", len(every), disable=not show_progress):
+    for _ in ProgressBar(compiled, "compiling GEMMs", len(every), disable=not show_progress):
         pass
     found: dict[str, GemmChoice] = {}
     failed: set[str] = set()
-    for key, gemms in tqdm(options.items(), "measuring GEMMs", disable=not show_progress):
+    for key, gemms in ProgressBar(options.items(), "measuring GEMMs", disable=not show_progress):
         before = [
             StepGemm(shape, found.get(shape.key(gpu.name)) or known.choice(shape, gpu), each)
             for shape, each in step_before(gemms[0].shape, weights).items()

@@ -20,10 +20,10 @@ from threading import Lock, Thread
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from ostinato.compat import build_launcher, cache_key, compile_mode, triton_compile_mode
 from ostinato.ops.triton.launch import without_running
+from ostinato.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class _Kernels:
 
     def finish(self, *, show_progress: bool) -> None:
         """Wait for all of them."""
-        for job in tqdm(
+        for job in ProgressBar(
             as_completed(self._jobs),
             desc="compiling kernels",
             total=len(self._jobs),

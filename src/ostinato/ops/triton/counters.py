@@ -16,6 +16,7 @@ import torch
 
 from ostinato.graphs.backends.base import unobserved
 from ostinato.graphs.capture.segments import open_recording
+from ostinato.graphs.thread_state import thread_variable
 
 # Number of int32 that one recording zeroes at once: more than the launches of most decode steps
 # need together, and small enough not to affect the duration of the memset.
@@ -44,7 +45,7 @@ class CounterSlabs:
         return self._slabs[-1][first : first + count]
 
 
-_shared: ContextVar[CounterSlabs | None] = ContextVar("ostinato_counters", default=None)
+_shared: ContextVar[CounterSlabs | None] = thread_variable("counters", None)
 
 
 @contextmanager

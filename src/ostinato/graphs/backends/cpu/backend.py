@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from ostinato import compat
 from ostinato.errors import CaptureOutOfMemoryError
 from ostinato.graphs.backends.ambient import (
     answering_as_a_capture,
@@ -51,7 +52,7 @@ class CpuGraph:
     def replay(self) -> None:
         # Inference mode skips the autograd layer of every call. Autocast was applied when the
         # operators were recorded, so the caller's must not apply again.
-        with torch.inference_mode():
+        with compat.inference_mode(True):
             if torch.is_autocast_enabled("cpu"):
                 with torch.autocast("cpu", enabled=False):
                     self._run()
@@ -64,7 +65,7 @@ class CpuGraph:
 
     def replay_in_steps(self, after: Callable[[int], None]) -> None:
         """Replay, and call ``after`` behind each step with the number of steps so far."""
-        with torch.inference_mode(), torch.autocast("cpu", enabled=False):
+        with compat.inference_mode(True), torch.autocast("cpu", enabled=False):
             for count, step in enumerate(self._steps, 1):
                 step()
                 after(count)
@@ -123,6 +124,7 @@ class CpuBackend:
         self._recorder.observer = self.observer
         if self.observer is not None:
             self.observer.new_segment()
+        self._modes = ExitStack()
         self._modes.enter_context(self._recorder)
         self._modes.enter_context(host_reads_refused())
         self._modes.enter_context(answering_as_a_capture())
@@ -187,6 +189,6 @@ class CpuBackend:
 
     def _stop_recording(self) -> Recorder:
         assert self._recorder is not None
+        self._modes.close()  # before `_recorder` is cleared: if interrupted, `abort` stops again
         recorder, self._recorder = self._recorder, None
-        self._modes.close()
         return recorder

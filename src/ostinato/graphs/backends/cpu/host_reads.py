@@ -11,9 +11,9 @@ function costs one thread-local lookup. Other threads are not affected.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache, update_wrapper
 from types import MethodType
 from typing import Any
@@ -23,36 +23,33 @@ import torch.utils.dlpack
 
 from ostinato.compat import keep_scriptable, replaceable
 from ostinato.graphs.backends.guard import HOST_COPY, HOST_NUMBER, HOST_READ, forbidden
+from ostinato.graphs.thread_state import thread_variable
 
 _Refuses = Callable[..., bool]
 
 
-class _ThisThread(threading.local):
-    refusing = False
-
-
-_this_thread = _ThisThread()
+_refusing: ContextVar[bool] = thread_variable("refusing_host_reads", False)
 
 
 @contextmanager
 def host_reads_refused() -> Iterator[None]:
     """In this thread, raise ``CaptureError`` when a tensor is read without an operator."""
     _watch()
-    outer, _this_thread.refusing = _this_thread.refusing, True
+    outer = _refusing.set(True)
     try:
         yield
     finally:
-        _this_thread.refusing = outer
+        _refusing.reset(outer)
 
 
 @contextmanager
 def host_reads_allowed() -> Iterator[None]:
     """The opposite, for code that every replay runs again, such as a custom operator's body."""
-    outer, _this_thread.refusing = _this_thread.refusing, False
+    outer = _refusing.set(False)
     try:
         yield
     finally:
-        _this_thread.refusing = outer
+        _refusing.reset(outer)
 
 
 class _Watched:
@@ -70,7 +67,7 @@ class _Watched:
         self._refuses = refuses
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _this_thread.refusing and self._refuses(*args, **kwargs):
+        if _refusing.get() and self._refuses(*args, **kwargs):
             raise forbidden(self._name, self._problem)
         return self._original(*args, **kwargs)
 

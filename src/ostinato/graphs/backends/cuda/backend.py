@@ -147,6 +147,7 @@ class CudaBackend:
 
     def begin(self) -> None:
         keep_dynamo_out()
+        self._modes = ExitStack()
         # Nodes can only be counted in a kept graph.
         graph = torch.cuda.CUDAGraph(keep_graph=HAS_BINDINGS)
         for generator in self.generators[1:]:
@@ -198,6 +199,7 @@ class CudaBackend:
         if self._open is not None:
             graph, invalidated = self._stop_recording()
             graph.reset()
+        self._under_way.close()
         return self._translate(error, invalidated)
 
     def owns(self, tensor: torch.Tensor) -> bool:
@@ -313,11 +315,13 @@ class CudaBackend:
     def _stop_recording(self) -> tuple[torch.cuda.CUDAGraph, RuntimeError | None]:
         """End the capture. The error is set if the capture was invalidated."""
         assert self._open is not None
+        self._modes.close()  # before `_open` is cleared: if interrupted, `abort` stops again
         graph, self._open = self._open, None
-        self._modes.close()
         try:
-            with self._under_way:
+            try:
                 graph.capture_end()
+            finally:
+                self._under_way.close()
         except RuntimeError as error:
             # torch stops half-way here: the allocator still routes memory to the pool, and the
             # generator still considers itself captured. Both are reset. torch would refuse to
