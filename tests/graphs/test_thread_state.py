@@ -9,7 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import check_interrupts, thread_state
+from interrupts import (
+    check_interrupts,
+    finalisers_failing_silently,
+    interrupt_at,
+    thread_state,
+)
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -72,6 +77,25 @@ def test_a_capture_that_is_interrupted(caller: str, mode: str) -> None:
         start = 7 * list(CALLERS).index(caller) + 3 * (mode == "FULL")
         assert check_interrupts(call, range(start, 100_000, 29)) > 100
         assert torch.equal(call(), expected)
+
+
+@pytest.mark.slow
+def test_an_interrupted_first_call_takes_effect_once_or_not_at_all() -> None:
+    """It runs the callable several times, and undoes what that wrote. Of 5,500, every 37th."""
+    x = torch.randn(3, 4)
+
+    for number in range(0, 100_000, 37):
+        count = torch.zeros(4)
+        with graphed(lambda x, count=count: count.add_(1) * 0 + x, sizes=[2, 4]) as fast:
+            with finalisers_failing_silently():
+                interrupt = interrupt_at(number, lambda fast=fast: fast(x))
+            if interrupt is None:
+                break
+            assert count.tolist() in ([0.0] * 4, [1.0] * 4), f"after an interrupt at {number}"
+            before = count.clone()
+            assert torch.equal(fast(x), x)
+            assert torch.equal(count, before + 1)
+    assert number > 1000
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def check_interrupts(call: Callable[[], object], numbers: range) -> int:
     when it has been dropped.
     """
     before, count = thread_state(), 0
-    with _finalisers_fail_silently():
+    with finalisers_failing_silently():
         for number in numbers:
             interrupt = interrupt_at(number, call)
             if interrupt is None:
@@ -102,7 +102,7 @@ def _check_same(before: dict[str, object], when: str) -> None:
 
 
 @contextmanager
-def _finalisers_fail_silently() -> Iterator[None]:
+def finalisers_failing_silently() -> Iterator[None]:
     """Python ignores an interrupt in a finaliser, and only reports it."""
     previous, sys.unraisablehook = sys.unraisablehook, lambda report: None
     try:

@@ -292,11 +292,11 @@ class GraphSet:
                 split_at_breaks=self._options.mode is CUDAGraphMode.PIECEWISE,
             )
             rehearsal.check_nothing_replaced()
+            rehearsal.effects.restore()
         except BaseException:
             rehearsal.put_back_names()
-            raise
-        finally:
             rehearsal.effects.restore()
+            raise
         written = rehearsal.effects.written
         self._written |= set(self._layout.written_by(written))
         buffers = self._layout.storages

@@ -190,7 +190,14 @@ class EffectsProbe(TorchDispatchMode):
         self.write(Contents(before, self._generators))
 
     def write(self, contents: Contents) -> None:
-        """Restore what ``contents()`` returned."""
+        """Restore what ``contents()`` returned, all of it even if that is interrupted."""
+        try:
+            self._write(contents)
+        except BaseException:
+            self._write(contents)
+            raise
+
+    def _write(self, contents: Contents) -> None:
         with compat.inference_mode(False), torch.no_grad():
             for storage, memory in contents.memory.items():
                 self.in_place(storage).copy_(memory)
