@@ -35,6 +35,8 @@ class AsyncStream:
         if self._request is not None or self._ended:
             return
         request = await self._prepare()
+        if self._ended:
+            return  # closed by another task in the meantime
         self._thread.start(request)
         self._request = request
         try:
