@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,6 +336,70 @@ def test_a_loop_that_is_gone_leaves_nothing_behind(served: AsyncLLM) -> None:
     del stream
 
 
+def test_a_call_that_raises_stop_iteration(served: AsyncLLM) -> None:
+    """A future does not take it; those that wait for the same answers must not pay for that."""
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(
+            served.call(lambda _: next(iter([]))),
+            served.call(lambda _: 3),
+            served.generate([1, 2], GREEDY),
+            return_exceptions=True,
+        )
+
+    stopped, three, answer = run(ask())
+    with pytest.raises(RuntimeError, match="the call raised StopIteration") as error:
+        raise stopped
+    assert isinstance(error.value.__cause__, StopIteration)
+    assert three == 3
+    assert len(answer.outputs[0].token_ids) == 12
+
+
+def test_a_stream_that_another_task_closes_before_it_starts(served: AsyncLLM) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(_: Any) -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    async def ask() -> Any:
+        holding = asyncio.create_task(served.read(hold))
+        while not inside.is_set():
+            await asyncio.sleep(0)
+        before = await served.stats()
+        stream = served.stream([5, 6], LONG)
+        reading = asyncio.create_task(anext(stream, None))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        go_on.set()
+        await holding
+        assert await reading is None
+        after = await served.stats()
+        assert after.num_running == after.num_waiting == 0
+        assert after.prompt_tokens == before.prompt_tokens
+
+    run(ask())
+
+
+def test_an_observer_that_fails(served: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[Any] = []
+
+    def fail(_: Any) -> None:
+        raise ValueError("mine")
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*(served.generate([1, 2], GREEDY) for _ in range(3)))
+
+    served.observe(fail)
+    served.observe(ended.append)
+    try:
+        assert len(run(ask())) == len(ended) == 3
+    finally:
+        served._thread.observers.clear()
+    assert "an observer of requests raised an error" in caplog.text
+    assert "ValueError: mine" in caplog.text
+
+
 @pytest.mark.slow
 def test_stats_count_what_ran(paths: tuple[str, str]) -> None:
     async def count(served: AsyncLLM) -> None:
@@ -450,6 +516,23 @@ def test_closing_ends_what_runs(paths: tuple[str, str]) -> None:
                 await served.stats()
 
     run(close())
+
+
+def test_ctrl_c_while_it_is_built() -> None:
+    """The model, which only the thread knows, is freed."""
+    threads, closed, left = [], threading.Event(), threading.Event()
+
+    def build() -> Any:
+        threads.append(threading.current_thread())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        assert left.wait(30)
+        return SimpleNamespace(task="embed", close=closed.set)
+
+    with pytest.raises(KeyboardInterrupt):
+        engine_thread.EngineThread(build)
+    left.set()
+    threads[0].join(30)
+    assert closed.is_set()
 
 
 def test_errors_of_the_start_are_raised_where_it_is_built() -> None:
