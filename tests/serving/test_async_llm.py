@@ -483,12 +483,40 @@ def test_a_request_whose_text_cannot_be_decoded_fails_alone(paths: tuple[str, st
 
         broken = [True]
         await served.call(spoil)
-        with pytest.raises(EngineFailedError, match="a request failed: no such text"):
+        with pytest.raises(EngineFailedError, match=r"cannot decode .*: no such text"):
             await served.generate([5, 6], GREEDY)
         broken.append(True)
-        with pytest.raises(EngineFailedError, match="a request failed: no such text"):
+        with pytest.raises(EngineFailedError, match=r"cannot decode .*: no such text"):
             await collected(served, [5, 6], GREEDY)
         again = await served.generate([5, 6], GREEDY)
+        assert plain(again.outputs[0]) == plain(expected.outputs[0])
+        assert (await served.stats()).kv_cache_usage == 0
+
+    with AsyncLLM(paths[0], **OPTIONS) as served:
+        run(ask(served))
+
+
+@pytest.mark.slow
+def test_sequences_of_one_request_that_cannot_be_decoded(paths: tuple[str, str]) -> None:
+    """The first ends the request; the others, which are aborted, do not end the engine."""
+
+    async def ask(served: AsyncLLM) -> None:
+        expected = await served.generate([7, 8], GREEDY)
+
+        def spoil(llm: LLM) -> None:
+            decode = llm.engine.tokenizer.decode
+
+            def picky(token_ids: Any, *args: Any, **options: Any) -> Any:
+                if not set(token_ids) <= set(expected.outputs[0].token_ids):
+                    raise IndexError("piece id is out of range")
+                return decode(token_ids, *args, **options)
+
+            llm.engine.tokenizer.decode = picky
+
+        await served.call(spoil)
+        with pytest.raises(EngineFailedError, match=r"cannot decode .*: piece id is out"):
+            await served.generate([5, 6], SEEDED)
+        again = await served.generate([7, 8], GREEDY)
         assert plain(again.outputs[0]) == plain(expected.outputs[0])
         assert (await served.stats()).kv_cache_usage == 0
 

@@ -6,16 +6,20 @@ yet stays queued, and what was half written is written again.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ostinato.engine.requests.completion import Completion
 from ostinato.outputs import Logprob
+from ostinato.quoting import said
 from ostinato.runner.step_result import StepResult
 from ostinato.scheduling.request import FinishReason
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import TokenEvent
+
+logger = logging.getLogger(__name__)
 
 
 class Emitter:
@@ -70,9 +74,14 @@ class Emitter:
         request = completion.request
         if self.completions.pop(request.request_id, None) is not None:
             self._schedulers[request.replica].abort(request.request_id)
-            completion.read_text(final=True)
-            completion.output.finish_reason = FinishReason.ABORT.value
-            completion.tell()
+            if self.queued:  # a step was interrupted, and no other may come to find these
+                kept = (each for each in self.queued if each[0].request is not request)
+                self.queued = deque(kept)
+            try:
+                _read_rest(completion)
+            finally:
+                completion.output.finish_reason = FinishReason.ABORT.value
+                completion.tell()
 
     def take_back_unheard_of(self) -> None:
         """Forget tokens whose log-probabilities are lost; they are sampled again, and are the same.
@@ -89,8 +98,10 @@ class Emitter:
         """Close sequences that the scheduler ended in a step that did not return them."""
         for name, completion in list(self.completions.items()):
             if completion.request.finish_reason is not None:
-                completion.read_text(final=True)
-                completion.close()
+                if _read_rest(completion):
+                    completion.close()
+                else:
+                    completion.output.finish_reason = FinishReason.ABORT.value
                 del self.completions[name]
                 completion.tell()
 
@@ -140,3 +151,16 @@ class Emitter:
 
     def _decode_token(self, token: int) -> str | None:
         return None if self._tokenizer is None else str(self._tokenizer.decode([token]))
+
+
+def _read_rest(completion: Completion) -> bool:
+    """Read the text of a sequence that is over; returns whether its tokenizer could decode it.
+
+    Nothing is raised, since others are to be ended too.
+    """
+    try:
+        completion.read_text(final=True)
+    except Exception as error:
+        logger.warning("the text of a sequence that was aborted ends early: %s", said(error))
+        return False
+    return True
