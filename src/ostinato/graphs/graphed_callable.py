@@ -24,7 +24,7 @@ from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.policy.sizes import default_sizes, validate_sizes
 from ostinato.graphs.policy.stats import GraphedStats
-from ostinato.graphs.tree import map_tensors, tensors_in
+from ostinato.graphs.tree import map_tensors, tensors_of_call
 from ostinato.graphs.trust.ambient_state import AmbientState
 from ostinato.graphs.trust.ledger.ledger import HeldGraph, Ledger
 
@@ -249,7 +249,7 @@ class GraphedCallable(Owner, Generic[P, R]):
         self._layout = layout
 
     def _common_device(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_of_call(args, kwargs)
         if not tensors:
             raise BatchError(
                 "graphed() found no tensor among the arguments, so it cannot find the batch size; "

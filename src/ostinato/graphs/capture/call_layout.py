@@ -18,7 +18,7 @@ from ostinato.graphs.capture.buffers import (
     unsupported_kind,
 )
 from ostinato.graphs.capture.signature import TensorSpec, compare_leaf, fixed, positional_names
-from ostinato.graphs.tree import flatten, leaves_with_path, map_tensors
+from ostinato.graphs.tree import flatten, leaves_with_path, map_tensors, nested_too_deeply
 
 # At most this many rows are tried in place of others.
 _MOST_ROWS = 4
@@ -115,7 +115,10 @@ class CallLayout:
                 values.append(value)
             else:
                 containers: list[type] = []
-                flatten(value, name, paths, values, containers)
+                try:
+                    flatten(value, name, paths, values, containers)
+                except RecursionError:
+                    raise nested_too_deeply(f"argument {name!r}") from None
                 if containers:
                     types.append((name, containers))
         if paths != self._paths:

@@ -18,7 +18,7 @@ import torch
 
 from ostinato.compat import tensor_guards
 from ostinato.errors import CaptureError, ReplayMismatchError
-from ostinato.graphs.tree import leaves_with_path
+from ostinato.graphs.tree import leaves_with_path, nested_too_deeply
 
 # None if torch lacks it; then every check is a full one.
 TensorGuards: Any = tensor_guards.find()
@@ -100,17 +100,21 @@ class CallSignature:
         return matches
 
     def _check_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now = dict(self._walk(args, kwargs))
-        captured = dict(self._leaves)
-        if now.keys() != captured.keys():
-            missing = sorted(captured.keys() - now.keys())
-            extra = sorted(now.keys() - captured.keys())
-            raise ReplayMismatchError(
-                f"the graph was captured with other arguments: missing {missing}, new {extra}; "
-                "pass the same arguments, or capture these too"
-            )
-        for path, value in now.items():
-            compare_leaf(path, captured[path], value)
+        now, captured = self._walk(args, kwargs), self._leaves
+        if [*map(_path, now)] != [*map(_path, captured)]:
+            # Keywords may come in another order. Keys of a dict may look alike, and so their paths:
+            # sorting keeps the order of those.
+            now, captured = sorted(now, key=_path), sorted(captured, key=_path)
+            paths, captured_paths = [*map(_path, now)], [*map(_path, captured)]
+            if paths != captured_paths:
+                missing = sorted(set(captured_paths) - set(paths))
+                extra = sorted(set(paths) - set(captured_paths))
+                raise ReplayMismatchError(
+                    f"the graph was captured with other arguments: missing {missing}, new {extra}; "
+                    "pass the same arguments, or capture these too"
+                )
+        for (path, value), (_, was) in zip(now, captured, strict=True):
+            compare_leaf(path, was, value)
         # The fast path rejected it for an irrelevant reason, such as being an autograd leaf.
         if tuple(kwargs) == self._keywords:
             self.matches = self._fast_path(args, kwargs)
@@ -118,11 +122,15 @@ class CallSignature:
     def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
         names = self._positional_names
         leaves: list[tuple[str, Any]] = []
-        for index, value in enumerate(args):
-            name = names[index] if index < len(names) else f"args[{index}]"
-            leaves.extend(leaves_with_path(value, name))
-        for name, value in kwargs.items():
-            leaves.extend(leaves_with_path(value, name))
+        name = ""
+        try:
+            for index, value in enumerate(args):
+                name = names[index] if index < len(names) else f"args[{index}]"
+                leaves.extend(leaves_with_path(value, name))
+            for name, value in kwargs.items():
+                leaves.extend(leaves_with_path(value, name))
+        except RecursionError:
+            raise nested_too_deeply(f"argument {name!r}") from None
         return leaves
 
 
@@ -242,6 +250,10 @@ def positional_names(function: Callable[..., Any]) -> list[str]:
         elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
             names.append(parameter.name)
     return names
+
+
+def _path(leaf: tuple[str, Any]) -> str:
+    return leaf[0]
 
 
 def _never(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
