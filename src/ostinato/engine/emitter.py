@@ -83,7 +83,7 @@ class Emitter:
                 completion.output.finish_reason = FinishReason.ABORT.value
                 completion.tell()
 
-    def take_back_unheard_of(self) -> None:
+    def take_back_unreported(self) -> None:
         """Forget tokens whose log-probabilities are lost; they are sampled again, and are the same.
 
         They were committed in a step that is about to be rolled back.
@@ -94,7 +94,7 @@ class Emitter:
             if output.logprobs is not None and len(output.token_ids) > len(output.logprobs):
                 self._schedulers[request.replica].take_back(request, len(output.logprobs))
 
-    def end_unheard_of(self) -> None:
+    def end_unreported(self) -> None:
         """Close sequences that the scheduler ended in a step that did not return them."""
         for name, completion in list(self.completions.items()):
             if completion.request.finish_reason is not None:
