@@ -227,3 +227,18 @@ def test_engines_that_compile_at_once_leave_the_stack_size_alone(
         list(pool.map(compile_one, ["a+", "b+"]))
     assert len(starting) == 2
     assert threading.stack_size() == before
+
+
+def test_without_room_for_its_thread_a_grammar_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = threading.stack_size()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RequestError, match=r"cannot start \(can't start new.* raise ulimit -v"):
+            grammars.compile(StructuredOutputsParams(regex="none so far"))
+    assert threading.stack_size() == before
+    grammars.compile(StructuredOutputsParams(regex="none so far"))

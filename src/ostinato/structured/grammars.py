@@ -189,6 +189,12 @@ def _on_a_large_stack(function: Callable[[], LLMatcher]) -> LLMatcher:
         before = threading.stack_size(_STACK_BYTES)
         try:
             thread.start()
+        except RuntimeError as error:
+            raise RequestError(
+                f"structured_outputs: the thread that compiles grammars cannot start ({error}); "
+                f"its stack needs {_STACK_BYTES // 2**20} MiB of address space: raise ulimit -v, "
+                "or the limit of threads (ulimit -u)"
+            ) from error
         finally:
             threading.stack_size(before)
     thread.join()
