@@ -439,7 +439,7 @@ def test_the_ledger_and_the_report_of_a_served_model(served: AsyncLLM) -> None:
 
 
 def test_when_the_engine_fails_everybody_hears_of_it(
-    paths: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    paths: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(served: AsyncLLM) -> None:
         async with served.stream([5, 6], LONG) as stream:
@@ -463,6 +463,8 @@ def test_when_the_engine_fails_everybody_hears_of_it(
 
     with AsyncLLM(paths[0], **OPTIONS) as served:
         run(fail(served))
+    assert "the engine failed with OSError, at" in caplog.text
+    assert "in broken" in caplog.text  # where; what may quote a request
 
 
 @pytest.mark.slow

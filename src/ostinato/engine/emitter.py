@@ -13,7 +13,6 @@ from typing import Any
 
 from ostinato.engine.requests.completion import Completion
 from ostinato.outputs import Logprob
-from ostinato.quoting import said
 from ostinato.runner.step_result import StepResult
 from ostinato.scheduling.request import FinishReason
 from ostinato.scheduling.scheduler import Scheduler
@@ -161,6 +160,8 @@ def _read_rest(completion: Completion) -> bool:
     try:
         completion.read_text(final=True)
     except Exception as error:
-        logger.warning("the text of a sequence that was aborted ends early: %s", said(error))
+        # Not the error's text, which quotes the request.
+        kind = type(error.__cause__ or error).__name__
+        logger.warning("the text of a sequence that was aborted ends early (%s)", kind)
         return False
     return True

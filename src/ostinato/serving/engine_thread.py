@@ -16,6 +16,7 @@ import asyncio
 import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -309,6 +310,9 @@ class EngineThread:
 
     def _fail(self, error: BaseException) -> None:
         """Give all callers the error. The engine takes no more requests: its state is unknown."""
+        # Where, but not its text, which may quote a request.
+        where = "".join(traceback.format_tb(error.__traceback__))
+        _log.error("the engine failed with %s, at\n%s", type(error).__name__, where)
         self._inbox.fail(
             f"the engine failed: {type(error).__name__}: {said(error)}; all its requests are "
             "lost, and it takes no more: build a new AsyncLLM, or restart the server"
