@@ -26,6 +26,23 @@ def test_arguments_that_contain_themselves_are_refused(device: torch.device) -> 
         assert torch.equal(fast([x]), x * 2)
 
 
+def test_a_replaced_item_is_noticed_though_another_key_looks_alike(device: torch.device) -> None:
+    class Key:
+        def __repr__(self) -> str:
+            return "key"
+
+    first, second = Key(), Key()
+
+    def replaces(batch: dict[Key, torch.Tensor]) -> torch.Tensor:
+        batch[first] = batch[first] + 1
+        return batch[first] + batch[second]
+
+    x = torch.randn(2, 3, device=device)
+    match = r"argument 'batch\[key\]' is replaced inside"
+    with graphed(replaces, sizes=[2]) as fast, pytest.raises(CaptureError, match=match):
+        fast({first: x, second: x.clone()})
+
+
 def test_arguments_that_cannot_be_rebuilt_are_refused(device: torch.device) -> None:
     class Two(tuple[torch.Tensor, torch.Tensor]):
         def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> Two:
