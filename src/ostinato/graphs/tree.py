@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -210,6 +211,16 @@ def _made_of(contents: Any, kind: type) -> Any:
             f"a {kind.__name__} cannot be rebuilt from its items ({said(error)}); use a plain "
             "dict, list or tuple, a named tuple, or a dataclass"
         ) from error
+
+
+def check_distinct(paths: Iterable[str]) -> None:
+    """Raise if two leaves have one path: it could not tell which is which in another call."""
+    for path, count in Counter(paths).items():
+        if count > 1:
+            raise BatchError(
+                f"there are {count} arguments {path!r}: keys of a dict look alike; use keys whose "
+                "repr() differs"
+            )
 
 
 def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

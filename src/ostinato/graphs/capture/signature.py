@@ -18,7 +18,7 @@ import torch
 
 from ostinato.compat import tensor_guards
 from ostinato.errors import CaptureError, ReplayMismatchError
-from ostinato.graphs.tree import leaves_with_path, nested_too_deeply
+from ostinato.graphs.tree import check_distinct, leaves_with_path, nested_too_deeply
 
 # None if torch lacks it; then every check is a full one.
 TensorGuards: Any = tensor_guards.find()
@@ -61,6 +61,7 @@ class CallSignature:
             (path, TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else fixed(path, leaf))
             for path, leaf in self._walk(args, kwargs)
         ]
+        check_distinct(path for path, _ in self._leaves)
         self._addresses = [spec.address for _, spec in self._leaves if isinstance(spec, TensorSpec)]
         self._num_args = len(args) + len(kwargs)
         self._keywords = tuple(kwargs)
@@ -100,21 +101,19 @@ class CallSignature:
         return matches
 
     def _check_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now, captured = self._walk(args, kwargs), self._leaves
-        if [*map(_path, now)] != [*map(_path, captured)]:
-            # Keywords may come in another order. Keys of a dict may look alike, and so their paths:
-            # sorting keeps the order of those.
-            now, captured = sorted(now, key=_path), sorted(captured, key=_path)
-            paths, captured_paths = [*map(_path, now)], [*map(_path, captured)]
-            if paths != captured_paths:
-                missing = sorted(set(captured_paths) - set(paths))
-                extra = sorted(set(paths) - set(captured_paths))
-                raise ReplayMismatchError(
-                    f"the graph was captured with other arguments: missing {missing}, new {extra}; "
-                    "pass the same arguments, or capture these too"
-                )
-        for (path, value), (_, was) in zip(now, captured, strict=True):
-            compare_leaf(path, was, value)
+        leaves = self._walk(args, kwargs)
+        now, captured = dict(leaves), dict(self._leaves)
+        if now.keys() != captured.keys():
+            missing = sorted(captured.keys() - now.keys())
+            extra = sorted(now.keys() - captured.keys())
+            raise ReplayMismatchError(
+                f"the graph was captured with other arguments: missing {missing}, new {extra}; "
+                "pass the same arguments, or capture these too"
+            )
+        if len(now) < len(leaves):
+            check_distinct(path for path, _ in leaves)
+        for path, value in now.items():
+            compare_leaf(path, captured[path], value)
         # The fast path rejected it for an irrelevant reason, such as being an autograd leaf.
         if tuple(kwargs) == self._keywords:
             self.matches = self._fast_path(args, kwargs)
@@ -250,10 +249,6 @@ def positional_names(function: Callable[..., Any]) -> list[str]:
         elif parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
             names.append(parameter.name)
     return names
-
-
-def _path(leaf: tuple[str, Any]) -> str:
-    return leaf[0]
 
 
 def _never(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -6,7 +6,6 @@ tensor in place (``unsqueeze_``, ``x.data = ...``), as the call would for its ca
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -31,8 +30,8 @@ class ArgumentWatch:
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._arguments = arguments
-        self._leaves = self._walk()  # a list: two keys of a dict may look alike
-        tensors = (leaf for _, leaf in self._leaves if isinstance(leaf, torch.Tensor))
+        self._leaves = dict(self._walk())
+        tensors = (leaf for leaf in self._leaves.values() if isinstance(leaf, torch.Tensor))
         # As they were, to put back: their memory with its shape and type.
         self._before = [(tensor, _looks(tensor), tensor.detach()) for tensor in tensors]
 
@@ -48,23 +47,19 @@ class ArgumentWatch:
 
     def check(self) -> None:
         """Raise ``CaptureError`` with the name of an argument that is not what it was."""
-        now = self._walk()
-        before, after = (Counter(path for path, _ in leaves) for leaves in (self._leaves, now))
-        for path in before - after:
-            raise _changed(path, "is removed")
-        for path in after - before:
-            raise _changed(path, "is added")
-        for (path, was), (_, is_now) in zip(*map(_by_path, (self._leaves, now)), strict=True):
-            if not _same(is_now, was):
+        now = dict(self._walk())
+        for path, was in self._leaves.items():
+            if path not in now:
+                raise _changed(path, "is removed")
+            if not _same(now[path], was):
                 raise _changed(path, "is replaced")
-        paths = {id(leaf): path for path, leaf in self._leaves}
+        for path in now:
+            if path not in self._leaves:
+                raise _changed(path, "is added")
+        paths = {id(leaf): path for path, leaf in self._leaves.items()}
         for tensor, looks, _ in self._before:
             if _looks(tensor) != looks:
                 raise _changed(paths[id(tensor)], "gets another shape or other memory in place")
-
-
-def _by_path(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    return sorted(leaves, key=lambda leaf: leaf[0])
 
 
 def _looks(tensor: torch.Tensor) -> _Looks:
