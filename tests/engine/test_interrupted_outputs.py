@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_models import save_talking
 
-from ostinato import LLM, SamplingParams, TextDelta
+from ostinato import LLM, RequestFailedError, SamplingParams, TextDelta
 from ostinato.engine.emitter import Emitter
 from ostinato.engine.requests.completion import Completion
 from ostinato.scheduling.scheduler import Scheduler
@@ -21,6 +21,7 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=6, logprobs=0),
 ]
 OTHER = SamplingParams(temperature=0, max_tokens=12)
+UNREADABLE = r"cannot decode token ids \[.*\]: piece id is out of range; .* with logit_bias"
 
 
 @pytest.fixture(scope="module", params=[None, "ngram"])
@@ -174,3 +175,45 @@ def test_a_text_that_cannot_be_decoded_ends_alone(
     assert [each.output.token_ids for each in others] == wanted[:1] + wanted[2:]
     allocator = llm.engine.scheduler.allocator
     assert allocator.num_free_blocks == allocator.num_blocks - 1
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UnicodeError])
+def test_a_call_that_fails_leaves_nothing_unfinished(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """All its sequences end at once; the first that is read ends the call, and the others too."""
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with monkeypatch.context() as patch:
+        interrupt(patch, Emitter, "_take_in", 1, error)
+        with pytest.raises(error, match="injected"):
+            llm.generate(PROMPTS, params)
+    assert not llm.engine.has_unfinished
+    llm.capture_graphs()  # refused while a request is unfinished
+
+
+def test_texts_that_cannot_be_decoded_are_all_aborted(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tokenizer that raises for a token raises again when the sequence is aborted."""
+    prompts = [PROMPTS[0], PROMPTS[0], PROMPTS[1]]
+    params = SamplingParams(temperature=0, max_tokens=6)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.tokenizer, "decode", _refuse)
+        with pytest.raises(RequestFailedError, match=UNREADABLE):
+            llm.generate(prompts, params)
+        stream = llm.stream(prompts, params)
+        with pytest.raises(RequestFailedError, match=UNREADABLE):
+            next(stream)
+        (completion,) = llm.engine.prepare_request(PROMPTS[0], params)
+        llm.engine.add(completion)
+        llm.engine.step()
+        llm.engine.abort(completion)
+        assert completion.output.finish_reason == "abort"
+    assert "the text of a sequence that was aborted ends early (IndexError)" in caplog.text
+    assert not llm.engine.has_unfinished
+    allocator = llm.engine.scheduler.allocator
+    assert allocator.num_free_blocks == allocator.num_blocks - 1
+
+
+def _refuse(*args: Any, **options: Any) -> str:
+    raise IndexError("piece id is out of range")

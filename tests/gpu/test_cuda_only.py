@@ -69,6 +69,8 @@ def test_an_invalidated_capture_is_healed(pool: GraphPool, repeat: int) -> None:
     x.normal_()
     pool.replay(before.tape)
     assert torch.equal(before.output, x * 2)
+    # Its memory is still the pool's: the next replay overwrites it.
+    assert pool.kept(before.output).data_ptr() != before.output.data_ptr()
 
 
 @pytest.mark.parametrize(

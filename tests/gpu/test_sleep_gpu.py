@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from tiny_models import TINY_NATIVE
 from weight_sets import WeightSets, open_llm, tokens_of
 
 from ostinato import LLM, AsleepError, GraphConfig, SleepError, compilation_counter, open_weights
+from ostinato.runner.sleep.sleep_memory import SleepMemory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -86,6 +87,30 @@ def check_no_room(llm: LLM) -> None:
         tokens_of(llm)
     del taken
     torch.cuda.empty_cache()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
+def test_waking_again_after_an_interrupt(
+    sets: WeightSets, monkeypatch: pytest.MonkeyPatch, level: Literal[1, 2]
+) -> None:
+    """A second Ctrl-C comes when the memory is mapped, and the weights are not back yet."""
+    with open_llm(sets.paths["a"], "cuda", enable_sleep_mode=True) as llm:
+        assert tokens_of(llm) == sets.tokens("a")
+        llm.sleep(level)
+        with monkeypatch.context() as patch:
+            patch.setattr(SleepMemory, "_refill", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.wake()
+        assert llm.sleep_level == level
+        llm.wake()
+        if level == 2:
+            llm.update_weights(sets.paths["a"])
+        assert tokens_of(llm) == sets.tokens("a")
+
+
+def _interrupted(memory: SleepMemory) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.slow

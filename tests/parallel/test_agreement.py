@@ -85,14 +85,11 @@ def test_any_eager_rank_makes_all_eager() -> None:
     agreed = agree([StepWish(FULL, 8), StepWish(NONE, 700), StepWish(PIECEWISE, 16)])
     assert agreed.mode is NONE
     assert agreed.tokens_by_rank == (8, 700, 16)
-    assert agreed.lowered_by == (1,)
 
 
 def test_otherwise_the_least_mode_and_the_largest_batch() -> None:
     agreed = agree([StepWish(FULL, 64), StepWish(PIECEWISE, 16), StepWish(PIECEWISE, 8)])
-    assert agreed == StepAgreement(
-        mode=PIECEWISE, num_tokens=64, tokens_by_rank=(64, 16, 8), lowered_by=(1, 2)
-    )
+    assert agreed == StepAgreement(mode=PIECEWISE, num_tokens=64, tokens_by_rank=(64, 16, 8))
 
 
 def test_a_rank_without_work_holds_no_other_back() -> None:
@@ -115,7 +112,6 @@ def test_the_lengths_of_decode_batches_are_known_to_all() -> None:
 def test_a_rank_without_work_and_without_graphs_still_counts() -> None:
     agreed = agree([StepWish.idle(PIECEWISE), StepWish(FULL, 4)])
     assert agreed.mode is PIECEWISE
-    assert agreed.lowered_by == (0,)
 
 
 def test_no_work_anywhere_is_no_step() -> None:
@@ -139,9 +135,6 @@ def test_agreement_holds_for_all_ranks(group: list[StepWish]) -> None:
     assert agreed.mode in [wish.mode for wish in group]
     assert agreed.num_tokens == max(wish.num_tokens for wish in group)
     assert agreed.query_lens == {wish.query_len for wish in group} - {None}
-    lowered = any(wish.has_work and wish.mode.rank > agreed.mode.rank for wish in group)
-    assert bool(agreed.lowered_by) == lowered
-    assert all(group[rank].mode is agreed.mode for rank in agreed.lowered_by)
 
 
 def test_wish_of_a_choice() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -334,6 +336,70 @@ def test_a_loop_that_is_gone_leaves_nothing_behind(served: AsyncLLM) -> None:
     del stream
 
 
+def test_a_call_that_raises_stop_iteration(served: AsyncLLM) -> None:
+    """A future does not take it; those that wait for the same answers must not pay for that."""
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(
+            served.call(lambda _: next(iter([]))),
+            served.call(lambda _: 3),
+            served.generate([1, 2], GREEDY),
+            return_exceptions=True,
+        )
+
+    stopped, three, answer = run(ask())
+    with pytest.raises(RuntimeError, match="the call raised StopIteration") as error:
+        raise stopped
+    assert isinstance(error.value.__cause__, StopIteration)
+    assert three == 3
+    assert len(answer.outputs[0].token_ids) == 12
+
+
+def test_a_stream_that_another_task_closes_before_it_starts(served: AsyncLLM) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(_: Any) -> None:
+        inside.set()
+        assert go_on.wait(30)
+
+    async def ask() -> Any:
+        holding = asyncio.create_task(served.read(hold))
+        while not inside.is_set():
+            await asyncio.sleep(0)
+        before = await served.stats()
+        stream = served.stream([5, 6], LONG)
+        reading = asyncio.create_task(anext(stream, None))
+        await asyncio.sleep(0)
+        await stream.aclose()
+        go_on.set()
+        await holding
+        assert await reading is None
+        after = await served.stats()
+        assert after.num_running == after.num_waiting == 0
+        assert after.prompt_tokens == before.prompt_tokens
+
+    run(ask())
+
+
+def test_an_observer_that_fails(served: AsyncLLM, caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[Any] = []
+
+    def fail(_: Any) -> None:
+        raise ValueError("mine")
+
+    async def ask() -> list[Any]:
+        return await asyncio.gather(*(served.generate([1, 2], GREEDY) for _ in range(3)))
+
+    served.observe(fail)
+    served.observe(ended.append)
+    try:
+        assert len(run(ask())) == len(ended) == 3
+    finally:
+        served._thread.observers.clear()
+    assert "an observer of requests raised an error" in caplog.text
+    assert "ValueError: mine" in caplog.text
+
+
 @pytest.mark.slow
 def test_stats_count_what_ran(paths: tuple[str, str]) -> None:
     async def count(served: AsyncLLM) -> None:
@@ -373,7 +439,7 @@ def test_the_ledger_and_the_report_of_a_served_model(served: AsyncLLM) -> None:
 
 
 def test_when_the_engine_fails_everybody_hears_of_it(
-    paths: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    paths: tuple[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(served: AsyncLLM) -> None:
         async with served.stream([5, 6], LONG) as stream:
@@ -397,6 +463,8 @@ def test_when_the_engine_fails_everybody_hears_of_it(
 
     with AsyncLLM(paths[0], **OPTIONS) as served:
         run(fail(served))
+    assert "the engine failed with OSError, at" in caplog.text
+    assert "in broken" in caplog.text  # where; what may quote a request
 
 
 @pytest.mark.slow
@@ -417,12 +485,40 @@ def test_a_request_whose_text_cannot_be_decoded_fails_alone(paths: tuple[str, st
 
         broken = [True]
         await served.call(spoil)
-        with pytest.raises(EngineFailedError, match="a request failed: no such text"):
+        with pytest.raises(EngineFailedError, match=r"cannot decode .*: no such text"):
             await served.generate([5, 6], GREEDY)
         broken.append(True)
-        with pytest.raises(EngineFailedError, match="a request failed: no such text"):
+        with pytest.raises(EngineFailedError, match=r"cannot decode .*: no such text"):
             await collected(served, [5, 6], GREEDY)
         again = await served.generate([5, 6], GREEDY)
+        assert plain(again.outputs[0]) == plain(expected.outputs[0])
+        assert (await served.stats()).kv_cache_usage == 0
+
+    with AsyncLLM(paths[0], **OPTIONS) as served:
+        run(ask(served))
+
+
+@pytest.mark.slow
+def test_sequences_of_one_request_that_cannot_be_decoded(paths: tuple[str, str]) -> None:
+    """The first ends the request; the others, which are aborted, do not end the engine."""
+
+    async def ask(served: AsyncLLM) -> None:
+        expected = await served.generate([7, 8], GREEDY)
+
+        def spoil(llm: LLM) -> None:
+            decode = llm.engine.tokenizer.decode
+
+            def picky(token_ids: Any, *args: Any, **options: Any) -> Any:
+                if not set(token_ids) <= set(expected.outputs[0].token_ids):
+                    raise IndexError("piece id is out of range")
+                return decode(token_ids, *args, **options)
+
+            llm.engine.tokenizer.decode = picky
+
+        await served.call(spoil)
+        with pytest.raises(EngineFailedError, match=r"cannot decode .*: piece id is out"):
+            await served.generate([5, 6], SEEDED)
+        again = await served.generate([7, 8], GREEDY)
         assert plain(again.outputs[0]) == plain(expected.outputs[0])
         assert (await served.stats()).kv_cache_usage == 0
 
@@ -450,6 +546,23 @@ def test_closing_ends_what_runs(paths: tuple[str, str]) -> None:
                 await served.stats()
 
     run(close())
+
+
+def test_ctrl_c_while_it_is_built() -> None:
+    """The model, which only the thread knows, is freed."""
+    threads, closed, left = [], threading.Event(), threading.Event()
+
+    def build() -> Any:
+        threads.append(threading.current_thread())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        assert left.wait(30)
+        return SimpleNamespace(task="embed", close=closed.set)
+
+    with pytest.raises(KeyboardInterrupt):
+        engine_thread.EngineThread(build)
+    left.set()
+    threads[0].join(30)
+    assert closed.is_set()
 
 
 def test_errors_of_the_start_are_raised_where_it_is_built() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +197,48 @@ def test_without_the_library_the_error_says_what_to_install(
 def test_models_without_a_fitting_tokenizer_say_so() -> None:
     with pytest.raises(RequestError, match="and this model has none"):
         Grammars(None, VOCAB, frozenset()).compile(StructuredOutputsParams(regex="a"))
+
+
+def test_engines_that_compile_at_once_leave_the_stack_size_alone(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the process's: the second must not take the first one's for what it was before."""
+    start, others_start, first_done = threading.Thread.start, threading.Event(), threading.Event()
+    starting: list[threading.Thread] = []
+
+    def slow(thread: threading.Thread) -> None:
+        if thread.name == "ostinato-grammar":
+            starting.append(thread)
+            if len(starting) == 1:
+                others_start.wait(0.1)
+            else:
+                others_start.set()
+                first_done.wait(0.1)
+        start(thread)
+
+    def compile_one(name: str) -> None:
+        own = Grammars(tokenizer, VOCAB, frozenset({tokenizer.eos_token_id}))
+        own.compile(StructuredOutputsParams(regex=name))
+        first_done.set()
+
+    before = threading.stack_size()
+    with ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(threading.Thread, "start", slow)
+        list(pool.map(compile_one, ["a+", "b+"]))
+    assert len(starting) == 2
+    assert threading.stack_size() == before
+
+
+def test_without_room_for_its_thread_a_grammar_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = threading.stack_size()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RequestError, match=r"cannot start \(can't start new.* raise ulimit -v"):
+            grammars.compile(StructuredOutputsParams(regex="none so far"))
+    assert threading.stack_size() == before
+    grammars.compile(StructuredOutputsParams(regex="none so far"))

@@ -6,6 +6,7 @@ yet stays queued, and what was half written is written again.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from ostinato.runner.step_result import StepResult
 from ostinato.scheduling.request import FinishReason
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import TokenEvent
+
+logger = logging.getLogger(__name__)
 
 
 class Emitter:
@@ -70,11 +73,16 @@ class Emitter:
         request = completion.request
         if self.completions.pop(request.request_id, None) is not None:
             self._schedulers[request.replica].abort(request.request_id)
-            completion.read_text(final=True)
-            completion.output.finish_reason = FinishReason.ABORT.value
-            completion.tell()
+            if self.queued:  # a step was interrupted, and no other may come to find these
+                kept = (each for each in self.queued if each[0].request is not request)
+                self.queued = deque(kept)
+            try:
+                _read_rest(completion)
+            finally:
+                completion.output.finish_reason = FinishReason.ABORT.value
+                completion.tell()
 
-    def take_back_unheard_of(self) -> None:
+    def take_back_unreported(self) -> None:
         """Forget tokens whose log-probabilities are lost; they are sampled again, and are the same.
 
         They were committed in a step that is about to be rolled back.
@@ -85,12 +93,14 @@ class Emitter:
             if output.logprobs is not None and len(output.token_ids) > len(output.logprobs):
                 self._schedulers[request.replica].take_back(request, len(output.logprobs))
 
-    def end_unheard_of(self) -> None:
+    def end_unreported(self) -> None:
         """Close sequences that the scheduler ended in a step that did not return them."""
         for name, completion in list(self.completions.items()):
             if completion.request.finish_reason is not None:
-                completion.read_text(final=True)
-                completion.close()
+                if _read_rest(completion):
+                    completion.close()
+                else:
+                    completion.output.finish_reason = FinishReason.ABORT.value
                 del self.completions[name]
                 completion.tell()
 
@@ -140,3 +150,18 @@ class Emitter:
 
     def _decode_token(self, token: int) -> str | None:
         return None if self._tokenizer is None else str(self._tokenizer.decode([token]))
+
+
+def _read_rest(completion: Completion) -> bool:
+    """Read the text of a sequence that is over; returns whether its tokenizer could decode it.
+
+    Nothing is raised, since others are to be ended too.
+    """
+    try:
+        completion.read_text(final=True)
+    except Exception as error:
+        # Not the error's text, which quotes the request.
+        kind = type(error.__cause__ or error).__name__
+        logger.warning("the text of a sequence that was aborted ends early (%s)", kind)
+        return False
+    return True

@@ -248,9 +248,9 @@ class Engine(Owner):
                 self._commit_oldest()
         except BaseException:
             self._in_flight.clear()
-            self._emitter.take_back_unheard_of()
+            self._emitter.take_back_unreported()
             self.scheduler.rollback()
-            self._emitter.end_unheard_of()
+            self._emitter.end_unreported()
             raise
         return self._emitter.emit() if self._emitter.queued else []
 
@@ -281,7 +281,7 @@ class Engine(Owner):
     def _queue(self, events: Sequence[TokenEvent], result: StepResult) -> None:
         """Keep the events that a caller waits for until they are in the outputs."""
         for event in events:
-            if event.is_heard:
+            if event.is_reported:
                 self._emitter.queued.append((event, result))
 
     # --- ownership -----------------------------------------------------------------------------

@@ -86,10 +86,10 @@ class ReplicaEngine(Engine):
             self._count_step(started, run_time)
         except BaseException:
             steps.clear()
-            self._emitter.take_back_unheard_of()
+            self._emitter.take_back_unreported()
             for scheduler in self.schedulers:
                 scheduler.rollback()
-            self._emitter.end_unheard_of()
+            self._emitter.end_unreported()
             raise
         self._placement.loads = None  # requests have grown
         return self._emitter.emit()

@@ -228,7 +228,7 @@ class GraphedCallable(Owner, Generic[P, R]):
 
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Create buffers, plan and pool for arguments like these."""
-        device = common_device(self._function, (args, kwargs))
+        device = common_device(self._function, args, kwargs)
         sizes = self._sizes or default_sizes(
             max_num_seqs=_DEFAULT_LARGEST // 2,
             max_num_batched_tokens=_DEFAULT_LARGEST,

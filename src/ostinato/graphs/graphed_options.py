@@ -12,7 +12,7 @@ from ostinato.graphs.capture.call_layout import BatchDim
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.graph_set import GraphSetOptions
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
-from ostinato.graphs.tree import tensors_in
+from ostinato.graphs.tree import tensors_of_call
 
 
 class GraphedOptions(TypedDict, total=False):
@@ -62,9 +62,11 @@ def graph_set_options(
     )
 
 
-def common_device(function: Callable[..., Any], arguments: Any) -> torch.device:
+def common_device(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> torch.device:
     """The device of all tensors among the arguments, and of those of a module."""
-    tensors = list(tensors_in(arguments))
+    tensors = tensors_of_call(args, kwargs)
     if not tensors:
         raise BatchError(
             "graphed() found no tensor among the arguments, so it cannot find the batch size; "

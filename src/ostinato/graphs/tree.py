@@ -12,10 +12,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
 import torch
+
+from ostinato.errors import BatchError
+from ostinato.quoting import said
 
 T = TypeVar("T")
 
@@ -190,13 +194,49 @@ def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
             copied = copy.copy(value)
             copied.update(items)
             return _with_attributes(function, value, copied)
-        return type(value)(items)  # type: ignore[call-arg]
+        return _made_of(items, type(value))
     if isinstance(value, (list, tuple)):
         parts = [_map(function, item) for item in value]
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*parts)
-        return _with_attributes(function, value, type(value)(parts))
+        return _with_attributes(function, value, _made_of(parts, type(value)))
     return value
+
+
+def _made_of(contents: Any, kind: type) -> Any:
+    try:
+        return kind(contents)
+    except TypeError as error:
+        raise BatchError(
+            f"a {kind.__name__} cannot be rebuilt from its items ({said(error)}); use a plain "
+            "dict, list or tuple, a named tuple, or a dataclass"
+        ) from error
+
+
+def check_distinct(paths: Iterable[str]) -> None:
+    """Raise if two leaves have one path: it could not tell which is which in another call."""
+    for path, count in Counter(paths).items():
+        if count > 1:
+            raise BatchError(
+                f"there are {count} arguments {path!r}: keys of a dict look alike; use keys whose "
+                "repr() differs"
+            )
+
+
+def tensors_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Every tensor among the arguments of a call."""
+    try:
+        return list(tensors_in((args, kwargs)))
+    except RecursionError:
+        raise nested_too_deeply("an argument") from None
+
+
+def nested_too_deeply(argument: str) -> BatchError:
+    """The error for an argument that no walk gets to the end of."""
+    return BatchError(
+        f"{argument} contains itself, or is nested too deeply; pass its tensors in plain dicts, "
+        "lists, tuples or dataclasses"
+    )
 
 
 def _with_attributes(function: Callable[[torch.Tensor], Any], value: Any, rebuilt: Any) -> Any:

@@ -99,8 +99,8 @@ class StepAgreement:
     ``mode`` is the lowest of all modes, and ``num_tokens`` the largest unpadded batch: all ranks
     run this mode's graph size for it, if there is one. ``tokens_by_rank`` are the unpadded batches;
     ``query_lens`` are the query lengths of ranks that wished for decode graphs, and ``is_decode``
-    says whether all ranks with work did. ``lowered_by`` lists the ranks that made others run in a
-    lower mode than they wished. If no rank has work there is no step, and all counts are 0.
+    says whether all ranks with work did. If no rank has work there is no step, and all counts are
+    0.
     """
 
     mode: CUDAGraphMode
@@ -108,7 +108,6 @@ class StepAgreement:
     tokens_by_rank: tuple[int, ...]
     query_lens: frozenset[int] = frozenset()
     is_decode: bool = False
-    lowered_by: tuple[int, ...] = ()
 
     @property
     def has_work(self) -> bool:
@@ -124,14 +123,12 @@ def agree(wishes: Sequence[StepWish]) -> StepAgreement:
     if not any(by_rank):
         return StepAgreement(mode=CUDAGraphMode.NONE, num_tokens=0, tokens_by_rank=by_rank)
     mode = min((wish.mode for wish in wishes), key=lambda mode: mode.rank)
-    lowered = any(wish.has_work and wish.mode is not mode for wish in wishes)
     return StepAgreement(
         mode=mode,
         num_tokens=max(by_rank),
         tokens_by_rank=by_rank,
         query_lens=frozenset(wish.query_len for wish in wishes if wish.query_len is not None),
         is_decode=all(wish.query_len is not None for wish in wishes if wish.has_work),
-        lowered_by=tuple(r for r, wish in enumerate(wishes) if lowered and wish.mode is mode),
     )
 
 

@@ -1,4 +1,4 @@
-"""What recurrent layers are to the rest of the runtime: a spec per layer, states, a batch.
+"""The runtime's view of recurrent layers: a spec per layer, their states, a batch.
 
 Beside or instead of keys and values, such a layer keeps a state of fixed size for each request: the
 last inputs of a convolution, and often a matrix. It is kept at the request's row, as everything

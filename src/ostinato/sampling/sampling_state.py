@@ -151,7 +151,7 @@ class SamplingState:
         floats, ints = self._floats.on_device.unbind(1), self._ints.on_device.unbind(1)
         self.temperature, self.top_p, self.min_p = floats[:3]
         self.presence, self.frequency, self.repetition = floats[3:]
-        self.top_k, self.seed_key, self.prompt_len, self.min_tokens, self.num_reported = ints[:5]
+        self.top_k, self.seed_key, self.prompt_len, self.min_tokens = ints[:4]
         self.bias_ids, self.bias_values, self.stop_ids = self.unmasked_tables[2:5]
 
     @property

@@ -66,7 +66,7 @@ class TokenEvent:
     finished: bool
 
     @property
-    def is_heard(self) -> bool:
+    def is_reported(self) -> bool:
         """Whether the request's output changes now: at its end, or with every token."""
         return self.finished or self.request.watched
 

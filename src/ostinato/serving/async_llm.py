@@ -271,7 +271,7 @@ class AsyncLLM(Owner):
 
     def observe(self, observer: Observer) -> None:
         """Have ``observer`` called with the record of each request that ends, in the engine's
-        thread: it must be quick."""
+        thread: it must be quick. What it raises is logged."""
         self._thread.observers.append(observer)
 
     async def call(self, function: Callable[[LLM], T]) -> T:

@@ -32,9 +32,13 @@ class AsyncStream:
 
     async def start(self) -> None:
         """Read and check the request, and hand it to the engine. Raises what is wrong with it."""
-        if self._request is not None or self._ended:
-            return
+        if self._request is None and not self._ended:
+            await self._start()
+
+    async def _start(self) -> None:
         request = await self._prepare()
+        if self._ended:
+            return  # closed by another task in the meantime
         self._thread.start(request)
         self._request = request
         try:

@@ -13,8 +13,10 @@ with few streams after every step, with many after several, in larger deltas.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +32,8 @@ from ostinato.serving.queues.inbox import Command, Inbox
 from ostinato.serving.queues.outbox import Outbox
 from ostinato.serving.records import RequestRecord
 from ostinato.serving.running_request import RunningRequest
+
+_log = logging.getLogger("ostinato.serving")
 
 T = TypeVar("T")
 Observer = Callable[[RequestRecord], None]
@@ -60,8 +64,12 @@ class EngineThread:
         self._thread = threading.Thread(
             target=self._run, args=(build,), name="ostinato-engine", daemon=True
         )
-        self._thread.start()
-        error = self._built.get()
+        try:
+            self._thread.start()
+            error = self._built.get()
+        except BaseException:
+            self._inbox.close()  # the thread frees what it builds, and ends
+            raise
         if error is not None:
             self._thread.join()
             raise error
@@ -268,7 +276,10 @@ class EngineThread:
         self.prompt_tokens += record.num_prompt_tokens if record.first_token is not None else 0
         self.generated_tokens += record.num_generated_tokens
         for observe in self.observers:
-            observe(record)
+            try:
+                observe(record)
+            except Exception:  # the request has ended well, and the others go on
+                _log.exception("an observer of requests raised an error")
 
     @property
     def requests(self) -> list[RunningRequest]:
@@ -299,6 +310,9 @@ class EngineThread:
 
     def _fail(self, error: BaseException) -> None:
         """Give all callers the error. The engine takes no more requests: its state is unknown."""
+        # Where, but not its text, which may quote a request.
+        where = "".join(traceback.format_tb(error.__traceback__))
+        _log.error("the engine failed with %s, at\n%s", type(error).__name__, where)
         self._inbox.fail(
             f"the engine failed: {type(error).__name__}: {said(error)}; all its requests are "
             "lost, and it takes no more: build a new AsyncLLM, or restart the server"

@@ -1,4 +1,4 @@
-"""What a person wants to see of an engine: its plan, its graphs, and what it is working on.
+"""What the dashboard shows of an engine: its plan, its graphs, the requests in flight.
 
 Plain numbers and names, taken in the engine's thread between two steps. No text of any request.
 """

@@ -1,4 +1,4 @@
-"""What proposes drafts, as the runner sees it."""
+"""``Proposer``: the runner's protocol for a source of drafts."""
 
 from __future__ import annotations
 

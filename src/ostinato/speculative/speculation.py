@@ -1,4 +1,4 @@
-"""What every source of drafts has in common: the class that options of speculation derive from."""
+"""``Speculation``: the base class of the options of every source of drafts."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ _MOST_KEPT = 64
 # Rules may refer to each other in a chain as long as the text allows, and llguidance follows it on
 # the stack, about 20 KiB for each. Only memory that is used is taken.
 _STACK_BYTES = 512 * 2**20
+_starting = threading.Lock()  # the size of new stacks is one for the process
 
 
 class Grammars:
@@ -183,12 +184,19 @@ def _on_a_large_stack(function: Callable[[], LLMatcher]) -> LLMatcher:
         except BaseException as error:
             errors.append(error)
 
-    before = threading.stack_size(_STACK_BYTES)
-    try:
-        thread = threading.Thread(target=run, name="ostinato-grammar")
-        thread.start()
-    finally:
-        threading.stack_size(before)
+    thread = threading.Thread(target=run, name="ostinato-grammar")
+    with _starting:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise RequestError(
+                f"structured_outputs: the thread that compiles grammars cannot start ({error}); "
+                f"its stack needs {_STACK_BYTES // 2**20} MiB of address space: raise ulimit -v, "
+                "or the limit of threads (ulimit -u)"
+            ) from error
+        finally:
+            threading.stack_size(before)
     thread.join()
     if errors:
         raise errors[0]

@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ostinato.errors import RequestFailedError
+from ostinato.quoting import is_failure, said, shown
 from ostinato.sampling_params import SamplingParams
 from ostinato.text.stop_strings import StopStrings, stop_strings
 
@@ -127,12 +129,20 @@ class Detokenizer:
         self._taken = len(self._decode_ids(self._window)) - num_waiting
 
     def _decode_ids(self, token_ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(
-            token_ids,
-            skip_special_tokens=self._skip_special_tokens,
-            # It would remove spaces that were shown already.
-            clean_up_tokenization_spaces=False,
-        )
+        try:
+            text: str = self._tokenizer.decode(
+                token_ids,
+                skip_special_tokens=self._skip_special_tokens,
+                # It would remove spaces that were shown already.
+                clean_up_tokenization_spaces=False,
+            )
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            raise RequestFailedError(
+                f"the model's tokenizer cannot decode token ids {shown(token_ids)}: {said(error)}; "
+                "if it lacks one that the model has, forbid it with logit_bias"
+            ) from error
         return text
 
     def _find_stop(self, stop: StopStrings, before: int, check: bool) -> str | None:

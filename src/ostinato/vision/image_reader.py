@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import io
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -163,9 +162,8 @@ def _decoded(name: str, url: str) -> Any:
 
     try:
         data = base64.b64decode(url[prefix.end() :], validate=True)
-        with warnings.catch_warnings():  # about large images, which are refused below
-            warnings.simplefilter("ignore", pillow.DecompressionBombWarning)
-            picture = pillow.open(io.BytesIO(data), formats=_FORMATS)
+        # It warns of images that are refused below. Hushing it would hush other threads as well.
+        picture = pillow.open(io.BytesIO(data), formats=_FORMATS)
         if picture.width * picture.height > _MAX_PIXELS:
             raise _too_large(name, picture.width, picture.height)
         return ImageOps.exif_transpose(picture)

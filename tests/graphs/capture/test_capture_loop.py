@@ -56,6 +56,13 @@ def raising(error: Exception) -> Callable[[PlanEntry], None]:
     return capture
 
 
+def test_an_error_that_is_its_own_cause(pool: GraphPool) -> None:
+    error = ValueError("mine")
+    error.__cause__ = error  # as `raise error from error` leaves it
+    with pytest.raises(CaptureError, match="failed: ValueError: mine"):
+        walk(pool, raising(error))
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [

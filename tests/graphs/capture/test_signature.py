@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.errors import ReplayMismatchError
+from ostinato.errors import BatchError, ReplayMismatchError
 from ostinato.graphs.capture.signature import CallSignature, TensorGuards, positional_names
 
 
@@ -192,6 +192,31 @@ def test_refusal_does_not_change_what_is_accepted(x: torch.Tensor, y: torch.Tens
     for _ in range(2):
         assert "'y' moved" in refused(signature, Call(x, y.clone()))
         check(signature, Call(x, y))
+
+
+def test_keys_that_look_alike_are_refused(x: torch.Tensor) -> None:
+    class Key:
+        def __repr__(self) -> str:
+            return "key"
+
+    first, second = Key(), Key()
+    match = r"there are 2 arguments 'x\[key\]': keys of a dict look alike; use keys whose repr"
+    with pytest.raises(BatchError, match=match):
+        capture(forward, Call({first: x, second: x.clone()}))
+    signature = capture(forward, Call({first: x}))
+    with pytest.raises(BatchError, match=match):
+        check(signature, Call({first: x, second: x.clone()}))
+    check(signature, Call({first: x}))
+
+
+def test_arguments_that_contain_themselves_are_refused(x: torch.Tensor) -> None:
+    signature = capture(forward, Call(x, [x]))
+    circle = [x]
+    circle.append(circle)  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match="argument 'y' contains itself, or is nested too deeply"):
+        check(signature, Call(x, circle))
+    with pytest.raises(BatchError, match="argument 'y' contains itself"):
+        capture(forward, Call(x, circle))
 
 
 def test_swapped_tensors_are_noticed(x: torch.Tensor) -> None:

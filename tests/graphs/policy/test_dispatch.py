@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import weakref
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, NamedTuple
@@ -449,6 +450,18 @@ def test_several_query_lengths_have_graphs_of_their_own() -> None:
     one, three = (dispatcher.dispatch(BatchShape(6, 6 // q, q)).descriptor for q in (1, 3))
     assert one == BatchDescriptor(6, num_reqs=6, uniform=True, query_len=1)
     assert three == BatchDescriptor(6, num_reqs=2, uniform=True, query_len=3)
+
+
+def test_choices_of_ever_new_sizes_are_not_all_kept() -> None:
+    plan = CapturePlan.build(FULL, [4], max_num_seqs=4, max_num_batched_tokens=4)
+    dispatcher = Dispatcher(plan)
+    first = dispatcher.dispatch(BatchShape(5, 1, 5))
+    assert dispatcher.dispatch(BatchShape(5, 1, 5)) is first
+    kept = weakref.ref(first)
+    del first
+    for num_tokens in range(6, 10_000):
+        dispatcher.dispatch(BatchShape(num_tokens, 1, num_tokens))
+    assert kept() is None
 
 
 def test_partial_capture_opens_one_size() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,50 @@ import torch
 from ostinato import graphed
 from ostinato.errors import BatchError, CaptureError
 from ostinato.graphs.policy.descriptor import Reason
+
+
+def test_arguments_that_contain_themselves_are_refused(device: torch.device) -> None:
+    x = torch.randn(2, 3, device=device)
+    circle: list[Any] = [x]
+    circle.append(circle)
+    with graphed(lambda batch: batch[0] * 2, sizes=[2]) as fast:
+        with pytest.raises(BatchError, match="an argument contains itself, or is nested too"):
+            fast(circle)
+        fast([x])
+        with pytest.raises(BatchError, match="argument 'batch' contains itself, or is nested too"):
+            fast(circle)
+        assert torch.equal(fast([x]), x * 2)
+
+
+def test_keys_that_look_alike_are_refused(device: torch.device) -> None:
+    """In another order, their tensors would change places without notice."""
+
+    class Key:
+        def __repr__(self) -> str:
+            return "key"
+
+    first, second = Key(), Key()
+    x = torch.randn(2, 3, device=device)
+    match = r"there are 2 arguments 'batch\[key\]': keys of a dict look alike"
+    with graphed(lambda batch: batch[first] * 2, sizes=[2]) as fast:
+        with pytest.raises(BatchError, match=match):
+            fast({first: x, second: x.clone()})
+        fast({first: x})
+        with pytest.raises(BatchError, match="different structure"):
+            fast({first: x, second: x.clone()})
+        assert torch.equal(fast({first: x}), x * 2)
+
+
+def test_arguments_that_cannot_be_rebuilt_are_refused(device: torch.device) -> None:
+    class Two(tuple[torch.Tensor, torch.Tensor]):
+        def __new__(cls, first: torch.Tensor, second: torch.Tensor) -> Two:
+            return super().__new__(cls, (first, second))
+
+    x = torch.randn(2, 3, device=device)
+    with graphed(lambda two: two[0] + two[1], sizes=[2]) as fast:
+        with pytest.raises(BatchError, match=r"a Two cannot be rebuilt .*'second'.*use a plain"):
+            fast(Two(x, x))
+        assert torch.equal(fast((x, x)), x + x)
 
 
 def test_arguments_of_another_structure_are_refused(device: torch.device) -> None:

@@ -18,7 +18,13 @@ from ostinato.graphs.capture.buffers import (
     unsupported_kind,
 )
 from ostinato.graphs.capture.signature import TensorSpec, compare_leaf, fixed, positional_names
-from ostinato.graphs.tree import flatten, leaves_with_path, map_tensors
+from ostinato.graphs.tree import (
+    check_distinct,
+    flatten,
+    leaves_with_path,
+    map_tensors,
+    nested_too_deeply,
+)
 
 # At most this many rows are tried in place of others.
 _MOST_ROWS = 4
@@ -79,16 +85,10 @@ class CallLayout:
             else map_tensors(lambda tensor: tensor.new_empty(0), value)
             for name, value in self._arguments.items()
         }
-        self._buffers = [
-            (index, target)
-            for index, target in enumerate(self._targets)
-            if isinstance(target, StaticBuffer)
-        ]
-        self._whole = [
-            (index, target)
-            for index, target in enumerate(self._targets)
-            if isinstance(target, WholeBuffer)
-        ]
+        check_distinct(self._paths)
+        targets = list(enumerate(self._targets))
+        self._buffers = [(index, each) for index, each in targets if isinstance(each, StaticBuffer)]
+        self._whole = [(index, each) for index, each in targets if isinstance(each, WholeBuffer)]
         if not self._buffers:
             raise ConfigError(
                 "no argument has a batch dimension (each is static or has batch_dims None), so "
@@ -115,7 +115,10 @@ class CallLayout:
                 values.append(value)
             else:
                 containers: list[type] = []
-                flatten(value, name, paths, values, containers)
+                try:
+                    flatten(value, name, paths, values, containers)
+                except RecursionError:
+                    raise nested_too_deeply(f"argument {name!r}") from None
                 if containers:
                     types.append((name, containers))
         if paths != self._paths:

@@ -184,7 +184,9 @@ def _drop_frames(error: BaseException | None, *, until: BaseException | None) ->
 
     Errors that were being handled before the run (``until``) keep theirs.
     """
-    while error is not None and error is not until:
+    seen: set[int] = set()  # `raise error from error` makes an error its own cause
+    while error is not None and error is not until and id(error) not in seen:
+        seen.add(id(error))
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 

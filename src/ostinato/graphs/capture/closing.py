@@ -1,4 +1,4 @@
-"""Closing what owns memory: at the end of a ``with``, and all of it, whatever one part raises."""
+"""Closes what owns memory: at the end of a ``with``, and every part even if one raises."""
 
 from __future__ import annotations
 

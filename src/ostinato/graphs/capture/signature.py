@@ -19,7 +19,7 @@ import torch
 from ostinato import compat
 from ostinato.compat import tensor_guards
 from ostinato.errors import CaptureError, ReplayMismatchError
-from ostinato.graphs.tree import leaves_with_path
+from ostinato.graphs.tree import check_distinct, leaves_with_path, nested_too_deeply
 
 # None if torch lacks it; then every check is a full one.
 TensorGuards: Any = tensor_guards.find()
@@ -62,6 +62,7 @@ class CallSignature:
             (path, TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else fixed(path, leaf))
             for path, leaf in self._walk(args, kwargs)
         ]
+        check_distinct(path for path, _ in self._leaves)
         self._addresses = [spec.address for _, spec in self._leaves if isinstance(spec, TensorSpec)]
         self._num_args = len(args) + len(kwargs)
         self._keywords = tuple(kwargs)
@@ -101,8 +102,8 @@ class CallSignature:
         return matches
 
     def _check_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        now = dict(self._walk(args, kwargs))
-        captured = dict(self._leaves)
+        leaves = self._walk(args, kwargs)
+        now, captured = dict(leaves), dict(self._leaves)
         if now.keys() != captured.keys():
             missing = sorted(captured.keys() - now.keys())
             extra = sorted(now.keys() - captured.keys())
@@ -110,6 +111,8 @@ class CallSignature:
                 f"the graph was captured with other arguments: missing {missing}, new {extra}; "
                 "pass the same arguments, or capture these too"
             )
+        if len(now) < len(leaves):
+            check_distinct(path for path, _ in leaves)
         for path, value in now.items():
             compare_leaf(path, captured[path], value)
         # The fast path rejected it for an irrelevant reason, such as being an autograd leaf.
@@ -119,11 +122,15 @@ class CallSignature:
     def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
         names = self._positional_names
         leaves: list[tuple[str, Any]] = []
-        for index, value in enumerate(args):
-            name = names[index] if index < len(names) else f"args[{index}]"
-            leaves.extend(leaves_with_path(value, name))
-        for name, value in kwargs.items():
-            leaves.extend(leaves_with_path(value, name))
+        name = ""
+        try:
+            for index, value in enumerate(args):
+                name = names[index] if index < len(names) else f"args[{index}]"
+                leaves.extend(leaves_with_path(value, name))
+            for name, value in kwargs.items():
+                leaves.extend(leaves_with_path(value, name))
+        except RecursionError:
+            raise nested_too_deeply(f"argument {name!r}") from None
         return leaves
 
 

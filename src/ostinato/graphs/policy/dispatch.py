@@ -23,6 +23,8 @@ from ostinato.graphs.policy.sizes import padding_table
 # By number of tokens: a graph, or why there is none.
 _Answers = list[Choice | Reason]
 
+_MOST_EAGER = 1 << 13  # eager choices that are kept: callables may get any number of rows
+
 
 class Dispatcher:
     """Answers ``dispatch(shape)`` for one plan.
@@ -217,6 +219,8 @@ class Dispatcher:
     ) -> Choice:
         key = (num_tokens, reason, query_len, num_loras)
         if key not in self._eager:
+            if len(self._eager) >= _MOST_EAGER:
+                self._eager.clear()
             padded = self.plan.padded_tokens(num_tokens)
             uniform = self.plan.is_uniform(padded, query_len)
             self._eager[key] = Choice(

@@ -1,1 +1,1 @@
-"""Models that embed or classify: which checkpoints are such, how they pool, and loading one."""
+"""Models that embed or classify: which checkpoints these are, how they pool, and loading one."""

@@ -1,4 +1,4 @@
-"""The strategy of batch-invariant models: each row's bits are its own, whatever rows it is among.
+"""The strategy of batch-invariant models: no bit of a row depends on the other rows of its batch.
 
 Every GEMM is ``invariant_linear``; norms and activations are computed row by row. Experts are
 refused before a model gets here.

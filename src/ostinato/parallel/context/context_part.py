@@ -1,4 +1,4 @@
-"""Which tokens of a request a rank stores, if ranks share out the KV cache: arithmetic only."""
+"""Which tokens of a request a rank stores, when ranks split the KV cache: arithmetic only."""
 
 from __future__ import annotations
 

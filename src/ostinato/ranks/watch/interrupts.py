@@ -13,7 +13,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C until the block is done; a second one is not deferred."""
+    """Defer Ctrl-C until the block is done or has raised; a second one is not deferred."""
     previous: Any = signal.getsignal(signal.SIGINT)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if not (in_main_thread and callable(previous)):
@@ -31,5 +31,5 @@ def uninterrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
-    if held:
-        previous(signal.SIGINT, sys._getframe())
+        if held:
+            previous(signal.SIGINT, sys._getframe())

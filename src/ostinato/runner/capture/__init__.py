@@ -1,1 +1,1 @@
-"""Capturing the graphs of a runner's plans: which ones, in which room, and what they took."""
+"""Captures the graphs of a runner's plans: which ones, in how much memory, and what they took."""

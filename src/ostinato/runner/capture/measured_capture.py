@@ -1,4 +1,4 @@
-"""What every ``capture_model`` says and counts around the capture itself."""
+"""Counts, measures and logs a capture, in the same way for every ``capture_model``."""
 
 from __future__ import annotations
 

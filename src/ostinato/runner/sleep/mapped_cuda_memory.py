@@ -77,20 +77,22 @@ class _Reserved:
         }
 
     def map(self) -> None:
-        handle = _call(driver.cuMemCreate, self._size, self._properties, 0)
-        try:
-            _call(driver.cuMemMap, self._address, self._size, 0, handle, 0)
-        finally:
-            _call(driver.cuMemRelease, handle)  # the mapping keeps the memory
-        self._is_mapped[0] = True
+        if not self._is_mapped[0]:
+            handle = _call(driver.cuMemCreate, self._size, self._properties, 0)
+            try:
+                _call(driver.cuMemMap, self._address, self._size, 0, handle, 0)
+                self._is_mapped[0] = True
+            finally:
+                _call(driver.cuMemRelease, handle)  # the mapping keeps the memory
         access = driver.CUmemAccessDesc()
         access.location = self._properties.location
         access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         _call(driver.cuMemSetAccess, self._address, self._size, [access], 1)
 
     def unmap(self) -> None:
-        _call(driver.cuMemUnmap, self._address, self._size)
-        self._is_mapped[0] = False
+        if self._is_mapped[0]:
+            _call(driver.cuMemUnmap, self._address, self._size)
+            self._is_mapped[0] = False
 
 
 def _free(

@@ -11,6 +11,7 @@ import torch
 class MappedMemory(ABC):
     """Memory at one address for life; ``bytes`` is all of it, and must not be used while unmapped.
 
+    Mapping or unmapping twice is harmless, so that what Ctrl-C interrupted can be done again.
     Tensors over ``bytes`` keep the addresses, and what is mapped there, after the object is gone.
     """
 
@@ -22,7 +23,7 @@ class MappedMemory(ABC):
 
     @abstractmethod
     def map(self) -> None:
-        """Have memory again, filled with zeros. Raises MemoryError if there is none."""
+        """Have memory, filled with zeros. Raises MemoryError if there is none."""
 
 
 class MappedHostMemory(MappedMemory):

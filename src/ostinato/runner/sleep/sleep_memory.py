@@ -124,9 +124,9 @@ class SleepMemory:
         """Give the memory back, when all work on the device is done."""
         in_place = keep_weights and self._device.type != "cuda"
         released = [*self._caches, *(() if in_place else self._weights)]
+        self._released = released  # even those that an interrupt leaves mapped: ``wake`` maps all
         for memory in released:
             memory.unmap()
-            self._released.append(memory)
 
     # --- wake ----------------------------------------------------------------------------------
 

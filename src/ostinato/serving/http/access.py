@@ -1,4 +1,4 @@
-"""What stands before every request: the key, the limit of its body, a count of its answer."""
+"""Checks every request before its route: the API key, the limits of its body. Counts its answer."""
 
 from __future__ import annotations
 

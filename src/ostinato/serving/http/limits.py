@@ -22,7 +22,6 @@ class Admission:
     def __init__(self, most: int) -> None:
         self._most = most
         self.num_inside = 0
-        self.num_refused = 0
         self.is_closing = False
 
     @contextmanager
@@ -34,7 +33,6 @@ class Admission:
         if self.is_closing:
             raise ApiError(503, "the server is shutting down; try another one", code="closing")
         if self.num_inside and self.num_inside + num_sequences > self._most:
-            self.num_refused += 1
             raise ApiError(
                 429,
                 f"the queue is full: {self.num_inside} sequences run or wait, of at most "

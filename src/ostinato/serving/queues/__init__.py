@@ -1,1 +1,1 @@
-"""Between callers and the engine's thread: what is asked for, and what comes back."""
+"""Between callers and the engine's thread: commands in one direction, answers in the other."""

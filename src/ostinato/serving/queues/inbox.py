@@ -1,4 +1,4 @@
-"""``Inbox``: what callers of any thread want the engine's thread to do, until it ends."""
+"""``Inbox``: commands from any thread to the engine's thread, until it ends."""
 
 from __future__ import annotations
 

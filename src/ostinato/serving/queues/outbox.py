@@ -54,5 +54,8 @@ def _set_result(to_set: tuple[asyncio.Future[Any], Any]) -> None:
 
 def _set_exception(to_set: tuple[asyncio.Future[Any], Exception]) -> None:
     future, error = to_set
+    if isinstance(error, StopIteration):  # no future takes it: it would end its caller silently
+        stopped, error = error, RuntimeError("the call raised StopIteration")
+        error.__cause__ = stopped
     if not future.done():
         future.set_exception(error)

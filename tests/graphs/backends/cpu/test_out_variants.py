@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -172,3 +173,21 @@ def test_a_function_that_does_something_else_is_not_used(monkeypatch: pytest.Mon
         x.copy_(torch.randn(5))
         pool.replay(captured.tape)
         assert torch.equal(captured.output, x * y)
+
+
+def test_trying_a_function_leaves_the_filters_of_warnings_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are the process's: other threads may warn, or capture, at the same time."""
+    before, seen = list(warnings.filters), []
+
+    def watched(x: torch.Tensor, other: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        seen.append(list(warnings.filters))
+        return torch.mul(x, other, out=out)
+
+    monkeypatch.setattr(recorder, "out_calls", lambda _: (watched,))
+    x = torch.randn(5)
+    with GraphPool("cpu", lazy_capture=True) as pool:
+        pool.capture(lambda: x * x)
+    assert seen
+    assert all(filters == before for filters in seen)

@@ -8,7 +8,6 @@ verified out-variant writes in place; any other runs again and its result is cop
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -287,9 +286,7 @@ def _is_exact(step: Step, outputs: list[torch.Tensor], targets: dict[int, torch.
         # Start from inverted bits, so that a byte left unwritten is detected.
         torch.bitwise_not(_bits(outputs[index]), out=_bits(target))
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # some variants resize their outputs
-            step()
+        step()
     except (RuntimeError, TypeError, Warning):
         return False
     return all(torch.equal(_bits(outputs[i]), _bits(target)) for i, target in targets.items())

@@ -33,6 +33,8 @@ from ostinato.graphs.backends.operator_log import OperatorLog, logging_to
 # query its graph. These few graphs therefore live as long as the process.
 _broken_captures: list[torch.cuda.CUDAGraph] = []
 
+_Segments = weakref.WeakKeyDictionary[CudaMemoryPool, list[tuple[int, int]]]
+
 
 class CudaGraph:
     """One instantiated graph. Keeps its memory pool alive, since the pool must outlive it."""
@@ -98,6 +100,9 @@ class CudaBackend:
         self._last_raw_stream: int = self._last_stream.cuda_stream
         self._lease: StreamLease | None = self._shared.lease_stream()
         self._stream = self._lease.stream
+        # Segments of the pool, and of those that it replaced, until their last graphs are gone.
+        self._segments: _Segments = weakref.WeakKeyDictionary()
+        self._segments_seen_at = -1  # bytes reserved by torch when the segments were listed
         self._pool: CudaMemoryPool | None = self._new_pool()
         self._open: torch.cuda.CUDAGraph | None = None
         default = torch.cuda.default_generators[index]
@@ -108,8 +113,6 @@ class CudaBackend:
         self._log = OperatorLog("cuda", complete=False)
         self._modes = ExitStack()
         self._under_way = ExitStack()  # closed once torch has ended the capture
-        self._segments: list[tuple[int, int]] = []
-        self._segments_seen_at = -1  # bytes reserved by torch when the segments were listed
         # Addresses outside the pool that the current capture has encountered.
         self._foreign: set[int] | None = None
 
@@ -241,7 +244,7 @@ class CudaBackend:
 
     def pool_bytes(self) -> int:
         self._list_segments()
-        return sum(size for _, size in self._segments)
+        return sum(size for segments in self._segments.values() for _, size in segments)
 
     def workspace_bytes(self) -> int:
         ranges = self.memory_ranges()
@@ -295,17 +298,22 @@ class CudaBackend:
         finally:
             # Live graphs keep the pool and the lease until they are destroyed.
             self._pool = self._lease = None
-            self._segments, self._segments_seen_at = [], -1
+            self._segments, self._segments_seen_at = weakref.WeakKeyDictionary(), -1
 
     def _in_known_segment(self, address: int) -> bool:
-        """Whether the address is in a listed segment. Memory never leaves the pool."""
-        return any(start <= address < start + size for start, size in self._segments)
+        """Whether the address is in a listed segment. Memory never leaves a pool."""
+        return any(
+            start <= address < start + size
+            for segments in self._segments.values()
+            for start, size in segments
+        )
 
     def _list_segments(self) -> None:
-        """List the pool's segments. This is slow, so it runs only after torch reserved more."""
+        """List the pools' segments. This is slow, so it runs only after torch reserved more."""
         reserved = self._reserved_by_torch()
         if self._pool is not None and reserved != self._segments_seen_at:
-            self._segments = self._pool.segments()
+            for pool in list(self._segments):
+                self._segments[pool] = pool.segments()
             self._segments_seen_at = reserved
 
     def _reserved_by_torch(self) -> int:
@@ -335,12 +343,14 @@ class CudaBackend:
         return graph, None
 
     def _replace_pool(self) -> None:
-        self._segments, self._segments_seen_at = [], -1
+        self._segments_seen_at = -1
         self._pool = self._new_pool()
 
     def _new_pool(self) -> CudaMemoryPool:
         with self._shared.lock, torch.cuda.device(self.device):
-            return CudaMemoryPool(self.device, self._shared, self._lease_in_use)
+            pool = CudaMemoryPool(self.device, self._shared, self._lease_in_use)
+        self._segments[pool] = []
+        return pool
 
     @property
     def _pool_in_use(self) -> CudaMemoryPool:

@@ -1,4 +1,4 @@
-"""Finds where a graph and an eager run of the same step part.
+"""Finds where a graph and an eager run of the same step first differ.
 
 Two sources are joined. The log of the capture and the log of an eager run show the first call that
 differs in an address, a value or its operator: on every device. Replaying the tape in steps shows

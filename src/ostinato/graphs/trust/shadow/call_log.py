@@ -1,4 +1,4 @@
-"""Logs the operators of a run: what each was called with, and what it gave.
+"""Logs the operators of a run: what each was called with, and what it returned.
 
 A graph's log is taken at its capture, an eager run's when the two are to be told apart. Tensors
 that the run itself made are identified by the call that made them, all others by their address.

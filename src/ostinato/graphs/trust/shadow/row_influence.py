@@ -1,4 +1,4 @@
-"""Finds the operator by which other rows of a batch reach a row.
+"""Finds the operator that makes a row depend on other rows of its batch.
 
 Two eager runs of one step are compared that differ in other rows: padding, or other requests. A row
 must come out the same, to the bit, with one exception: a mixture multiplies the rows of each expert

@@ -43,6 +43,12 @@ TEXTS: list[tuple[CallFormat, str, str, list[tuple[str, Any]]]] = [
     (HERMES, "<tool_call>nonsense</tool_call> so", "<tool_call>nonsense</tool_call> so", []),
     (HERMES, '<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
     (HERMES, '<tool_call>{"na', '<tool_call>{"na', []),
+    (
+        HERMES,
+        '<tool_call>{"name": "f\\x", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "f\\x", "arguments": {}}</tool_call>',
+        [],
+    ),
     (LLAMA, 'Hi {"name": "f", "parameters": {}}', 'Hi {"name": "f", "parameters": {}}', []),
     (LLAMA, ' {"name": "f", "parameters": {"a": [{}]}}', "", [("f", {"a": [{}]})]),
     (
@@ -53,6 +59,13 @@ TEXTS: list[tuple[CallFormat, str, str, list[tuple[str, Any]]]] = [
     ),
     (LLAMA, '{"name": "f", "parameters": {}} ; so', " ; so", [("f", {})]),
     (LLAMA, '{"answer": 3}', '{"answer": 3}', []),
+    (LLAMA, '{"name": "\\u12", "parameters": {}}', '{"name": "\\u12", "parameters": {}}', []),
+    (
+        LLAMA,
+        '{"name": "f", "parameters": {}, "id": "}"} {"name": "g", "parameters": {"b": 2}, "n": {}}',
+        "",
+        [("f", {}), ("g", {"b": 2})],
+    ),
     (LLAMA, '{"parameters": {"a": 1}, "name": "f"}', "", [("f", {"a": 1})]),
 ]
 

@@ -16,7 +16,7 @@ from ostinato.serving.http.openai.tools.call_format import CallFormat
 
 _SPACE = " \t\r\n"
 _BETWEEN = _SPACE + ";"  # what may be between calls
-_STRING = r'"(?:[^"\\]|\\.)*"'
+_STRING = r'"(?:[^"\\]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"'
 _HEAD = re.compile(
     rf'\s*\{{\s*"name"\s*:\s*({_STRING})\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 )
@@ -144,6 +144,7 @@ class CallParser:
         if not self._value.has_ended:
             return False
         self._where = _Where.TAIL
+        self._value = _JsonEnd(depth=1)  # the call's own object, which may have other keys
         return True
 
     def _read_tail(self) -> bool:
@@ -152,10 +153,10 @@ class CallParser:
             if not found:
                 return False
         else:
-            match = re.match(r"\s*\}", self._text)
-            if match is None:
+            end = self._value.find(self._text)
+            self._text = after = self._text[end:]
+            if not self._value.has_ended:
                 return False
-            after = self._text[match.end() :]
         self._text, self._where = after, _Where.TEXT
         return bool(after)
 
@@ -170,10 +171,10 @@ class CallParser:
 
 
 class _JsonEnd:
-    """Finds the end of a JSON object that comes in parts."""
+    """Finds the end of a JSON object that comes in parts; ``depth`` 1: its brace came before."""
 
-    def __init__(self) -> None:
-        self._depth = 0
+    def __init__(self, depth: int = 0) -> None:
+        self._depth = depth
         self._in_string = self._escaped = False
         self.has_ended = False
 
