@@ -13,9 +13,8 @@ from ostinato.errors import CaptureError, ClosedError, ConfigError
 from ostinato.graphs.capture.call_layout import BatchDim, CallLayout
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.capture.closing import Owner, close_each
-from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.pool import ExclusiveUse, GraphPool
 from ostinato.graphs.capture.segments import is_recording
-from ostinato.graphs.exclusive_use import ExclusiveUse
 from ostinato.graphs.graph_set import GraphSet
 from ostinato.graphs.graphed_method import BoundMethods
 from ostinato.graphs.graphed_options import GraphedOptions, common_device, graph_set_options

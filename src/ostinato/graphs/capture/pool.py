@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,14 +18,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from ostinato.errors import CaptureError, ClosedError, ConfigError
+from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError, ConfigError
 from ostinato.graphs.backends import create_backend
 from ostinato.graphs.backends.base import OperatorObserver
 from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.capture.context import ForwardContext, current_forward_context
 from ostinato.graphs.capture.garbage import garbage_collection_paused
 from ostinato.graphs.capture.segments import Recording, Tape, open_recording
-from ostinato.graphs.exclusive_use import ExclusiveUse
 from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.thread_state import leaving_as_found
@@ -32,6 +32,42 @@ from ostinato.graphs.tree import map_tensors
 
 T = TypeVar("T")
 _SPARE_BYTES = 1 << 22  # a few of the pieces that Python takes from the system
+
+
+_get_ident = threading.get_ident
+
+
+class ExclusiveUse:
+    """Lets one thread in at a time: a second one gets an error instead of a race.
+
+    The thread inside may enter again. A signal handler that raises at any moment leaves it free:
+    Python runs no handler between `with lock` and its block, as it may after a call of ``acquire``
+    or of a context manager written in Python. Two threads that enter at exactly the same time enter
+    one after the other.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._thread: int | None = None  # the thread inside
+
+    def run(self, function: Callable[..., T], *args: Any) -> T:
+        me = _get_ident()
+        if self._thread is not None and self._thread != me:
+            raise self.refusal()
+        with self._lock:
+            outer = self._thread
+            self._thread = me
+            try:
+                return function(*args)
+            finally:
+                self._thread = outer
+
+    def refusal(self) -> ConcurrentUseError:
+        return ConcurrentUseError(
+            f"thread {threading.current_thread().name!r} used graphs while another thread was "
+            "capturing or replaying them; graphs of one pool share memory, so use one thread at a "
+            "time or one pool per thread"
+        )
 
 
 class WeightOffloader(Protocol):
@@ -197,16 +233,12 @@ class GraphPool(Owner):
     def _capture(
         self, run: Callable[[], T], split_at_breaks: bool, collect_garbage: bool
     ) -> Captured[T]:
-        def forward() -> T:
-            output = run()
-            if self.offloader is not None:
-                self.offloader.join_after_forward()
-            return output
-
         self._check_memory_order()
         before = self.serial
+        join = None
         if self.offloader is not None:
             self.offloader.sync_prev_onload()
+            join = self.offloader.join_after_forward
         generation = 2 if collect_garbage and self._sessions == 0 else None
         with garbage_collection_paused(generation=generation), self.backend.capture_scope():
             recording = Recording(self.backend, split_at_breaks=split_at_breaks)
@@ -214,7 +246,7 @@ class GraphPool(Owner):
             observer = None if self.new_observer is None else self.new_observer()
             outer_observer, self.backend.observer = self.backend.observer, observer
             try:
-                output = recording.record(forward)
+                output = recording.record(run, join)
             except BaseException:
                 # A forward is captured as a whole or not at all: see _check_memory_order.
                 self.discard(range(self._serial_before_context + 1, self.serial + 1))

@@ -232,13 +232,15 @@ class Recording:
         kept: T = self._kept_things[key]
         return kept
 
-    def record(self, run: Callable[[], T]) -> T:
-        """Record one call of ``run``. If it raises, the recording is dropped."""
+    def record(self, run: Callable[[], T], join: Callable[[], None] | None = None) -> T:
+        """Record one call of ``run``, and then of ``join``; drop the recording if one raises."""
         # No `with` block: a signal handler can keep one from being left, and the capture open.
         token = _open_recording.set(self)
         try:
             self._backend.begin()
             output = run()
+            if join is not None:
+                join()
             self._close_segment(last=True)
             return output
         except BaseException as error:
