@@ -179,3 +179,15 @@ def test_a_model_that_calls_it_cannot_be_exported(device: torch.device) -> None:
         with pytest.raises(CaptureError, match=r"graph the result: graphed\(torch\.compile"):
             torch.export.export(Model(), (x,), strict=False)
         assert torch.equal(fast(x), x * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint4, torch.float4_e2m1fn_x2], ids=str)
+def test_a_dtype_without_padding(device: torch.device, dtype: torch.dtype) -> None:
+    rows = torch.arange(12, dtype=torch.uint8, device=device).reshape(3, 4)
+    with (
+        graphed(lambda x: x.view(torch.uint8) + 1, sizes=[4]) as fast,
+        pytest.raises(BatchError, match=rf"'x' has dtype {dtype}.*view\(torch\.uint8\)"),
+    ):
+        fast(rows.view(dtype))
+    with graphed(lambda x: x.view(dtype).view(torch.uint8) + 1, sizes=[4]) as fast:  # as it says
+        assert torch.equal(fast(rows), rows + 1)

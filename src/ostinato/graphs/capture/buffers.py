@@ -50,9 +50,16 @@ class StaticBuffer:
         self._device = example.device
         row_elements = math.prod(n for d, n in enumerate(self._shape) if d != self.batch_dim)
         with compat.inference_mode(False):
-            self._memory = torch.full(
-                (max_rows * row_elements,), padding, dtype=example.dtype, device=example.device
-            )
+            try:
+                self._memory = torch.full(
+                    (max_rows * row_elements,), padding, dtype=example.dtype, device=example.device
+                )
+            except NotImplementedError as error:
+                raise BatchError(
+                    f"argument {name!r} has dtype {example.dtype}, of which torch cannot fill rows "
+                    "of padding; pass its bytes (x.view(torch.uint8)) and view them as "
+                    f"{example.dtype} in the callable"
+                ) from error
         self.storage_id = storage_id(self._memory)
         self._views: dict[int, torch.Tensor] = {}
         self._last_shape: torch.Size | None = None  # of a value that fits

@@ -190,7 +190,8 @@ class Recorder(CaptureGuard):
             source = source_of_caller()
             raise CaptureError(
                 "a random generator was seeded or its state set during a capture, which a replay "
-                f"would not repeat, before {source or 'an unknown line'}; seed before the capture",
+                f"would not repeat, before {source or 'an unknown line'}; seed before the capture, "
+                "and let no other thread draw from that generator meanwhile",
                 source=source,
             )
 
