@@ -17,6 +17,7 @@ from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.output_buffers import OutputBuffers
 from ostinato.graphs.capture.pool import GraphPool
 from ostinato.graphs.capture.segments import Tape
+from ostinato.graphs.manager_shadow import BatchRun, BothWays, ManagerShadow, VerifyOptions
 from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
@@ -26,6 +27,7 @@ from ostinato.graphs.tree import map_tensors
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.ledger.owners import MemoryKind, NamedMemory, NamesMemory
 from ostinato.graphs.trust.ledger.sources import pool_ledger
+from ostinato.graphs.trust.shadow.report import VerifyReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,9 @@ class CudaGraphManager(Generic[Inputs, Output]):
 
     ``plan``: the graphs to capture. ``pool``: the memory they use. ``dispatcher``: one shared with
     other managers; None: a new one. ``eager_fallback``: entries whose capture fails run eagerly.
-    ``name``: the model's name in progress bars (``show_progress``).
+    ``name``: the model's name in progress bars (``show_progress``). ``verify``: what is compared
+    with eager runs, graphs at their capture and batches of ``run``: "off", "capture",
+    "sample:RATE", "capture,sample:RATE", or ``VerifyOptions``. A graph that differs runs eagerly.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
         eager_fallback: bool = False,
         show_progress: bool = True,
         name: str = "model",
+        verify: str | VerifyOptions = "off",
     ) -> None:
         self.plan = plan
         self.pool = pool
@@ -87,6 +92,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
         self._captured: list[range] = []  # serials of all captures for this plan
         full = [e.descriptor.num_tokens for e in plan.entries if e.mode is CUDAGraphMode.FULL]
         self._outputs = OutputBuffers(max_rows=max(full, default=0), device=pool.device)
+        self._shadow = ManagerShadow.of(verify, self.dispatcher, pool)
         pool.register(self)
 
     # --- dispatch ------------------------------------------------------------------------------
@@ -195,6 +201,8 @@ class CudaGraphManager(Generic[Inputs, Output]):
                 else:
                     loop.succeeded(entry)
         self.pool.release_unused()
+        if self._shadow is not None:
+            self._shadow.try_graphs(entries, forward, prepare, self._both_ways)
         loop.report.buffer_bytes = sum(each.tensor.nbytes for each in self.named_memory())
         return loop.report
 
@@ -303,6 +311,43 @@ class CudaGraphManager(Generic[Inputs, Output]):
         )
         return cast(Output, output)
 
+    def run(
+        self,
+        forward: Callable[[Inputs], Output],
+        batch: PreparedBatch[Inputs],
+        choice: Choice,
+        num_tokens: int,
+    ) -> Output:
+        """Run a batch as chosen: by its FULL graph, or by ``forward`` under the forward context.
+
+        Returns the first ``num_tokens`` rows. A batch that ``verify`` picks runs both ways.
+        """
+        entry = PlanEntry(mode=choice.mode, descriptor=choice.descriptor)
+        run = BatchRun(forward=forward, entry=entry, batch=batch, num_tokens=num_tokens)
+        if self._shadow is not None and self._shadow.takes(entry):
+            return cast(Output, self._shadow.run(self._both_ways(run)))
+        return self._run(run)
+
+    def _run(self, run: BatchRun) -> Output:
+        if run.entry.mode is CUDAGraphMode.FULL:
+            return self.run_fullgraph(run.entry.descriptor, run.num_tokens)
+        return cast(Output, run.under(run.entry.mode))
+
+    def _both_ways(self, run: BatchRun) -> BothWays:
+        key, is_full = run.entry.descriptor, run.entry.mode is CUDAGraphMode.FULL
+        graph = self.full_graph(key) if is_full else None
+        return BothWays(
+            run=run,
+            replay=partial(self._run, run),
+            tape=run.tape if graph is None else graph.tape,
+            buffers=self._outputs if graph is not None and graph.output is None else None,
+        )
+
+    @property
+    def verification(self) -> VerifyReport:
+        """What ``verify`` compared, and what differed; empty with "off"."""
+        return VerifyReport() if self._shadow is None else self._shadow.report
+
     def _key_of(self, num_tokens: int) -> BatchDescriptor:
         keys = [key for key in self._graphs if key.num_tokens == num_tokens]
         if len(keys) != 1:
@@ -344,10 +389,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
                 self._graphs.pop(descriptor).tape.close()
 
     def clear_graphs(self) -> None:
-        """Drop all graphs of the plan, including those of wrappers inside the forward.
-
-        Every batch runs eagerly until they are captured again.
-        """
+        """Drop all graphs of the plan, wrappers' included; batches run eagerly until recaptured."""
         try:
             close_each(partial(self.pool.discard, serials) for serials in self._captured)
         finally:

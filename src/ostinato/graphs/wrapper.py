@@ -165,6 +165,11 @@ class CUDAGraphWrapper(Generic[R]):
         mode = self.runtime_mode.name
         return [(f"{mode}, {each.batch_descriptor.describe()}", each.tape) for each in entries]
 
+    def tape_of(self, descriptor: BatchDescriptor) -> Tape | None:
+        """What a call with this key replays; None if it was not captured."""
+        entry = self.concrete_cudagraph_entries.get(descriptor)
+        return None if entry is None else entry.tape
+
     def discard(self, serials: range) -> None:
         """Drop the graphs whose tapes have these ``serials``."""
         for descriptor, entry in list(self.concrete_cudagraph_entries.items()):
