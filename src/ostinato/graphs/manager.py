@@ -318,7 +318,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
         choice: Choice,
         num_tokens: int,
     ) -> Output:
-        """Run a batch as chosen: by its FULL graph, or by ``forward`` under the forward context.
+        """Run a ``batch`` as ``choice`` says: by its FULL graph, or ``forward`` under its context.
 
         Returns the first ``num_tokens`` rows. A batch that ``verify`` picks runs both ways.
         """

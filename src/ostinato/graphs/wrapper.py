@@ -166,7 +166,7 @@ class CUDAGraphWrapper(Generic[R]):
         return [(f"{mode}, {each.batch_descriptor.describe()}", each.tape) for each in entries]
 
     def tape_of(self, descriptor: BatchDescriptor) -> Tape | None:
-        """What a call with this key replays; None if it was not captured."""
+        """What a call with the key ``descriptor`` replays; None if it was not captured."""
         entry = self.concrete_cudagraph_entries.get(descriptor)
         return None if entry is None else entry.tape
 

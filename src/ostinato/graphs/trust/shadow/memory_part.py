@@ -43,6 +43,7 @@ class MemoryPart:
         return self.tensor.clone() if self.index is None else self.tensor[self.index].clone()
 
     def write(self, contents: torch.Tensor) -> None:
+        """Put back ``contents``, which ``read`` returned."""
         if self.index is None:
             self.tensor.copy_(contents)
         else:
