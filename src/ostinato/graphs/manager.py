@@ -23,7 +23,8 @@ from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.prepared_batch import Inputs, Output, PreparedBatch, prepared, run_prepared
-from ostinato.graphs.tree import map_tensors
+from ostinato.graphs.tree import without_padding
+from ostinato.graphs.trust.ambient_state import autocast_dtype, check_autocast
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.ledger.owners import MemoryKind, NamedMemory, NamesMemory
 from ostinato.graphs.trust.ledger.sources import pool_ledger
@@ -35,10 +36,12 @@ class FullGraph:
     """A captured FULL graph: the tape to replay, and its output.
 
     ``output`` is an alias that reserves no memory; None if the graph copies it to the buffers.
+    ``autocast``: the dtype of torch's autocast at capture; None: off.
     """
 
     tape: Tape
     output: Any
+    autocast: object = None
 
 
 class CudaGraphManager(Generic[Inputs, Output]):
@@ -60,9 +63,8 @@ class CudaGraphManager(Generic[Inputs, Output]):
 
     ``plan``: the graphs to capture. ``pool``: the memory they use. ``dispatcher``: one shared with
     other managers; None: a new one. ``eager_fallback``: entries whose capture fails run eagerly.
-    ``name``: the model's name in progress bars (``show_progress``). ``verify``: what is compared
-    with eager runs, graphs at their capture and batches of ``run``: "off", "capture",
-    "sample:RATE", "capture,sample:RATE", or ``VerifyOptions``. A graph that differs runs eagerly.
+    ``name``: the model's name in progress bars (``show_progress``). ``verify``: which graphs, and
+    batches of ``run``, are compared with eager runs; a policy, or ``VerifyOptions`` with one.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
         self.plan = plan
         self.pool = pool
         self.dispatcher = Dispatcher(plan) if dispatcher is None else dispatcher
+        self.dispatcher.check_has(plan)
         self._num_warmups = num_warmups
         self._kernel_class = kernel_class
         # Kernel classes, and kinds of entries, with at least one capture.
@@ -273,7 +276,9 @@ class CudaGraphManager(Generic[Inputs, Output]):
         captured = self.pool.capture(full_forward)
         # Weak, so that other graphs may use the memory; it is read before the next replay.
         output = self.pool.weak(captured.output)
-        self._graphs[entry.descriptor] = FullGraph(tape=captured.tape, output=output)
+        autocast = autocast_dtype(self.pool.device.type)
+        graph = FullGraph(tape=captured.tape, output=output, autocast=autocast)
+        self._graphs[entry.descriptor] = graph
 
     # --- replay --------------------------------------------------------------------------------
 
@@ -297,17 +302,14 @@ class CudaGraphManager(Generic[Inputs, Output]):
         """
         key = self._key_of(descriptor) if isinstance(descriptor, int) else descriptor
         rows = key.num_tokens if num_tokens is None else num_tokens
-        if not 1 <= rows <= key.num_tokens:
-            raise BatchError(
-                f"{rows} rows were requested from a graph of {key.num_tokens}; ask for 1 to "
-                f"{key.num_tokens}"
-            )
+        BatchRun.check_rows(rows, key.num_tokens)
         graph = self.full_graph(key)
+        check_autocast(graph.autocast, self.pool.device.type)
         self.pool.replay(graph.tape)
         output: Any = (
             self._outputs.views(rows)
             if graph.output is None
-            else map_tensors(lambda tensor: tensor[:rows], graph.output)
+            else without_padding(graph.output, key.num_tokens, rows)
         )
         return cast(Output, output)
 
@@ -329,13 +331,12 @@ class CudaGraphManager(Generic[Inputs, Output]):
         return self._run(run)
 
     def _run(self, run: BatchRun) -> Output:
-        if run.entry.mode is CUDAGraphMode.FULL:
+        if run.is_full:
             return self.run_fullgraph(run.entry.descriptor, run.num_tokens)
         return cast(Output, run.under(run.entry.mode))
 
     def _both_ways(self, run: BatchRun) -> BothWays:
-        key, is_full = run.entry.descriptor, run.entry.mode is CUDAGraphMode.FULL
-        graph = self.full_graph(key) if is_full else None
+        graph = self.full_graph(run.entry.descriptor) if run.is_full else None
         return BothWays(
             run=run,
             replay=partial(self._run, run),

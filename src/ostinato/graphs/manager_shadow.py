@@ -21,7 +21,7 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import PlanEntry
 from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.graphs.prepared_batch import PreparedBatch, prepared, run_prepared
-from ostinato.graphs.tree import leaves_with_path, map_tensors
+from ostinato.graphs.tree import leaves_with_path, without_padding
 from ostinato.graphs.trust.effects import EffectsProbe
 from ostinato.graphs.trust.ledger.owners import NamesMemory, memory_of
 from ostinato.graphs.trust.shadow.call_log import CallLogging
@@ -89,12 +89,19 @@ class BatchRun:
                 f"the batch is a {type(self.batch).__name__}; pass an "
                 "ostinato.PreparedBatch(inputs=...) with the inputs of the forward"
             )
-        most = self.entry.descriptor.num_tokens
-        if not 1 <= self.num_tokens <= most:
+        self.check_rows(self.num_tokens, self.entry.descriptor.num_tokens)
+
+    @staticmethod
+    def check_rows(num_tokens: int, size: int) -> None:
+        """Raise unless a batch that is padded to ``size`` can have ``num_tokens``."""
+        if not 1 <= num_tokens <= size:
             raise BatchError(
-                f"{self.num_tokens} rows were requested from a batch that is padded to {most}; ask "
-                f"for 1 to {most}"
+                f"{num_tokens} rows were requested from a graph of {size}; ask for 1 to {size}"
             )
+
+    @property
+    def is_full(self) -> bool:
+        return self.entry.mode is CUDAGraphMode.FULL
 
     @property
     def tape(self) -> Tape | None:
@@ -105,7 +112,7 @@ class BatchRun:
     def under(self, mode: CUDAGraphMode) -> Any:
         """Run the forward under ``mode``; returns the output without padding."""
         output = run_prepared(self.forward, self.batch, self.entry, mode)
-        return map_tensors(lambda tensor: tensor[: self.num_tokens], output)
+        return without_padding(output, self.entry.descriptor.num_tokens, self.num_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from ostinato.graphs.capture.signature import CallSignature
 from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.tree import map_tensors
-from ostinato.graphs.trust.ambient_state import NUMERICS, read_numerics
+from ostinato.graphs.trust.ambient_state import NUMERICS, other_setting, read_numerics
 
 logger = logging.getLogger(__name__)
 
@@ -150,10 +150,7 @@ class CUDAGraphWrapper(Generic[R]):
             for name, was, is_now in zip(NUMERICS, entry.numerics, now, strict=True)
             if was != is_now
         )
-        return ReplayMismatchError(
-            f"torch's setting of {name} was {was} when the graph was captured and is {is_now} now; "
-            "replay under the setting of the capture, or clear_graphs() and capture again"
-        )
+        return other_setting(name, was, is_now)
 
     def unwrap(self) -> Callable[..., R]:
         """The callable that was wrapped."""
