@@ -31,6 +31,7 @@ _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "builtins", "logging", "ostinato"})
 _LIBRARIES_OF_FUNCTIONS = _LIBRARIES | sys.stdlib_module_names | {"transformers"}
 _CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque)
+_MODULE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _DEEPEST = 6
 _MOST_ITEMS = 1000  # larger containers are not entered
 
@@ -165,7 +166,7 @@ class StateWalk:
         self._seen: set[int] = set()
         self._classes: set[type] = set()
         self.modules: list[tuple[str, nn.Module]] = []  # with the prefix of their members' names
-        self.tables: list[dict[str, Any]] = []
+        self.tables: list[dict[str, Any]] = []  # compared as wholes
         self.slots = list(self._enter(function, "", 0))
         for name, argument in arguments.items():
             self.slots += self._enter(argument, name, 0)
@@ -229,14 +230,19 @@ class StateWalk:
             )
         stock = type(module).__module__.startswith("torch.nn")
         self.modules.append((prefix, module))
-        self.tables += [module._parameters, module._buffers, module._modules]
+        where = f"'{prefix[:-1]}'" if prefix else "the module"
         for kind, entries in (
             ("parameter", module._parameters),
             ("buffer", module._buffers),
             ("module", module._modules),
         ):
             yield from (Slot(f"{kind} '{prefix}{key}'", entries, key) for key in entries)
-        where = f"'{prefix[:-1]}'" if prefix else "the module"
+            # An empty container runs its first module; another module of torch's does not.
+            is_container = kind == "module" and isinstance(module, _MODULE_CONTAINERS)
+            if entries or is_container:
+                self.tables.append(entries)
+            if entries or is_container or not stock:
+                yield Slot(f"the number of {kind}s of {where}", Length(entries), "length", False)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             yield from self._hooks(where, hooks, depth, often=bool(hooks) or not stock)
         own = [key for key in module.__dict__ if key not in _MODULE_INTERNALS]
