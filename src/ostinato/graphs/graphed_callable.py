@@ -17,7 +17,7 @@ from ostinato.graphs.capture.pool import ExclusiveUse, GraphPool
 from ostinato.graphs.capture.segments import is_recording
 from ostinato.graphs.graph_set import GraphSet
 from ostinato.graphs.graphed_method import BoundMethods
-from ostinato.graphs.graphed_options import GraphedOptions, graph_set_options
+from ostinato.graphs.graphed_options import GraphedOptions, check_options, graph_set_options
 from ostinato.graphs.policy.descriptor import Choice, Reason
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
@@ -86,8 +86,8 @@ class GraphedCallable(Owner, Generic[P, R]):
             check_state_every=check_state_every,
             show_progress=show_progress,
         )
-        self._function = function
-        self._sizes = sizes
+        check_options(self._given)
+        self._function, self._sizes = function, sizes
         self._batch_dims = dict(batch_dims or {})
         self._padding = padding
         self._copy_outputs = copy_outputs

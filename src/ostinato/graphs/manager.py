@@ -15,7 +15,7 @@ from ostinato.errors import BatchError, CaptureError, CaptureOutOfMemoryError, C
 from ostinato.graphs.capture.capture_loop import CaptureLoop, CaptureReport
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.output_buffers import OutputBuffers
-from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.pool import GraphPool, check_pool
 from ostinato.graphs.capture.segments import Tape
 from ostinato.graphs.manager_shadow import BatchRun, BothWays, ManagerShadow, VerifyOptions
 from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice
@@ -80,8 +80,8 @@ class CudaGraphManager(Generic[Inputs, Output]):
         name: str = "model",
         verify: str | VerifyOptions = "off",
     ) -> None:
-        self.plan = plan
-        self.pool = pool
+        check_pool(pool)
+        self.plan, self.pool = plan, pool
         self.dispatcher = Dispatcher(plan) if dispatcher is None else dispatcher
         self.dispatcher.check_has(plan)
         self._num_warmups = num_warmups

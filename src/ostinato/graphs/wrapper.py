@@ -12,7 +12,7 @@ import torch
 from ostinato.errors import ConfigError, ReplayMismatchError
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.context import current_forward_context
-from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.pool import GraphPool, check_pool
 from ostinato.graphs.capture.segments import Tape
 from ostinato.graphs.capture.signature import CallSignature
 from ostinato.graphs.policy.descriptor import BatchDescriptor
@@ -88,6 +88,7 @@ class CUDAGraphWrapper(Generic[R]):
                 f"a wrapper is bound to FULL or PIECEWISE, not {runtime_mode.name}; for NONE call "
                 "the runnable itself"
             )
+        check_pool(pool)
         self.runnable = runnable
         self.runtime_mode = runtime_mode
         self.pool = pool

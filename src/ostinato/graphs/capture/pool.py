@@ -28,6 +28,7 @@ from ostinato.graphs.capture.segments import Recording, Tape, open_recording
 from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.tree import map_tensors
+from ostinato.quoting import shown
 
 T = TypeVar("T")
 _SPARE_BYTES = 1 << 22  # a few of the pieces that Python takes from the system
@@ -99,6 +100,12 @@ class Captured(Generic[T]):
     output: T
 
 
+def check_pool(pool: object) -> None:
+    """Raise unless it is a ``GraphPool``."""
+    if not isinstance(pool, GraphPool):
+        raise ConfigError(f"pool must be an ostinato.GraphPool, got {shown(pool)}")
+
+
 class GraphPool(Owner):
     """Memory and capture stream of a set of graphs that are never replayed concurrently.
 
@@ -125,8 +132,7 @@ class GraphPool(Owner):
         self.backend = create_backend(torch.device(device), generators=generators)
         self.device = self.backend.device
         # Generators for captured work; on CUDA, code around it may also draw from the CPU's.
-        both = (torch.default_generator, *self.backend.generators)
-        self.generators = tuple(dict.fromkeys(both))
+        self.generators = tuple(dict.fromkeys((torch.default_generator, *self.backend.generators)))
         self.lazy_capture = lazy_capture
         # Makes what observes a capture; its tape keeps it. None: captures are not observed.
         self.new_observer: Callable[[], OperatorObserver] | None = None
@@ -135,16 +141,14 @@ class GraphPool(Owner):
         self.exclusive_use = ExclusiveUse()  # one thread at a time
         self._follow_stream = self.backend.follow_stream
         self._spare = mmap.mmap(-1, _SPARE_BYTES)  # addresses only; its pages are never touched
-        self._sessions = 0
-        self._closed = False
+        self._sessions, self._closed = 0, False
         self.serial = 0  # of the last successful capture
         # In total; a capture with breaks has several graphs.
         self.num_graphs_captured = self.executable_bytes_captured = 0
         # In an eager break of a recording or a replay: the captures that may be replayed there.
         self._inside: range | None = None
         self._replaying_breaks = False
-        # Forward contexts by identity: that of the last capture, with the serial before it, and
-        # that of the last replay.
+        # Contexts by identity: of the last capture, with the serial before it; of the last replay.
         self._capture_context: ForwardContext | None = None
         self._serial_before_context = 0
         self._replay_context: ForwardContext | None = None
