@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -299,6 +300,41 @@ def test_parts_with_one_name_are_refused(pool: GraphPool) -> None:
     runner.capture()
     with pytest.raises(ConfigError, match="lists 2 parts, of which several are named 'it'"):
         runner.step(batch_of(2))
+
+
+def nothing(*given: object) -> list[object]:
+    return [3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"poison": 3}, "VerifyOptions.poison must be a function, got 3"),
+        ({"agree": True}, "VerifyOptions.agree must be a function, got True"),
+        ({"owners": 3}, "VerifyOptions.owners must map names to modules, .*, got 3"),
+        ({"writes": nothing}, r"writes\(\) must list ostinato.MemoryPart, got 3"),
+    ],
+)
+def test_wrong_options_are_refused(pool: GraphPool, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Runner(pool, DECODE_ONLY, VerifyOptions(policy="capture", **options)).capture()
+
+
+def test_complex_results_are_compared(pool: GraphPool) -> None:
+    runner = Runner(pool, DECODE_ONLY, "sample:1")
+
+    def forward(inputs: Inputs) -> torch.Tensor:
+        return torch.complex(inputs[0], inputs[0] * runner.scale)
+
+    runner.piecewise = forward  # type: ignore[assignment]
+    runner.capture()
+    runner.step(batch_of(3))
+    assert not runner.manager.verification.mismatches
+    runner.scale = 3.0
+    result, _ = runner.step(batch_of(3))
+    assert torch.equal(result.imag.cpu(), batch_of(3) * 3)
+    (found,) = runner.manager.verification.mismatches
+    assert found.max_difference == pytest.approx(2 * float(batch_of(3).max()))
 
 
 def test_a_key_without_a_graph_is_refused(pool: GraphPool) -> None:

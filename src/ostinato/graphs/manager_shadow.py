@@ -36,6 +36,7 @@ from ostinato.graphs.trust.shadow.memory_part import (
 from ostinato.graphs.trust.shadow.report import VerifyReport
 from ostinato.graphs.trust.shadow.schedule import ShadowSchedule
 from ostinato.graphs.trust.shadow.shadow import Shadow, ShadowedStep
+from ostinato.quoting import shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +63,18 @@ class VerifyOptions:
     writes: Callable[[PreparedBatch[Any], int], Iterable[MemoryPart]] | None = None
     owners: Mapping[str, Any] | NamesMemory | None = None
     agree: Callable[[bool], bool] | None = None
+
+    def __post_init__(self) -> None:
+        VerifyPolicy.parse(self.policy)
+        for name in ("poison", "trial", "writes", "agree"):
+            hook = getattr(self, name)
+            if hook is not None and not callable(hook):
+                raise ConfigError(f"VerifyOptions.{name} must be a function, got {shown(hook)}")
+        if self.owners is not None and not isinstance(self.owners, (Mapping, NamesMemory)):
+            raise ConfigError(
+                "VerifyOptions.owners must map names to modules, tensors or containers of tensors, "
+                f"got {shown(self.owners)}"
+            )
 
 
 @runtime_checkable
@@ -249,7 +262,7 @@ class ManagerShadow:
         """What the forward changes, and what ``_poison`` does."""
         parts: list[StepPart] = [GeneratorPart(each) for each in self._pool.generators]
         if self._options.writes is not None:
-            parts += _named_apart(self._options.writes(both.run.batch, both.run.num_tokens))
+            parts += _checked(self._options.writes(both.run.batch, both.run.num_tokens))
         else:
             forward = partial(both.run.under, CUDAGraphMode.NONE)
             written, compared = self._written_by(forward), self._options.poison is None
@@ -284,15 +297,19 @@ class _Names:
         return name_among(memory_of(self._owners), address)
 
 
-def _named_apart(parts: Iterable[MemoryPart]) -> list[MemoryPart]:
-    parts = list(parts)
-    twice = [name for name, count in Counter(part.name for part in parts).items() if count > 1]
+def _checked(parts: Iterable[MemoryPart]) -> list[MemoryPart]:
+    """What ``writes`` listed; each part has a name of its own."""
+    listed = list(parts)
+    for part in listed:
+        if not isinstance(part, MemoryPart):
+            raise ConfigError(f"writes() must list ostinato.MemoryPart, got {shown(part)}")
+    twice = [name for name, count in Counter(part.name for part in listed).items() if count > 1]
     if twice:
         raise ConfigError(
-            f"writes() lists {len(parts)} parts, of which several are named {twice[0]!r}; give "
+            f"writes() lists {len(listed)} parts, of which several are named {twice[0]!r}; give "
             "each a name of its own"
         )
-    return parts
+    return listed
 
 
 def _whole(name: str, tensors: Iterable[torch.Tensor], *, compared: bool) -> Iterator[MemoryPart]:
