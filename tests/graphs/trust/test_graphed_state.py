@@ -217,6 +217,28 @@ def variable_of_a_patched_forward(patch: pytest.MonkeyPatch) -> Changing:
     return model, lambda: kept.__setitem__(0, 3.0)
 
 
+class Instances(collections.OrderedDict[str, Any]):
+    """Makes a new object on every read, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Doubles(list[float]):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) * 2
+
+
+def dict_that_makes_its_values(patch: pytest.MonkeyPatch) -> Changing:
+    table = Instances(activation=nn.GELU)
+    return lambda x: table["activation"](x), lambda: table.update(activation=nn.Tanh)
+
+
+def list_that_makes_its_values(patch: pytest.MonkeyPatch) -> Changing:
+    factors = Doubles([2.0])
+    return lambda x: x * factors[0], lambda: factors.__setitem__(0, 3.0)
+
+
 class Lists(nn.Module):
     """Runs whatever its containers hold."""
 
@@ -269,6 +291,7 @@ def buffer_added(patch: pytest.MonkeyPatch) -> Changing:
     [
         *(module_added_to_a_sequence, module_added_to_a_list, module_added_to_an_empty_list),
         *(module_added_to_a_dict, buffer_added),
+        *(dict_that_makes_its_values, list_that_makes_its_values),
         *(class_attribute, class_method, container_of_a_class, global_of_a_static_method),
         *(global_of_a_property, slots, named_tuple, a_deque, a_set, function_attribute),
         *(keyword_default, zero_of_another_sign, variable_of_a_hook, another_hook),
@@ -301,6 +324,14 @@ def check_change_is_found(
             fast(x)
         fast.clear_graphs()
         torch.testing.assert_close(fast(x), function(x))
+
+
+def test_a_table_that_makes_its_values_is_left_as_it_is(device: torch.device) -> None:
+    table = Instances(activation=nn.GELU)
+    x = torch.rand(2, 3, device=device)
+    with graphed(lambda x: table["activation"](x), sizes=[2]) as fast:
+        torch.testing.assert_close(fast(x), nn.GELU()(x))
+    assert dict(table.items())["activation"] is nn.GELU
 
 
 def test_a_change_that_was_found_is_found_until_it_is_undone(device: torch.device) -> None:

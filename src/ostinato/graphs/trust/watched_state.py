@@ -19,7 +19,8 @@ from ostinato.compat import compare_addresses, storage_number
 from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.capture.signature import same_value
 from ostinato.graphs.tree import tensors_in
-from ostinato.graphs.trust.state_walk import SCALARS, Length, Slot, StateWalk, is_tensor
+from ostinato.graphs.trust.state_views import Length
+from ostinato.graphs.trust.state_walk import SCALARS, Slot, StateWalk, is_tensor
 
 # Checked in rotation, a few per call: tensor shapes, which may change at the same address, and, in
 # detail, everything else: strides, types, attributes and hooks of torch's own modules.
