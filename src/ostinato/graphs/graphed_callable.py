@@ -16,7 +16,7 @@ from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.capture.pool import ExclusiveUse, GraphPool
 from ostinato.graphs.capture.segments import is_recording
 from ostinato.graphs.graph_set import GraphSet
-from ostinato.graphs.graphed_method import BoundMethods
+from ostinato.graphs.graphed_method import BoundMethods, callable_name
 from ostinato.graphs.graphed_options import GraphedOptions, check_options, graph_set_options
 from ostinato.graphs.policy.descriptor import Choice, Reason
 from ostinato.graphs.policy.dispatch import DispatchStats
@@ -361,7 +361,7 @@ class GraphedCallable(Owner, Generic[P, R]):
 
     @property
     def _name(self) -> str:
-        return getattr(self._function, "__name__", type(self._function).__name__)
+        return callable_name(self._function)
 
     def _check_usable(self) -> None:
         if torch.compiler.is_compiling():
