@@ -311,7 +311,7 @@ def nothing(*given: object) -> list[object]:
     [
         ({"poison": 3}, "VerifyOptions.poison must be a function, got 3"),
         ({"agree": True}, "VerifyOptions.agree must be a function, got True"),
-        ({"owners": 3}, "VerifyOptions.owners must map names to modules, .*, got 3"),
+        ({"owners": 3}, "owners is a int; pass a dict that names modules, tensors"),
         ({"writes": nothing}, r"writes\(\) must list ostinato.MemoryPart, got 3"),
     ],
 )

@@ -23,7 +23,7 @@ from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.graphs.prepared_batch import PreparedBatch, prepared, run_prepared
 from ostinato.graphs.tree import leaves_with_path, without_padding
 from ostinato.graphs.trust.effects import EffectsProbe
-from ostinato.graphs.trust.ledger.owners import NamesMemory, memory_of
+from ostinato.graphs.trust.ledger.owners import NamesMemory, by_name, memory_of
 from ostinato.graphs.trust.shadow.call_log import CallLogging
 from ostinato.graphs.trust.shadow.memory_names import name_among
 from ostinato.graphs.trust.shadow.memory_part import (
@@ -70,11 +70,8 @@ class VerifyOptions:
             hook = getattr(self, name)
             if hook is not None and not callable(hook):
                 raise ConfigError(f"VerifyOptions.{name} must be a function, got {shown(hook)}")
-        if self.owners is not None and not isinstance(self.owners, (Mapping, NamesMemory)):
-            raise ConfigError(
-                "VerifyOptions.owners must map names to modules, tensors or containers of tensors, "
-                f"got {shown(self.owners)}"
-            )
+        if self.owners is not None:
+            by_name(self.owners)
 
 
 @runtime_checkable
@@ -291,7 +288,7 @@ class _Names:
     """Names the memory at an address."""
 
     def __init__(self, owners: Mapping[str, Any] | NamesMemory | None) -> None:
-        self._owners = {"": owners} if isinstance(owners, NamesMemory) else dict(owners or {})
+        self._owners = {} if owners is None else by_name(owners)
 
     def __call__(self, address: int) -> str | None:
         return name_among(memory_of(self._owners), address)
