@@ -24,7 +24,7 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.prepared_batch import Inputs, Output, PreparedBatch, prepared, run_prepared
 from ostinato.graphs.tree import without_padding
-from ostinato.graphs.trust.ambient_state import autocast_dtype, check_autocast
+from ostinato.graphs.trust.ambient_state import autocast_dtype, check_autocast, is_autocast_enabled
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.ledger.owners import MemoryKind, NamedMemory, NamesMemory
 from ostinato.graphs.trust.ledger.sources import pool_ledger
@@ -81,7 +81,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
         verify: str | VerifyOptions = "off",
     ) -> None:
         check_pool(pool)
-        self.plan, self.pool = plan, pool
+        self.plan, self.pool, self._device_type = plan, pool, pool.device.type
         self.dispatcher = Dispatcher(plan) if dispatcher is None else dispatcher
         self.dispatcher.check_has(plan)
         self._num_warmups = num_warmups
@@ -276,9 +276,10 @@ class CudaGraphManager(Generic[Inputs, Output]):
         captured = self.pool.capture(full_forward)
         # Weak, so that other graphs may use the memory; it is read before the next replay.
         output = self.pool.weak(captured.output)
-        autocast = autocast_dtype(self.pool.device.type)
-        graph = FullGraph(tape=captured.tape, output=output, autocast=autocast)
-        self._graphs[entry.descriptor] = graph
+        full = FullGraph(
+            tape=captured.tape, output=output, autocast=autocast_dtype(self._device_type)
+        )
+        self._graphs[entry.descriptor] = full
 
     # --- replay --------------------------------------------------------------------------------
 
@@ -302,9 +303,11 @@ class CudaGraphManager(Generic[Inputs, Output]):
         """
         key = self._key_of(descriptor) if isinstance(descriptor, int) else descriptor
         rows = key.num_tokens if num_tokens is None else num_tokens
-        BatchRun.check_rows(rows, key.num_tokens)
+        if not 1 <= rows <= key.num_tokens:
+            BatchRun.check_rows(rows, key.num_tokens)
         graph = self.full_graph(key)
-        check_autocast(graph.autocast, self.pool.device.type)
+        if is_autocast_enabled(self._device_type) or graph.autocast is not None:
+            check_autocast(graph.autocast, self._device_type)
         self.pool.replay(graph.tape)
         output: Any = (
             self._outputs.views(rows)

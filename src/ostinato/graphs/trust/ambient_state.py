@@ -31,6 +31,9 @@ def _switches(device_type: str) -> list[Callable[[], Any]]:
     return switches
 
 
+is_autocast_enabled = torch.is_autocast_enabled  # by type of device
+
+
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
