@@ -57,9 +57,8 @@ class CudaGraphManager(Generic[Inputs, Output]):
     graph. The forward warms up ``num_warmups`` times, and the capture checks each operator for
     operations that a graph cannot contain. ``kernel_class`` returns equal values for entries of one
     phase that run the same kernels: only the first of them is warmed up. If it is set, operators
-    that one size may capture are assumed legal for others too: of each mode, only the first uniform
-    entry and the first other one are checked. If a later one fails, it is tried again with warm-up
-    and checks.
+    that one size may capture are assumed legal for others: of each mode, only the first uniform
+    entry and the first other one are checked. One that fails is tried again with warm-up and checks.
 
     ``plan``: the graphs to capture. ``pool``: the memory they use. ``dispatcher``: one shared with
     other managers; None: a new one. ``eager_fallback``: entries whose capture fails run eagerly.
@@ -276,10 +275,9 @@ class CudaGraphManager(Generic[Inputs, Output]):
         captured = self.pool.capture(full_forward)
         # Weak, so that other graphs may use the memory; it is read before the next replay.
         output = self.pool.weak(captured.output)
-        full = FullGraph(
-            tape=captured.tape, output=output, autocast=autocast_dtype(self._device_type)
-        )
-        self._graphs[entry.descriptor] = full
+        autocast = autocast_dtype(self._device_type)
+        graph = FullGraph(tape=captured.tape, output=output, autocast=autocast)
+        self._graphs[entry.descriptor] = graph
 
     # --- replay --------------------------------------------------------------------------------
 
