@@ -58,7 +58,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
     operations that a graph cannot contain. ``kernel_class`` returns equal values for entries of one
     phase that run the same kernels: only the first of them is warmed up. If it is set, operators
     that one size may capture are assumed legal for others: of each mode, only the first uniform
-    entry and the first other one are checked. One that fails is tried again with warm-up and checks.
+    and the first other entry are checked. One that fails is tried again with warm-up and checks.
 
     ``plan``: the graphs to capture. ``pool``: the memory they use. ``dispatcher``: one shared with
     other managers; None: a new one. ``eager_fallback``: entries whose capture fails run eagerly.
