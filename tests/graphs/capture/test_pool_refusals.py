@@ -130,3 +130,14 @@ def test_what_is_no_pool_is_refused(other: object) -> None:
 def test_what_are_no_generators_is_refused(generators: object, device: torch.device) -> None:
     with pytest.raises(ConfigError, match=r"generators must be a list of torch.Generator, got "):
         GraphPool(device, generators=generators)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", [None, "gpu"])
+def test_what_is_no_device_is_refused(device: object) -> None:
+    with pytest.raises(ConfigError, match=f"device must be a torch.device .*, got {device!r}; pas"):
+        GraphPool(device)  # type: ignore[arg-type]
+
+
+def test_what_is_no_function_is_no_break() -> None:
+    with pytest.raises(ConfigError, match=r"eager_break\(\) marks a function, got 3"):
+        eager_break(3)  # type: ignore[type-var]

@@ -22,10 +22,17 @@ def check_generators(generators: object) -> None:
 
 
 def create_backend(
-    device: torch.device, *, generators: Sequence[torch.Generator] = ()
+    device: torch.device | str, *, generators: Sequence[torch.Generator] = ()
 ) -> GraphBackend:
     """Create a backend for ``device``, with its own memory pool."""
     check_generators(generators)
+    try:
+        device = torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"device must be a torch.device or its name, got {shown(device)}; pass 'cpu', 'cuda' "
+            "or 'cuda:1'"
+        ) from error
     if device.type == "cpu":
         from ostinato.graphs.backends.cpu.backend import CpuBackend
 

@@ -129,7 +129,7 @@ class GraphPool(Owner):
         generators: Sequence[torch.Generator] = (),
         offloader: WeightOffloader | None = None,
     ) -> None:
-        self.backend = create_backend(torch.device(device), generators=generators)
+        self.backend = create_backend(device, generators=generators)
         self.device = self.backend.device
         # Generators for captured work; on CUDA, code around it may also draw from the CPU's.
         self.generators = tuple(dict.fromkeys((torch.default_generator, *self.backend.generators)))
