@@ -25,6 +25,7 @@ from ostinato import (
     eager_break,
 )
 from ostinato.errors import BatchError, ConfigError
+from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.graphs.trust.shadow.report import Cause
 
 FULL, PIECEWISE = CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE
@@ -194,17 +195,20 @@ def test_a_graph_that_differs_in_service_is_quarantined(
 
 
 def test_after_a_mismatch_other_graphs_are_compared_in_their_next_step(pool: GraphPool) -> None:
-    runner = Runner(pool, DECODE_ONLY, "sample:0.000001")
+    rate = "sample:0.3"
+    samples = VerifyPolicy.parse(rate).samples
+    number = next(each for each in range(100) if samples(each) and not samples(each + 1))
+    runner = Runner(pool, DECODE_ONLY, rate)
     runner.capture()
+    for _ in range(number):
+        runner.step(batch_of(3))
+    assert not runner.manager.verification.mismatches
     runner.scale = 3.0
-    runner.step(batch_of(3))  # not sampled
-    assert runner.manager.verification.num_compared == 0
-    assert runner.manager._shadow is not None
-    entry = runner.manager.plan.entries[-1]
-    runner.manager._shadow._schedule.note(entry, differs=True)
-    result, _ = runner.step(batch_of(3))
-    assert torch.equal(result, runner.expected(batch_of(3)) + 1)
-    assert len(runner.manager.verification.mismatches) == 1
+    for count in (3, 1):  # the second is not sampled
+        result, choice = runner.step(batch_of(count))
+        assert choice.mode is FULL
+        assert torch.equal(result, runner.expected(batch_of(count)) + 1)
+    assert len(runner.manager.verification.mismatches) == 2
 
 
 @pytest.mark.parametrize("mode", [DECODE_ONLY, PIECEWISE])
