@@ -63,6 +63,7 @@ _HOME = {
     "LLM": "llm",
     "Logprob": "outputs",
     "MemoryKind": "graphs.trust.ledger.owners",
+    "MemoryPart": "graphs.trust.shadow.memory_part",
     "ModelLoadError": "errors",
     "NamedMemory": "graphs.trust.ledger.owners",
     "NgramDrafts": "speculative.options",
@@ -102,6 +103,7 @@ _HOME = {
     "TextDelta": "outputs",
     "TextStream": "engine.text_stream",
     "TokenBuffers": "graphs.capture.capture_inputs",
+    "VerifyOptions": "graphs.manager_shadow",
     "VerifyReport": "graphs.trust.shadow.report",
     "WeightGroup": "loading.weight_group",
     "WeightOffloader": "graphs.capture.pool",
@@ -152,6 +154,7 @@ if TYPE_CHECKING:
     from ostinato.graphs.graphed_callable import GraphedCallable as GraphedCallable
     from ostinato.graphs.graphed_module import GraphedModule as GraphedModule
     from ostinato.graphs.manager import CudaGraphManager as CudaGraphManager
+    from ostinato.graphs.manager_shadow import VerifyOptions as VerifyOptions
     from ostinato.graphs.policy.counters import compilation_counter as compilation_counter
     from ostinato.graphs.policy.descriptor import BatchDescriptor as BatchDescriptor
     from ostinato.graphs.policy.descriptor import BatchShape as BatchShape
@@ -175,6 +178,7 @@ if TYPE_CHECKING:
     from ostinato.graphs.trust.ledger.records import StaleAddress as StaleAddress
     from ostinato.graphs.trust.ledger.sources import inspect_graph as inspect_graph
     from ostinato.graphs.trust.ledger.sources import pool_ledger as pool_ledger
+    from ostinato.graphs.trust.shadow.memory_part import MemoryPart as MemoryPart
     from ostinato.graphs.trust.shadow.report import VerifyReport as VerifyReport
     from ostinato.graphs.wrapper import CUDAGraphEntry as CUDAGraphEntry
     from ostinato.graphs.wrapper import CUDAGraphOptions as CUDAGraphOptions

@@ -338,6 +338,25 @@ def test_a_recompile_is_counted_and_reported(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", [5, 30])
+def test_a_model_that_is_special_for_few_tokens(
+    device: torch.device, pool: GraphPool, bench: Bench, first: int
+) -> None:
+    """Whichever size comes first, each way of the model's code gets a trace."""
+    model = small(device)
+
+    def forward(ids: torch.Tensor, positions: torch.Tensor) -> Any:
+        hidden = model(ids, positions)
+        return hidden * 2 if ids.shape[0] < 20 else hidden
+
+    compiled = eager(forward, pool)
+    bench.fill(MAX_TOKENS)
+    for size in (first, 5, 30, 1, 20, 19):
+        assert torch.equal(bench.run(compiled, size), bench.run(forward, size))
+    assert compiled.num_recompiles == (1 if first == 30 else 0)
+
+
+@pytest.mark.slow
 def test_a_model_that_is_special_for_one_token(
     device: torch.device, pool: GraphPool, bench: Bench
 ) -> None:

@@ -302,6 +302,14 @@ def test_inside_inference_mode_and_out(device: torch.device) -> None:
         ({"mode": "sideways"}, "unknown graph mode 'sideways'; choose one of NONE, PIECEWISE"),
         ({"mode": "none"}, "not NONE"),
         ({"num_warmups": -1}, "got -1"),
+        ({"verify": "off"}, "verify must be True or False, got 'off'"),
+        ({"lazy": 2}, "lazy must be True or False, got 2"),
+        ({"batch_dims": 1}, "batch_dims must map names of arguments .*, got 1"),
+        ({"padding": "0"}, "padding must be a number, or map .*, got '0'"),
+        ({"padding": {"x": None}}, "padding must be a number, or map .*, got {'x': None}"),
+        ({"generators": torch.Generator()}, "generators must be a list of torch.Generator"),
+        ({"generators": [3]}, r"generators must be a list of torch.Generator, got \[3\]"),
+        ({"pool": "cpu"}, "pool must be an ostinato.GraphPool, got 'cpu'"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, object], message: str) -> None:

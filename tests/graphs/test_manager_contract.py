@@ -10,6 +10,7 @@ import torch
 
 from ostinato import (
     BatchDescriptor,
+    BatchShape,
     CapturePlan,
     CudaGraphManager,
     CUDAGraphMode,
@@ -19,7 +20,13 @@ from ostinato import (
     get_forward_context,
     set_forward_context,
 )
-from ostinato.errors import CaptureError, CaptureOutOfMemoryError, ClosedError
+from ostinato.errors import (
+    CaptureError,
+    CaptureOutOfMemoryError,
+    ClosedError,
+    ConfigError,
+    ReplayMismatchError,
+)
 from ostinato.graphs.capture.capture_loop import CaptureReport
 from ostinato.graphs.policy.plan import PlanEntry
 from ostinato.graphs.prepared_batch import PreparedBatch
@@ -293,3 +300,83 @@ def test_auxiliary_states_may_come_as_a_tuple(pool: GraphPool) -> None:
     hidden, aux = output
     assert hidden.tolist() == [[2.0] * WIDTH] * 2
     assert [state.tolist() for state in aux] == [[[2.0] * WIDTH] * 2]
+
+
+# --- outputs that stay in place ------------------------------------------------------------------
+
+
+def in_place(engine: Engine) -> Prepare:
+    def prepare(entry: PlanEntry) -> PreparedBatch[torch.Tensor]:
+        rows = entry.descriptor.num_tokens
+        return PreparedBatch(inputs=engine.x[:rows], output_in_place=True)
+
+    return prepare
+
+
+@pytest.mark.parametrize("by_run", [False, True])
+def test_only_tensors_with_a_row_for_every_token_lose_their_padding(
+    pool: GraphPool, by_run: bool
+) -> None:
+    """Sums over the batch and tables of other sizes are part of the result as they are."""
+    engine = Engine(pool, DECODE_ONLY, [4])
+
+    def forward(x: torch.Tensor) -> dict[str, Any]:
+        return {"rows": x + 1, "sum": x.sum(), "load": x.new_ones(8), "name": "it"}
+
+    engine.capture(forward, in_place(engine))
+    choice = engine.manager.dispatch(BatchShape(3, 3, 1))
+    assert choice.mode is FULL
+    if by_run:
+        output = engine.manager.run(forward, PreparedBatch(inputs=engine.x[:4]), choice, 3)
+    else:
+        output = engine.manager.run_fullgraph(choice.descriptor, 3)
+    assert isinstance(output, dict)
+    assert output["rows"].tolist() == [[2.0] * WIDTH] * 3
+    assert output["sum"].item() == 4 * WIDTH
+    assert output["load"].tolist() == [1.0] * 8
+    assert output["name"] == "it"
+
+
+# --- torch's settings, other managers ------------------------------------------------------------
+
+
+def test_a_full_graph_is_not_replayed_under_another_autocast(
+    pool: GraphPool, device: torch.device
+) -> None:
+    """Eager batches beside it would have another dtype."""
+    engine = Engine(pool, DECODE_ONLY, [4])
+    weight = torch.ones(WIDTH, WIDTH, device=device)
+    engine.capture(lambda x: x @ weight)
+    with (
+        torch.autocast(device.type, dtype=torch.bfloat16),
+        pytest.raises(ReplayMismatchError, match=r"autocast was None .* and is torch.bfloat16 now"),
+    ):
+        engine.manager.run_fullgraph(4)
+    engine.manager.clear_graphs()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        engine.capture(lambda x: x @ weight)
+        result = engine.manager.run_fullgraph(4)
+        assert isinstance(result, torch.Tensor)
+        assert result.dtype is torch.bfloat16
+    with pytest.raises(ReplayMismatchError, match=r"autocast was torch.bfloat16 .* and is None"):
+        engine.manager.run_fullgraph(4)
+
+
+def test_a_dispatcher_of_another_plan_is_refused(pool: GraphPool) -> None:
+    engine = Engine(pool, DECODE_ONLY, [2, 4])
+    with pytest.raises(ConfigError, match=r"num_tokens=8, .* is not in the plan of the disp"):
+        Engine(pool, DECODE_ONLY, [4, 8], dispatcher=engine.manager.dispatcher)
+
+
+def test_a_size_that_another_manager_captured_with_the_same_wrapper_is_explained(
+    pool: GraphPool,
+) -> None:
+    engine = Engine(pool, PIECEWISE, [2, 4])
+    pieces = CUDAGraphWrapper(lambda x: x + 1, PIECEWISE, pool=pool)
+    engine.capture(pieces)
+    other = Engine(pool, PIECEWISE, [4, 8])
+    other.x = engine.x
+    with pytest.raises(CaptureError, match="captured this key before, for another manager"):
+        other.capture(pieces)
+    engine.manager.clear_graphs()
+    assert other.capture(pieces).num_graphs == 1  # 8 is captured already

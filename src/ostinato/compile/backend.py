@@ -148,6 +148,9 @@ class PiecewiseModel:
             # Decided during tracing, by the model's own code or by torch for its operators.
             logger.info("a single token gets a separate trace; the other is %s", made[0].trace)
             made.append(self._compile_size(args, layouts, 1, fixed=True))
+        if not any(variant.serves(layouts, num_tokens) for variant in made):
+            # The model's own code tells sizes apart, and takes another way for this one.
+            made.append(self._compile_size(args, layouts, num_tokens))
         for variant in made:
             if variant.serves(layouts, num_tokens):
                 self._variants.extend(made)

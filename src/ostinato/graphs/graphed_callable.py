@@ -16,8 +16,13 @@ from ostinato.graphs.capture.closing import Owner, close_each
 from ostinato.graphs.capture.pool import ExclusiveUse, GraphPool
 from ostinato.graphs.capture.segments import is_recording
 from ostinato.graphs.graph_set import GraphSet
-from ostinato.graphs.graphed_method import BoundMethods
-from ostinato.graphs.graphed_options import GraphedOptions, common_device, graph_set_options
+from ostinato.graphs.graphed_method import BoundMethods, callable_name
+from ostinato.graphs.graphed_options import (
+    GraphedOptions,
+    check_options,
+    common_device,
+    graph_set_options,
+)
 from ostinato.graphs.policy.descriptor import Choice, Reason
 from ostinato.graphs.policy.dispatch import DispatchStats
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
@@ -87,8 +92,8 @@ class GraphedCallable(Owner, Generic[P, R]):
             check_state_every=check_state_every,
             show_progress=show_progress,
         )
-        self._function = function
-        self._sizes = sizes
+        check_options(self._given)
+        self._function, self._sizes = function, sizes
         self._batch_dims = dict(batch_dims or {})
         self._padding = padding
         self._copy_outputs = copy_outputs
@@ -349,7 +354,7 @@ class GraphedCallable(Owner, Generic[P, R]):
 
     @property
     def _name(self) -> str:
-        return getattr(self._function, "__name__", type(self._function).__name__)
+        return callable_name(self._function)
 
     def _check_usable(self) -> None:
         if torch.compiler.is_compiling():

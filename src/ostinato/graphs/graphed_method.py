@@ -33,13 +33,21 @@ class BoundMethods(Generic[T]):
         return self._made[key]
 
 
+def callable_name(function: Callable[..., Any]) -> str:
+    """Its name, or its type's."""
+    try:
+        return str(function.__name__)
+    except Exception:  # it has none; a custom __getattr__ may raise anything
+        return type(function).__name__
+
+
 class WeakMethod:
     """A bound method that does not keep its object alive; the caller must."""
 
     def __init__(self, function: Callable[..., Any], instance: Any) -> None:
         self.__func__ = function
         self._instance = weakref.ref(instance)
-        self.__name__ = getattr(function, "__name__", type(function).__name__)
+        self.__name__ = callable_name(function)
         _, *others = inspect.signature(function).parameters.values()
         self.__signature__ = inspect.Signature(others)
 

@@ -8,11 +8,13 @@ from typing import Any, TypedDict
 import torch
 
 from ostinato.errors import BatchError, ConfigError
+from ostinato.graphs.backends import check_generators
 from ostinato.graphs.capture.call_layout import BatchDim
-from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.pool import GraphPool, check_pool
 from ostinato.graphs.graph_set import GraphSetOptions
 from ostinato.graphs.policy.modes import CUDAGraphMode, ModeName
 from ostinato.graphs.tree import tensors_of_call
+from ostinato.quoting import shown
 
 
 class GraphedOptions(TypedDict, total=False):
@@ -31,6 +33,28 @@ class GraphedOptions(TypedDict, total=False):
     verify: bool
     check_state_every: int
     show_progress: bool
+
+
+def check_options(options: GraphedOptions) -> None:
+    """Refuse values of another type; the rest is checked where it is used."""
+    for name in ("copy_outputs", "lazy", "eager_fallback", "verify", "show_progress"):
+        if not isinstance(value := options[name], bool):
+            raise ConfigError(f"{name} must be True or False, got {shown(value)}")
+    batch_dims, padding = options["batch_dims"], options["padding"]
+    if batch_dims is not None and not isinstance(batch_dims, Mapping):
+        raise ConfigError(
+            "batch_dims must map names of arguments to their batch dimensions, got "
+            f"{shown(batch_dims)}"
+        )
+    for number in padding.values() if isinstance(padding, Mapping) else (padding,):
+        if not isinstance(number, (int, float, complex)):
+            raise ConfigError(
+                "padding must be a number, or map names of arguments to numbers, got "
+                f"{shown(padding)}"
+            )
+    check_generators(options["generators"])
+    if options["pool"] is not None:
+        check_pool(options["pool"])
 
 
 def graph_set_options(

@@ -15,18 +15,21 @@ from ostinato.errors import BatchError, CaptureError, CaptureOutOfMemoryError, C
 from ostinato.graphs.capture.capture_loop import CaptureLoop, CaptureReport
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.output_buffers import OutputBuffers
-from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.pool import GraphPool, check_pool
 from ostinato.graphs.capture.segments import Tape
+from ostinato.graphs.manager_shadow import BatchRun, BothWays, ManagerShadow, VerifyOptions
 from ostinato.graphs.policy.descriptor import BatchDescriptor, BatchShape, Choice
 from ostinato.graphs.policy.dispatch import Dispatcher
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.plan import CapturePlan, PlanEntry
 from ostinato.graphs.prepared_batch import Inputs, Output, PreparedBatch, prepared, run_prepared
 from ostinato.graphs.thread_state import leaving_as_found
-from ostinato.graphs.tree import map_tensors
+from ostinato.graphs.tree import without_padding
+from ostinato.graphs.trust.ambient_state import autocast_dtype, check_autocast, is_autocast_enabled
 from ostinato.graphs.trust.ledger.ledger import Ledger
 from ostinato.graphs.trust.ledger.owners import MemoryKind, NamedMemory, NamesMemory
 from ostinato.graphs.trust.ledger.sources import pool_ledger
+from ostinato.graphs.trust.shadow.report import VerifyReport
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +37,12 @@ class FullGraph:
     """A captured FULL graph: the tape to replay, and its output.
 
     ``output`` is an alias that reserves no memory; None if the graph copies it to the buffers.
+    ``autocast``: the dtype of torch's autocast at capture; None: off.
     """
 
     tape: Tape
     output: Any
+    autocast: object = None
 
 
 class CudaGraphManager(Generic[Inputs, Output]):
@@ -53,13 +58,13 @@ class CudaGraphManager(Generic[Inputs, Output]):
     graph. The forward warms up ``num_warmups`` times, and the capture checks each operator for
     operations that a graph cannot contain. ``kernel_class`` returns equal values for entries of one
     phase that run the same kernels: only the first of them is warmed up. If it is set, operators
-    that one size may capture are assumed legal for others too: of each mode, only the first uniform
-    entry and the first other one are checked. If a later one fails, it is tried again with warm-up
-    and checks.
+    that one size may capture are assumed legal for others: of each mode, only the first uniform
+    and the first other entry are checked. One that fails is tried again with warm-up and checks.
 
     ``plan``: the graphs to capture. ``pool``: the memory they use. ``dispatcher``: one shared with
     other managers; None: a new one. ``eager_fallback``: entries whose capture fails run eagerly.
-    ``name``: the model's name in progress bars (``show_progress``).
+    ``name``: the model's name in progress bars (``show_progress``). ``verify``: which graphs, and
+    batches of ``run``, are compared with eager runs; a policy, or ``VerifyOptions`` with one.
     """
 
     def __init__(
@@ -73,10 +78,12 @@ class CudaGraphManager(Generic[Inputs, Output]):
         eager_fallback: bool = False,
         show_progress: bool = True,
         name: str = "model",
+        verify: str | VerifyOptions = "off",
     ) -> None:
-        self.plan = plan
-        self.pool = pool
+        check_pool(pool)
+        self.plan, self.pool, self._device_type = plan, pool, pool.device.type
         self.dispatcher = Dispatcher(plan) if dispatcher is None else dispatcher
+        self.dispatcher.check_has(plan)
         self._num_warmups = num_warmups
         self._kernel_class = kernel_class
         # Kernel classes, and kinds of entries, with at least one capture.
@@ -88,6 +95,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
         self._captured: list[range] = []  # serials of all captures for this plan
         full = [e.descriptor.num_tokens for e in plan.entries if e.mode is CUDAGraphMode.FULL]
         self._outputs = OutputBuffers(max_rows=max(full, default=0), device=pool.device)
+        self._shadow = ManagerShadow.of(verify, self.dispatcher, pool)
         pool.register(self)
 
     # --- dispatch ------------------------------------------------------------------------------
@@ -197,6 +205,8 @@ class CudaGraphManager(Generic[Inputs, Output]):
                 else:
                     loop.succeeded(entry)
         self.pool.release_unused()
+        if self._shadow is not None:
+            self._shadow.try_graphs(entries, forward, prepare, self._both_ways)
         loop.report.buffer_bytes = sum(each.tensor.nbytes for each in self.named_memory())
         return loop.report
 
@@ -267,7 +277,9 @@ class CudaGraphManager(Generic[Inputs, Output]):
         captured = self.pool.capture(full_forward)
         # Weak, so that other graphs may use the memory; it is read before the next replay.
         output = self.pool.weak(captured.output)
-        self._graphs[entry.descriptor] = FullGraph(tape=captured.tape, output=output)
+        autocast = autocast_dtype(self._device_type)
+        graph = FullGraph(tape=captured.tape, output=output, autocast=autocast)
+        self._graphs[entry.descriptor] = graph
 
     # --- replay --------------------------------------------------------------------------------
 
@@ -292,18 +304,53 @@ class CudaGraphManager(Generic[Inputs, Output]):
         key = self._key_of(descriptor) if isinstance(descriptor, int) else descriptor
         rows = key.num_tokens if num_tokens is None else num_tokens
         if not 1 <= rows <= key.num_tokens:
-            raise BatchError(
-                f"{rows} rows were requested from a graph of {key.num_tokens}; ask for 1 to "
-                f"{key.num_tokens}"
-            )
+            BatchRun.check_rows(rows, key.num_tokens)
         graph = self.full_graph(key)
+        if is_autocast_enabled(self._device_type) or graph.autocast is not None:
+            check_autocast(graph.autocast, self._device_type)
         self.pool.replay(graph.tape)
         output: Any = (
             self._outputs.views(rows)
             if graph.output is None
-            else map_tensors(lambda tensor: tensor[:rows], graph.output)
+            else without_padding(graph.output, key.num_tokens, rows)
         )
         return cast(Output, output)
+
+    def run(
+        self,
+        forward: Callable[[Inputs], Output],
+        batch: PreparedBatch[Inputs],
+        choice: Choice,
+        num_tokens: int,
+    ) -> Output:
+        """Run a ``batch`` as ``choice`` says: by its FULL graph, or ``forward`` under its context.
+
+        Returns the first ``num_tokens`` rows. A batch that ``verify`` picks runs both ways.
+        """
+        entry = PlanEntry(mode=choice.mode, descriptor=choice.descriptor)
+        run = BatchRun(forward=forward, entry=entry, batch=batch, num_tokens=num_tokens)
+        if self._shadow is not None and self._shadow.takes(entry):
+            return cast(Output, self._shadow.run(self._both_ways(run)))
+        return self._run(run)
+
+    def _run(self, run: BatchRun) -> Output:
+        if run.is_full:
+            return self.run_fullgraph(run.entry.descriptor, run.num_tokens)
+        return cast(Output, run.under(run.entry.mode))
+
+    def _both_ways(self, run: BatchRun) -> BothWays:
+        graph = self.full_graph(run.entry.descriptor) if run.is_full else None
+        return BothWays(
+            run=run,
+            replay=partial(self._run, run),
+            tape=run.tape if graph is None else graph.tape,
+            buffers=self._outputs if graph is not None and graph.output is None else None,
+        )
+
+    @property
+    def verification(self) -> VerifyReport:
+        """What ``verify`` compared, and what differed; empty with "off"."""
+        return VerifyReport() if self._shadow is None else self._shadow.report
 
     def _key_of(self, num_tokens: int) -> BatchDescriptor:
         keys = [key for key in self._graphs if key.num_tokens == num_tokens]
@@ -333,10 +380,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
             yield NamedMemory(MemoryKind.OUTPUT, name, buffer)
 
     def ledger(self, owners: Mapping[str, Any] | NamesMemory) -> Ledger:
-        """The ledger of all graphs in the manager's pool, wrappers' included (``pool_ledger``).
-
-        ``owners``: whose memory the forward uses, by name.
-        """
+        """The ledger of all graphs in its pool. ``owners``: what the forward uses, by name."""
         return pool_ledger(self.pool, owners)
 
     def discard(self, serials: range) -> None:
@@ -346,10 +390,7 @@ class CudaGraphManager(Generic[Inputs, Output]):
                 self._graphs.pop(descriptor).tape.close()
 
     def clear_graphs(self) -> None:
-        """Drop all graphs of the plan, including those of wrappers inside the forward.
-
-        Every batch runs eagerly until they are captured again.
-        """
+        """Drop all graphs of the plan, wrappers' included; batches run eagerly until recaptured."""
         try:
             close_each(partial(self.pool.discard, serials) for serials in self._captured)
         finally:

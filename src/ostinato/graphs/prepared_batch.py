@@ -25,7 +25,8 @@ class PreparedBatch(Generic[Inputs]):
     ``num_tokens_across_dp`` go into the ``ForwardContext``, None included.
 
     ``output_in_place``: the output of a FULL graph stays in the graph's memory, valid until the
-    next replay in the pool, instead of being copied to a buffer; it may have any structure.
+    next replay in the pool, instead of being copied to a buffer; it may have any structure. Tensors
+    in it with another number of rows than the padded batch are returned whole.
     """
 
     inputs: Inputs

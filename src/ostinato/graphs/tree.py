@@ -247,3 +247,12 @@ def _with_attributes(function: Callable[[torch.Tensor], Any], value: Any, rebuil
         if _is_cached_property(value, name):
             rebuilt.__dict__.pop(name, None)
     return rebuilt
+
+
+def without_padding(output: Any, size: int, num_tokens: int) -> Any:
+    """``output`` with the first ``num_tokens`` rows of each tensor that has ``size`` rows."""
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[:num_tokens] if tensor.dim() and tensor.shape[0] == size else tensor
+
+    return map_tensors(cut, output)

@@ -12,13 +12,13 @@ import torch
 from ostinato.errors import ConfigError, ReplayMismatchError
 from ostinato.graphs.capture.closing import close_each
 from ostinato.graphs.capture.context import current_forward_context
-from ostinato.graphs.capture.pool import GraphPool
+from ostinato.graphs.capture.pool import GraphPool, check_pool
 from ostinato.graphs.capture.segments import Tape
 from ostinato.graphs.capture.signature import CallSignature
 from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.tree import map_tensors
-from ostinato.graphs.trust.ambient_state import NUMERICS, read_numerics
+from ostinato.graphs.trust.ambient_state import NUMERICS, other_setting, read_numerics
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ class CUDAGraphWrapper(Generic[R]):
                 f"a wrapper is bound to FULL or PIECEWISE, not {runtime_mode.name}; for NONE call "
                 "the runnable itself"
             )
+        check_pool(pool)
         self.runnable = runnable
         self.runtime_mode = runtime_mode
         self.pool = pool
@@ -150,10 +151,7 @@ class CUDAGraphWrapper(Generic[R]):
             for name, was, is_now in zip(NUMERICS, entry.numerics, now, strict=True)
             if was != is_now
         )
-        return ReplayMismatchError(
-            f"torch's setting of {name} was {was} when the graph was captured and is {is_now} now; "
-            "replay under the setting of the capture, or clear_graphs() and capture again"
-        )
+        return other_setting(name, was, is_now)
 
     def unwrap(self) -> Callable[..., R]:
         """The callable that was wrapped."""
@@ -164,6 +162,11 @@ class CUDAGraphWrapper(Generic[R]):
         entries = self.concrete_cudagraph_entries.values()
         mode = self.runtime_mode.name
         return [(f"{mode}, {each.batch_descriptor.describe()}", each.tape) for each in entries]
+
+    def tape_of(self, descriptor: BatchDescriptor) -> Tape | None:
+        """What a call with the key ``descriptor`` replays; None if it was not captured."""
+        entry = self.concrete_cudagraph_entries.get(descriptor)
+        return None if entry is None else entry.tape
 
     def discard(self, serials: range) -> None:
         """Drop the graphs whose tapes have these ``serials``."""

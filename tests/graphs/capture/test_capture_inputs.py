@@ -217,3 +217,36 @@ def test_metadata_is_built_from_the_laid_out_inputs(
     assert seen[0].attn_metadata is None
     assert_cut(seen[0].query_start_loc, buffers.query_start_loc, r + 1)
     assert lengths == [[n] * r]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("query_start_loc", (MAX_SEQS,)),  # one entry less than requests and their end
+        ("seq_lens", (MAX_SEQS - 1,)),
+        ("dcp_local_seq_lens", (MAX_SEQS - 1,)),
+        ("slot_mappings", (2, 14)),
+        ("positions", (14,)),
+        ("positions", (3, 14)),
+        ("input_ids", (14,)),
+    ],
+)
+def test_buffers_that_are_too_small_are_named(
+    device: torch.device, name: str, shape: tuple[int, ...]
+) -> None:
+    buffers = make_buffers(device, **{name: poisoned(*shape, device=device)})
+    plan = make_plan(CUDAGraphMode.FULL)
+    message = (
+        rf"{name} is \({', '.join(map(str, shape))},?\), but a batch of 15 tokens of 6 requests"
+    )
+    with pytest.raises(ConfigError, match=message):
+        prepare(plan, buffers, 15)
+    assert torch.equal(buffers.seq_lens, make_buffers(device).seq_lens[: len(buffers.seq_lens)])
+    prepare(plan, make_buffers(device), 15)
+
+
+def test_a_block_table_with_too_few_rows_is_named(device: torch.device) -> None:
+    tables = [poisoned(MAX_SEQS, 5, device=device), poisoned(MAX_SEQS - 1, 5, device=device)]
+    buffers = make_buffers(device, block_tables=tables)
+    with pytest.raises(ConfigError, match=r"block_tables is \(5, 5\), .* needs 6 in dimension 0"):
+        prepare(make_plan(CUDAGraphMode.FULL), buffers, 15)

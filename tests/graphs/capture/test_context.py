@@ -136,3 +136,17 @@ def test_context_is_frozen() -> None:
         pytest.raises(dataclasses.FrozenInstanceError),
     ):
         context.cudagraph_runtime_mode = CUDAGraphMode.FULL  # type: ignore[misc]
+
+
+def test_a_context_is_entered_once_at_a_time() -> None:
+    context = set_forward_context("FULL", KEY)
+    with context:
+        with pytest.raises(ContextError, match=r"is entered already, here or in another thread"):
+            context.__enter__()
+        error = in_thread(context.__enter__)
+        assert isinstance(error, ContextError)
+        assert current_forward_context() is context.context
+    assert current_forward_context() is None
+    with context:  # again, after it has ended
+        assert current_forward_context() is context.context
+    assert current_forward_context() is None

@@ -9,13 +9,15 @@ import torch
 
 from ostinato import (
     BatchDescriptor,
+    CapturePlan,
+    CudaGraphManager,
     CUDAGraphMode,
     CUDAGraphWrapper,
     GraphPool,
     eager_break,
     set_forward_context,
 )
-from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError
+from ostinato.errors import CaptureError, ClosedError, ConcurrentUseError, ConfigError
 
 PIECEWISE = CUDAGraphMode.PIECEWISE
 KEY = BatchDescriptor(4)
@@ -111,3 +113,31 @@ def test_all_graphs_of_a_pool_are_dropped_at_once(device: torch.device) -> None:
         pool.validate_cudagraph_capturing_enabled(BatchDescriptor(2))
     with pytest.raises(ClosedError):
         pool.clear_all_graphs()
+
+
+@pytest.mark.parametrize("other", [None, "cpu"])
+def test_what_is_no_pool_is_refused(other: object) -> None:
+    plan = CapturePlan.build(PIECEWISE, [2], max_num_seqs=2, max_num_batched_tokens=2)
+    for make in (
+        lambda: CUDAGraphWrapper(lambda x: x, PIECEWISE, pool=other),  # type: ignore[arg-type]
+        lambda: CudaGraphManager(plan, other),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ConfigError, match=f"an ostinato.GraphPool, got {other!r}"):
+            make()
+
+
+@pytest.mark.parametrize("generators", [torch.Generator(), ["g"]])
+def test_what_are_no_generators_is_refused(generators: object, device: torch.device) -> None:
+    with pytest.raises(ConfigError, match=r"generators must be a list of torch.Generator, got "):
+        GraphPool(device, generators=generators)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", [None, "gpu"])
+def test_what_is_no_device_is_refused(device: object) -> None:
+    with pytest.raises(ConfigError, match=f"device must be a torch.device .*, got {device!r}; pas"):
+        GraphPool(device)  # type: ignore[arg-type]
+
+
+def test_what_is_no_function_is_no_break() -> None:
+    with pytest.raises(ConfigError, match=r"eager_break\(\) marks a function, got 3"):
+        eager_break(3)  # type: ignore[type-var]

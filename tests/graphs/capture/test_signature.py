@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato import graphed
 from ostinato.errors import BatchError, ReplayMismatchError
 from ostinato.graphs.capture.signature import CallSignature, TensorGuards, positional_names
 
@@ -343,6 +344,25 @@ class Model(torch.nn.Module):
 )
 def test_positional_names(function: Callable[..., Any], names: list[str]) -> None:
     assert positional_names(function) == names
+
+
+class Settings:
+    """Raises another error than AttributeError for what it lacks."""
+
+    def __init__(self) -> None:
+        self.__dict__["values"] = {"factor": 2.0}
+
+    def __getattr__(self, name: str) -> Any:
+        return self.__dict__["values"][name]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+def test_a_callable_that_cannot_be_asked_has_no_names(x: torch.Tensor) -> None:
+    assert positional_names(Settings()) == []
+    with graphed(Settings(), sizes=[len(x)]) as fast:
+        assert torch.equal(fast(x), x * 2)
 
 
 def test_arguments_of_a_module_are_named_as_in_forward(x: torch.Tensor) -> None:

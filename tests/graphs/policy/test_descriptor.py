@@ -78,6 +78,11 @@ def test_keys_are_frozen() -> None:
         BatchDescriptor(8).num_tokens = 9  # type: ignore[misc]
 
 
+def test_a_number_of_tokens_must_be_given() -> None:
+    with pytest.raises(ConfigError, match=r"BatchDescriptor\.num_tokens must be .*, got None"):
+        BatchDescriptor(None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("value", [0, -1, 1.0, True, "8"])
 @pytest.mark.parametrize("name", ["num_tokens", "num_reqs", "query_len"])
 def test_numbers_must_be_positive_ints(name: str, value: object) -> None:

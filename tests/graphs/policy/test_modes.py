@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,27 @@ def test_no_change_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
         resolve_mode(BOTH, ALWAYS, piecewise_available=True)
         resolve_mode(PIECEWISE, NEVER, piecewise_available=True)
     assert caplog.records == []
+
+
+def test_modes_and_supports_may_come_by_name_and_number() -> None:
+    assert resolve_mode("full", UNIFORM, piecewise_available=True).mode is BOTH
+    assert resolve_mode(FULL, 3, piecewise_available=True).mode is FULL  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"requested": "fast"}, "unknown graph mode 'fast'"),
+        ({"requested": None}, "graph mode must be text or CUDAGraphMode, got None"),
+        ({"support": "ALWAYS"}, "an AttentionCGSupport, got 'ALWAYS'; choose one of NEVER, UNI"),
+        ({"support": 4}, "an AttentionCGSupport, got 4"),
+        ({"decode_query_len": 0}, "decode_query_len must be a positive integer, got 0"),
+    ],
+)
+def test_what_cannot_be_resolved_is_refused(changes: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"requested": FULL, "support": UNIFORM, "piecewise_available": True}
+    with pytest.raises(ConfigError, match=message):
+        resolve_mode(**{**given, **changes})
 
 
 @pytest.mark.parametrize("mode", list(CUDAGraphMode), ids=cell_name)

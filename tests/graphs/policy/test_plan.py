@@ -240,6 +240,7 @@ def test_mode_none_needs_no_sizes() -> None:
         ({"max_num_seqs": 0}, "max_num_seqs must be a positive integer, got 0"),
         ({"max_num_batched_tokens": 1.0}, "max_num_batched_tokens must be a positive integer"),
         ({"decode_query_lens": ()}, "decode_query_lens is empty"),
+        ({"decode_query_lens": 2}, "decode_query_lens must be a list of query lengths, got 2"),
         ({"decode_query_lens": (0,)}, "decode query length must be a positive integer, got 0"),
         ({"decode_query_lens": (True,)}, "decode query length must be .* got True"),
         ({"decode_query_lens": (1, True)}, "decode query length must be .* got True"),

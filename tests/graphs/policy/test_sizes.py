@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -191,3 +192,24 @@ def test_the_sizes_that_vllm_asks_for_are_those_of_dispatch(
     assert get_cudagraph_sizes(sizes, max_num_reqs, 256, CUDAGraphMode.NONE) == ({}, {})
     assert get_cudagraph_sizes(None, max_num_reqs, 256, mode) == ({}, {})
     assert get_cudagraph_sizes(sizes, max_num_reqs, 256, mode)[1] == {}
+
+
+@pytest.mark.parametrize("largest", [0, -8, "8", 8.0])
+def test_the_largest_default_size_is_checked(largest: Any) -> None:
+    with pytest.raises(ConfigError, match="the largest capture size must be a positive integer"):
+        default_sizes(max_num_seqs=8, max_num_batched_tokens=64, largest=largest)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_num_reqs", 0), ("max_num_tokens", "64"), ("uniform_decode_query_len", 0)],
+)
+def test_limits_of_padding_are_checked(name: str, value: Any) -> None:
+    given: dict[str, Any] = {"max_num_reqs": 8, "max_num_tokens": 64, name: value}
+    with pytest.raises(ConfigError, match=f"{name} must be a positive integer, got {value!r}"):
+        get_cudagraph_sizes([8], cudagraph_mode=CUDAGraphMode.FULL, **given)
+
+
+def test_the_mode_may_be_a_name() -> None:
+    assert get_cudagraph_sizes([1], 8, 64, "none") == ({}, {})  # type: ignore[arg-type]
+    assert get_cudagraph_sizes([1], 8, 64, "full") == ({1: 1}, {})  # type: ignore[arg-type]

@@ -217,9 +217,81 @@ def variable_of_a_patched_forward(patch: pytest.MonkeyPatch) -> Changing:
     return model, lambda: kept.__setitem__(0, 3.0)
 
 
+class Instances(collections.OrderedDict[str, Any]):
+    """Makes a new object on every read, as transformers' table of activations does."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+class Doubles(list[float]):
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) * 2
+
+
+def dict_that_makes_its_values(patch: pytest.MonkeyPatch) -> Changing:
+    table = Instances(activation=nn.GELU)
+    return lambda x: table["activation"](x), lambda: table.update(activation=nn.Tanh)
+
+
+def list_that_makes_its_values(patch: pytest.MonkeyPatch) -> Changing:
+    factors = Doubles([2.0])
+    return lambda x: x * factors[0], lambda: factors.__setitem__(0, 3.0)
+
+
+class Lists(nn.Module):
+    """Runs whatever its containers hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.ModuleList([nn.Linear(3, 3)])
+        self.by_name = nn.ModuleDict({"a": nn.Linear(3, 3)})
+        self.later = nn.ModuleList()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in (*self.first, *self.by_name.values(), *self.later):
+            x = module(x)
+        for _, buffer in self.named_buffers(recurse=False):
+            x = x + buffer
+        return x
+
+
+def linear_of(model: nn.Module) -> nn.Linear:
+    return nn.Linear(3, 3, device=next(model.parameters()).device)
+
+
+def module_added_to_a_sequence(patch: pytest.MonkeyPatch) -> Changing:
+    model = nn.Sequential(nn.Linear(3, 3))
+    return model, lambda: model.append(linear_of(model))
+
+
+def module_added_to_a_list(patch: pytest.MonkeyPatch) -> Changing:
+    model = Lists()
+    return model, lambda: model.first.append(linear_of(model))
+
+
+def module_added_to_an_empty_list(patch: pytest.MonkeyPatch) -> Changing:
+    model = Lists()
+    return model, lambda: model.later.append(linear_of(model))
+
+
+def module_added_to_a_dict(patch: pytest.MonkeyPatch) -> Changing:
+    model = Lists()
+    return model, lambda: model.by_name.update({"b": linear_of(model)})
+
+
+def buffer_added(patch: pytest.MonkeyPatch) -> Changing:
+    model = Lists()
+    model.register_buffer("one", torch.ones(3))
+    return model, lambda: model.register_buffer("two", model.one + 1)
+
+
 @pytest.mark.parametrize(
     "make",
     [
+        *(module_added_to_a_sequence, module_added_to_a_list, module_added_to_an_empty_list),
+        *(module_added_to_a_dict, buffer_added),
+        *(dict_that_makes_its_values, list_that_makes_its_values),
         *(class_attribute, class_method, container_of_a_class, global_of_a_static_method),
         *(global_of_a_property, slots, named_tuple, a_deque, a_set, function_attribute),
         *(keyword_default, zero_of_another_sign, variable_of_a_hook, another_hook),
@@ -252,6 +324,39 @@ def check_change_is_found(
             fast(x)
         fast.clear_graphs()
         torch.testing.assert_close(fast(x), function(x))
+
+
+def test_a_table_that_makes_its_values_is_left_as_it_is(device: torch.device) -> None:
+    table = Instances(activation=nn.GELU)
+    x = torch.rand(2, 3, device=device)
+    with graphed(lambda x: table["activation"](x), sizes=[2]) as fast:
+        torch.testing.assert_close(fast(x), nn.GELU()(x))
+    assert dict(table.items())["activation"] is nn.GELU
+
+
+def test_a_change_that_was_found_is_found_until_it_is_undone(device: torch.device) -> None:
+    """Attributes of torch's own modules are checked in turn: not all of them on every call."""
+    norm = nn.LayerNorm(3, device=device)
+    x = torch.rand(2, 3, device=device)
+    with graphed(nn.Sequential(norm), sizes=[2]) as fast, torch.no_grad():
+        for _ in range(8):  # until its graph is trusted
+            before = fast(x).clone()
+        norm.eps = 10.0
+        results = [refusal_of(fast, x) for _ in range(40)]
+        first = next(number for number, text in enumerate(results) if text)
+        assert all("attribute '0.eps' is 10.0" in text for text in results[first:])
+        norm.eps = 1e-5
+        assert torch.equal(fast(x), before)
+        assert not any(refusal_of(fast, x) for _ in range(40))
+
+
+def refusal_of(function: Function, x: torch.Tensor) -> str:
+    """The error of a call; empty if there is none."""
+    try:
+        function(x)
+    except OstinatoError as error:
+        return str(error)
+    return ""
 
 
 def test_globals_of_other_modules_are_watched(

@@ -89,6 +89,7 @@ def prepare_inputs_to_capture(
     else:
         num_reqs = min(num_tokens, plan.max_num_seqs)
         query_len = num_tokens // num_reqs
+    _check_room(buffers, num_reqs=num_reqs, num_tokens=num_tokens)
     _lay_out(buffers, num_reqs=num_reqs, num_tokens=num_tokens, query_len=query_len)
 
     ids, embeds, dcp = buffers.input_ids, buffers.inputs_embeds, buffers.dcp_local_seq_lens
@@ -111,6 +112,27 @@ def prepare_inputs_to_capture(
     if build_attn_metadata is None:
         return inputs
     return CaptureInputs(**cut, attn_metadata=build_attn_metadata(inputs))
+
+
+def _check_room(buffers: TokenBuffers, *, num_reqs: int, num_tokens: int) -> None:
+    """Raise unless the batch fits into the buffers: slices would be shorter, and say nothing."""
+    needed = [("query_start_loc", buffers.query_start_loc, 0, num_reqs + 1)]
+    needed += [("seq_lens", buffers.seq_lens, 0, num_reqs)]
+    needed += [("block_tables", table, 0, num_reqs) for table in buffers.block_tables]
+    needed += [("slot_mappings", buffers.slot_mappings, 1, num_tokens)]
+    needed += [("positions", buffers.positions, -1, num_tokens)]
+    for name in ("input_ids", "inputs_embeds"):
+        tokens = getattr(buffers, name)
+        needed += [] if tokens is None else [(name, tokens, 0, num_tokens)]
+    if buffers.dcp_local_seq_lens is not None:
+        needed += [("dcp_local_seq_lens", buffers.dcp_local_seq_lens, 0, num_reqs)]
+    for name, tensor, dim, count in needed:
+        if tensor.dim() <= max(dim, 0) or tensor.shape[dim] < count:
+            raise ConfigError(
+                f"{name} is {tuple(tensor.shape)}, but a batch of {num_tokens} tokens of "
+                f"{num_reqs} requests needs {count} in dimension {dim}; size the buffers for the "
+                "largest batch"
+            )
 
 
 def _lay_out(buffers: TokenBuffers, *, num_reqs: int, num_tokens: int, query_len: int) -> None:

@@ -137,12 +137,15 @@ class CaptureLoop:
     def succeeded(self, entry: PlanEntry) -> None:
         pool = self._pool
         if pool.serial == self._serial_before:
+            mode = entry.mode.name
             self.failed(
                 entry,
                 CaptureError(
-                    "the forward ran, but captured nothing: nothing in it is wrapped for "
-                    f"{entry.mode.name}, so this size would always run eagerly; wrap the model or "
-                    f"its pieces in CUDAGraphWrapper(..., CUDAGraphMode.{entry.mode.name})"
+                    f"the forward ran, but captured nothing: nothing in it is wrapped for {mode}, "
+                    "so this size would always run eagerly (wrap the model or its pieces in "
+                    f"CUDAGraphWrapper(..., CUDAGraphMode.{mode})), or its wrappers have captured "
+                    "this key before, for another manager (give each manager wrappers of its own, "
+                    "or clear_graphs() of the other one first)"
                 ),
             )
             return

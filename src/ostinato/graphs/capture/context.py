@@ -93,6 +93,11 @@ class set_forward_context:  # noqa: N801  (used like a function: `with set_forwa
         )
 
     def __enter__(self) -> ForwardContext:
+        if self._token is not None:
+            raise ContextError(
+                "this set_forward_context(...) is entered already, here or in another thread; "
+                "create one for each `with` block"
+            )
         self._token = _current.set(self.context)
         return self.context
 
@@ -103,4 +108,5 @@ class set_forward_context:  # noqa: N801  (used like a function: `with set_forwa
         traceback: TracebackType | None,
     ) -> None:
         assert self._token is not None
-        _current.reset(self._token)
+        token, self._token = self._token, None
+        _current.reset(token)

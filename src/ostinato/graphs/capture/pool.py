@@ -29,6 +29,7 @@ from ostinato.graphs.policy.descriptor import BatchDescriptor
 from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.thread_state import leaving_as_found
 from ostinato.graphs.tree import map_tensors
+from ostinato.quoting import shown
 
 T = TypeVar("T")
 _SPARE_BYTES = 1 << 22  # a few of the pieces that Python takes from the system
@@ -41,9 +42,8 @@ class ExclusiveUse:
     """Lets one thread in at a time: a second one gets an error instead of a race.
 
     The thread inside may enter again. A signal handler that raises at any moment leaves it free:
-    Python runs no handler between `with lock` and its block, as it may after a call of ``acquire``
-    or of a context manager written in Python. Two threads that enter at exactly the same time enter
-    one after the other.
+    Python runs none between `with lock` and its block, as it may after a call of ``acquire``.
+    Threads that enter at exactly the same time enter one after the other.
     """
 
     def __init__(self) -> None:
@@ -101,6 +101,12 @@ class Captured(Generic[T]):
     output: T
 
 
+def check_pool(pool: object) -> None:
+    """Raise unless it is a ``GraphPool``."""
+    if not isinstance(pool, GraphPool):
+        raise ConfigError(f"pool must be an ostinato.GraphPool, got {shown(pool)}")
+
+
 class GraphPool(Owner):
     """Memory and capture stream of a set of graphs that are never replayed concurrently.
 
@@ -124,11 +130,10 @@ class GraphPool(Owner):
         generators: Sequence[torch.Generator] = (),
         offloader: WeightOffloader | None = None,
     ) -> None:
-        self.backend = create_backend(torch.device(device), generators=generators)
+        self.backend = create_backend(device, generators=generators)
         self.device = self.backend.device
         # Generators for captured work; on CUDA, code around it may also draw from the CPU's.
-        both = (torch.default_generator, *self.backend.generators)
-        self.generators = tuple(dict.fromkeys(both))
+        self.generators = tuple(dict.fromkeys((torch.default_generator, *self.backend.generators)))
         self.lazy_capture = lazy_capture
         # Makes what observes a capture; its tape keeps it. None: captures are not observed.
         self.new_observer: Callable[[], OperatorObserver] | None = None
@@ -137,16 +142,14 @@ class GraphPool(Owner):
         self.exclusive_use = ExclusiveUse()  # one thread at a time
         self._follow_stream = self.backend.follow_stream
         self._spare = mmap.mmap(-1, _SPARE_BYTES)  # addresses only; its pages are never touched
-        self._sessions = 0
-        self._closed = False
+        self._sessions, self._closed = 0, False
         self.serial = 0  # of the last successful capture
         # In total; a capture with breaks has several graphs.
         self.num_graphs_captured = self.executable_bytes_captured = 0
         # In an eager break of a recording or a replay: the captures that may be replayed there.
         self._inside: range | None = None
         self._replaying_breaks = False
-        # Forward contexts by identity: that of the last capture, with the serial before it, and
-        # that of the last replay.
+        # Contexts by identity: of the last capture, with the serial before it; of the last replay.
         self._capture_context: ForwardContext | None = None
         self._serial_before_context = 0
         self._replay_context: ForwardContext | None = None
@@ -387,10 +390,7 @@ class GraphPool(Owner):
             self.backend.close()
 
     def free_spare(self) -> None:
-        """Free the memory reserved for closing, which needs some even when none is left.
-
-        Owners of a pool call this first when they close.
-        """
+        """Free the memory reserved for closing, when none may be left. Its owners call it first."""
         self._spare.close()
 
     def _check_open(self) -> None:

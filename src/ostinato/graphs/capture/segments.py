@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import torch
 
 from ostinato.compat import storage_number
-from ostinato.errors import ReplayMismatchError, StaleGraphError
+from ostinato.errors import ConfigError, ReplayMismatchError, StaleGraphError
 from ostinato.graphs.backends import Graph, GraphBackend
 from ostinato.graphs.backends.base import OperatorObserver, replay_closed
 from ostinato.graphs.capture.closing import close_each
@@ -53,6 +53,9 @@ def eager_break(function: Callable[P, R]) -> Callable[P, R]:
     Results that it writes into its arguments cost nothing. A tensor that it returns is copied to
     the address that the next segment reads.
     """
+
+    if not callable(function):
+        raise ConfigError(f"eager_break() marks a function, got {function!r}")
 
     @functools.wraps(function)
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -241,7 +241,7 @@ def positional_names(function: Callable[..., Any]) -> list[str]:
     target = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         parameters = inspect.signature(target).parameters.values()
-    except (TypeError, ValueError):
+    except Exception:  # it has none, or a custom __getattr__ raises what hasattr() does not expect
         return []
     names = []
     for index, parameter in enumerate(parameters):

@@ -67,7 +67,8 @@ class BatchDescriptor:
     def __post_init__(self) -> None:
         for name in ("num_tokens", "num_reqs", "query_len"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
+            may_lack = value is None and name != "num_tokens"
+            if not may_lack and (type(value) is not int or value < 1):
                 raise ConfigError(f"BatchDescriptor.{name} must be a positive int, got {value!r}")
         if self.num_active_loras < 0 or self.has_lora != (self.num_active_loras > 0):
             raise ConfigError(

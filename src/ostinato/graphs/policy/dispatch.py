@@ -117,9 +117,17 @@ class Dispatcher:
         """The entries that may be chosen."""
         return frozenset(self._captured)
 
+    def check_has(self, plan: CapturePlan) -> None:
+        """Raise unless every entry of ``plan`` is one of the dispatcher's."""
+        for entry in plan.entries:
+            self._check_planned(entry)
+
     def _check_planned(self, entry: PlanEntry) -> None:
         if entry not in self._planned:
-            raise ConfigError(f"{entry} is not in the plan, so dispatch can never choose it")
+            raise ConfigError(
+                f"{entry} is not in the plan of the dispatcher, so it can never be chosen; build "
+                "the dispatcher from the same plan"
+            )
 
     # --- building the tables -------------------------------------------------------------------
 

@@ -146,6 +146,17 @@ class AttentionCGSupport(IntEnum):
     ALWAYS = 3
 
     @classmethod
+    def of(cls, value: object) -> AttentionCGSupport:
+        """``value`` as a member, if it is one, or the number of one."""
+        try:
+            return cls(value)  # type: ignore[arg-type]
+        except ValueError:
+            raise ConfigError(
+                f"attention support must be an AttentionCGSupport, got {value!r}; choose one of "
+                f"{', '.join(cls.__members__)}"
+            ) from None
+
+    @classmethod
     def weakest(cls, supports: Iterable[AttentionCGSupport]) -> AttentionCGSupport:
         """The least of ``supports``: what a model with several attention backends has."""
         return min(supports, default=cls.ALWAYS)
@@ -161,7 +172,7 @@ class ResolvedMode:
 
 
 def resolve_mode(
-    requested: CUDAGraphMode,
+    requested: CUDAGraphMode | ModeName,
     support: AttentionCGSupport,
     *,
     decode_query_len: int = 1,
@@ -174,6 +185,9 @@ def resolve_mode(
     in a decode batch. ``piecewise_available``: the model can be split, or broken, at attention.
     ``part``: what in the model has this support.
     """
+    requested, support = CUDAGraphMode.parse(requested), AttentionCGSupport.of(support)
+    if type(decode_query_len) is not int or decode_query_len < 1:
+        raise ConfigError(f"decode_query_len must be a positive integer, got {decode_query_len!r}")
     mode, why = _allowed(requested, support, decode_query_len, piecewise_available, part)
     if mode is requested:
         return ResolvedMode(mode=mode, requested=requested)

@@ -120,6 +120,10 @@ class CapturePlan:
         """A plan that captures nothing, for ``with_sizes``."""
         check_positive_int("max_num_seqs", max_num_seqs)
         check_positive_int("max_num_batched_tokens", max_num_batched_tokens)
+        if not isinstance(decode_query_lens, Iterable):
+            raise ConfigError(
+                f"decode_query_lens must be a list of query lengths, got {decode_query_lens!r}"
+            )
         listed = list(decode_query_lens)
         if not listed:
             raise ConfigError("decode_query_lens is empty; use (1,) for decode without speculation")

@@ -36,7 +36,8 @@ def default_sizes(
     if largest is None:
         most = LARGEST_DEFAULT_SIZE_CPU if device_type == "cpu" else LARGEST_DEFAULT_SIZE
         largest = min(2 * max_num_seqs * decode_query_len, most, max_num_batched_tokens)
-    elif largest > max_num_batched_tokens:
+    check_positive_int("the largest capture size", largest)
+    if largest > max_num_batched_tokens:
         raise ConfigError(
             f"the largest capture size {largest} is above max_num_batched_tokens="
             f"{max_num_batched_tokens}, so no batch could ever use it; lower it or raise the limit"
@@ -117,7 +118,13 @@ def get_cudagraph_sizes(
 
     Numbers that are missing run eagerly. The second is empty without ``uniform_decode_cudagraph``.
     """
-    if not cudagraph_mode or not capture_sizes:
+    for name, value in (
+        ("max_num_reqs", max_num_reqs),
+        ("max_num_tokens", max_num_tokens),
+        ("uniform_decode_query_len", uniform_decode_query_len),
+    ):
+        check_positive_int(name, value)
+    if not CUDAGraphMode.parse(cudagraph_mode) or not capture_sizes:
         return {}, {}
     sizes = validate_sizes(capture_sizes, max_num_batched_tokens=max_num_tokens)
     decode: tuple[int, ...] = ()

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from ostinato import compat
+from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.trust.state_walk import SCALARS
 
 
 def _switches(device_type: str) -> list[Callable[[], Any]]:
     """Readers for the switches. Each runs on every call, so each is the cheapest one available."""
     switches: list[Callable[[], Any]] = [
-        lambda: _autocast_dtype(device_type),
+        lambda: autocast_dtype(device_type),
         torch.get_default_dtype,
         torch.is_inference_mode_enabled,
         compat.deterministic_algorithms,
@@ -30,7 +31,10 @@ def _switches(device_type: str) -> list[Callable[[], Any]]:
     return switches
 
 
-def _autocast_dtype(device_type: str) -> torch.dtype | None:
+is_autocast_enabled = torch.is_autocast_enabled  # by type of device
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
@@ -51,10 +55,25 @@ def _plain_attributes(thing: Any) -> tuple[tuple[str, Any], ...]:
 def read_numerics(device_type: str) -> tuple[Any, ...]:
     """The few switches that change results, for callers on the fast path."""
     return (
-        _autocast_dtype(device_type),
+        autocast_dtype(device_type),
         compat.deterministic_algorithms(),
         compat.float32_matmul_precision(),
     )
+
+
+def other_setting(name: str, was: object, now: object) -> ReplayMismatchError:
+    """The error of a replay under another setting of torch than at capture."""
+    return ReplayMismatchError(
+        f"torch's setting of {name} was {was} when the graph was captured and is {now} now; "
+        "replay under the setting of the capture, or clear_graphs() and capture again"
+    )
+
+
+def check_autocast(was: object, device_type: str) -> None:
+    """Raise if autocast is not as at capture, where ``autocast_dtype`` gave ``was``."""
+    now = autocast_dtype(device_type)
+    if now is not was:
+        raise other_setting("autocast", was, now)
 
 
 NUMERICS = ("autocast", "deterministic algorithms", "float32 matmul precision")

@@ -12,7 +12,6 @@ import functools
 import sys
 import types
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torch import nn
 from ostinato.compat import forward_hooks
 from ostinato.errors import CaptureError
 from ostinato.graphs.capture.segments import is_eager_break
+from ostinato.graphs.trust.state_views import CONTAINERS, Cell, Length, Raw, Read, SlotsOf
 
 # Types that are compared by value.
 SCALARS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -30,7 +30,7 @@ _MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 # Packages whose objects are not entered. A logger's level, for one, affects nothing in a graph.
 _LIBRARIES = frozenset({"torch", "torchvision", "numpy", "builtins", "logging", "ostinato"})
 _LIBRARIES_OF_FUNCTIONS = _LIBRARIES | sys.stdlib_module_names | {"transformers"}
-_CONTAINERS = (dict, types.MappingProxyType, list, tuple, deque)
+_MODULE_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _DEEPEST = 6
 _MOST_ITEMS = 1000  # larger containers are not entered
 
@@ -49,99 +49,6 @@ class Slot(NamedTuple):
     def write(self, value: Any) -> None:
         if not isinstance(self.container, (tuple, types.MappingProxyType)):
             self.container[self.key] = value
-
-
-class _Cell(MutableMapping[str, Any]):
-    """A closure variable, as a mapping."""
-
-    def __init__(self, cell: types.CellType) -> None:
-        self._cell = cell
-
-    def __getitem__(self, key: str) -> Any:
-        return self._cell.cell_contents
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._cell.cell_contents = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._cell.cell_contents
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("contents",))
-
-    def __len__(self) -> int:
-        return 1
-
-
-class _Slots(MutableMapping[str, Any]):
-    """The attributes of an object with ``__slots__``, as a mapping."""
-
-    def __init__(self, thing: Any) -> None:
-        self._thing = thing
-        declared = [vars(cls).get("__slots__", ()) for cls in type(thing).__mro__]
-        names = [name for slots in declared for name in ([slots] if type(slots) is str else slots)]
-        self._names = [name for name in names if name not in ("__dict__", "__weakref__")]
-
-    def __getitem__(self, key: str) -> Any:
-        try:
-            return getattr(self._thing, key)
-        except AttributeError as error:
-            raise KeyError(key) from error
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        setattr(self._thing, key, value)
-
-    def __delitem__(self, key: str) -> None:
-        delattr(self._thing, key)
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if hasattr(self._thing, name))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-class _Read(Mapping[str, Any]):
-    """What a call returns, as a mapping: what a weak reference refers to, a copy of a set, ..."""
-
-    def __init__(self, read: Callable[[], Any]) -> None:
-        self._read = read
-        self._last: Any = None
-
-    def __getitem__(self, key: str) -> Any:
-        value = self._read()
-        # A copy of unchanged contents is the same object each time: values are compared by id.
-        if type(value) not in (bytes, frozenset) or value != self._last:
-            self._last = value
-        return self._last
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        """Does nothing: what a run put there cannot be taken back."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("value",))
-
-    def __len__(self) -> int:
-        return 1
-
-
-class Length(Mapping[str, int]):
-    """The length of a container, as a mapping."""
-
-    def __init__(self, container: Any) -> None:
-        self.container = container
-
-    def __getitem__(self, key: str) -> int:
-        return len(self.container)
-
-    def __setitem__(self, key: str, length: int) -> None:
-        """Does nothing: items that a run added cannot be told from earlier ones."""
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("length",))
-
-    def __len__(self) -> int:
-        return 1
 
 
 def is_tensor(value: Any) -> bool:
@@ -165,7 +72,7 @@ class StateWalk:
         self._seen: set[int] = set()
         self._classes: set[type] = set()
         self.modules: list[tuple[str, nn.Module]] = []  # with the prefix of their members' names
-        self.tables: list[dict[str, Any]] = []
+        self.tables: list[dict[str, Any]] = []  # compared as wholes
         self.slots = list(self._enter(function, "", 0))
         for name, argument in arguments.items():
             self.slots += self._enter(argument, name, 0)
@@ -190,7 +97,7 @@ class StateWalk:
             yield from self._module(value, f"{path}." if path else "", depth)
         elif isinstance(value, types.FunctionType):
             yield from self._code(value, depth)
-        elif isinstance(value, _CONTAINERS) and not isinstance(value, torch.Size):
+        elif isinstance(value, CONTAINERS) and not isinstance(value, torch.Size):
             yield from self._items(value, path, depth)
         elif _is_bound_method(value):
             yield from self._enter(value.__self__, path or "self", depth)
@@ -202,13 +109,13 @@ class StateWalk:
         elif isinstance(value, (set, frozenset)):
             yield from self._items_of_set(value, path, depth)
         elif isinstance(value, weakref.ref):
-            yield from self._slot(f"what {path} refers to", _Read(value), "value", path, depth)
+            yield from self._slot(f"what {path} refers to", Read(value), "value", path, depth)
         elif isinstance(value, contextvars.ContextVar):
             read = functools.partial(value.get, None)
             name = f"context variable {value.name!r}"
-            yield from self._slot(name, _Read(read), "value", value.name, depth)
+            yield from self._slot(name, Read(read), "value", value.name, depth)
         elif (contents := _bytes_of(value)) is not None:
-            yield Slot(f"contents of {path}", _Read(contents), "value")
+            yield Slot(f"contents of {path}", Read(contents), "value")
         elif isinstance(value, type):
             yield from self._class(value, depth)
         elif _is_object(value):
@@ -216,7 +123,7 @@ class StateWalk:
             if hasattr(value, "__dict__"):
                 yield from self._attributes(value.__dict__, prefix, depth)
             # Slots of standard library objects, such as Path, hold caches.
-            if _package(type(value)) not in sys.stdlib_module_names and (slots := _Slots(value)):
+            if _package(type(value)) not in sys.stdlib_module_names and (slots := SlotsOf(value)):
                 yield from self._attributes(slots, prefix, depth)
             yield from self._class(type(value), depth)
 
@@ -229,14 +136,19 @@ class StateWalk:
             )
         stock = type(module).__module__.startswith("torch.nn")
         self.modules.append((prefix, module))
-        self.tables += [module._parameters, module._buffers, module._modules]
+        where = f"'{prefix[:-1]}'" if prefix else "the module"
         for kind, entries in (
             ("parameter", module._parameters),
             ("buffer", module._buffers),
             ("module", module._modules),
         ):
             yield from (Slot(f"{kind} '{prefix}{key}'", entries, key) for key in entries)
-        where = f"'{prefix[:-1]}'" if prefix else "the module"
+            # An empty container runs its first module; another module of torch's does not.
+            is_container = kind == "module" and isinstance(module, _MODULE_CONTAINERS)
+            if entries or is_container:
+                self.tables.append(entries)
+            if entries or is_container or not stock:
+                yield Slot(f"the number of {kind}s of {where}", Length(entries), "length", False)
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             yield from self._hooks(where, hooks, depth, often=bool(hooks) or not stock)
         own = [key for key in module.__dict__ if key not in _MODULE_INTERNALS]
@@ -296,13 +208,15 @@ class StateWalk:
         yield Slot(f"the number of attributes{where}", Length(values), "length")
 
     def _items(self, container: Any, path: str, depth: int) -> Iterator[Slot]:
-        keyed = isinstance(container, (dict, types.MappingProxyType))
+        fixed = isinstance(container, tuple)
+        container = Raw.of(container)
+        keyed = isinstance(container, (Mapping, types.MappingProxyType))
         keys = list(container) if keyed else range(len(container))
         if len(keys) <= _MOST_ITEMS:
             for key in keys:
                 name = f"{path}[{key!r}]"
                 yield from self._slot(name, container, key, name, depth)
-        if not isinstance(container, tuple):
+        if not fixed:
             yield Slot(f"the number of items in {path}", Length(container), "length")
 
     def _items_of_set(self, items: Any, path: str, depth: int) -> Iterator[Slot]:
@@ -310,7 +224,7 @@ class StateWalk:
             yield Slot(f"the number of items in {path}", Length(items), "length")
             return
         if not isinstance(items, frozenset):
-            yield Slot(f"the set of items in {path}", _Read(lambda: frozenset(items)), "value")
+            yield Slot(f"the set of items in {path}", Read(lambda: frozenset(items)), "value")
         for item in items:
             if not isinstance(item, SCALARS):
                 yield from self._enter(item, f"an item of {path}", depth + 1)
@@ -323,7 +237,7 @@ class StateWalk:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             variable = f"variable {name!r} of {qualname}"
             with contextlib.suppress(ValueError):  # not set yet
-                yield from self._slot(variable, _Cell(cell), "contents", name, depth)
+                yield from self._slot(variable, Cell(cell), "contents", name, depth)
         yield from self._globals(function.__globals__, "", _global_names(code), depth)
         yield from self._items(function.__defaults__ or (), f"defaults of {qualname}", depth)
         if function.__kwdefaults__:

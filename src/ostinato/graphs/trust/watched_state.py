@@ -19,7 +19,8 @@ from ostinato.compat import compare_addresses, storage_number
 from ostinato.errors import ReplayMismatchError
 from ostinato.graphs.capture.signature import same_value
 from ostinato.graphs.tree import tensors_in
-from ostinato.graphs.trust.state_walk import SCALARS, Length, Slot, StateWalk, is_tensor
+from ostinato.graphs.trust.state_views import Length
+from ostinato.graphs.trust.state_walk import SCALARS, Slot, StateWalk, is_tensor
 
 # Checked in rotation, a few per call: tensor shapes, which may change at the same address, and, in
 # detail, everything else: strides, types, attributes and hooks of torch's own modules.
@@ -70,7 +71,7 @@ class WatchedState:
         pairs = list(zip(self._slots, self._values, strict=True))
         self._pinned = {id(slot): _Pinned(value) for slot, value in pairs if is_tensor(value)}
         # Checked on every call: module tables, other names, and container lengths.
-        self._tables = [table for table in walk.tables if table]
+        self._tables = walk.tables
         # Whole tables are compared, which is fast. That would compare one-element tensors by
         # value, so those are checked as names instead.
         in_tables = set(map(id, self._tables))
@@ -91,6 +92,7 @@ class WatchedState:
         self._positions = list(range(len(self._tensors)))
         self._shapes = [tensor.shape for tensor in self._tensors]
         self._turn = -1
+        self._replaced = False  # at the last check
         self._plain: _Plain | None = None
         self._remember()
 
@@ -106,7 +108,8 @@ class WatchedState:
         """Raise ``ReplayMismatchError`` if anything was replaced."""
         try:
             stays = (
-                self._tables == self._table_copies
+                not self._replaced
+                and self._tables == self._table_copies
                 and [*map(id, self._names.read())] == self._name_ids
                 and [*map(len, self._containers)] == self._lengths
                 and [*map(_training, self._module_dicts)] == self._training
@@ -116,7 +119,10 @@ class WatchedState:
         except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
             stays = False  # something was removed
         if not stays:
+            # What is looked at in rotation must not be forgotten until its next turn.
+            self._replaced = True
             self.raise_if_replaced()
+            self._replaced = False
             self._remember()  # new objects with equal values
 
     def _a_few_stay(self) -> bool:

@@ -317,6 +317,13 @@ def test_an_object_names_its_own_memory(pool: GraphPool) -> None:
     assert owners(pool_ledger(pool, cache)) == {"KV cache 'layer 0'"}
 
 
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), [torch.ones(1)], None], ids=str)
+def test_owners_without_names_are_refused(pool: GraphPool, given: Any) -> None:
+    message = f"owners is a {type(given).__name__}; pass a dict that names modules, .*'model': mod"
+    with pytest.raises(ConfigError, match=message):
+        pool_ledger(pool, given)
+
+
 def test_owners_without_tensors_are_refused(pool: GraphPool) -> None:
     managed(nn.Linear(WIDTH, WIDTH, device=pool.device).requires_grad_(False), pool)
     with pytest.raises(ConfigError, match=r"owners\['model'\] is a int without tensors; pass"):

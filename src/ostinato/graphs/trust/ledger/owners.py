@@ -56,6 +56,18 @@ class NamesMemory(Protocol):
 Resolve = Callable[[], Iterable[NamedMemory]]
 
 
+def by_name(owners: Mapping[str, Any] | NamesMemory) -> dict[str, Any]:
+    """The owners that a user gave, each under its name; one that names its memory under ``""``."""
+    if isinstance(owners, NamesMemory):
+        return {"": owners}
+    if not isinstance(owners, Mapping):
+        raise ConfigError(
+            f"owners is a {type(owners).__name__}; pass a dict that names modules, tensors or "
+            "containers of tensors, such as {'model': model}, or an object with named_memory()"
+        )
+    return dict(owners)
+
+
 def memory_of(owners: Mapping[str, Any]) -> Iterator[NamedMemory]:
     """The memory of ``owners``: modules, tensors, containers of tensors, ``NamesMemory``."""
     for key, owner in owners.items():

@@ -19,6 +19,7 @@ from ostinato.graphs.trust.ledger.owners import (
     NamedMemory,
     NamesMemory,
     OwnedMemory,
+    by_name,
     memory_of,
 )
 from ostinato.graphs.trust.ledger.resolver import ReadableGraph
@@ -43,7 +44,7 @@ class PoolGraphs:
 
     def __init__(self, pool: GraphPool, owners: Mapping[str, Any] | NamesMemory) -> None:
         self._pool = pool
-        self._owners = {"": owners} if isinstance(owners, NamesMemory) else dict(owners)
+        self._owners = by_name(owners)
         self._seen: WeakKeyDictionary[Tape, OwnedMemory] = WeakKeyDictionary()
         self._resolve: Callable[[], Iterable[NamedMemory]] = self._named_memory
         self._latest: OwnedMemory | None = None
@@ -96,7 +97,7 @@ def inspect_graph(
             f"inspect_graph takes a torch.cuda.CUDAGraph, got a {type(graph).__name__}; for graphs "
             "of Ostinato call ledger() on what captured them"
         )
-    return Ledger(OtherGraph(graph, owners or {}, name))
+    return Ledger(OtherGraph(graph, by_name({} if owners is None else owners), name))
 
 
 class OtherGraph:

@@ -42,7 +42,8 @@ def max_difference(got: torch.Tensor, want: torch.Tensor) -> float:
         return 0.0
     if got.dtype is torch.bool:
         return float((got != want).any())
-    off = (got.double() - want.double()).abs()
+    wide = torch.complex128 if got.is_complex() else torch.float64
+    off = (got.to(wide) - want.to(wide)).abs()
     off = torch.where((got == want) | (got.isnan() & want.isnan()), 0.0, off)
     return float(off.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
 

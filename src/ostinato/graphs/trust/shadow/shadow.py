@@ -25,7 +25,7 @@ from ostinato.graphs.trust.shadow.bisect import NameOf, SteppedReplay, explain
 from ostinato.graphs.trust.shadow.call_log import CallLog, CallLogging
 from ostinato.graphs.trust.shadow.differences import Difference, differing
 from ostinato.graphs.trust.shadow.memory_part import (
-    MemoryPart,
+    StepPart,
     compared,
     read_parts,
     write_parts,
@@ -58,8 +58,9 @@ class EagerRun(Protocol):
 class ShadowedStep:
     """A step that can run both ways; both return their results by name, real rows only.
 
-    ``graph``: its mode and key, for reports. ``tape``: what ``replay`` replays. ``parts``: all
-    memory that the step writes and that outlives it, in the order in which it is written.
+    ``graph``: its mode and key, for reports. ``tape``: what ``replay`` replays; None: not all that
+    ``eager`` runs is on one tape, so where they part is not looked for. ``parts``: all memory that
+    the step writes and that outlives it, in the order in which it is written.
     ``alone``: runs it eagerly without padding; None if it has none. ``rows``: of tensors inside the
     step, by their number of rows with padding, the real ones. ``num_grouping_layers``: in this many
     layers a row is multiplied together with others that the data choose, so that its rounding may
@@ -67,10 +68,10 @@ class ShadowedStep:
     """
 
     graph: str
-    tape: Tape
+    tape: Tape | None
     eager: EagerRun
     replay: Callable[[], Mapping[str, torch.Tensor]]
-    parts: Sequence[MemoryPart]
+    parts: Sequence[StepPart]
     rows: Mapping[int, slice]
     num_grouping_layers: int = 0
     exact: bool = False
@@ -152,7 +153,8 @@ class Shadow:
 
     def _replay(self, step: ShadowedStep) -> Mapping[str, torch.Tensor]:
         """Replay the step; what runs eagerly between its graphs, as in an eager run."""
-        with self._pool.backend.capture_scope() if step.tape.has_breaks else nullcontext():
+        has_eager_parts = step.tape is None or step.tape.has_breaks
+        with self._pool.backend.capture_scope() if has_eager_parts else nullcontext():
             return step.replay()
 
     def _eager(
@@ -209,6 +211,8 @@ class Shadow:
         self, step: ShadowedStep, before: Mapping[str, torch.Tensor], eager: CallLog
     ) -> Finding:
         """Where the graph and the logged eager run, which had the same padding, part."""
+        if step.tape is None:
+            return Finding(cause=Cause.OTHER_RESULT)
         write_parts(step.parts, before)
         replayed = SteppedReplay(step.tape, eager, step.rows)
         with replayed.instead():
@@ -236,9 +240,8 @@ class Shadow:
     ) -> tuple[CallLog, dict[str, torch.Tensor]]:
         """An eager run with a log of its operators, and what it leaves."""
         write_parts(step.parts, before)
-        logging = CallLogging(
-            self._pool.device.type, rows or step.rows, split_at_breaks=step.tape.has_breaks
-        )
+        split = step.tape is not None and step.tape.has_breaks
+        logging = CallLogging(self._pool.device.type, rows or step.rows, split_at_breaks=split)
         left = self._eager(step, other_padding=other_padding, logging=logging)
         return logging.log, left
 
