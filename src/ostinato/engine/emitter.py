@@ -16,6 +16,7 @@ from ostinato.runner.step_result import StepResult
 from ostinato.scheduling.request import FinishReason
 from ostinato.scheduling.scheduler import Scheduler
 from ostinato.scheduling.step_plan import TokenEvent
+from ostinato.text.detokenizer import token_text
 
 
 class Emitter:
@@ -139,4 +140,4 @@ class Emitter:
         completion.close()
 
     def _decode_token(self, token: int) -> str | None:
-        return None if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        return None if self._tokenizer is None else token_text(self._tokenizer, token)
