@@ -29,6 +29,16 @@ def option(default: Any, help: str, *, cli: type | None = None) -> Any:
     return field(default=default, metadata={"help": help, "cli": cli})
 
 
+def check_flags(options: Any) -> None:
+    """Raise unless options that are on or off are: any text, "false" too, would count as on."""
+    for each in fields(options):
+        value = getattr(options, each.name)
+        if each.type == "bool | None" and value is None:
+            continue
+        if each.type in ("bool", "bool | None") and not isinstance(value, bool):
+            raise ConfigError(f"{each.name} must be True or False, got {shown(value)}")
+
+
 class Foreign(NamedTuple):
     """An option of another engine that does not exist here.
 

@@ -36,9 +36,9 @@ def check_limits(config: EngineOptions) -> None:
         )
     share = config.gpu_memory_utilization
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {share!r}")
+        raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {shown(share)}")
     if type(config.seed) is not int or not 0 <= config.seed < 2**63:
-        raise ConfigError(f"seed must be an integer in [0, 2**63), got {config.seed!r}")
+        raise ConfigError(f"seed must be an integer in [0, 2**63), got {shown(config.seed)}")
 
 
 def check_attention(config: EngineOptions) -> None:
@@ -46,7 +46,7 @@ def check_attention(config: EngineOptions) -> None:
     if isinstance(config.attention, str):
         if config.attention not in ATTENTION_BACKENDS:
             known = ", ".join(ATTENTION_BACKENDS)
-            raise ConfigError(f"unknown attention {config.attention!r}; choose one of {known}")
+            raise ConfigError(f"unknown attention {shown(config.attention)}; choose one of {known}")
         return
     needed = ("name", "support", "forward", "forward_qkv")
     missing = [each for each in needed if not hasattr(config.attention, each)]
@@ -159,7 +159,7 @@ def check_parallel(config: EngineOptions) -> None:
     check_positive_int("data_parallel_size", config.data_parallel_size)
     timeout = config.rank_timeout_s
     if not isinstance(timeout, (int, float)) or not timeout > 0:
-        raise ConfigError(f"rank_timeout_s must be a positive number, got {timeout!r}")
+        raise ConfigError(f"rank_timeout_s must be a positive number, got {shown(timeout)}")
     if config.shift_parallel_threshold is not None:
         check_positive_int("shift_parallel_threshold", config.shift_parallel_threshold)
         if config.ulysses_sequence_parallel_size == 1:

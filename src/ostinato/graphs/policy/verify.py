@@ -56,7 +56,7 @@ def _rate(value: str, text: str) -> float:
     except ValueError:
         raise _unknown(text) from None
     if not 0 < rate <= 1:
-        raise ConfigError(f"verify={text!r} samples a fraction of {value}; give one in (0, 1]")
+        raise ConfigError(f"verify={shown(text)} samples a fraction of {value}; give one in (0, 1]")
     return rate
 
 
