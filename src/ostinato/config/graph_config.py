@@ -16,6 +16,8 @@ from ostinato.quoting import shown
 if TYPE_CHECKING:
     import torch
 
+MAX_WARMUPS = 1000  # more would only delay the start
+
 
 @user_options(
     example="mode",
@@ -105,9 +107,11 @@ class GraphConfig:
                 f"compile must be True, False, 'inductor' or 'eager', got {shown(self.compile)}"
             )
         if self.num_warmups is not None and (
-            type(self.num_warmups) is not int or self.num_warmups < 0
+            type(self.num_warmups) is not int or not 0 <= self.num_warmups <= MAX_WARMUPS
         ):
-            raise ConfigError(f"num_warmups must be 0 or more, got {shown(self.num_warmups)}")
+            raise ConfigError(
+                f"num_warmups must be from 0 to {MAX_WARMUPS}, got {shown(self.num_warmups)}"
+            )
 
     @property
     def compiler(self) -> Literal["inductor", "eager"] | None:
