@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ostinato import ConfigError, CUDAGraphMode, GraphConfig
 from ostinato.config import EngineConfig, parse_bytes
+from ostinato.config.checks import LARGEST
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -97,6 +98,11 @@ BAD_ENGINES: list[tuple[dict[str, Any], str]] = [
         ({name: "no"}, f"{name} must be True or False, got 'no'")
         for name in ("enforce_eager", "enable_lora", "enable_prefix_caching", "async_scheduling")
     ),
+    *(
+        ({name: most + 1}, f"{name} must be at most {most:,}, got {most + 1}; lower it")
+        for name, most in LARGEST.items()
+    ),
+    ({"max_num_seqs": 2**70}, f"max_num_seqs must be at most 65,536, got {2**70}; lower it"),
     ({"device": 1}, "unknown device 1; choose auto, cpu or cuda"),
     ({"task": []}, "task must be one of auto, generate, embed, classify, got []"),
     ({"model": ""}, "model is empty; give a directory, a hub model, a shape or None"),

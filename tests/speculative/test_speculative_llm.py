@@ -542,6 +542,7 @@ def test_a_step_that_fails_loses_no_token(device: torch.device, overlap: bool) -
         (lambda: NgramDrafts(num_token=3), "did you mean num_tokens?"),
         (lambda: SuffixDrafts(history_len=-1), "history_len must be a positive integer, got -1"),
         (lambda: SuffixDrafts(history_len=10**12), "history_len is at most 268435456, got 10000"),
+        (lambda: NgramDrafts(max_match=2**70), "max_match is at most 1,048,576, got 1180591620"),
         (lambda: ReplayedDrafts(texts="abc"), "texts must be a list of lists of token ids, got"),
         (lambda: ReplayedDrafts(texts=[3]), "texts must be lists of token ids, got 3"),
         (lambda: ReplayedDrafts(texts=[[1, -5]]), r"texts must be lists of token ids, got \[1, -5"),

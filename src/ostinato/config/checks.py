@@ -11,6 +11,13 @@ from ostinato.offload.offload_config import OffloadConfig
 from ostinato.quoting import shown
 
 MAX_LORA_RANK = 256
+# Larger values have no known use: start-up would take hours, or all memory.
+LARGEST = {
+    "max_num_seqs": 2**16,
+    "max_num_batched_tokens": 2**24,
+    "block_size": 2**16,
+    "max_loras": 2**10,
+}
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "numba")
 
 
@@ -28,6 +35,11 @@ def check_limits(config: EngineOptions) -> None:
         if getattr(config, name) is not None:
             check_positive_int(name, getattr(config, name))
     check_positive_int("block_size", config.block_size)
+    check_positive_int("max_loras", config.max_loras)
+    for name, largest in LARGEST.items():
+        if (getattr(config, name) or 0) > largest:
+            given = shown(getattr(config, name))
+            raise ConfigError(f"{name} must be at most {largest:,}, got {given}; lower it")
     most, longest = config.kv_cache_tokens, config.max_model_len
     if most is not None and longest is not None and most < longest:
         raise ConfigError(

@@ -22,11 +22,14 @@ if TYPE_CHECKING:
     from ostinato.speculative.proposer import Proposer, ProposerContext
 
 MAX_HISTORY = 2**28  # tokens, which take 1 GiB
+MAX_MATCH = 2**20
 
 
 def _check_match(min_match: int, max_match: int) -> None:
     check_positive_int("min_match", min_match)
     check_positive_int("max_match", max_match)
+    if max_match > MAX_MATCH:
+        raise ConfigError(f"max_match is at most {MAX_MATCH:,}, got {shown(max_match)}; lower it")
     if min_match > max_match:
         raise ConfigError(
             f"min_match {min_match} is above max_match {max_match}, so nothing could ever match"
