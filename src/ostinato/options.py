@@ -39,6 +39,12 @@ def check_flags(options: Any) -> None:
             raise ConfigError(f"{each.name} must be True or False, got {shown(value)}")
 
 
+def check_seed(seed: object) -> None:
+    """Raise for what is no seed of a random generator."""
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise ConfigError(f"seed must be an integer in [0, 2**63), got {shown(seed)}")
+
+
 class Foreign(NamedTuple):
     """An option of another engine that does not exist here.
 

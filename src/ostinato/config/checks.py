@@ -8,6 +8,7 @@ from ostinato.graphs.policy.modes import CUDAGraphMode
 from ostinato.graphs.policy.sizes import check_positive_int
 from ostinato.graphs.policy.verify import VerifyPolicy
 from ostinato.offload.offload_config import OffloadConfig
+from ostinato.options import check_seed
 from ostinato.quoting import shown
 
 MAX_LORA_RANK = 256
@@ -49,8 +50,7 @@ def check_limits(config: EngineOptions) -> None:
     share = config.gpu_memory_utilization
     if not isinstance(share, (int, float)) or not 0 < share <= 1:
         raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {shown(share)}")
-    if type(config.seed) is not int or not 0 <= config.seed < 2**63:
-        raise ConfigError(f"seed must be an integer in [0, 2**63), got {shown(config.seed)}")
+    check_seed(config.seed)
 
 
 def check_attention(config: EngineOptions) -> None:

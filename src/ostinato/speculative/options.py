@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ostinato.errors import ConfigError
 from ostinato.graphs.policy.sizes import check_positive_int
-from ostinato.options import option, user_options
+from ostinato.options import check_seed, option, user_options
 from ostinato.quoting import shown
 from ostinato.speculative.speculation import Speculation
 
@@ -104,6 +104,7 @@ class DraftModel(Speculation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_seed(self.seed)
         _check_name(self, self.model, "a model")
 
     def load(self, model: CausalLM, load: Callable[..., LoadedModel]) -> Speculation:
@@ -126,6 +127,12 @@ class EagleDrafts(Speculation):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_name(self, self.model, "a head")
+        layers: object = self.layers
+        listed = isinstance(layers, Sequence) and not isinstance(layers, str | bytes)
+        if layers is not None and not (
+            listed and all(type(number) is int and number >= 0 for number in layers)
+        ):
+            raise ConfigError(f"layers must be a list of numbers of layers, got {shown(layers)}")
 
     def load(self, model: CausalLM, load: Callable[..., LoadedModel]) -> Speculation:
         from ostinato.loading.locate import find_model
@@ -159,6 +166,7 @@ class ReplayedDrafts(Speculation):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_seed(self.seed)
         if not isinstance(self.acceptance, int | float) or not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance must be in [0, 1], got {shown(self.acceptance)}")
         texts: object = self.texts
