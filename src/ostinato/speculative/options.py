@@ -128,9 +128,10 @@ class EagleDrafts(Speculation):
         super().__post_init__()
         _check_name(self, self.model, "a head")
         layers: object = self.layers
-        listed = isinstance(layers, Sequence) and not isinstance(layers, str | bytes)
-        if layers is not None and not (
-            listed and all(type(number) is int and number >= 0 for number in layers)
+        if layers is not None and (
+            not isinstance(layers, Sequence)
+            or isinstance(layers, str | bytes)
+            or any(type(number) is not int or number < 0 for number in layers)
         ):
             raise ConfigError(f"layers must be a list of numbers of layers, got {shown(layers)}")
 
