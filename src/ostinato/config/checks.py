@@ -19,6 +19,7 @@ LARGEST = {
     "block_size": 2**16,
     "max_loras": 2**10,
 }
+LONGEST_TIMEOUT_S = 365 * 24 * 3600  # clocks overflow at some longer one
 ATTENTION_BACKENDS = ("auto", "torch", "triton", "numba")
 
 
@@ -48,7 +49,7 @@ def check_limits(config: EngineOptions) -> None:
             "would not fit; raise kv_cache_tokens or lower max_model_len"
         )
     share = config.gpu_memory_utilization
-    if not isinstance(share, (int, float)) or not 0 < share <= 1:
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ConfigError(f"gpu_memory_utilization must be a number in (0, 1], got {shown(share)}")
     check_seed(config.seed)
 
@@ -170,8 +171,12 @@ def check_parallel(config: EngineOptions) -> None:
     check_positive_int("ulysses_sequence_parallel_size", config.ulysses_sequence_parallel_size)
     check_positive_int("data_parallel_size", config.data_parallel_size)
     timeout = config.rank_timeout_s
-    if not isinstance(timeout, (int, float)) or not timeout > 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise ConfigError(f"rank_timeout_s must be a positive number, got {shown(timeout)}")
+    if timeout > LONGEST_TIMEOUT_S:
+        raise ConfigError(
+            f"rank_timeout_s must be at most {LONGEST_TIMEOUT_S:,} (a year), got {shown(timeout)}"
+        )
     if config.shift_parallel_threshold is not None:
         check_positive_int("shift_parallel_threshold", config.shift_parallel_threshold)
         if config.ulysses_sequence_parallel_size == 1:
