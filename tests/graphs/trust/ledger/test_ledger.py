@@ -153,6 +153,16 @@ def test_a_parameter_without_dimensions_is_found(device: torch.device) -> None:
         assert {each.owner for each in ledger.stale()} == {"parameter 'holder.0'"}
 
 
+def test_a_number_from_the_host_is_not_held(device: torch.device) -> None:
+    """The graph has a copy: where the number was is free, and nothing is stale."""
+    with graphed(lambda x: torch.maximum(x, torch.tensor(0.5)), sizes=[2]) as model:
+        x = torch.randn(2, WIDTH, device=device)
+        torch.testing.assert_close(model(x), x.clamp(min=0.5))
+        model.ledger().check()
+        assert not model.ledger().stale()
+        torch.testing.assert_close(model(-x), (-x).clamp(min=0.5))
+
+
 def test_a_ledger_keeps_no_memory_alive(device: torch.device) -> None:
     module = nn.Linear(WIDTH, WIDTH, device=device)
     model = graphed(module, sizes=[2])
