@@ -235,6 +235,22 @@ def test_a_manager_knows_the_memory_of_its_graphs(pool: GraphPool) -> None:
         manager.run_fullgraph(2)
 
 
+def test_two_managers_in_a_pool_are_told_apart(pool: GraphPool) -> None:
+    """Their output buffers have the same name."""
+    modules = [nn.Linear(WIDTH, WIDTH, device=pool.device).requires_grad_(False) for _ in "ab"]
+    first, second = (managed(module, pool) for module in modules)
+    ledger = pool_ledger(pool, {"a": modules[0], "b": modules[1]})
+    ledger.check()
+    first.clear_graphs()
+    ledger.check()
+    modules[1].weight.data = modules[1].weight.data.clone()
+    assert {each.owner for each in ledger.stale()} == {"parameter 'b.weight'"}
+    with pytest.raises(StaleGraphError, match=r"parameter 'b.weight' at"):
+        ledger.check()
+    with pytest.raises(StaleGraphError):
+        second.run_fullgraph(2)
+
+
 def test_a_wrapper_refuses_a_stale_graph_and_others_go_on(pool: GraphPool) -> None:
     def wrap(module: nn.Module) -> CUDAGraphWrapper[Any]:
         return CUDAGraphWrapper(module, CUDAGraphMode.FULL, pool=pool)
